@@ -1,0 +1,54 @@
+"""Train on mixed GPUs with uneven batches and uneven shards: a PyTorch Lightning strategy.
+
+Importing this package registers the strategy names ``"cephalo"``, ``"cephalo_spawn"``,
+``"cephalo_fork"`` and ``"cephalo_notebook"`` with Lightning. The public names load on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# torch imports this package at the end of its own import (see _autoload.py), when it is not yet
+# complete: nothing here may import torch or Lightning, or take long.
+from lightning_cephalo import _autoload
+
+if TYPE_CHECKING:
+    from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, solve
+    from lightning_cephalo.strategy import CephaloStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CephaloStrategy",
+    "Plan",
+    "Problem",
+    "RankPlan",
+    "RankProfile",
+    "__version__",
+    "solve",
+]
+
+_HOME_OF = {
+    "CephaloStrategy": "lightning_cephalo.strategy",
+    "Plan": "lightning_cephalo.plan",
+    "Problem": "lightning_cephalo.plan",
+    "RankPlan": "lightning_cephalo.plan",
+    "RankProfile": "lightning_cephalo.plan",
+    "solve": "lightning_cephalo.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_autoload.register()
