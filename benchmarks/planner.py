@@ -1,0 +1,109 @@
+"""How long a plan takes: three clusters of growing size, solver start-up included, imports not.
+
+    python benchmarks/planner.py
+
+Prints seconds, gap and how near the plan is to the ideal sum of
+speeds. Curves are made up (affine with a per cent of noise, as measured ones have), seeded, and the
+same on every machine.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from lightning_cephalo.plan import Problem, RankProfile, solve
+
+_GIB = 2**30
+# Speed and memory of a rank relative to the slowest, roughly as cards of three generations.
+_KINDS = {
+    "A6000": (4.7, 48),
+    "A10G": (3.8, 22.5),
+    "L4": (3.4, 22.5),
+    "V100": (2.6, 16),
+    "P40": (1.5, 22.5),
+    "T4": (1.0, 15),
+}
+
+
+def profile(name: str, seed: int, longest: int = 24, noise: float = 0.01) -> RankProfile:
+    """One rank: per microbatch a fixed cost and a cost per sample, with noise."""
+    speed, memory = _KINDS[name]
+    random = np.random.default_rng(seed)
+    size = np.arange(1, longest + 1)
+
+    def curve(per_sample: float) -> np.ndarray:
+        return per_sample / speed * (0.3 + size) * (1 + noise * random.standard_normal(longest))
+
+    return RankProfile(
+        name=name,
+        forward_s=curve(4e-3),
+        backward_s=curve(11e-3),
+        tail_s=curve(30e-3),
+        compute_bytes=(0.4 + 0.25 * size) * _GIB,
+        capacity_bytes=memory * 0.9 * _GIB,
+    )
+
+
+def problem(counts: dict[str, int], batch: int, *, distinct: bool, full: float) -> Problem:
+    """``counts`` ranks of each kind; ``distinct`` measures each apart; the state takes ``full`` of
+    all memory.
+    """
+    ranks, seed = [], 0
+    for name, count in counts.items():
+        for _ in range(count):
+            ranks.append(profile(name, seed))
+            seed += distinct
+        seed += 1
+    capacity = sum(rank.capacity_bytes for rank in ranks)
+    return Problem(
+        ranks,
+        units=32,
+        gather_s=5e-3,
+        reduce_s=5e-3,
+        state_bytes=full * capacity,
+        global_batch_size=batch,
+        boundary_bytes=2 * 2**20,
+        gathered_bytes=0.5 * _GIB,
+    )
+
+
+def main() -> None:
+    """Print one row per cluster."""
+    import cvxpy  # noqa: F401  (its import is not the solver's time)
+
+    small = {"L4": 2, "A6000": 1, "P40": 3, "T4": 2}
+    middle = {"V100": 16, "A10G": 16, "T4": 32}
+    large = {"A6000": 128, "A10G": 128, "L4": 256, "V100": 128, "P40": 128, "T4": 256}
+    print(f"{'cluster':34} {'memory':>7} {'seconds':>8} {'gap':>8} {'of ideal':>8}")
+    for title, counts, batch, distinct in (
+        ("8 ranks, batch 128", small, 128, False),
+        ("8 ranks, all distinct, batch 128", small, 128, True),
+        ("64 ranks, 3 types, batch 2048", middle, 2048, False),
+        ("64 ranks, all distinct, batch 2048", middle, 2048, True),
+        ("1024 ranks, 6 types, batch 16384", large, 16384, False),
+    ):
+        for full in (0.3, 0.6, 0.8):
+            case = problem(counts, batch, distinct=distinct, full=full)
+            started = time.perf_counter()
+            plan = solve(case)
+            taken = time.perf_counter() - started
+            print(
+                f"{title:34} {full:7.0%} {taken:8.3f} {plan.gap:8.1e} "
+                f"{ideal(case) / plan.step_s:8.1%}"
+            )
+
+
+def ideal(case: Problem) -> float:
+    """Seconds of a step if samples could be cut at will and every rank ran at its best size."""
+    speeds = 0.0
+    for rank in case.ranks:
+        size = np.arange(1, rank.largest_microbatch_size + 1)
+        unit = np.array(rank.forward_s) + np.array(rank.backward_s)
+        speeds += float((size / (case.units * unit + np.array(rank.tail_s))).max())
+    return case.global_batch_size / speeds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""What there is to plan for: how fast every rank is, how much it holds, and the work of one step.
+
+Units are in the names: ``_s`` seconds, ``_bytes`` bytes. Curves are indexed by microbatch size
+minus one: ``forward_s[3]`` is the time of one unit for one microbatch of four samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import KW_ONLY, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from . import _fields, _files
+from .errors import PlanError
+
+_CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """One rank, measured (DESIGN, "Contracts").
+
+    The four curves have one entry per microbatch size 1, 2, ... and the same length; ranks may
+    differ in length. Empty curves are legal: such a rank can hold state but takes no samples.
+    Lists, tuples and arrays are taken.
+
+    Args:
+        name: for tables and messages, such as ``"A6000"``; ranks that differ in nothing else are
+            planned as equal.
+        forward_s: one unit, one microbatch, forward.
+        backward_s: one unit, one microbatch, backward, with recompute where it happens.
+        tail_s: the root unit (embedding, head, loss) for one microbatch, forward and backward
+            together.
+        compute_bytes: peak beside the state while a microbatch of that size runs.
+        capacity_bytes: what this rank may hold in all; ``math.inf`` for no limit.
+
+    Raises:
+        PlanError: NaN, infinite or negative entries, curves of different lengths, no capacity.
+    """
+
+    name: str
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    tail_s: tuple[float, ...]
+    compute_bytes: tuple[float, ...]
+    capacity_bytes: float
+
+    def __post_init__(self) -> None:
+        _fields.text("RankProfile.name", self.name)
+        where = f"rank {self.name!r}"
+        for curve in _CURVES:
+            field = f"{where}: {curve}"
+            entries = _fields.items(field, getattr(self, curve), of="numbers")
+            checked = tuple(
+                _fields.real(f"{field} at microbatch size {size}", entry)
+                for size, entry in enumerate(entries, start=1)
+            )
+            object.__setattr__(self, curve, checked)
+        lengths = {curve: len(getattr(self, curve)) for curve in _CURVES}
+        if len(set(lengths.values())) > 1:
+            came = ", ".join(f"{curve} {length}" for curve, length in lengths.items())
+            raise PlanError(
+                f"{where}: expected one entry per microbatch size in every curve, "
+                f"but got lengths {came}. Profile the same sizes for all four."
+            )
+        capacity = _fields.real(
+            f"{where}: capacity_bytes", self.capacity_bytes, above_minimum=True, infinite=True
+        )
+        object.__setattr__(self, "capacity_bytes", capacity)
+
+    @property
+    def largest_microbatch_size(self) -> int:
+        """The largest profiled microbatch size; 0 when this rank can take no samples."""
+        return len(self.forward_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, for YAML and JSON; an infinite capacity becomes ``"inf"``."""
+        data = dataclasses.asdict(self)
+        data.update({curve: list(data[curve]) for curve in _CURVES})
+        if math.isinf(self.capacity_bytes):
+            data["capacity_bytes"] = "inf"
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Any, *, where: str = "rank profile") -> RankProfile:
+        """Inverse of :meth:`to_dict`. Raises PlanError on unknown or missing keys."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**_fields.mapping(where, data, known=names, required=names))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that :func:`~lightning_cephalo.plan.solve` needs to know of one training step (DESIGN,
+    "Contracts").
+
+    Args:
+        ranks: one :class:`RankProfile` per rank, in rank order.
+        units: how many repeated units the model has.
+        gather_s: time to gather one unit's parameters.
+        reduce_s: time to reduce one unit's gradients.
+        state_bytes: parameters, gradients and optimizer state of the whole model, all of it
+            sharded.
+        global_batch_size: samples of one step, over all ranks.
+        boundary_bytes: kept per sample and per unit boundary while the step runs.
+        optimizer_s: the optimizer's own time in a step.
+        gathered_bytes: full buffers (root, unit in use, unit prefetched, full gradients) that every
+            rank holds beside its shard, whatever the plan.
+        minimum_microbatch_size: no microbatch is smaller (batch norm); a rank may still take no
+            samples.
+        equal_microbatches: every rank runs the same number of microbatches (modules with
+            collectives of their own).
+        step_overhead_s: what a step costs beside all of this.
+
+    Raises:
+        PlanError: a field is not what is expected; the message names it.
+    """
+
+    ranks: tuple[RankProfile, ...]
+    units: int
+    _: KW_ONLY
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    state_bytes: float
+    global_batch_size: int
+    boundary_bytes: float = 0.0
+    optimizer_s: float = 0.0
+    gathered_bytes: float = 0.0
+    minimum_microbatch_size: int = 1
+    equal_microbatches: bool = False
+    step_overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        ranks = _fields.items("Problem.ranks", self.ranks, of="RankProfile")
+        for index, rank in enumerate(ranks):
+            if not isinstance(rank, RankProfile):
+                raise PlanError(
+                    f"Problem.ranks[{index}]: expected a RankProfile, "
+                    f"but got {_fields.shortened(rank)}."
+                )
+        if not ranks:
+            raise PlanError("Problem.ranks: expected at least one RankProfile, but got none.")
+        object.__setattr__(self, "ranks", ranks)
+        for name in ("units", "global_batch_size", "minimum_microbatch_size"):
+            value = _fields.whole(f"Problem.{name}", getattr(self, name), minimum=1)
+            object.__setattr__(self, name, value)
+        for name in (
+            "gather_s",
+            "reduce_s",
+            "state_bytes",
+            "boundary_bytes",
+            "optimizer_s",
+            "gathered_bytes",
+            "step_overhead_s",
+        ):
+            object.__setattr__(self, name, _fields.real(f"Problem.{name}", getattr(self, name)))
+        if not isinstance(self.equal_microbatches, bool):
+            raise PlanError(
+                f"Problem.equal_microbatches: expected True or False, "
+                f"but got {self.equal_microbatches!r}."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, for YAML and JSON."""
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        data["ranks"] = [rank.to_dict() for rank in self.ranks]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Any, *, source: str | None = None) -> Problem:
+        """Inverse of :meth:`to_dict`. Raises PlanError on unknown or missing keys, naming
+        ``source``.
+        """
+        what = f"{_fields.in_source(source)}problem"
+        fields = dataclasses.fields(cls)
+        values = _fields.mapping(
+            what,
+            data,
+            known=[field.name for field in fields],
+            required=[field.name for field in fields if field.default is dataclasses.MISSING],
+        )
+        ranks = _fields.items(f"{what}: ranks", values["ranks"], of="rank profiles")
+        values["ranks"] = [
+            RankProfile.from_dict(rank, where=f"{what}: ranks[{index}]")
+            for index, rank in enumerate(ranks)
+        ]
+        return cls(**values)
+
+    def to_yaml(self) -> str:
+        """This problem as YAML text."""
+        return _files.dump_yaml(self.to_dict())
+
+    @classmethod
+    def from_yaml(cls, content: str, *, source: str | None = None) -> Problem:
+        """Inverse of :meth:`to_yaml`. Raises PlanError, naming ``source``."""
+        return cls.from_dict(
+            _files.parse_yaml(content, what="a problem", source=source), source=source
+        )
+
+    def to_json(self) -> str:
+        """This problem as JSON text."""
+        return _files.dump_json(self.to_dict())
+
+    @classmethod
+    def from_json(cls, content: str, *, source: str | None = None) -> Problem:
+        """Inverse of :meth:`to_json`. Raises PlanError, naming ``source``."""
+        return cls.from_dict(
+            _files.parse_json(content, what="a problem", source=source), source=source
+        )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write YAML or JSON by the suffix; the file is replaced whole or not at all."""
+        target = Path(path)
+        as_json = _files.format_of(target) == "json"
+        _files.write_text(target, self.to_json() if as_json else self.to_yaml())
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Problem:
+        """Read what :meth:`save` wrote. Raises PlanError naming the file."""
+        source = Path(path)
+        read = cls.from_json if _files.format_of(source) == "json" else cls.from_yaml
+        return read(_files.read_text(source, what="a problem"), source=str(source))

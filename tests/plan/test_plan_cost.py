@@ -1,0 +1,94 @@
+"""The cost function by hand, and how the state is shared."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_cephalo.plan import PlanError, Problem, RankPlan, RankProfile, predict
+from lightning_cephalo.plan._state import share_state
+
+FAST = RankProfile("fast", [1, 1.5, 2], [2, 3, 4], [5, 6, 7], [10, 20, 30], 1000)
+SLOW = RankProfile("slow", [3], [7], [8], [10], 500)
+PROBLEM = Problem(
+    [FAST, SLOW],
+    units=4,
+    gather_s=2.5,
+    reduce_s=3.0,
+    state_bytes=100,
+    global_batch_size=6,
+    boundary_bytes=2,
+    optimizer_s=0.25,
+    gathered_bytes=7,
+    step_overhead_s=0.5,
+)
+
+
+def test_step_time_and_memory_by_hand():
+    found = predict(PROBLEM, [RankPlan((3, 2), 0.8), RankPlan((1,), 0.2)])
+    fast, slow = found.ranks
+    # F: 2 + 1.5 and 3; B: 4 + 3 and 7; tails 7 + 6 and 8
+    assert (fast.forward_s, fast.backward_s, fast.tail_s) == (3.5, 7, 13)
+    assert (slow.forward_s, slow.backward_s, slow.tail_s) == (3, 7, 8)
+    assert found.step_s == 4 * (max(2.5, 3.5) + max(5.5, 7)) + 13 + 0.25 + 0.5
+    assert fast.memory_bytes == 80 + 7 + 30 + 2 * 4 * 5
+    assert slow.memory_bytes == 20 + 7 + 10 + 2 * 4 * 1
+
+
+def test_a_gather_that_takes_longer_than_all_compute_sets_the_pace():
+    found = predict(PROBLEM, [RankPlan((1,), 1.0), RankPlan((), 0.0)])
+    assert found.step_s == 4 * (2.5 + 5.5) + 5 + 0.75
+
+
+def test_a_rank_without_samples_holds_state_and_buffers_only():
+    idle = predict(PROBLEM, [RankPlan((1,), 0.5), RankPlan((), 0.5)]).ranks[1]
+    assert (idle.forward_s, idle.backward_s, idle.tail_s) == (0, 0, 0)
+    assert idle.memory_bytes == 50 + 7
+
+
+def test_the_order_of_microbatches_changes_nothing():
+    rank = RankProfile("a", [0.1, 0.2, 0.3], [0.7, 0.1, 0.2], [0.1, 0.7, 0.3], [1, 1, 1], 9)
+    problem = Problem([rank], 1, state_bytes=1, global_batch_size=9)
+    one, other = (predict(problem, [RankPlan(sizes, 1.0)]) for sizes in ((3, 2, 1), (1, 3, 2)))
+    assert one == other
+
+
+def test_predict_refuses_what_was_not_profiled():
+    with pytest.raises(PlanError, match=r"rank 1 \('slow'\): microbatch size 2 was not profiled"):
+        predict(PROBLEM, [RankPlan((1,), 0.5), RankPlan((2,), 0.5)])
+    with pytest.raises(PlanError, match=r"each of the problem's 2 ranks, but got 1"):
+        predict(PROBLEM, [RankPlan((1,), 1.0)])
+
+
+def test_state_is_shared_so_that_the_same_part_stays_free():
+    fractions = share_state(120, [20, 0], [200, 100])
+    held = [fraction * 120 for fraction in fractions]
+    assert (20 + held[0]) / 200 == pytest.approx(held[1] / 100)
+
+
+def test_a_rank_above_the_common_level_holds_no_state():
+    assert share_state(20, [90, 0, 0], [100, 100, 100]) == (0.0, 0.5, 0.5)
+
+
+def test_state_without_limits_or_without_size_is_even():
+    assert share_state(10, [1, 5], [math.inf, math.inf]) == (0.5, 0.5)
+    assert share_state(10, [1, 5], [100, math.inf]) == (0.0, 1.0)
+    assert share_state(0, [1, 5, 3], [10, 10, 10]) == (1 / 3,) * 3
+
+
+@given(
+    ranks=st.lists(st.tuples(st.floats(0, 1e12), st.floats(1, 1e12)), min_size=1, max_size=6),
+    part=st.floats(0, 1),
+)
+def test_shares_sum_to_one_and_break_no_cap(ranks, part):
+    used = [own for own, _ in ranks]
+    capacity = [own + room for own, room in ranks]
+    state = part * math.fsum(cap - own for own, cap in zip(used, capacity, strict=True))
+    fractions = share_state(state, used, capacity)
+    assert math.fsum(fractions) == pytest.approx(1, abs=1e-6)
+    for fraction, own, cap in zip(fractions, used, capacity, strict=True):
+        assert 0 <= fraction <= 1
+        assert fraction * state + own <= cap

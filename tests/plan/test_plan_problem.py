@@ -1,0 +1,131 @@
+"""Problems and profiles: what they take, what they refuse and how they say it, and how they are
+saved.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from lightning_cephalo.plan import PlanError, Problem, RankProfile
+
+
+def profile(**changes) -> RankProfile:
+    values = {
+        "name": "A6000",
+        "forward_s": [1.0, 2.0],
+        "backward_s": [2.0, 4.0],
+        "tail_s": [0.5, 1.0],
+        "compute_bytes": [10.0, 20.0],
+        "capacity_bytes": 100.0,
+    }
+    return RankProfile(**{**values, **changes})
+
+
+def problem(**changes) -> Problem:
+    values = {"ranks": [profile()], "units": 4, "state_bytes": 40.0, "global_batch_size": 8}
+    return Problem(**{**values, **changes})
+
+
+def test_lists_arrays_and_numpy_numbers_are_stored_as_tuples_of_float():
+    rank = profile(forward_s=np.array([1, 2]), capacity_bytes=np.int64(7))
+    assert rank.forward_s == (1.0, 2.0)
+    assert type(rank.forward_s[0]) is float
+    assert rank.capacity_bytes == 7.0
+    assert problem(global_batch_size=np.int32(3)).global_batch_size == 3
+
+
+def test_a_rank_with_empty_curves_is_legal():
+    rank = profile(forward_s=[], backward_s=[], tail_s=[], compute_bytes=[])
+    assert rank.largest_microbatch_size == 0
+
+
+def test_unlimited_capacity_is_legal():
+    assert math.isinf(profile(capacity_bytes=math.inf).capacity_bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"forward_s": [1.0, math.nan]},
+            r"rank 'A6000': forward_s at microbatch size 2: expected a finite .* at least 0.* nan",
+        ),
+        ({"tail_s": [1.0, -1.0]}, r"tail_s at microbatch size 2.*at least 0, but got -1"),
+        ({"backward_s": [math.inf, 1.0]}, r"backward_s at microbatch size 1.*finite.*got inf"),
+        ({"compute_bytes": ["many", 1]}, r"compute_bytes at microbatch size 1.*got 'many'"),
+        ({"forward_s": 3.0}, r"forward_s: expected a list of numbers, but got 3.0"),
+        (
+            {"forward_s": [1.0]},
+            r"lengths forward_s 1, backward_s 2, tail_s 2, compute_bytes 2. Profile the same",
+        ),
+        ({"capacity_bytes": 0}, r"capacity_bytes: expected a number greater than 0, but got 0"),
+        ({"capacity_bytes": -5}, r"capacity_bytes: .* got -5"),
+        ({"capacity_bytes": math.nan}, r"capacity_bytes: .* got nan"),
+        ({"capacity_bytes": True}, r"capacity_bytes: .* got True"),
+        ({"name": 3}, r"RankProfile.name: expected text, but got 3"),
+    ],
+)
+def test_profile_names_the_field_and_what_came(changes, message):
+    with pytest.raises(PlanError, match=message):
+        profile(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": []}, r"Problem.ranks: expected at least one RankProfile, but got none"),
+        ({"ranks": ["A6000"]}, r"Problem.ranks\[0\]: expected a RankProfile, but got 'A6000'"),
+        ({"ranks": 4}, r"Problem.ranks: expected a list of RankProfile, but got 4"),
+        ({"units": 0}, r"Problem.units: expected a whole number of at least 1, but got 0"),
+        ({"global_batch_size": 0}, r"Problem.global_batch_size: .* at least 1, but got 0"),
+        ({"global_batch_size": 8.0}, r"Problem.global_batch_size: .*whole.* but got 8.0"),
+        ({"minimum_microbatch_size": True}, r"minimum_microbatch_size: .* but got True"),
+        ({"gather_s": -1e-3}, r"Problem.gather_s: .* at least 0, but got -0.001"),
+        ({"reduce_s": math.nan}, r"Problem.reduce_s: .* but got nan"),
+        ({"state_bytes": math.inf}, r"Problem.state_bytes: .*finite.* but got inf"),
+        ({"boundary_bytes": -1}, r"Problem.boundary_bytes"),
+        ({"gathered_bytes": None}, r"Problem.gathered_bytes: .* but got None"),
+        ({"optimizer_s": "slow"}, r"Problem.optimizer_s: .* but got 'slow'"),
+        ({"step_overhead_s": -1}, r"Problem.step_overhead_s"),
+        ({"equal_microbatches": 1}, r"equal_microbatches: expected True or False, but got 1"),
+    ],
+)
+def test_problem_names_the_field_and_what_came(changes, message):
+    with pytest.raises(PlanError, match=message):
+        problem(**changes)
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json"])
+def test_saved_and_loaded_problems_are_equal(tmp_path, suffix):
+    came = problem(
+        ranks=[
+            profile(forward_s=[0.1, 1 / 3], capacity_bytes=math.inf),
+            profile(name="", forward_s=[], backward_s=[], tail_s=[], compute_bytes=[]),
+        ],
+        gather_s=1e-5,
+        state_bytes=1e20,
+        equal_microbatches=True,
+        minimum_microbatch_size=2,
+    )
+    path = tmp_path / f"problem{suffix}"
+    came.save(path)
+    assert Problem.load(path) == came
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_unknown_and_missing_keys_are_named_with_the_file(tmp_path):
+    data = problem().to_dict()
+    path = tmp_path / "problem.yaml"
+    path.write_text(Problem.from_dict(data).to_yaml().replace("units", "unit"))
+    with pytest.raises(PlanError, match=r"problem.yaml: problem: unknown key 'unit'.*'units'"):
+        Problem.load(path)
+    del data["state_bytes"]
+    with pytest.raises(PlanError, match=r"problem: missing 'state_bytes'"):
+        Problem.from_dict(data)
+    data = problem().to_dict()
+    data["ranks"][0]["speed"] = 3
+    with pytest.raises(PlanError, match=r"problem: ranks\[0\]: unknown key 'speed'"):
+        Problem.from_dict(data)

@@ -1,0 +1,325 @@
+"""The solver against brute force, by example, in its refusals, and under a time limit."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_brute_force import least_step
+
+import lightning_cephalo.plan as plan_package
+from lightning_cephalo.plan import (
+    InfeasibleError,
+    Plan,
+    PlanError,
+    Problem,
+    RankProfile,
+    SolverError,
+    predict,
+    solve,
+)
+
+PACKAGE = Path(plan_package.__file__).parents[1]
+
+
+def affine(name: str, speed: float, capacity: float = 1000.0, longest: int = 4) -> RankProfile:
+    """A fixed cost and a cost per sample, and ten bytes per sample."""
+    size = range(1, longest + 1)
+    return RankProfile(
+        name,
+        [(0.2 + own) / speed for own in size],
+        [(0.4 + 2 * own) / speed for own in size],
+        [(0.1 + own) / speed for own in size],
+        [10.0 * own for own in size],
+        capacity,
+    )
+
+
+def checked(problem: Problem, plan: Plan) -> Plan:
+    """Whatever the plan is, it must be true: batch, caps, predictions."""
+    plan.check(world_size=len(problem.ranks), global_batch_size=problem.global_batch_size)
+    prediction = predict(problem, plan.ranks)
+    assert plan.step_s == prediction.step_s
+    for rank, part, profile in zip(plan.ranks, prediction.ranks, problem.ranks, strict=True):
+        assert part.memory_bytes <= profile.capacity_bytes
+        assert rank.memory_bytes == part.memory_bytes
+        assert (rank.forward_s, rank.backward_s) == (part.forward_s, part.backward_s)
+        assert rank.tail_s == part.tail_s
+        assert (rank.name, rank.capacity_bytes) == (profile.name, profile.capacity_bytes)
+        assert all(size >= problem.minimum_microbatch_size for size in rank.microbatch_sizes)
+    if problem.equal_microbatches:
+        assert len({len(rank.microbatch_sizes) for rank in plan.ranks}) == 1
+    assert plan.bound_s is not None
+    assert plan.bound_s <= plan.step_s
+    return plan
+
+
+_numbers = st.integers(0, 9).map(float) | st.floats(0, 5)
+
+
+@st.composite
+def profiles(draw) -> RankProfile:
+    longest = draw(st.integers(0, 4))
+    curve = st.lists(_numbers, min_size=longest, max_size=longest)
+    capacity = draw(st.integers(10, 60))
+    return RankProfile("r", draw(curve), draw(curve), draw(curve), draw(curve), capacity)
+
+
+@st.composite
+def problems(draw) -> Problem:
+    ranks = draw(st.lists(profiles(), min_size=1, max_size=2))
+    if draw(st.booleans()):
+        ranks.append(ranks[0])
+    return Problem(
+        ranks,
+        units=draw(st.integers(1, 3)),
+        gather_s=draw(st.sampled_from([0.0, 3.0, 20.0])),
+        reduce_s=draw(st.sampled_from([0.0, 2.0])),
+        state_bytes=draw(st.integers(0, 40) | st.floats(0, 80)),
+        global_batch_size=draw(st.integers(1, 8 if len(ranks) < 3 else 5)),
+        boundary_bytes=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        gathered_bytes=draw(st.sampled_from([0.0, 2.0])),
+        minimum_microbatch_size=draw(st.sampled_from([1, 1, 1, 2])),
+        equal_microbatches=draw(st.sampled_from([False, False, True])),
+        optimizer_s=draw(st.sampled_from([0.0, 1.0])),
+    )
+
+
+@settings(max_examples=250, deadline=None)
+@given(problem=problems())
+def test_the_optimum_of_brute_force_no_more_and_no_less(problem):
+    expected = least_step(problem)
+    if expected is None:
+        with pytest.raises(InfeasibleError, match="bind"):
+            solve(problem)
+        return
+    plan = checked(problem, solve(problem))
+    assert plan.step_s == pytest.approx(expected, rel=1e-9)
+    assert plan.gap == 0
+    assert plan.bound_s == plan.step_s
+
+
+def test_work_follows_speed_and_state_follows_memory():
+    problem = Problem(
+        [affine("fast", 3, capacity=100), affine("slow", 1, capacity=300)],
+        units=8,
+        state_bytes=200,
+        global_batch_size=16,
+    )
+    plan = checked(problem, solve(problem))
+    assert [rank.batch_size for rank in plan.ranks] == [12, 4]
+    assert plan.ranks[1].state_fraction > plan.ranks[0].state_fraction
+    free = [1 - rank.memory_bytes / rank.capacity_bytes for rank in plan.ranks]
+    assert free[0] == pytest.approx(free[1])
+    assert plan.backend == "cvxpy/HiGHS"
+    assert plan.solve_s > 0
+
+
+def test_a_ragged_last_microbatch():
+    problem = Problem([affine("a", 1)], units=2, state_bytes=0, global_batch_size=11)
+    plan = checked(problem, solve(problem))
+    # three microbatches are the fewest; of those the split with the least memory would be 4 too
+    assert len(plan.ranks[0].microbatch_sizes) == 3
+    assert max(plan.ranks[0].microbatch_sizes) == 4
+
+
+def test_a_rank_too_slow_to_help_only_holds_state():
+    problem = Problem(
+        [affine("fast", 100), affine("slow", 0.01)],
+        units=2,
+        state_bytes=100,
+        global_batch_size=4,
+    )
+    plan = checked(problem, solve(problem))
+    assert plan.ranks[1].microbatch_sizes == ()
+    assert plan.ranks[1].state_fraction > 0
+
+
+def test_a_rank_with_empty_curves_holds_state():
+    store = RankProfile("store", [], [], [], [], 500)
+    problem = Problem([affine("a", 1), store], units=2, state_bytes=300, global_batch_size=4)
+    plan = checked(problem, solve(problem))
+    assert plan.ranks[1].batch_size == 0
+    assert plan.ranks[1].state_fraction > 0.3
+
+
+def test_memory_that_all_share_moves_samples_to_smaller_microbatches():
+    def plan_for(state_bytes):
+        ranks = [affine("a", 1, capacity=100), affine("b", 1, capacity=100)]
+        problem = Problem(ranks, units=2, state_bytes=state_bytes, global_batch_size=8)
+        return checked(problem, solve(problem))
+
+    roomy, tight = plan_for(100), plan_for(180)
+    assert max(roomy.ranks[0].microbatch_sizes) == 4
+    assert all(rank.microbatch_sizes == (1, 1, 1, 1) for rank in tight.ranks)
+    assert tight.step_s > roomy.step_s
+    assert tight.gap == 0
+
+
+def test_equal_ranks_get_equal_shares_and_unlimited_memory_even_ones():
+    problem = Problem(
+        [affine(f"host{index}", 1, capacity=math.inf) for index in range(4)],
+        units=2,
+        gather_s=100,
+        state_bytes=100,
+        global_batch_size=16,
+    )
+    plan = checked(problem, solve(problem))
+    assert [rank.state_fraction for rank in plan.ranks] == [0.25] * 4
+    # the gather hides all of it, which is no reason to leave it to one rank
+    assert [rank.batch_size for rank in plan.ranks] == [4] * 4
+    assert [rank.name for rank in plan.ranks] == ["host0", "host1", "host2", "host3"]
+
+
+def test_equal_microbatches_and_their_least_size():
+    ranks = [affine("fast", 3), affine("slow", 1)]
+    problem = Problem(
+        ranks,
+        units=2,
+        state_bytes=0,
+        global_batch_size=16,
+        equal_microbatches=True,
+        minimum_microbatch_size=2,
+    )
+    plan = checked(problem, solve(problem))
+    assert [len(rank.microbatch_sizes) for rank in plan.ranks] == [3, 3]
+
+
+def test_many_distinct_sizes_and_a_large_batch():
+    ranks = [affine("a", 3, longest=24), *[affine("b", 1.1, longest=24)] * 2]
+    problem = Problem(ranks, units=2, state_bytes=1500, global_batch_size=300, boundary_bytes=0.1)
+    plan = checked(problem, solve(problem))
+    assert plan.gap == 0
+
+
+def test_a_thousand_ranks_of_few_types():
+    kinds = [affine(name, speed, 200, 12) for name, speed in (("a", 3), ("b", 2), ("c", 1))]
+    problem = Problem(kinds * 340, units=8, state_bytes=80_000, global_batch_size=16_384)
+    plan = checked(problem, solve(problem))
+    assert plan.gap == 0
+    assert plan.solve_s < 10
+
+
+def test_solving_twice_gives_the_same_plan():
+    problem = Problem(
+        [affine("a", 3), affine("b", 2), affine("c", 1)],
+        units=2,
+        state_bytes=900,
+        global_batch_size=24,
+    )
+    first, second = solve(problem), solve(problem)
+    assert first.ranks == second.ranks
+
+
+def test_out_of_time_is_a_plan_with_its_gap_or_an_error_with_the_reason():
+    ranks = [affine(f"r{index}", 1 + index / 7, 150 + index, 16) for index in range(24)]
+    problem = Problem(ranks, units=8, state_bytes=2500, global_batch_size=700, boundary_bytes=0.2)
+    try:
+        plan = solve(problem, time_limit_s=1e-3)
+    except SolverError as error:
+        assert "time limit" in str(error)
+        assert "time_limit_s" in str(error)
+    else:
+        checked(problem, plan)
+        assert plan.gap >= 0
+
+
+def test_a_failing_solver_is_reported(monkeypatch):
+    import cvxpy
+
+    def fail(*_, **__):
+        raise cvxpy.error.SolverError("no such luck")
+
+    monkeypatch.setattr(cvxpy.reductions.solvers.solving_chain.SolvingChain, "solve_via_data", fail)
+    problem = Problem([affine("a", 1)], units=1, state_bytes=1, global_batch_size=1)
+    with pytest.raises(SolverError, match="HiGHS failed: no such luck"):
+        solve(problem)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(PlanError, match="expected a Problem, but got 3"):
+        solve(3)
+    problem = Problem([affine("a", 1)], units=1, state_bytes=1, global_batch_size=1)
+    with pytest.raises(PlanError, match=r"time_limit_s: .* greater than 0, but got 0"):
+        solve(problem, time_limit_s=0)
+
+
+def refused(ranks, **changes) -> str:
+    values = {"units": 2, "state_bytes": 0, "global_batch_size": 4}
+    with pytest.raises(InfeasibleError) as caught:
+        solve(Problem(ranks, **{**values, **changes}))
+    return str(caught.value)
+
+
+def test_refusal_when_the_buffers_do_not_fit_a_rank():
+    message = refused([affine("a", 1), affine("b", 1, capacity=30)], gathered_bytes=50)
+    assert "Memory binds on rank 1 ('b')" in message
+    assert "20 bytes are missing" in message
+
+
+def test_refusal_when_the_state_fits_nowhere():
+    message = refused([affine("a", 1, 100)] * 2, state_bytes=250)
+    assert "Memory binds over all 2 ranks together" in message
+    assert "60 bytes are missing" in message
+    assert "add 1 more 'a'" in message
+    assert "global_batch_size" in message
+
+
+def test_refusal_when_samples_have_no_room():
+    message = refused([affine("a", 1, 100)] * 2, boundary_bytes=10, global_batch_size=12)
+    assert "Samples bind: the global batch is 12" in message
+    assert "memory for 8 samples, 4 too few" in message
+    assert "add 1 more 'a', 4 samples each" in message
+
+
+def test_refusal_when_no_rank_takes_samples():
+    store = RankProfile("store", [], [], [], [], 500)
+    message = refused([store, affine("small", 1, 4)])
+    assert "no rank can take any of the global batch of 4" in message
+    assert "rank 0 ('store'): its curves are empty" in message
+    assert "rank 1 ('small'): one microbatch needs 10 bytes" in message
+    assert "6 bytes are missing" in message
+    message = refused([affine("a", 1)], minimum_microbatch_size=5)
+    assert "profiled up to size 4, below minimum_microbatch_size=5" in message
+
+
+def test_refusal_when_the_batch_cannot_be_cut_into_microbatches():
+    message = refused([affine("a", 1)], global_batch_size=1, minimum_microbatch_size=2)
+    assert "a global batch of 1 cannot be split" in message
+    assert "closest batch that can is 2" in message
+
+
+def test_refusal_with_equal_microbatches():
+    message = refused([affine("a", 1)] * 5, equal_microbatches=True)
+    assert "5 samples, but the global batch is 4, 1 too few" in message
+    store = RankProfile("store", [], [], [], [], 500)
+    message = refused([affine("a", 1), store], equal_microbatches=True)
+    assert "Samples bind on rank 1 ('store'): it can take none (its curves are empty)" in message
+
+
+def test_refusal_after_the_search_names_memory_and_what_helps():
+    ranks = [affine("a", 1, 100), affine("b", 1, 100)]
+    message = refused(ranks, state_bytes=185, equal_microbatches=True)
+    assert "Memory binds: no split of the global batch of 4 over 2 ranks fits" in message
+    assert "under equal_microbatches=True" in message
+    assert "15 bytes left" in message
+    assert "one more 'a' brings 100 bytes" in message
+
+
+def test_importing_the_planner_does_not_import_the_solver():
+    # Only the planner: what the package imports beside it is not judged here.
+    code = (
+        "import sys, types, pathlib, importlib; "
+        "package = types.ModuleType('lightning_cephalo'); "
+        f"package.__path__ = [{str(PACKAGE)!r}]; "
+        "sys.modules['lightning_cephalo'] = package; "
+        "importlib.import_module('lightning_cephalo.plan'); "
+        "found = {'cvxpy', 'torch', 'lightning', 'scipy'} & set(sys.modules); "
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
