@@ -1,0 +1,44 @@
+"""One global batch, dealt unevenly: samplers, loaders, and the cutting into microbatches.
+
+``dealing`` is pure. ``samplers`` give each rank its part of one global order, ``loaders`` put them
+into the user's own DataLoader, ``split`` cuts a collated batch into microbatches. Nothing here
+communicates: what ranks must agree on goes through functions that the caller passes in.
+"""
+
+from lightning_cephalo.data.collate import RankCollate
+from lightning_cephalo.data.dealing import deal, split_sizes
+from lightning_cephalo.data.loaders import rebuild_eval_loader, rebuild_train_loader
+from lightning_cephalo.data.lockstep import LockStepLoader
+from lightning_cephalo.data.reading import (
+    agreed_seed,
+    global_batch_size,
+    learn_layout,
+    loader_batch_size,
+    original_of,
+    rank_batch_sampler,
+    sample_batches,
+)
+from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
+from lightning_cephalo.data.split import BatchLayout, BatchSplitError, MicrobatchList, zero_rows
+
+__all__ = [
+    "BatchLayout",
+    "BatchSplitError",
+    "GlobalOrder",
+    "LockStepLoader",
+    "MicrobatchList",
+    "RankBatchSampler",
+    "RankCollate",
+    "agreed_seed",
+    "deal",
+    "global_batch_size",
+    "learn_layout",
+    "loader_batch_size",
+    "original_of",
+    "rank_batch_sampler",
+    "rebuild_eval_loader",
+    "rebuild_train_loader",
+    "sample_batches",
+    "split_sizes",
+    "zero_rows",
+]

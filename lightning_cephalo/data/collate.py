@@ -1,0 +1,134 @@
+"""Collating what a rank was dealt: a batch, a batch of no samples, or a list of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from lightning_cephalo.data.dealing import split_sizes
+from lightning_cephalo.data.randomness import preserved_randomness
+from lightning_cephalo.data.split import BatchLayout, BatchSplitError, MicrobatchList, zero_rows
+
+
+def fetch(dataset: Any, keys: Sequence[Any]) -> Any:
+    """The samples at ``keys``, in the way that torch's DataLoader reads them."""
+    if getattr(dataset, "__getitems__", None):
+        return dataset.__getitems__(list(keys))
+    return [dataset[key] for key in keys]
+
+
+class RankCollate:
+    """The user's ``collate_fn``, which may also be given no samples.
+
+    Most collate functions fail on an empty list, but a rank without samples in a step needs a
+    batch too, so that hooks and callbacks see the same keys and dimensions on every rank. It is
+    made from ``dataset[0]``, once per process, and cut to zero rows. Random augmentation of that
+    sample does not move the global generators.
+
+    Args:
+        collate_fn: the user's function.
+        dataset: the loader's map-style dataset, or None for an iterable one.
+        microbatch_sizes: if given, the samples are cut by `split_sizes` and each part is collated
+            on its own into a `MicrobatchList`.
+    """
+
+    def __init__(
+        self,
+        collate_fn: Callable[[Any], Any],
+        dataset: Any,
+        microbatch_sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.collate_fn = collate_fn
+        self.dataset = dataset
+        self.microbatch_sizes = None if microbatch_sizes is None else tuple(microbatch_sizes)
+        self._template: tuple[Any, BatchLayout] | None = None
+
+    def __call__(self, samples: Any) -> Any:
+        if self.microbatch_sizes is None:
+            return self._collate(samples)
+        sizes = split_sizes(len(samples), self.microbatch_sizes) if len(samples) else ()
+        batches, start = [], 0
+        for size in sizes:
+            batches.append(self._collate(samples[start : start + size]))
+            start += size
+        return MicrobatchList(batches, sizes)
+
+    def _collate(self, samples: Any) -> Any:
+        # A dataset's __getitems__ may return something without a length.
+        if hasattr(samples, "__len__") and len(samples) == 0:
+            return self._empty_batch()
+        return self.collate_fn(samples)
+
+    def _empty_batch(self) -> Any:
+        if self._template is None:
+            self._template = self._learn_template()
+        template, layout = self._template
+        if isinstance(template, MicrobatchList):
+            return MicrobatchList((), ())
+        # Cut anew each time: a hook may add to or take from the containers it is given.
+        return zero_rows(template, layout)
+
+    def _learn_template(self) -> tuple[Any, BatchLayout]:
+        with preserved_randomness():
+            try:
+                # Fetched twice, because some collate functions change the samples.
+                one = self.collate_fn(fetch(self.dataset, [0]))
+                two = self.collate_fn(fetch(self.dataset, [0, 0]))
+            except Exception as error:
+                raise RuntimeError(
+                    "A rank has no samples in a step, and the shape of its empty batch could not "
+                    f"be read from dataset[0] ({error!r}). Use DataLoader(drop_last=True) if it is "
+                    "the last step, or a plan that gives every rank samples."
+                ) from error
+        try:
+            layout = BatchLayout.learn(two, one, sizes=(2, 1))
+            return zero_rows(one, layout), layout
+        except BatchSplitError:
+            # Such batches are collated per microbatch, or cut by the user's function: an empty
+            # list says "no microbatches" to either.
+            return MicrobatchList((), ()), BatchLayout()
+
+
+class EmptyFetchDataset(Dataset[Any]):
+    """A dataset whose ``__getitems__`` fails on an empty list, made to answer with an empty list.
+
+    Used only for such datasets. It passes for the user's: attributes and class are the wrapped
+    one's.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.wrapped = dataset
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        if "wrapped" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.wrapped[key]
+
+    def __getitems__(self, keys: list[Any]) -> Any:
+        return self.wrapped.__getitems__(keys) if keys else []
+
+    def __len__(self) -> int:
+        return len(self.wrapped)
+
+    def __reduce__(self) -> Any:
+        return EmptyFetchDataset, (self.wrapped,)
+
+
+def tolerates_empty_fetch(dataset: Any) -> bool:
+    """Whether ``dataset`` answers a fetch of no keys with no samples, as torch needs here."""
+    if not getattr(dataset, "__getitems__", None):
+        return True
+    with preserved_randomness():
+        try:
+            return list(dataset.__getitems__([])) == []
+        except Exception:  # any failure of the user's method means the same
+            return False

@@ -1,0 +1,96 @@
+"""How many samples each rank gets, and how a rank cuts them into microbatches.
+
+Pure: integers in, integers out. Every rank calls these with the same arguments and so reaches the
+same answer without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def deal(total: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Deals ``total`` samples in proportion to ``shares`` by largest remainder.
+
+    Exact when ``total == sum(shares)``: the answer is then ``shares``. Equal remainders go to the
+    larger share first, then to the lower rank, so that every rank computes the same answer.
+
+    Args:
+        total: number of samples to deal, 0 or more.
+        shares: one non-negative weight per rank, in any unit; usually the planned batch sizes.
+
+    Returns:
+        One count per rank; they sum to ``total``, and a rank whose share is 0 gets 0.
+
+    Raises:
+        ValueError: a negative argument, or samples to deal while every share is 0.
+
+    Example:
+        >>> deal(10, (6, 2, 0))
+        (8, 2, 0)
+    """
+    if total < 0 or any(share < 0 for share in shares):
+        raise ValueError(
+            f"Expects counts of 0 or more, but got {total} to deal by {tuple(shares)}."
+        )
+    whole = sum(shares)
+    if whole == 0:
+        if total:
+            raise ValueError(
+                f"Expects a rank with a share above 0 to deal {total} samples to, but got "
+                f"{tuple(shares)}."
+            )
+        return tuple(0 for _ in shares)
+    counts = [total * share // whole for share in shares]
+    by_remainder = sorted(
+        range(len(shares)),
+        key=lambda rank: (-(total * shares[rank] % whole), -shares[rank], rank),
+    )
+    for rank in by_remainder[: total - sum(counts)]:
+        counts[rank] += 1
+    return tuple(counts)
+
+
+def split_sizes(count: int, microbatch_sizes: Sequence[int]) -> tuple[int, ...]:
+    """How a rank with ``count`` samples this step cuts them into microbatches.
+
+    Args:
+        count: samples of this rank in this step.
+        microbatch_sizes: the plan's microbatch sizes of this rank, in samples.
+
+    Returns:
+        The plan's sizes if they sum to ``count``. With fewer samples the plan's sizes in order
+        until the samples are used up, the last one cut short. With more (only a loader that deals
+        for itself can cause that) the plan's sizes, then further ones of the largest size, which
+        is the one whose memory was planned for.
+
+    Raises:
+        ValueError: ``count`` is negative, or there are samples but no size above 0.
+
+    Example:
+        >>> split_sizes(7, (4, 4, 3)), split_sizes(13, (4, 4, 3))
+        ((4, 3), (4, 4, 3, 2))
+    """
+    if count < 0:
+        raise ValueError(f"Expects a count of 0 or more, but got {count}.")
+    if count == sum(microbatch_sizes):
+        return tuple(microbatch_sizes)
+    largest = max(microbatch_sizes, default=0)
+    if count and largest < 1:
+        raise ValueError(
+            f"Expects no samples on a rank that the plan gives none, but got {count}. A loader "
+            "that cephalo cannot deal for (not a DataLoader, or batch_size=None) brought them; "
+            "give every rank samples in the plan, or let a DataLoader with batch_size=... batch."
+        )
+    sizes: list[int] = []
+    left = count
+    for size in microbatch_sizes:
+        if left == 0:
+            break
+        if size:
+            sizes.append(min(size, left))
+            left -= sizes[-1]
+    while left:
+        sizes.append(min(largest, left))
+        left -= sizes[-1]
+    return tuple(sizes)

@@ -1,0 +1,267 @@
+"""The user's DataLoader, rebuilt so that each rank loads its part of every global batch.
+
+================================  ==================================================================
+the user's loader                 what one global step is
+================================  ==================================================================
+DataLoader(batch_size=b)          the next ``b * world_size`` samples of the user's sampler
+DataLoader(batch_sampler=...)     the next ``world_size`` lists of the batch sampler, concatenated
+DataLoader(sampler=BatchSampler,  the same; ``dataset[keys]`` gives the batch, and must give a batch
+  batch_size=None)                of no rows for ``dataset[[]]``
+DataLoader(IterableDataset)       ``batch_sizes[rank]`` samples of each rank's own stream; the user
+                                  shards the stream by rank, as under DDP, or ranks repeat samples
+IterableDataset, batch_size=None  one ready batch of each rank's own stream, whatever its size
+not a DataLoader                  the same
+================================  ==================================================================
+
+All but the last three give the samples of one device with the global batch size, in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_cephalo.data import reading
+from lightning_cephalo.data.collate import EmptyFetchDataset, RankCollate, tolerates_empty_fetch
+from lightning_cephalo.data.dealing import deal
+from lightning_cephalo.data.lockstep import AllHaveNext, lock_step
+from lightning_cephalo.data.randomness import (
+    generators_of,
+    read_states,
+    samplers_within,
+    write_states,
+)
+from lightning_cephalo.data.reading import Broadcast, original_of
+from lightning_cephalo.data.reinstantiate import reinstantiate
+from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
+from lightning_cephalo.data.split import BatchLayout
+
+
+def rebuild_train_loader(
+    loader: Any,
+    *,
+    rank: int,
+    batch_sizes: Sequence[int],
+    seed: int,
+    broadcast: Broadcast,
+    all_have_next: AllHaveNext,
+    global_batch_size: int | None = None,
+    epoch: int = 0,
+    microbatch_sizes: Sequence[int] | None = None,
+    layout: BatchLayout | None = None,
+) -> Any:
+    """A loader of the user's own class that yields this rank's part of every global batch.
+
+    A collective: every rank calls it for every loader, in the same order.
+
+    Args:
+        loader: the user's loader, before Lightning has put a DistributedSampler into it. One that
+            was rebuilt here before is traced back to the user's.
+        rank: this rank.
+        batch_sizes: the plan's samples per step of every rank. They are used as they are if they
+            sum to this loader's global batch, else as proportions (a second loader).
+        seed: the seed of the order (`agreed_seed`).
+        broadcast: called once, to give all ranks rank 0's generator states.
+        all_have_next: agreement on whether to go on; for the loaders that cannot be dealt.
+        global_batch_size: samples per step over all ranks; by default as the module's table says.
+            For a custom batch sampler it must be a multiple of the length of its lists.
+        epoch: epoch of the first pass.
+        microbatch_sizes: this rank's planned microbatch sizes; the loader then yields a
+            `MicrobatchList` of batches collated one by one (``collate_per_microbatch=True``).
+        layout: how batches are cut, for the empty ones of loaders that cannot be dealt.
+
+    Returns:
+        A DataLoader of the same class with the same options, or a `LockStepLoader` around one.
+
+    Raises:
+        ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
+            dataset (except with a BatchSampler as its sampler), or a global batch size that does
+            not fit the batch sampler.
+        TypeError: a DataLoader subclass that cannot be created again.
+    """
+    sizes = tuple(batch_sizes)
+    if min(sizes) < 0 or sum(sizes) == 0:
+        raise ValueError(f"Expects batch sizes of 0 or more, not all 0, but got {sizes}.")
+    loader = original_of(loader)
+    # Unconditionally, and before anything can differ between ranks: it is a collective.
+    _share_generator_states(loader, broadcast)
+    if not isinstance(loader, DataLoader):
+        return lock_step(loader, all_have_next=all_have_next, idle=not sizes[rank], layout=layout)
+    _reject_distributed_sampler(loader, len(sizes))
+    total = global_batch_size or reading.global_batch_size(loader, len(sizes))
+    if total is not None and total != sum(sizes):
+        sizes = deal(total, sizes)
+    if microbatch_sizes is not None and sum(microbatch_sizes) != sizes[rank]:
+        microbatch_sizes = deal(sizes[rank], microbatch_sizes)
+    if isinstance(loader.dataset, IterableDataset):
+        batch_size = None if loader.batch_size is None else max(sizes[rank], 1)
+        return lock_step(
+            reinstantiate(
+                loader,
+                batch_size=batch_size,
+                wrap_collate=_collate_wrapper(None, microbatch_sizes),
+            ),
+            all_have_next=all_have_next,
+            idle=not sizes[rank],
+            layout=layout,
+            original=loader,
+        )
+    return _rebuild_map_style(
+        loader, rank, sizes, seed, epoch, microbatch_sizes, total=global_batch_size
+    )
+
+
+def rebuild_eval_loader(
+    loader: Any,
+    *,
+    rank: int,
+    world_size: int,
+    seed: int,
+    broadcast: Broadcast,
+    all_have_next: AllHaveNext,
+    shares: Sequence[int] | None = None,
+    epoch: int = 0,
+    layout: BatchLayout | None = None,
+) -> Any:
+    """A validation, test or predict loader that yields every sample on exactly one rank.
+
+    A collective. Every rank takes the same number of steps; a rank without samples in a step gets
+    a batch of zero rows. A step is ``batch_size * world_size`` consecutive samples of the user's
+    order (for a custom batch sampler, ``world_size`` consecutive lists), each rank's a contiguous
+    slice of it. A predict loader keeps Lightning's record of the indices that this rank saw.
+
+    Streams (an IterableDataset, or not a DataLoader) keep the user's batch size and are not
+    dealt: each rank reads its own, and all go on until the last has run out.
+
+    Args:
+        loader: the user's loader, before Lightning has put a DistributedSampler into it.
+        shares: one weight per rank to deal by; evenly if None.
+
+    Others and errors are those of `rebuild_train_loader`.
+    """
+    loader = original_of(loader)
+    _share_generator_states(loader, broadcast)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return lock_step(loader, all_have_next=all_have_next, until="last", layout=layout)
+    _reject_distributed_sampler(loader, world_size)
+    weights = (1,) * world_size if shares is None else tuple(shares)
+    size = reading.loader_batch_size(loader)
+    sizes = weights if size is None else deal(size * world_size, weights)
+    return _rebuild_map_style(loader, rank, sizes, seed, epoch, None)
+
+
+def _rebuild_map_style(
+    loader: DataLoader[Any],
+    rank: int,
+    sizes: tuple[int, ...],
+    seed: int,
+    epoch: int,
+    microbatch_sizes: Sequence[int] | None,
+    total: int | None = None,
+) -> DataLoader[Any]:
+    batch_sampler = reading.unwrapped_batch_sampler(loader)
+    bulk = batch_sampler is None
+    if bulk:
+        _reject_ready_batches(loader, microbatch_sizes)
+        batch_sampler = loader.sampler
+    drop_last = False
+    lists_per_step: int | None = None
+    if reading.is_standard(batch_sampler):
+        # The same samples as its lists would give, but drop_last must mean the global batch.
+        source: Any = batch_sampler.sampler
+        drop_last = batch_sampler.drop_last
+    else:
+        source = batch_sampler
+        lists_per_step = _lists_per_step(loader, len(sizes), total)
+    mine = RankBatchSampler(
+        GlobalOrder(source, seed=seed, epoch=epoch),
+        rank=rank,
+        batch_sizes=sizes,
+        drop_last=drop_last,
+        lists_per_step=lists_per_step,
+    )
+    if bulk:
+        mine.original = loader
+        return reinstantiate(loader, sampler=mine)
+    recorder = loader.batch_sampler if loader.batch_sampler is not batch_sampler else None
+    rebuilt = reinstantiate(
+        loader,
+        # Lightning's predict loop reads the indices from its own wrapper, outside of ours.
+        batch_sampler=mine if recorder is None else type(recorder)(mine),  # type: ignore[call-arg]
+        wrap_collate=_collate_wrapper(loader.dataset, microbatch_sizes, always=True),
+    )
+    # Only now: Lightning's wrapper copies attributes, and would pickle the loader.
+    mine.original = loader
+    if not tolerates_empty_fetch(rebuilt.dataset):
+        # DataLoader forbids this once it is built, because its sampler was made for the dataset;
+        # ours was not, and the subclass may build the dataset itself.
+        object.__setattr__(rebuilt, "dataset", EmptyFetchDataset(rebuilt.dataset))
+    return rebuilt
+
+
+def _collate_wrapper(
+    dataset: Any, microbatch_sizes: Sequence[int] | None, always: bool = False
+) -> Callable[[Any], Any] | None:
+    if not always and microbatch_sizes is None:
+        return None
+
+    def wrap(collate_fn: Any) -> Any:
+        if isinstance(collate_fn, RankCollate):
+            return collate_fn
+        return RankCollate(collate_fn, dataset, microbatch_sizes)
+
+    return wrap
+
+
+def _reject_ready_batches(loader: DataLoader[Any], microbatch_sizes: Sequence[int] | None) -> None:
+    if not reading.is_bulk(loader):
+        raise ValueError(
+            "DataLoader(batch_size=None) with a map-style dataset yields ready batches, which "
+            "cephalo cannot deal out by sample. Let the dataset return single samples and give "
+            "DataLoader(batch_size=...), or let it take a list of indices and give "
+            "DataLoader(batch_size=None, sampler=BatchSampler(...))."
+        )
+    if microbatch_sizes is not None:
+        raise ValueError(
+            "collate_per_microbatch=True needs single samples, but DataLoader(batch_size=None, "
+            "sampler=BatchSampler(...)) lets the dataset make the batch. Give the BatchSampler as "
+            "batch_sampler=..., or leave collate_per_microbatch off."
+        )
+
+
+def _reject_distributed_sampler(loader: DataLoader[Any], world_size: int) -> None:
+    roots = (loader.sampler, loader.batch_sampler)
+    for sampler in chain.from_iterable(samplers_within(root) for root in roots):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise ValueError(
+                f"The DataLoader has a {type(sampler).__name__} for {sampler.num_replicas} ranks "
+                f"({world_size} are running), so every rank would get an even part, and cephalo "
+                "could deal only that part. Remove it and pass shuffle=True or your own sampler: "
+                "cephalo deals the samples of one global order to all ranks."
+            )
+
+
+def _lists_per_step(loader: DataLoader[Any], world_size: int, total: int | None) -> int:
+    if total is None:
+        return world_size
+    size = reading.loader_batch_size(loader)
+    if not size or total % size:
+        raise ValueError(
+            f"Expects a global_batch_size that is a multiple of the batch sampler's lists, but got "
+            f"{total} and lists of {size} samples. Leave global_batch_size out: {world_size} lists "
+            "(one per rank) are then one global batch."
+        )
+    return total // size
+
+
+def _share_generator_states(loader: Any, broadcast: Broadcast) -> None:
+    roots = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    generators: list[Any] = []
+    for root in roots:
+        for generator in generators_of(root):
+            if not any(generator is seen for seen in generators):
+                generators.append(generator)
+    write_states(generators, broadcast(read_states(generators)))

@@ -1,0 +1,138 @@
+"""Nested batches: how to look into a container, and how to build the same container again.
+
+torch's pytree knows only the container types registered with it, and treats a list of strings and
+a list of tensors alike; batches hold Hugging Face encodings, dataclasses and per-sample lists, so
+the few rules that splitting needs are here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+Path: TypeAlias = tuple[Any, ...]
+"""Keys, indices and field names from the root of a batch to a node."""
+
+
+def is_array(node: object) -> bool:
+    """Whether ``node`` is a tensor or a numpy array."""
+    return isinstance(node, torch.Tensor | np.ndarray)
+
+
+def is_named_tuple(node: object) -> bool:
+    """Whether ``node`` is an instance of a namedtuple class."""
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def is_plain_sequence(node: object) -> bool:
+    """Whether ``node`` is a list or a tuple, but neither a namedtuple nor a ``torch.Size``."""
+    return (
+        isinstance(node, list | tuple)
+        and not is_named_tuple(node)
+        and not isinstance(node, torch.Size)
+    )
+
+
+def children_of(node: Any) -> list[tuple[Any, Any]] | None:
+    """Keys and children of a container in its own order, or None for anything else."""
+    if isinstance(node, Mapping | UserDict):
+        return list(node.items())
+    if is_named_tuple(node):
+        return list(zip(node._fields, node, strict=True))
+    if is_plain_sequence(node):
+        return list(enumerate(node))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+    return None
+
+
+def rebuild(node: Any, children: list[Any]) -> Any:
+    """A container like ``node`` with ``children`` in place of its own, in the same order."""
+    if isinstance(node, UserDict):
+        # copy.copy shares every other attribute, which Hugging Face's encodings need
+        clone = copy.copy(node)
+        clone.data = dict(zip(node.keys(), children, strict=True))
+        return clone
+    if isinstance(node, MutableMapping):
+        keys = list(node.keys())
+        mapping: Any = copy.copy(node)
+        for key, child in zip(keys, children, strict=True):
+            mapping[key] = child
+        return mapping
+    if isinstance(node, Mapping):
+        return type(node)(dict(zip(node.keys(), children, strict=True)))  # type: ignore[call-arg]
+    if is_named_tuple(node):
+        return type(node)._make(children)
+    if isinstance(node, tuple):
+        return type(node)(children)
+    if isinstance(node, list):
+        return _like_list(node, children)
+    clone = copy.copy(node)
+    for field, child in zip(dataclasses.fields(node), children, strict=True):
+        # frozen dataclasses refuse plain assignment
+        object.__setattr__(clone, field.name, child)
+    return clone
+
+
+def cut(node: Any, start: int, stop: int) -> Any:
+    """Rows ``start`` to ``stop`` of a leaf that has rows: a view for arrays, the same type else."""
+    rows = node[start:stop]
+    if isinstance(node, list):
+        return _like_list(node, rows)
+    if is_plain_sequence(node) and type(rows) is not type(node):
+        return type(node)(rows)
+    return rows
+
+
+def _like_list(node: list[Any], items: Iterable[Any]) -> list[Any]:
+    if type(node) is list:
+        return list(items)
+    clone = copy.copy(node)
+    clone[:] = items
+    return clone
+
+
+def contains_arrays(node: object) -> bool:
+    """Whether a tensor or numpy array lies anywhere within ``node``'s known containers."""
+    if is_array(node):
+        return True
+    children = children_of(node)
+    return children is not None and any(contains_arrays(child) for _, child in children)
+
+
+def hides_arrays(node: object) -> bool:
+    """Whether ``node`` is an object of unknown type that seems to carry tensors."""
+    if isinstance(node, type) or callable(node):
+        return False
+    if callable(getattr(node, "to", None)):
+        return True
+    attributes = getattr(node, "__dict__", {})
+    return any(contains_arrays(value) for value in attributes.values())
+
+
+def describe(node: object, depth: int = 2) -> str:
+    """A short picture of a batch for error messages: types, shapes, a few keys."""
+    if isinstance(node, torch.Tensor):
+        if node.is_nested:
+            return "nested tensor"
+        return f"{type(node).__name__}{list(node.shape)}"
+    if isinstance(node, np.ndarray):
+        return f"ndarray{list(node.shape)}"
+    children = children_of(node)
+    if children is None:
+        return type(node).__name__
+    if depth == 0:
+        return f"{type(node).__name__}(...)"
+    shown = ", ".join(f"{key}: {describe(child, depth - 1)}" for key, child in children[:6])
+    return f"{type(node).__name__}({shown}{', ...' if len(children) > 6 else ''})"
+
+
+def spell(path: Path) -> str:
+    """``path`` as a user would write it: ``batch['images'][0]``."""
+    return "batch" + "".join(f"[{key!r}]" for key in path)

@@ -1,0 +1,160 @@
+"""Random number generators of the data road: kept apart from training's, and equal on all ranks.
+
+A sampler may draw from torch's, numpy's and Python's global generators. Ranks that trained a
+different number of microbatches have consumed those differently, so what a sampler draws from them
+would differ between ranks, and the slices of one global batch would overlap. Samplers are therefore
+run under states of their own (`SwappedRandomness`), and generators that they hold themselves are
+set to rank 0's state once (`generators_of`, `read_states`, `write_states`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+_GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_SAMPLER_ATTRIBUTES = ("sampler", "_sampler", "batch_sampler", "base_sampler")
+
+
+def _read_global_states() -> tuple[Any, Any, Any]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _write_global_states(states: tuple[Any, Any, Any]) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+@contextmanager
+def preserved_randomness() -> Generator[None, None, None]:
+    """Restores the CPU generators of torch, numpy and ``random`` afterwards."""
+    states = _read_global_states()
+    try:
+        yield
+    finally:
+        _write_global_states(states)
+
+
+class SwappedRandomness:
+    """Global random states of its own, swapped in while the ``with`` block runs.
+
+    Entering again continues where the last block stopped, so a lazily drawn order is the same
+    whatever is drawn from the global generators in between. Only CPU generators are swapped.
+
+    Args:
+        entropy: non-negative integers; equal entropy means equal draws.
+    """
+
+    def __init__(self, entropy: Sequence[int]) -> None:
+        words = np.random.SeedSequence(entropy).generate_state(3, np.uint64)
+        torch_generator = torch.Generator().manual_seed(int(words[0]) >> 1)
+        # RandomState seeds are 32 bits wide
+        numpy_state = np.random.RandomState(int(words[1]) % 2**32).get_state()
+        self._states = (
+            torch_generator.get_state(),
+            numpy_state,
+            random.Random(int(words[2])).getstate(),
+        )
+        self._outside: tuple[Any, Any, Any] | None = None
+
+    def __enter__(self) -> None:
+        self._outside = _read_global_states()
+        _write_global_states(self._states)
+
+    def __exit__(self, *error: object) -> None:
+        assert self._outside is not None
+        self._states = _read_global_states()
+        _write_global_states(self._outside)
+        self._outside = None
+
+
+def draws_from_global_generators(sampler: object) -> bool:
+    """Whether iterating ``sampler`` may draw from a global generator; True when unknown."""
+    if type(sampler) is SequentialSampler:
+        return False
+    if type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
+        generator = getattr(sampler, "generator", None)
+        return generator is None or generator is torch.default_generator
+    return True
+
+
+def samplers_within(source: object) -> list[object]:
+    """``source`` and the samplers it wraps, outermost first, each once."""
+    found: list[object] = []
+
+    def visit(value: object) -> None:
+        if value is None or any(value is seen for seen in found):
+            return
+        found.append(value)
+        attributes = getattr(value, "__dict__", {})
+        for name, inner in attributes.items():
+            if isinstance(inner, Sampler) or name in _SAMPLER_ATTRIBUTES:
+                visit(inner)
+            elif isinstance(inner, list | tuple):
+                for item in inner:
+                    if isinstance(item, Sampler):
+                        visit(item)
+
+    visit(source)
+    return found
+
+
+def generators_of(source: object) -> list[Any]:
+    """Generators that the samplers within ``source`` hold, in a fixed order.
+
+    torch's default generator is left out: it is training's, and swapped instead.
+    """
+    found: list[Any] = []
+    for sampler in samplers_within(source):
+        for value in getattr(sampler, "__dict__", {}).values():
+            if (
+                isinstance(value, _GENERATOR_TYPES)
+                and value is not torch.default_generator
+                and not any(value is seen for seen in found)
+            ):
+                found.append(value)
+    return found
+
+
+def _state_access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state, generator.set_state
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    bits = generator.bit_generator
+    return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
+
+
+def read_states(generators: Iterable[Any]) -> list[Any]:
+    """The states of ``generators``, picklable."""
+    return [_state_access(generator)[0]() for generator in generators]
+
+
+def write_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
+    """Sets what `read_states` read.
+
+    Raises:
+        ValueError: another number of generators than states; the ranks built different samplers.
+    """
+    if len(generators) != len(states):
+        raise ValueError(
+            f"Expects samplers with the same generators on every rank, but this rank's hold "
+            f"{len(generators)} and rank 0's {len(states)}. Build the same sampler on every rank."
+        )
+    for generator, state in zip(generators, states, strict=True):
+        _state_access(generator)[1](state)

@@ -1,0 +1,187 @@
+"""One global order of samples, sliced by rank.
+
+Every rank runs the user's own sampler to the same result and keeps its slice, so the samples of
+step t over all ranks are what one device with the global batch size would see, in its order.
+
+Example: six samples a step, dealt 3:2:1, and ten samples in sequential order::
+
+    step 0   rank 0 [0, 1, 2]   rank 1 [3, 4]   rank 2 [5]
+    step 1   rank 0 [6, 7]      rank 1 [8]      rank 2 [9]
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from lightning_cephalo.data.dealing import deal
+from lightning_cephalo.data.randomness import (
+    SwappedRandomness,
+    draws_from_global_generators,
+    samplers_within,
+)
+
+
+class GlobalOrder(Sampler[Any]):
+    """The order in which all ranks together visit the samples; the same on every rank.
+
+    The user's sampler is honoured: a sequential one stays sequential, one with a generator of its
+    own draws from that. One that draws from global generators is run under states seeded from
+    ``(seed, epoch, pass)``, so that ranks agree and training's own random numbers are untouched.
+    It is read lazily, a step at a time, so an endless sampler works. Attributes of the user's
+    sampler are reachable through this object.
+
+    Args:
+        source: the user's sampler (any iterable of keys), or batch sampler (of lists of keys).
+        seed: the seed that the ranks agreed on (`lightning_cephalo.data.agreed_seed`).
+        epoch: epoch to start with; `set_epoch` changes it.
+    """
+
+    def __init__(self, source: Iterable[Any], *, seed: int, epoch: int = 0) -> None:
+        self.source = source
+        self.seed = seed % 2**64
+        self.epoch = epoch
+        # A loader that is started again within an epoch (CombinedLoader's max_size_cycle) draws a
+        # new order, as a torch sampler does; DistributedSampler would repeat the last one.
+        self.passes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        # copy and pickle ask for attributes before __init__ has set `source`
+        if name.startswith("__") or "source" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass draw epoch ``epoch``'s order; also tells the user's samplers."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.passes = 0
+        for sampler in samplers_within(self.source):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+    def steps(self, size: int) -> Iterator[list[Any]]:
+        """Yields the order in lists of ``size`` items; the last may be shorter."""
+        entropy = (self.seed, self.epoch, self.passes)
+        self.passes += 1
+        randomness = (
+            SwappedRandomness(entropy)
+            if draws_from_global_generators(self.source)
+            else nullcontext()
+        )
+        with randomness:
+            items = iter(self.source)
+        while True:
+            with randomness:
+                step = list(islice(items, size))
+            if not step:
+                return
+            yield step
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self.steps(1))
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+
+class RankBatchSampler(Sampler[list[Any]]):
+    """This rank's keys of each global step; a drop-in ``batch_sampler`` of a DataLoader.
+
+    It yields ``[]`` in a step that has no samples for this rank, so that all ranks take the same
+    number of steps. It can be iterated again and again, has a length when the user's sampler has
+    one, and pickles.
+
+    Args:
+        order: the global order of keys, or of lists of keys if ``lists_per_step`` is given.
+        rank: position of this rank among ``batch_sizes``.
+        batch_sizes: samples per step of every rank; their sum is the global batch size.
+        drop_last: leave out the last step when it is smaller than the global batch.
+        lists_per_step: for a custom batch sampler: this many of its consecutive lists are one
+            global step, dealt in proportion to ``batch_sizes`` whatever their lengths.
+
+    Attributes:
+        sampler: the `GlobalOrder`; where Lightning looks for ``set_epoch``.
+        counts: samples of this rank in each step of the current pass so far (prefetched ones
+            included), indexed by step.
+        original: the loader that this sampler replaced the order of, or None; not pickled.
+    """
+
+    def __init__(
+        self,
+        order: GlobalOrder,
+        *,
+        rank: int,
+        batch_sizes: Sequence[int],
+        drop_last: bool = False,
+        lists_per_step: int | None = None,
+    ) -> None:
+        # An instance attribute, not a property: Lightning's _IndexBatchSamplerWrapper (predict)
+        # copies the __dict__ only, and must find `sampler` there.
+        self.sampler = order
+        self.rank = rank
+        self.drop_last = drop_last
+        self.lists_per_step = lists_per_step
+        self.counts = array("q")
+        self.original: object | None = None
+        self.batch_sizes = tuple(batch_sizes)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Samples per step of every rank. Settable; a running pass keeps what it began with.
+
+        Raises:
+            ValueError: another number of ranks than before, a negative size, or only zeros.
+        """
+        return self._batch_sizes
+
+    @batch_sizes.setter
+    def batch_sizes(self, batch_sizes: Sequence[int]) -> None:
+        sizes = tuple(batch_sizes)
+        if not 0 <= self.rank < len(sizes) or len(sizes) != len(
+            self.__dict__.get("_batch_sizes", sizes)
+        ):
+            raise ValueError(f"Expects one batch size per rank, but got {sizes}.")
+        if min(sizes) < 0 or sum(sizes) == 0:
+            raise ValueError(f"Expects batch sizes of 0 or more, not all 0, but got {sizes}.")
+        self._batch_sizes = sizes
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the order; Lightning calls it where this sampler is a loader's ``sampler``."""
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        sizes = self._batch_sizes
+        whole = sum(sizes)
+        # A new array: an iterator that another pass left unfinished must not write into this one.
+        counts = self.counts = array("q")
+        for step in self.sampler.steps(self._items_per_step(sizes)):
+            if self.lists_per_step is None:
+                keys = step
+                if self.drop_last and len(keys) < whole:
+                    return
+            else:
+                keys = list(chain.from_iterable(step))
+            dealt = deal(len(keys), sizes)
+            start = sum(dealt[: self.rank])
+            counts.append(dealt[self.rank])
+            yield keys[start : start + dealt[self.rank]]
+
+    def __len__(self) -> int:
+        items = len(self.sampler)
+        per_step = self._items_per_step(self._batch_sizes)
+        if self.drop_last and self.lists_per_step is None:
+            return items // per_step
+        return -(-items // per_step)
+
+    def _items_per_step(self, sizes: tuple[int, ...]) -> int:
+        return sum(sizes) if self.lists_per_step is None else self.lists_per_step
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "original": None}

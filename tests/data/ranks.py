@@ -1,0 +1,109 @@
+"""Several ranks in one process: loaders built for rank 0 to W-1, and agreement between threads."""
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_cephalo.data import rebuild_eval_loader, rebuild_train_loader
+
+
+class Numbers(Dataset):
+    """Sample i is the number i."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return torch.tensor(index)
+
+
+def same(value: Any) -> Any:
+    """Broadcast for ranks that already hold the same."""
+    return value
+
+
+def alone(value: bool) -> bool:
+    """Agreement of one rank."""
+    return value
+
+
+def rebuilt_for_ranks(make_loader, batch_sizes, *, seed=7, evaluate=False, **options):
+    """One rebuilt loader per rank, each from a loader of its own, with rank 0's generators."""
+    states: list[Any] = []
+
+    def broadcast(value: Any) -> Any:
+        states.append(copy.deepcopy(value))
+        return states[0]
+
+    loaders = []
+    for rank in range(len(batch_sizes)):
+        # what training has drawn from the global generators differs between ranks
+        torch.rand(rank * 3 + 1)
+        common = {
+            "rank": rank,
+            "seed": seed,
+            "broadcast": broadcast,
+            "all_have_next": alone,
+            **options,
+        }
+        if evaluate:
+            loaders.append(
+                rebuild_eval_loader(make_loader(), world_size=len(batch_sizes), **common)
+            )
+        else:
+            loaders.append(rebuild_train_loader(make_loader(), batch_sizes=batch_sizes, **common))
+    return loaders
+
+
+def steps_of(loaders, epoch=None) -> list[list[list[int]]]:
+    """Samples by step and rank; checks that all ranks take the announced number of steps."""
+    by_rank = []
+    for rank, loader in enumerate(loaders):
+        torch.rand(rank * 5 + 2)
+        if epoch is not None:
+            loader.batch_sampler.sampler.set_epoch(epoch)
+        by_rank.append([batch.tolist() for batch in loader])
+    assert len({len(steps) for steps in by_rank}) == 1
+    return [list(step) for step in zip(*by_rank, strict=True)]
+
+
+def joined(steps) -> list[list[int]]:
+    """Samples of each global step in order of ranks."""
+    return [[index for part in step for index in part] for step in steps]
+
+
+def single_device(loader: DataLoader) -> list[list[int]]:
+    """Samples of each step of an ordinary loader."""
+    return [batch.tolist() for batch in loader]
+
+
+class ThreadGroup:
+    """Runs one function per rank in threads, with an all-reduce between them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.votes = [True] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=10)
+
+    def all_have_next(self, rank: int):
+        def agree(value: bool) -> bool:
+            self.votes[rank] = value
+            self.barrier.wait()
+            agreed = all(self.votes)
+            self.barrier.wait()
+            return agreed
+
+        return agree
+
+    def run(self, function) -> list[Any]:
+        with ThreadPoolExecutor(self.world_size) as pool:
+            return list(pool.map(function, range(self.world_size)))

@@ -1,0 +1,72 @@
+"""Dealing is exact, proportional, and the same on every rank."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_cephalo.data import deal, split_sizes
+
+shares_of_ranks = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any)
+
+
+@given(st.integers(0, 500), shares_of_ranks)
+def test_deal_gives_every_sample_once_within_one_of_the_exact_share(total, shares):
+    dealt = deal(total, shares)
+
+    assert sum(dealt) == total
+    for count, share in zip(dealt, shares, strict=True):
+        assert abs(count - total * share / sum(shares)) < 1
+        if share == 0:
+            assert count == 0
+
+
+@given(shares_of_ranks)
+def test_deal_of_the_planned_total_is_the_plan(shares):
+    assert deal(sum(shares), shares) == tuple(shares)
+
+
+def test_deal_breaks_ties_by_the_larger_share_then_the_lower_rank():
+    assert deal(1, (1, 1)) == (1, 0)
+    assert deal(10, (6, 2, 0)) == (8, 2, 0)
+    assert deal(2, (1, 3)) == (0, 2)
+    assert deal(3, (2, 2, 2, 2)) == (1, 1, 1, 0)
+
+
+def test_deal_of_nothing_is_nothing_even_without_shares():
+    assert deal(0, (0, 0)) == (0, 0)
+
+
+@pytest.mark.parametrize(("total", "shares"), [(-1, (1,)), (1, (2, -1)), (1, (0, 0)), (1, ())])
+def test_deal_refuses_what_cannot_be_dealt(total, shares):
+    with pytest.raises(ValueError, match="Expects"):
+        deal(total, shares)
+
+
+@given(st.integers(0, 200), st.lists(st.integers(0, 9), max_size=6).filter(any))
+def test_split_sizes_sum_to_the_count_and_never_exceed_the_planned_memory(count, sizes):
+    split = split_sizes(count, sizes)
+
+    assert sum(split) == count
+    assert max(split, default=0) <= max(sizes)
+    if count == sum(sizes):
+        assert split == tuple(sizes)
+    else:
+        assert 0 not in split
+
+
+def test_split_sizes_of_fewer_samples_keeps_the_order_of_the_plan():
+    assert split_sizes(7, (4, 4, 3)) == (4, 3)
+    assert split_sizes(4, (4, 4, 3)) == (4,)
+    assert split_sizes(0, (4, 4, 3)) == ()
+    assert split_sizes(0, ()) == ()
+
+
+def test_split_sizes_of_more_samples_goes_on_with_the_largest_size():
+    assert split_sizes(17, (2, 4, 3)) == (2, 4, 3, 4, 4)
+
+
+def test_split_sizes_refuses_samples_on_a_rank_without_microbatches():
+    with pytest.raises(ValueError, match="batch_size="):
+        split_sizes(2, ())
+    with pytest.raises(ValueError, match="0 or more"):
+        split_sizes(-1, (2,))
