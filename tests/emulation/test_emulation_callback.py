@@ -1,0 +1,273 @@
+import os
+import pickle
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cephalo.emulation import Emulation, active_device
+from lightning_cephalo.emulation.rate import measure_flops_per_s
+
+WIDTH = 256
+SAMPLES = 512
+STEPS = 6
+# Far less of this machine than what holds on a quiet one, so that tests hold beside other work.
+SMALL_SHARE = 0.2
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The '.*_dataloader' does not have many workers",
+    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",
+    "ignore:This process .* is multi-threaded:DeprecationWarning",
+)
+
+
+class Perceptron(LightningModule):
+    def __init__(self, fail_at=None):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
+        self.fail_at = fail_at
+        # made before the device is entered, as data in host memory
+        self.data = TensorDataset(torch.ones(STEPS * SAMPLES, WIDTH))
+
+    def training_step(self, batch, batch_index):
+        if batch_index == self.fail_at:
+            raise KeyError("wanted")
+        return (self.layers(batch[0]) - batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_index):
+        self.layers(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), foreach=True)
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=SAMPLES)
+
+    val_dataloader = train_dataloader
+
+
+class Record(Callback):
+    """Writes what a rank saw to a file, since forked ranks do not come back."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+        self.ends_s = []
+
+    def on_train_batch_end(self, *_):
+        self.ends_s.append(time.perf_counter())
+
+    def on_train_end(self, trainer, pl_module):
+        device = active_device()
+        record = {
+            "seconds": [after - before for before, after in pairwise(self.ends_s)],
+            "flops": device.flops,
+            "busy_s": device.busy_s,
+            "flops_per_s": device.flops_per_s,
+            "name": device.name,
+            "threads": torch.get_num_threads(),
+            "peak_bytes": device.peak_bytes,
+        }
+        path = os.path.join(self.folder, f"{trainer.global_rank}.pickle")
+        with open(path, "wb") as file:
+            pickle.dump(record, file)
+
+
+def records(folder, ranks=2):
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
+
+
+def assert_in_lock_step(fast, slow):
+    # noise only lengthens the slow rank's steps, and then the fast one's as well
+    assert min(slow["seconds"]) == pytest.approx(slow["busy_s"] / STEPS, rel=0.15)
+    assert median(fast["seconds"]) == pytest.approx(median(slow["seconds"]), rel=0.15)
+
+
+def trainer_of(folder, emulation, **options):
+    return Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": STEPS,
+            "limit_val_batches": 0,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(folder),
+            "callbacks": [emulation, Record(folder)],
+            **options,
+        }
+    )
+
+
+def test_ddp_runs_at_the_pace_of_its_slowest_rank(tmp_path):
+    emulation = Emulation(speeds=(2, 1), total_flops_per_s=SMALL_SHARE * measure_flops_per_s())
+    trainer = trainer_of(tmp_path, emulation, strategy="ddp_fork", devices=2)
+    trainer.fit(Perceptron())
+    fast, slow = records(tmp_path)
+    assert (fast["name"], slow["name"]) == ("cpu x2", "cpu x1")
+    assert fast["flops_per_s"] == pytest.approx(2 * slow["flops_per_s"])
+    assert fast["flops"] == slow["flops"]
+    assert fast["threads"] == slow["threads"] == 1
+    assert_in_lock_step(fast, slow)
+    assert active_device() is None
+
+
+def test_single_rank_is_slowed_and_released(tmp_path):
+    threads = torch.get_num_threads()
+    emulation = Emulation(speeds=(1,), total_flops_per_s=2e9)
+    trainer = trainer_of(tmp_path, emulation)
+    module = Perceptron()
+    trainer.fit(module)
+    (record,) = records(tmp_path, 1)
+    # two layers forward, the backward of their weights, and of the second one's input
+    flops = 5 * 2 * SAMPLES * WIDTH * 2 * WIDTH
+    assert record["flops"] == STEPS * flops
+    assert min(record["seconds"]) == pytest.approx(flops / 2e9, rel=0.1)
+    assert emulation.device is None
+    assert active_device() is None
+    assert torch.get_num_threads() == threads
+    trainer.validate(module, verbose=False)
+    assert active_device() is None
+
+
+def test_parameters_and_optimizer_state_count_as_device_memory(tmp_path):
+    live_bytes = []
+
+    class Live(Callback):
+        def on_train_batch_start(self, *_):
+            live_bytes.append(active_device().current_bytes)
+
+    emulation = Emulation(speeds=(1,), total_flops_per_s=1e11)
+    trainer_of(tmp_path, emulation, callbacks=[emulation, Live()]).fit(Perceptron())
+    parameter_bytes = 4 * (2 * WIDTH * 2 * WIDTH + 3 * WIDTH)
+    batch_bytes = 4 * SAMPLES * WIDTH
+    # weights; then also their gradients, which Lightning frees within the step, and two moments
+    assert live_bytes[0] == pytest.approx(parameter_bytes + batch_bytes, rel=0.01)
+    assert live_bytes[-1] == pytest.approx(4 * parameter_bytes + batch_bytes, rel=0.01)
+
+
+def test_too_small_a_rank_runs_out_of_memory_and_is_released(tmp_path):
+    threads = torch.get_num_threads()
+    emulation = Emulation(speeds=(1,), capacity_bytes=(3 * 2**20,), total_flops_per_s=1e11)
+    with pytest.raises(torch.OutOfMemoryError, match="'cpu x1'"):
+        trainer_of(tmp_path, emulation).fit(Perceptron())
+    assert active_device() is None
+    assert torch.get_num_threads() == threads
+
+
+def test_an_exception_in_training_releases_the_device(tmp_path):
+    emulation = Emulation(speeds=(1,), total_flops_per_s=1e11)
+    with pytest.raises(KeyError, match="wanted"):
+        trainer_of(tmp_path, emulation).fit(Perceptron(fail_at=2))
+    assert emulation.device is None
+    assert active_device() is None
+    trainer_of(tmp_path, emulation).fit(Perceptron())
+    assert active_device() is None
+
+
+def test_all_ranks_share_the_rate_that_rank_zero_measured(tmp_path):
+    trainer = trainer_of(
+        tmp_path, Emulation(speeds=(3, 1)), strategy="ddp_fork", devices=2, max_steps=1
+    )
+    trainer.fit(Perceptron())
+    fast, slow = records(tmp_path)
+    assert fast["flops_per_s"] == pytest.approx(3 * slow["flops_per_s"], rel=1e-12)
+
+
+def test_rates_are_measured_once_and_obey_the_machine(tmp_path):
+    emulation = Emulation(speeds=(1,))
+    trainer = trainer_of(tmp_path, emulation, max_steps=1)
+    trainer.fit(Perceptron())
+    (first,) = records(tmp_path, 1)
+    trainer_of(tmp_path, emulation, max_steps=1).fit(Perceptron())
+    (second,) = records(tmp_path, 1)
+    assert first["flops_per_s"] == second["flops_per_s"] > 0
+
+
+def test_pickles_before_and_while_it_runs(tmp_path):
+    emulation = Emulation(speeds=(1,), total_flops_per_s=1e11)
+
+    class Pickle(Callback):
+        def on_train_start(self, trainer, pl_module):
+            assert emulation.device is not None
+            assert pickle.loads(pickle.dumps(emulation)).device is None
+
+    trainer_of(tmp_path, emulation, callbacks=[emulation, Pickle()]).fit(Perceptron())
+    assert pickle.loads(pickle.dumps(emulation)).speeds == (1.0,)
+
+
+def test_as_many_speeds_as_ranks(tmp_path):
+    with pytest.raises(ValueError, match=r"speeds for 2 ranks, got 1\. Use Trainer\(devices=2\)"):
+        trainer_of(tmp_path, Emulation(speeds=(3, 1))).fit(Perceptron())
+    assert active_device() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"speeds": ()}, "speeds: expected a positive number per rank"),
+        ({"speeds": (1, 0)}, "speeds: expected a positive number per rank"),
+        ({"speeds": (1, float("nan"))}, "speeds: expected a positive number per rank"),
+        ({"total_flops_per_s": -1.0}, "total_flops_per_s: expected a positive number or None"),
+        ({"capacity_bytes": (10,)}, "expected one for each of the 2 speeds, got 1"),
+        ({"capacity_bytes": (10, -1)}, "capacity_bytes: expected positive numbers or None"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Emulation(**arguments)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from lightning.pytorch.strategies import ModelParallelStrategy
+from test_emulation_callback import Perceptron, trainer_of
+from lightning_cephalo.emulation import Emulation
+from torch.distributed.fsdp import fully_shard
+
+
+class Sharded(Perceptron):
+    def configure_model(self):
+        for layer in self.layers[::2]:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    emulation = Emulation(speeds=(3, 1), total_flops_per_s=float(sys.argv[2]))
+    trainer = trainer_of(folder, emulation, devices=2, strategy=strategy)
+    trainer.fit(Sharded())
+"""
+
+
+@pytest.mark.slow
+def test_even_sharding_in_ranks_that_lightning_starts_as_scripts(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), str(SMALL_SHARE * measure_flops_per_s())],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    fast, slow = records(tmp_path)
+    assert fast["flops"] == slow["flops"]
+    assert_in_lock_step(fast, slow)
