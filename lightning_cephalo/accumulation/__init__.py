@@ -1,0 +1,1 @@
+"""Layered gradient accumulation: every microbatch passes a unit before any passes the next."""

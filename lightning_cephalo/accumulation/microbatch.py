@@ -1,0 +1,305 @@
+"""One microbatch: its greenlet, its visits of units, what it keeps for the backward.
+
+[Note: cuts]
+The user's step runs in a greenlet of its own. Where it enters a unit it parks until the scheduler
+has gathered that unit. The autograd graph is cut there: a unit receives detached *leaves* instead
+of the tensors that need a gradient, and its outputs are leaves again for the code after it (the
+*glue*: residuals, embeddings, masks between units). Backward goes unit by unit: the outputs' leaves
+hold the gradients that came from later, the unit's own graph carries them to its input leaves, and
+the glue before it carries them on, once per tensor and summed over all its uses, when the visit
+that used it first has been passed. That makes residuals around units, encoder outputs that enter
+every decoder unit, and shared position biases exact.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import greenlet
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree  # private, but what torch, Lightning and others build on
+
+from lightning_cephalo.accumulation.replay import ChangingBuffers, RandomState, ThreadState
+from lightning_cephalo.accumulation.schedule import Visit
+
+
+class UnitUseError(RuntimeError):
+    """A unit is used in a way that cannot be cut into microbatches."""
+
+
+@dataclass
+class _Leaf:
+    """A tensor of the glue as the units see it."""
+
+    original: Tensor
+    leaf: Tensor
+    first_visit: int
+
+
+@dataclass
+class _Record:
+    """What one visit keeps for its backward."""
+
+    body: Callable[..., Any]
+    inputs: list[Any]
+    structure: Any
+    input_versions: list[tuple[Tensor, int]]
+    output_leaves: list[tuple[int, Tensor]] = field(default_factory=list)
+    outputs: list[Any] | None = None
+    random: RandomState | None = None
+    modes: ThreadState | None = None
+    changing: list[torch.nn.Module] = field(default_factory=list)
+    forward_s: float = 0.0
+
+
+class Microbatch:
+    """A run of the user's step over some samples.
+
+    Args:
+        step: Calls the user's step and returns what it returns.
+        device: This rank's device.
+        recompute: Keep only what enters a unit and compute its inside again in the backward.
+        clock: Returns seconds after all work issued so far is done; None: nothing is timed.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], Any],
+        device: torch.device,
+        recompute: bool,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._device = device
+        self._device_types = tuple({"cpu", device.type})
+        self._recompute = recompute
+        self._clock = clock
+        self._greenlet = greenlet.greenlet(step)
+        # a greenlet starts with no context variables of its own
+        self._greenlet.gr_context = contextvars.copy_context()
+        self._records: list[_Record | None] = []
+        self._leaves: dict[int, _Leaf] = {}
+        self._output_leaf_ids: dict[int, Tensor] = {}
+        self.parked: Visit | None = None
+        self.result: Any = None
+        self.finished = False
+        self.forward_s: list[float] = []
+        self.backward_s: list[float] = []
+
+    def advance(self) -> None:
+        """Run the step until it parks at a unit or returns."""
+        before = ThreadState.capture(self._device_types)
+        try:
+            switched = self._greenlet.switch()
+        finally:
+            before.restore()
+        if self._greenlet.dead:
+            self.finished, self.result, self.parked = True, switched, None
+        else:
+            self.parked = switched
+
+    def abandon(self) -> None:
+        """Stop the step where it is and drop what it keeps."""
+        before = ThreadState.capture(self._device_types)
+        if not self._greenlet.dead:
+            self._greenlet.throw(greenlet.GreenletExit)
+        before.restore()
+        self._drop()
+
+    def _drop(self) -> None:
+        self._records, self._leaves, self._output_leaf_ids = [], {}, {}
+
+    # -- forward, inside the greenlet ---------------------------------------------------------
+
+    def visit(
+        self,
+        unit: int,
+        trainable: bool,
+        body: Callable[..., Any],
+        buffers: ChangingBuffers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Pass a unit: park until it is gathered, then compute its body."""
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        grad = torch.is_grad_enabled()
+        differentiable = grad and (
+            trainable or any(isinstance(value, Tensor) and value.requires_grad for value in flat)
+        )
+        if differentiable and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise UnitUseError(
+                "A unit is called inside a saved-tensor-hooks context (torch.utils.checkpoint or"
+                " save_on_cpu around it). Cephalo recomputes units itself: switch gradient"
+                " checkpointing off in the model, or choose larger units with unit_names=."
+            )
+        position = len(self._records)
+        modes = ThreadState.capture(self._device_types)
+        greenlet.getcurrent().parent.switch(Visit(unit, differentiable))
+        modes.restore()
+        # autocast would keep casts of weights that are about to be freed, and without their graph
+        # where the forward runs without one
+        torch.set_autocast_cache_enabled(False)
+
+        start = self._clock() if self._clock else 0.0
+        if differentiable:
+            outputs = self._differentiable(position, flat, structure, body, buffers, modes)
+        else:
+            self._records.append(None)
+            outputs = body(*args, **kwargs)
+        torch.set_autocast_cache_enabled(modes.autocast_cache)
+        if self._clock:
+            self.forward_s.append(self._clock() - start)
+        return outputs
+
+    def _differentiable(
+        self,
+        position: int,
+        flat: list[Any],
+        structure: Any,
+        body: Callable[..., Any],
+        buffers: ChangingBuffers,
+        modes: ThreadState,
+    ) -> Any:
+        inputs = [self._leaf_of(value, position) for value in flat]
+        record = _Record(
+            body,
+            inputs,
+            structure,
+            [(value, value._version) for value in inputs if isinstance(value, Tensor)],
+        )
+        self._records.append(record)
+        args, kwargs = pytree.tree_unflatten(inputs, structure)
+        if self._recompute:
+            record.random, record.modes = RandomState(self._device), modes
+            versions = buffers.versions()
+            with torch.no_grad():
+                result = body(*args, **kwargs)
+            record.changing = buffers.changed_since(versions)
+            self._refuse_changed_inputs(record)
+        else:
+            result = body(*args, **kwargs)
+        outputs, output_structure = pytree.tree_flatten(result)
+        if not self._recompute:
+            record.outputs = list(outputs)
+        for index, output in enumerate(outputs):
+            if not isinstance(output, Tensor) or not output.is_floating_point():
+                continue
+            if not self._recompute and not output.requires_grad:
+                continue
+            leaf = output.detach().requires_grad_()
+            record.output_leaves.append((index, leaf))
+            self._output_leaf_ids[id(leaf)] = leaf
+            outputs[index] = leaf
+        return pytree.tree_unflatten(outputs, output_structure)
+
+    def _leaf_of(self, value: Any, position: int) -> Any:
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        if id(value) in self._output_leaf_ids:
+            return value
+        known = self._leaves.get(id(value))
+        if known is None:
+            known = _Leaf(value, value.detach().requires_grad_(), position)
+            self._leaves[id(value)] = known
+        return known.leaf
+
+    def _refuse_changed_inputs(self, record: _Record) -> None:
+        if any(value._version != version for value, version in record.input_versions):
+            raise UnitUseError(
+                "A unit changes one of its inputs in place, so it cannot be computed again in the"
+                " backward. Write `x = x + y` instead of `x += y` there, or use recompute=False."
+            )
+
+    # -- backward, in the scheduler -----------------------------------------------------------
+
+    def backward_of_loss(self, loss: Tensor) -> None:
+        """Run the backward of the tail, down to the leaves of the last units.
+
+        Graph buffers are freed as on one device unless the tail shares glue with units' inputs,
+        which is walked again later.
+        """
+        if not loss.requires_grad:
+            raise UnitUseError(
+                "The loss that training_step returned does not require a gradient: expected a"
+                " tensor computed from trainable parameters. Is every parameter frozen, or was"
+                " the loss detached?"
+            )
+        torch.autograd.backward([loss], retain_graph=self._shares_glue(loss))
+
+    def _shares_glue(self, loss: Tensor) -> bool:
+        pending = [entry.original.grad_fn for entry in self._leaves.values()]
+        pending = [node for node in pending if node is not None]
+        if not pending:
+            return False
+        return bool(_reachable([loss.grad_fn]) & _reachable(pending))
+
+    def backward_of_visit(self, position: int) -> None:
+        """Carry gradients through one visit and the glue before it."""
+        record = self._records[position]
+        self._records[position] = None
+        start = self._clock() if self._clock else 0.0
+        if record is not None:
+            self._through_body(record)
+        self._through_glue(position)
+        if self._clock:
+            self.backward_s.append(self._clock() - start)
+
+    def _through_body(self, record: _Record) -> None:
+        gradients = [(i, leaf.grad) for i, leaf in record.output_leaves if leaf.grad is not None]
+        for _, leaf in record.output_leaves:
+            self._output_leaf_ids.pop(id(leaf), None)
+        if not gradients:
+            return
+        keep = ChangingBuffers.kept(record.changing) if record.changing else nullcontext()
+        with keep:
+            outputs = record.outputs if record.outputs is not None else self._compute_again(record)
+            reached = [(outputs[i], gradient) for i, gradient in gradients]
+            reached = [(output, gradient) for output, gradient in reached if output.requires_grad]
+            if reached:
+                torch.autograd.backward(
+                    [output for output, _ in reached], [gradient for _, gradient in reached]
+                )
+
+    def _compute_again(self, record: _Record) -> Sequence[Any]:
+        assert record.random is not None and record.modes is not None
+        self._refuse_changed_inputs(record)
+        before = ThreadState.capture(self._device_types)
+        args, kwargs = pytree.tree_unflatten(record.inputs, record.structure)
+        record.modes.restore()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with record.random.replayed(), torch.enable_grad():
+                return pytree.tree_leaves(record.body(*args, **kwargs))
+        finally:
+            before.restore()
+
+    def _through_glue(self, position: int) -> None:
+        entries = [entry for entry in self._leaves.values() if entry.first_visit == position]
+        if not entries:
+            return
+        reached = [entry for entry in entries if entry.leaf.grad is not None]
+        if reached:
+            torch.autograd.backward(
+                [entry.original for entry in reached],
+                [entry.leaf.grad for entry in reached],
+                retain_graph=True,
+            )
+        for entry in entries:
+            del self._leaves[id(entry.original)]
+
+
+def _reachable(roots: Sequence[Any]) -> set[Any]:
+    """Nodes of the graph that hold buffers, from these on."""
+    seen: set[Any] = set()
+    stack = [node for node in roots if node is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen or type(node).__name__ == "AccumulateGrad":
+            continue
+        seen.add(node)
+        stack.extend(following for following, _ in node.next_functions if following is not None)
+    return seen

@@ -1,0 +1,560 @@
+"""Executes the schedule: owns every collective of a step, so that all ranks issue the same.
+
+[Note: failures]
+Nothing that a user's code does on one rank may leave the others waiting. A rank whose microbatch
+raises drops its microbatches and goes on communicating in the agreed order, as a rank without data
+does; at the next exchange (end of forward, end of backward) all ranks learn of it and raise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_cephalo.accumulation.agreement import Agreement
+from lightning_cephalo.accumulation.microbatch import Microbatch, UnitUseError
+from lightning_cephalo.accumulation.replay import ChangingBuffers
+from lightning_cephalo.accumulation.schedule import (
+    Action,
+    Operation,
+    Visit,
+    backward_actions,
+    forward_actions,
+)
+from lightning_cephalo.sharding.unit import Unit
+
+ROOT = 0
+_NO_DATA, _FINISHED, _FAILED = -1.0, -2.0, -3.0
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class MicrobatchCall:
+    """What the runner needs of one microbatch.
+
+    Attributes:
+        step: Calls the user's step.
+        weight_of: Takes what the step returned, gives ``(loss, weight)``: the microbatch's share
+            of the gradient is ``weight / total weight of all ranks``.
+        on_resume: Called each time before the step goes on.
+        on_pause: Called each time after it has parked or returned.
+    """
+
+    step: Callable[[], Any]
+    weight_of: Callable[[Any], tuple[Tensor, float]]
+    on_resume: Callable[[], None] = _nothing
+    on_pause: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True)
+class ForwardOutcome:
+    """What the forward of one step gave.
+
+    Attributes:
+        results: What each of this rank's microbatches returned.
+        weights: Their weights.
+        total_weight: Of all microbatches of all ranks.
+        notes: What ``note`` gave on every rank.
+    """
+
+    results: tuple[Any, ...]
+    weights: tuple[float, ...]
+    total_weight: float
+    notes: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Synchronised times of this rank's last step, filled when ``clock`` is given.
+
+    Attributes:
+        forward_s: Sum over visits and microbatches of the units' forward.
+        backward_s: Likewise backward, recompute and glue included.
+        tail_s: Everything else: embedding, head, loss and its backward.
+        visits: Number of visits that one microbatch makes.
+    """
+
+    forward_s: float
+    backward_s: float
+    tail_s: float
+    visits: int
+
+
+class UnitForward:
+    """Stands in for a unit's ``forward`` on the instance, so that no name in a state dict moves."""
+
+    def __init__(self, runner: Runner, index: int, module: nn.Module) -> None:
+        self._runner = runner
+        self._index = index
+        self.original = module.forward
+        self._buffers = ChangingBuffers(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runner.enter_unit(self._index, self.original, self._buffers, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnitUseError(
+            "A module that cephalo has sharded cannot be deep-copied: the copy would share its"
+            " shards. Copy it before training (in the setup hook), or copy its state_dict()."
+        )
+
+
+class Runner:
+    """Runs training and evaluation steps over units.
+
+    Args:
+        units: All units; the root unit first.
+        agreement: Exchanges between the ranks' processes.
+        device: This rank's device.
+        recompute: Whether units are computed again in the backward.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        agreement: Agreement,
+        device: torch.device,
+        recompute: bool = True,
+    ) -> None:
+        self.units = list(units)
+        self.agreement = agreement
+        self.device = device
+        self.recompute = recompute
+        self.clock: Callable[[], float] | None = None
+        self.times: StepTimes | None = None
+        self._orders: dict[tuple[bool, ...], tuple[Visit, ...]] = {}
+        self._running: Microbatch | None = None
+        self._in_backward = False
+        self._microbatches: list[Microbatch] = []
+        self._visits: tuple[Visit, ...] = ()
+        self._failure: BaseException | None = None
+        self._loss_scale = 1.0
+        self._total_weight = 1.0
+        self._hooks: list[RemovableHandle] = []
+        self._installed: list[UnitForward] = []
+
+    # -- installation -------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Cut the model at its units; parameters of the root unit come when they are asked for."""
+        for index, unit in enumerate(self.units[1:], start=1):
+            cut = UnitForward(self, index, unit.module)
+            unit.module.forward = cut  # type: ignore[method-assign,assignment]
+            self._installed.append(cut)
+        for module in self.units[ROOT].owning_modules():
+            self._hooks.append(module.register_forward_pre_hook(self._root_wanted))
+
+    def uninstall(self) -> None:
+        """Undo :meth:`install`."""
+        for unit in self.units[1:]:
+            unit.module.__dict__.pop("forward", None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._installed = [], []
+
+    def _root_wanted(self, module: nn.Module, args: Any) -> None:
+        self.units[ROOT].wait_gather()
+
+    def reshard(self) -> None:
+        """Free whatever is gathered: before anything reads or changes the shards."""
+        for unit in self.units:
+            unit.free()
+
+    def forget_order(self) -> None:
+        """Discover the order of visits anew in the next step."""
+        self._orders.clear()
+
+    @property
+    def inside_microbatch(self) -> bool:
+        """Whether a microbatch's step is running right now."""
+        return self._running is not None
+
+    @property
+    def visits(self) -> tuple[Visit, ...]:
+        """The order of visits of the last training step."""
+        return self._visits
+
+    # -- a unit is called ---------------------------------------------------------------------
+
+    def enter_unit(
+        self,
+        index: int,
+        body: Callable[..., Any],
+        buffers: ChangingBuffers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Called in place of a unit's forward."""
+        if self._in_backward:
+            raise UnitUseError(
+                f"Unit {self.units[index].name!r} is called during the backward: it lies inside"
+                " torch.utils.checkpoint. Cephalo recomputes units itself: switch gradient"
+                " checkpointing off in the model."
+            )
+        running = self._running
+        if running is not None:
+            unit = self.units[index]
+            return running.visit(index, unit.trainable, body, buffers, args, kwargs)
+        return self._outside(index, body, args, kwargs)
+
+    def _outside(
+        self, index: int, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A forward outside of a step (a callback that samples): every rank must do it."""
+        unit = self.units[index]
+        self.units[ROOT].wait_gather()
+        unit.wait_gather()
+        try:
+            with torch.no_grad():
+                return body(*args, **kwargs)
+        finally:
+            unit.free()
+
+    def _advance(self, microbatch: Microbatch) -> None:
+        self._running = microbatch
+        try:
+            microbatch.advance()
+        finally:
+            self._running = None
+
+    # -- training: forward --------------------------------------------------------------------
+
+    def forward(
+        self,
+        calls: Sequence[MicrobatchCall],
+        loss_factor: float = 1.0,
+        note: Callable[[], Sequence[float]] = tuple,
+    ) -> ForwardOutcome:
+        """Pass all microbatches through all units and run the tails' backward.
+
+        Args:
+            calls: This rank's microbatches; may be empty. Other ranks may have other numbers.
+            loss_factor: Factor of every loss beside its weight (a gradient scaler's).
+            note: Numbers to send to all ranks with the exchange that ends the forward; equally
+                many on every rank.
+
+        Raises:
+            RemoteRankError: If another rank failed; this rank's own failure is raised as it is.
+        """
+        trainable = tuple(unit.trainable for unit in self.units)
+        order = self._orders.get(trainable)
+        self._failure, self.times = None, None
+        self._loss_scale = loss_factor / 2.0 ** round(math.log2(max(self._total_weight, 1e-30)))
+        self._loss_factor = loss_factor
+        self._calls = list(calls)
+        self._weights: list[float] = [0.0] * len(calls)
+        self._microbatches = [
+            Microbatch(call.step, self.device, self.recompute, self.clock) for call in calls
+        ]
+        self._outer_s = 0.0
+        root = self.units[ROOT]
+        root.wait_gather()
+        root.arm()
+        for index in range(len(self._microbatches)):
+            self._guarded(self._advance_and_tail, index)
+        visits = self._discovered() if order is None else order
+        for action in forward_actions(visits, len(calls), prefetch=order is not None):
+            self._execute(action, order)
+        if order is not None:
+            self._visits = order
+        self._guarded(self._all_finished)
+        outcome = self._agree(note())
+        self._orders[trainable] = self._visits
+        return outcome
+
+    def _advance_and_tail(self, index: int) -> None:
+        if not self._microbatches:
+            return
+        microbatch = self._microbatches[index]
+        start = self.clock() if self.clock else 0.0
+        inside = sum(microbatch.forward_s)
+        self._calls[index].on_resume()
+        self._advance(microbatch)
+        self._calls[index].on_pause()
+        if microbatch.finished:
+            loss, weight = self._calls[index].weight_of(microbatch.result)
+            self._weights[index] = weight
+            microbatch.backward_of_loss(loss * (weight * self._loss_scale))
+        if self.clock:
+            self._outer_s += self.clock() - start - (sum(microbatch.forward_s) - inside)
+
+    def _guarded(self, function: Callable[..., Any], *args: Any) -> None:
+        if self._failure is not None:
+            return
+        try:
+            function(*args)
+        except Exception as failure:
+            self._failure = failure
+            self._abandon()
+
+    def _abandon(self) -> None:
+        for microbatch in self._microbatches:
+            try:
+                microbatch.abandon()
+            except Exception as second:  # the first failure is the one to report
+                self._failure = self._failure or second
+        self._microbatches = []
+
+    def _execute(self, action: Action, order: Sequence[Visit] | None) -> None:
+        unit = self.units[action.unit] if action.unit >= 0 else None
+        match action.operation:
+            case Operation.GATHER:
+                assert unit is not None
+                unit.start_gather()
+            case Operation.FORWARD:
+                assert unit is not None
+                unit.wait_gather()
+                if order is not None:
+                    self._guarded(self._at_unit, action.microbatch, order[action.visit])
+                self._guarded(self._advance_and_tail, action.microbatch)
+            case Operation.TAIL:
+                pass  # a microbatch that returns runs its tail at once: see _advance_and_tail
+            case Operation.BACKWARD:
+                assert unit is not None
+                unit.wait_gather()
+                self._guarded(self._backward_of_visit, action.microbatch, action.visit)
+            case Operation.REDUCE:
+                assert unit is not None
+                self._reduce(unit)
+            case Operation.FREE:
+                assert unit is not None
+                unit.free()
+
+    def _at_unit(self, index: int, expected: Visit) -> None:
+        if not self._microbatches:
+            return
+        parked = self._microbatches[index].parked
+        if parked != expected:
+            raise UnitUseError(self._different_visits([f"microbatch {index}: {self._name(parked)}"],
+                                                      self._name(expected)))
+
+    def _all_finished(self) -> None:
+        late = [
+            f"microbatch {index}: {self._name(microbatch.parked)}"
+            for index, microbatch in enumerate(self._microbatches)
+            if not microbatch.finished
+        ]
+        if late:
+            raise UnitUseError(self._different_visits(late, "the end of the step"))
+
+    def _name(self, visit: Visit | None) -> str:
+        if visit is None:
+            return "the end of the step"
+        without = "" if visit.differentiable else " (without gradient)"
+        return f"unit {self.units[visit.unit].name!r}{without}"
+
+    @staticmethod
+    def _different_visits(found: Sequence[str], expected: str) -> str:
+        return (
+            "Microbatches must visit the same units in the same order, in every step and on every"
+            f" rank; expected {expected}, but {'; '.join(found)}. Modules that only some samples"
+            " pass cannot be units: choose others with CephaloStrategy(unit_types=...) or"
+            " unit_names=..."
+        )
+
+    def _discovered(self) -> Iterator[Visit]:
+        """Find the order while running it: before each gather all ranks say where they are."""
+        found: list[Visit] = []
+        while True:
+            parked = {microbatch.parked for microbatch in self._microbatches}
+            if len(parked) > 1:
+                names = [
+                    f"microbatch {index}: {self._name(microbatch.parked)}"
+                    for index, microbatch in enumerate(self._microbatches)
+                ]
+                self._failure = UnitUseError(self._different_visits(names[1:], names[0]))
+                self._abandon()
+            own = _NO_DATA
+            differentiable = 0.0
+            if self._failure is not None:
+                own = _FAILED
+            elif self._microbatches:
+                visit = next(iter(parked))
+                own = _FINISHED if visit is None else float(visit.unit)
+                differentiable = 0.0 if visit is None else float(visit.differentiable)
+            said = self.agreement.exchange([own, differentiable])
+            wanted = {(unit, flag) for unit, flag in said if unit != _NO_DATA}
+            if any(unit == _FAILED for unit, _ in wanted):
+                break
+            if len(wanted) > 1:
+                self._failure = self._ranks_differ(said)
+                self._abandon()
+                break
+            if not wanted or (unit := next(iter(wanted))[0]) == _FINISHED:
+                break
+            found.append(Visit(int(unit), bool(next(iter(wanted))[1])))
+            yield found[-1]
+        self._visits = tuple(found)
+
+    def _ranks_differ(self, said: Sequence[Sequence[float]]) -> UnitUseError:
+        names = [
+            f"rank {rank}: "
+            + self._name(None if unit == _FINISHED else Visit(int(unit), bool(flag)))
+            for rank, (unit, flag) in enumerate(said)
+            if unit != _NO_DATA
+        ]
+        return UnitUseError(self._different_visits(names[1:], names[0]))
+
+    def _agree(self, note: Sequence[float]) -> ForwardOutcome:
+        failed = self._failure is not None
+        said = self.agreement.exchange([float(failed), math.fsum(self._weights), *note])
+        if any(row[0] for row in said):
+            self._give_up("running training_step")
+        total = math.fsum(row[1] for row in said)
+        if not total > 0.0:
+            self._failure = ValueError(
+                f"The weights of all microbatches of this step sum to {total}; expected more than"
+                " 0. Does training_step return a wrong 'weight', or did no rank get a sample?"
+            )
+            self._give_up("running training_step")
+        self._total_weight = total
+        results = tuple(microbatch.result for microbatch in self._microbatches)
+        for microbatch in self._microbatches:
+            microbatch.result = None
+        notes = tuple(tuple(row[2:]) for row in said)
+        return ForwardOutcome(results, tuple(self._weights), total, notes)
+
+    def _give_up(self, doing: str) -> None:
+        """Leave nothing gathered or armed behind, then raise on all ranks."""
+        failure, self._failure = self._failure, None
+        self._abandon()
+        for unit in self.units:
+            unit.wait_reduce()
+            unit.free()
+        self._in_backward = False
+        self.agreement.raise_together(failure, doing)
+
+    # -- training: backward -------------------------------------------------------------------
+
+    def backward(self, divisor: float = 1.0) -> None:
+        """Carry the gradients through all units and set them on the sharded parameters.
+
+        Args:
+            divisor: Gradients are divided by it (steps that are accumulated before an update).
+        """
+        self._final_scale = self._loss_factor / (
+            self._loss_scale * self._total_weight * divisor
+        )
+        self._reducing: Unit | None = None
+        self._used: dict[int, list[bool]] = {}
+        armed: set[int] = set()
+        self._in_backward = True
+        trainable = [unit.trainable for unit in self.units]
+        for action in backward_actions(self._visits, len(self._calls), trainable):
+            if action.operation is Operation.BACKWARD or action.operation is Operation.REDUCE:
+                if action.unit not in armed and action.unit >= 0:
+                    self.units[action.unit].wait_gather()
+                    self.units[action.unit].arm()
+                    armed.add(action.unit)
+            self._execute(action, None)
+        self._reduce(self.units[ROOT])
+        self._finish_reduce(None)
+        self.units[ROOT].free()
+        self._in_backward = False
+        self._note_times()
+        self._microbatches = []
+        self._publish(armed | {ROOT})
+
+    def _backward_of_visit(self, index: int, position: int) -> None:
+        if self._microbatches:
+            self._microbatches[index].backward_of_visit(position)
+
+    def _reduce(self, unit: Unit) -> None:
+        self._used[id(unit)] = unit.used()
+        self._finish_reduce(unit)
+        unit.start_reduce(self._final_scale)
+
+    def _finish_reduce(self, following: Unit | None) -> None:
+        # one reduce is under way at a time: it overlaps the next unit's compute
+        if self._reducing is not None:
+            self._reducing.wait_reduce()
+        self._reducing = following
+
+    def _note_times(self) -> None:
+        if self.clock and self._microbatches:
+            self.times = StepTimes(
+                sum(sum(microbatch.forward_s) for microbatch in self._microbatches),
+                sum(sum(microbatch.backward_s) for microbatch in self._microbatches),
+                self._outer_s,
+                len(self._visits),
+            )
+
+    def _publish(self, reduced: set[int]) -> None:
+        """Give gradients to the parameters that any rank used, or raise on all ranks."""
+        units = [self.units[index] for index in sorted(reduced)]
+        flags = [self._failure is not None]
+        for unit in units:
+            flags.extend(self._used.get(id(unit), []))
+        agreed = self.agreement.any_flags(flags)
+        if agreed[0]:
+            self._give_up("running the backward")
+        start = 1
+        for unit in units:
+            end = start + len(self._used.get(id(unit), []))
+            unit.publish(agreed[start:end])
+            start = end
+
+    # -- evaluation ---------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        call: MicrobatchCall | None,
+        doing: str,
+        note: Callable[[], Sequence[float]] = tuple,
+    ) -> ForwardOutcome:
+        """Run one step without gradients, gathering units as ranks ask for them.
+
+        Ranks may call units differently often (text generation): while one is still running, the
+        others keep communicating.
+
+        Args:
+            call: This rank's step; None on a rank without samples.
+            doing: For messages.
+            note: As in :meth:`forward`.
+
+        Returns:
+            The result, if this rank had a step, and the notes; weights are not asked for.
+        """
+        self._failure = None
+        self._calls = [] if call is None else [call]
+        self._microbatches = [
+            Microbatch(call.step, self.device, recompute=False) for call in self._calls
+        ]
+        self.units[ROOT].wait_gather()
+        self._guarded(self._advance_evaluation)
+        while True:
+            own = _FINISHED
+            if self._failure is not None:
+                own = _FAILED
+            elif self._microbatches and self._microbatches[0].parked is not None:
+                own = float(self._microbatches[0].parked.unit)
+            rows = self.agreement.exchange([own, *note()])
+            said = [row[0] for row in rows]
+            if _FAILED in said:
+                self._give_up(doing)
+            wanted = [unit for unit in said if unit != _FINISHED]
+            if not wanted:
+                break
+            unit = self.units[int(min(wanted))]
+            unit.wait_gather()
+            if own == min(wanted):
+                self._guarded(self._advance_evaluation)
+            unit.free()
+        results = tuple(microbatch.result for microbatch in self._microbatches)
+        self._microbatches = []
+        return ForwardOutcome(results, (), 0.0, tuple(tuple(row[1:]) for row in rows))
+
+    def _advance_evaluation(self) -> None:
+        if self._microbatches:
+            self._calls[0].on_resume()
+            self._advance(self._microbatches[0])
+            self._calls[0].on_pause()

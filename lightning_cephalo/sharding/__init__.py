@@ -1,0 +1,1 @@
+"""Uneven shards: where flats are cut, who holds what, gathers and reduces."""

@@ -1,0 +1,317 @@
+"""One flat: parameters laid end to end, held in slices by the ranks, gathered for use.
+
+[Note: the tensors of a flat]
+``shard``       this rank's slice, in full precision, persistent: the master copy.
+``sharded``     per parameter a DTensor view of ``shard``: what optimizers and users see.
+``full``        all of it in compute dtype; its storage exists only while gathered.
+``parameters``  per parameter a view of ``full``, made once: what the forward uses.
+``grad_full``   this rank's gradient of everything; its storage exists only while armed. Autograd
+                accumulates in place into views of it, so nothing is copied in before a reduce.
+``grad_shard``  the reduced gradient of this rank's slice; ``sharded[i].grad`` are views of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_cephalo.sharding.collectives import (
+    Pending,
+    all_gather_rows,
+    gather_slices,
+    reduce_slices,
+)
+from lightning_cephalo.sharding.layout import Divider, FlatLayout
+from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spec
+
+
+@dataclass(frozen=True)
+class ShardingContext:
+    """Where flats live and how their ranks talk.
+
+    Attributes:
+        device: This rank's device.
+        mesh: One-dimensional mesh over all ranks.
+        gather_group: Group of the gathers.
+        reduce_group: Group of the reduces; its own, so that both can be under way at once.
+        compute_dtype: Dtype of gathered floating-point parameters (None: their own).
+    """
+
+    device: torch.device
+    mesh: DeviceMesh
+    gather_group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
+    compute_dtype: torch.dtype | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return dist.get_rank(self.gather_group)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.gather_group)
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the persistent copy: at least fp32 for floating-point parameters."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class Flat:
+    """Parameters of one dtype that are gathered and reduced together.
+
+    Args:
+        originals: The parameters with their values on rank 0 (other ranks' values are ignored).
+        layout: Cuts between the ranks; None keeps a copy on every rank (0-d parameters, which
+            have no rows to share).
+        context: Device, mesh and groups.
+    """
+
+    def __init__(
+        self, originals: Sequence[nn.Parameter], layout: FlatLayout | None, context: ShardingContext
+    ) -> None:
+        self.context = context
+        dtype = originals[0].dtype
+        self.original_dtype = dtype
+        self.master_dtype = master_dtype(dtype)
+        compute = context.compute_dtype if dtype.is_floating_point else None
+        self.dtype = compute or dtype
+        self._shapes = [tuple(original.shape) for original in originals]
+        self._numels = [original.numel() for original in originals]
+        self.numel = sum(self._numels)
+        self._set_layout(layout)
+
+        master = torch.empty(self.numel, dtype=self.master_dtype, device=context.device)
+        if context.rank == 0:
+            for original, part in zip(originals, master.split(self._numels), strict=True):
+                part.copy_(original.detach().reshape(-1))
+        if context.world_size > 1 and self.numel:
+            dist.broadcast(master, group=context.gather_group, group_src=0)
+        self._take_slice(master, originals)
+
+        self.full = torch.empty(self.numel, dtype=self.dtype, device=context.device)
+        self.parameters = [
+            _like_parameter(part.view(shape), original)
+            for part, shape, original in zip(
+                self.full.split(self._numels), self._shapes, originals, strict=True
+            )
+        ]
+        self._full_bytes = self.full.untyped_storage().nbytes()
+        self.full.untyped_storage().resize_(0)
+        self.grad_full: torch.Tensor | None = None
+        self._grad_views: list[torch.Tensor] = []
+        self._armed_versions: list[int] = []
+        self.grad_shard: torch.Tensor | None = None
+        self._grad_faces: list[DTensor] = []
+
+    # -- layout -------------------------------------------------------------------------------
+
+    def _set_layout(self, layout: FlatLayout | None) -> None:
+        rank = self.context.rank
+        self.layout = layout
+        if layout is None:
+            self.sizes: tuple[int, ...] = (self.numel,) * self.context.world_size
+            self._start, self._end = 0, self.numel
+        else:
+            self.sizes = layout.sizes
+            self._start, self._end = layout.cuts[rank], layout.cuts[rank + 1]
+
+    def _take_slice(self, master: torch.Tensor, like: Sequence[nn.Parameter]) -> None:
+        self.shard = master[self._start : self._end].clone()
+        self._specs = []
+        for index, shape in enumerate(self._shapes):
+            rows = None if self.layout is None else self.layout.rows(index)
+            self._specs.append(row_spec(self.context.mesh, rows, shape, self.master_dtype))
+        self.sharded = [
+            _like_parameter(face, original)
+            for face, original in zip(self._faces(self.shard), like, strict=True)
+        ]
+
+    def _faces(self, shard: torch.Tensor) -> list[DTensor]:
+        """Show a slice as one DTensor per parameter."""
+        rank, faces = self.context.rank, []
+        for index, (shape, spec) in enumerate(zip(self._shapes, self._specs, strict=True)):
+            if self.layout is None:
+                offset = sum(self._numels[:index])
+                local = shard[offset : offset + self._numels[index]].view(shape)
+            else:
+                slot = self.layout.slots[index]
+                first, end = self.layout.rows(index)[rank]
+                begin = slot.offset + first * slot.row_numel - self._start
+                begin = min(max(begin, 0), shard.numel())
+                length = (end - first) * slot.row_numel
+                local = shard[begin : begin + length].view(end - first, *shape[1:])
+            faces.append(as_dtensor(local, spec))
+        return faces
+
+    def master(self) -> torch.Tensor:
+        """Gather the master copy of everything; blocking, on every rank."""
+        if self.layout is None or self.context.world_size == 1:
+            return self.shard.clone()
+        return all_gather_rows(self.shard, self.sizes, self.context.gather_group)
+
+    def change_layout(self, layout: FlatLayout | None) -> None:
+        """Move every rank's slice to another layout; collective. Makes new ``sharded``.
+
+        Must not be called while an optimizer holds the old ``sharded`` parameters.
+        """
+        master = self.master()
+        self._set_layout(layout)
+        self.grad_shard, self._grad_faces = None, []
+        self._take_slice(master, self.sharded)
+
+    # -- parameters ---------------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter wants a gradient now; users may freeze and unfreeze."""
+        return any(parameter.requires_grad for parameter in self.sharded)
+
+    def gather(self) -> Pending:
+        """Allocate ``full`` and begin to fill it."""
+        self.full.untyped_storage().resize_(self._full_bytes)
+        # saved tensors of a kept graph point into `full`; refilling it with equal values is sound
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autograd._unsafe_preserve_version_counter(self.full),
+        ):
+            self.full[self._start : self._end].copy_(self.shard)
+            for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
+                if parameter.requires_grad != sharded.requires_grad:
+                    parameter.requires_grad_(sharded.requires_grad)
+            if self.layout is None or self.context.world_size == 1:
+                return Pending()
+            return gather_slices(self.full, self.sizes, self.context.gather_group)
+
+    def free(self) -> None:
+        """Release the storage of ``full``."""
+        self.full.untyped_storage().resize_(0)
+
+    def plain_parameters(self) -> list[nn.Parameter]:
+        """Full parameters on the CPU, in the dtype they came in; collective."""
+        master = self.master().to("cpu", self.original_dtype)
+        return [
+            _like_parameter(part.view(shape).clone(), sharded)
+            for part, shape, sharded in zip(
+                master.split(self._numels), self._shapes, self.sharded, strict=True
+            )
+        ]
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Give autograd zeroed views of ``grad_full`` to accumulate into."""
+        if self.grad_full is None:
+            dtype = self.master_dtype if self.dtype.is_floating_point else self.dtype
+            self.grad_full = torch.zeros(self.numel, dtype=dtype, device=self.context.device)
+            # `.data` gives each view a version counter of its own: it rises when, and only
+            # when, a gradient lands, which tells unused parameters without a hook
+            self._grad_views = [
+                part.view(shape).data
+                for part, shape in zip(
+                    self.grad_full.split(self._numels), self._shapes, strict=True
+                )
+            ]
+            self._grad_bytes = self.grad_full.untyped_storage().nbytes()
+        else:
+            self.grad_full.untyped_storage().resize_(self._grad_bytes)
+            self.grad_full.zero_()
+        self._armed_versions = [view._version for view in self._grad_views]
+        for parameter, view in zip(self.parameters, self._grad_views, strict=True):
+            if parameter.requires_grad:
+                if parameter.dtype != view.dtype:
+                    parameter.grad_dtype = view.dtype
+                parameter.grad = view
+
+    def used(self) -> list[bool]:
+        """Per parameter, whether a gradient has landed on this rank since :meth:`arm`."""
+        return [
+            view._version != version
+            for view, version in zip(self._grad_views, self._armed_versions, strict=True)
+        ]
+
+    def reduce(self, scale: float) -> Pending:
+        """Begin to sum ``grad_full`` over the ranks, times ``scale``, into ``grad_shard``.
+
+        Adds to gradients that the optimizer's parameters still hold (accumulation over steps).
+        """
+        assert self.grad_full is not None
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.grad_shard is None:
+            self.grad_shard = torch.zeros(
+                self._end - self._start, dtype=self.grad_full.dtype, device=self.context.device
+            )
+            self._grad_faces = self._faces(self.grad_shard)
+        accumulate = any(parameter.grad is not None for parameter in self.sharded)
+        if accumulate:
+            self._keep_only_held_gradients()
+        if self.context.world_size == 1:
+            pending = Pending()
+            self._deliver_local(scale, accumulate)
+        elif self.layout is None:
+            pending = self._all_reduce(scale, accumulate)
+        else:
+            pending = reduce_slices(
+                self.grad_full,
+                self.sizes,
+                self.context.reduce_group,
+                self.grad_shard,
+                scale=scale,
+                accumulate=accumulate,
+            )
+        return pending
+
+    def _deliver_local(self, scale: float, accumulate: bool) -> None:
+        assert self.grad_full is not None and self.grad_shard is not None
+        if accumulate:
+            self.grad_shard.add_(self.grad_full, alpha=scale)
+        else:
+            torch.mul(self.grad_full, scale, out=self.grad_shard)
+
+    def _all_reduce(self, scale: float, accumulate: bool) -> Pending:
+        work = dist.all_reduce(self.grad_full, group=self.context.reduce_group, async_op=True)
+        return Pending([work], lambda: self._deliver_local(scale, accumulate))
+
+    def _keep_only_held_gradients(self) -> None:
+        for parameter, face in zip(self.sharded, self._grad_faces, strict=True):
+            if parameter.grad is None:
+                local_part(face).zero_()
+            elif parameter.grad is not face:
+                local_part(face).copy_(local_part(parameter.grad))
+
+    def disarm(self) -> None:
+        """Release ``grad_full``; call when its reduce has been waited for."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.grad_full is not None:
+            self.grad_full.untyped_storage().resize_(0)
+
+    def publish(self, used: Sequence[bool]) -> None:
+        """Set ``.grad`` of the sharded parameters that any rank used; others keep theirs."""
+        for parameter, face, is_used in zip(self.sharded, self._grad_faces, used, strict=True):
+            if is_used and parameter.requires_grad:
+                parameter.grad = face
+
+
+def _like_parameter(data: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
+    parameter = nn.Parameter(data, requires_grad=original.requires_grad)
+    # users tag parameters (`weight._no_weight_decay = True`): the tags must survive
+    parameter.__dict__.update(original.__dict__)
+    return parameter
+
+
+def divide_flat(shapes: Sequence[tuple[int, ...]], divider: Divider) -> FlatLayout | None:
+    """Layout of parameters of these shapes; None for scalars, which every rank keeps."""
+    if any(len(shape) == 0 for shape in shapes):
+        return None
+    return divider.divide(shapes)

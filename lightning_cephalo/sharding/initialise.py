@@ -1,0 +1,101 @@
+"""Parameters on the meta device get their values one unit at a time, on rank 0 only."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_cephalo.sharding.discovery import UnitMembers
+
+
+def initialise_members(
+    top: nn.Module, members: UnitMembers, *, materialise: bool
+) -> UnitMembers:
+    """Give the meta parameters of one unit values, by their modules' own initialisation.
+
+    Args:
+        top: The whole model (Hugging Face models initialise through their top module).
+        members: The unit.
+        materialise: Whether this rank's values count; other ranks only need shapes.
+
+    Returns:
+        The unit with real parameters where ``materialise``; unchanged if none was on meta.
+
+    Raises:
+        RuntimeError: If a module has meta parameters and no ``reset_parameters``.
+    """
+    modules = {
+        id(owner.module): owner.module
+        for parameter, owners in members.parameters
+        if parameter.is_meta
+        for owner in owners[:1]
+    }
+    inner = members.module.modules() if members.name else top.modules()
+    if members.name:
+        modules.update({id(m): m for m in inner if _has_meta_buffers(m)})
+    if not modules:
+        if not members.name:
+            _initialise_buffers(top)
+        return members
+    for module in modules.values():
+        # buffers are needed on every rank; parameters where they count
+        buffers_only = not materialise
+        _initialise(top, module, buffers_only)
+    parameters = tuple(
+        (owners[0].module._parameters[owners[0].attribute], owners)
+        for _, owners in members.parameters
+    )
+    for parameter, owners in parameters:
+        for owner in owners[1:]:
+            owner.module._parameters[owner.attribute] = parameter
+    if not members.name:
+        _initialise_buffers(top)
+    return UnitMembers(members.name, members.module, parameters)  # type: ignore[arg-type]
+
+
+def _has_meta_buffers(module: nn.Module) -> bool:
+    return any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
+
+
+def _initialise_buffers(top: nn.Module) -> None:
+    for module in top.modules():
+        if _has_meta_buffers(module):
+            _initialise(top, module, buffers_only=True)
+
+
+def _initialise(top: nn.Module, module: nn.Module, buffers_only: bool) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    hugging_face = getattr(_hugging_face_model(top, module), "_init_weights", None)
+    if not callable(reset) and hugging_face is None:
+        raise RuntimeError(
+            f"{type(module).__name__} has parameters or buffers on the meta device and no"
+            " reset_parameters() to initialise them with. Add one, or create the module on a real"
+            " device, or load its values from a checkpoint."
+        )
+    if buffers_only:
+        parameters = dict(module._parameters)
+        if not _has_meta_buffers(module):
+            return
+        module.to_empty(device="cpu", recurse=False)
+        _run(module, reset, hugging_face)
+        module._parameters.update(parameters)
+        return
+    module.to_empty(device="cpu", recurse=False)
+    _run(module, reset, hugging_face)
+
+
+def _run(module: nn.Module, reset: object, hugging_face: object) -> None:
+    with torch.no_grad():
+        if hugging_face is not None:
+            hugging_face(module)  # type: ignore[operator]
+        elif callable(reset):
+            reset()
+
+
+def _hugging_face_model(top: nn.Module, module: nn.Module) -> nn.Module | None:
+    """The innermost enclosing model that knows how to initialise ``module``."""
+    found = None
+    for candidate in top.modules():
+        if hasattr(candidate, "_init_weights") and any(m is module for m in candidate.modules()):
+            found = candidate
+    return found

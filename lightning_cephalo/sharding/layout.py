@@ -1,0 +1,146 @@
+"""Where the cuts of a flat fall: pure arithmetic, no tensors and no communication.
+
+A *flat* is several parameters laid end to end. ``W`` ranks share it in ``W`` consecutive slices
+whose sizes follow the plan's state fractions. Every cut is moved to the nearest *row* edge of the
+parameter that it falls into (a row is ``parameter[i]``), so that each rank's part of a parameter
+is a whole number of rows and can be shown to an optimizer as a tensor sharded along dimension 0.
+
+Two parameters, ``(4, 3)`` and ``(5,)``, shared 3:1 between two ranks (17 elements, the cut wanted
+at 12.75, the nearest row edge at 13)::
+
+    elements   0  1  2 | 3  4  5 | 6  7  8 | 9 10 11 | 12 | 13 | 14 | 15 | 16
+    rows       0         1         2         3          0    1    2    3    4
+    rank       0         0         0         0          0  # 1    1    1    1
+
+The rounding error of a cut is carried to the next flat, so that over a whole model the shares
+agree with the plan to about one row (reference: sharding cut points of this project's design).
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter inside a flat.
+
+    Attributes:
+        shape: The parameter's shape; never empty (0-d parameters are replicated, not sharded).
+        offset: Its first element in the flat.
+    """
+
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def row_numel(self) -> int:
+        """Number of elements in one row, ``parameter[i]``."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def end(self) -> int:
+        """One past its last element in the flat."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The slots of one flat and the cuts between ranks.
+
+    Attributes:
+        slots: The parameters in order, without gaps.
+        cuts: ``world_size + 1`` element offsets, from 0 to ``numel``, never falling.
+    """
+
+    slots: tuple[Slot, ...]
+    cuts: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole flat."""
+        return self.cuts[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of elements that each rank holds."""
+        return tuple(b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False))
+
+    def rows(self, slot_index: int) -> tuple[tuple[int, int], ...]:
+        """Return each rank's rows of one parameter as ``(first, one past the last)``."""
+        slot = self.slots[slot_index]
+        edges = [min(max(cut, slot.offset), slot.end) - slot.offset for cut in self.cuts]
+        if slot.row_numel == 0:
+            row_edges = [0] * len(edges)
+            row_edges[-1] = slot.shape[0]
+        else:
+            row_edges = [edge // slot.row_numel for edge in edges]
+        return tuple(zip(row_edges, row_edges[1:], strict=False))
+
+
+class Divider:
+    """Cuts flats one after another and carries each cut's rounding error to the next.
+
+    Args:
+        fractions: Share of every rank, each 0 to 1, summing to 1.
+    """
+
+    def __init__(self, fractions: Sequence[float]) -> None:
+        self._cumulative = _cumulative(fractions)
+        self._errors = [0.0] * len(self._cumulative)
+
+    def divide(self, shapes: Sequence[tuple[int, ...]]) -> FlatLayout:
+        """Lay parameters of these shapes end to end and cut them.
+
+        Args:
+            shapes: Shapes of at least one dimension each.
+
+        Raises:
+            ValueError: If a shape is that of a scalar.
+        """
+        slots: list[Slot] = []
+        offset = 0
+        for shape in shapes:
+            if len(shape) == 0:
+                raise ValueError("a 0-d parameter has no rows to cut: got shape (), expected >= 1-d")
+            slots.append(Slot(tuple(shape), offset))
+            offset = slots[-1].end
+        numel = offset
+        cuts = [0]
+        for index, share in enumerate(self._cumulative):
+            wanted = share * numel + self._errors[index]
+            cut = numel if share >= 1.0 else _nearest_row_edge(slots, wanted, numel)
+            cut = max(cut, cuts[-1])
+            self._errors[index] = 0.0 if share >= 1.0 else wanted - cut
+            cuts.append(cut)
+        return FlatLayout(tuple(slots), tuple(cuts))
+
+
+def _cumulative(fractions: Sequence[float]) -> list[float]:
+    """Running sums; a sum that only rounding keeps from 1 (or 0) is made exactly so."""
+    sums: list[float] = []
+    total = 0.0
+    for fraction in fractions:
+        total += fraction
+        sums.append(1.0 if total > 1.0 - 1e-9 else total)
+    sums[-1] = 1.0
+    return sums
+
+
+def _nearest_row_edge(slots: Sequence[Slot], wanted: float, numel: int) -> int:
+    if wanted <= 0 or numel == 0:
+        return 0
+    if wanted >= numel:
+        return numel
+    slot = slots[bisect.bisect_right([slot.offset for slot in slots], int(wanted)) - 1]
+    if slot.row_numel == 0:
+        return slot.offset
+    return slot.offset + round((wanted - slot.offset) / slot.row_numel) * slot.row_numel

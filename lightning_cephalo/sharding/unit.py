@@ -1,0 +1,178 @@
+"""A unit: modules whose parameters are gathered together, used, and given back together."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lightning_cephalo.sharding.collectives import Pending
+from lightning_cephalo.sharding.discovery import UnitMembers
+from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
+from lightning_cephalo.sharding.layout import Divider
+
+
+class UnitState(enum.Enum):
+    """SHARDED -> (gather) -> GATHERING -> (wait) -> GATHERED -> (free) -> SHARDED."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+class Unit:
+    """The flats of one unit and the module attributes that show their parameters.
+
+    While sharded the modules hold the DTensor parameters, while gathered the full ones: names and
+    shapes are those of the user's model at any time.
+
+    Args:
+        members: The unit as found by :func:`~lightning_cephalo.sharding.discovery.find_units`.
+        divider: Decides where the flats are cut; carries rounding from unit to unit.
+        context: Device, mesh and groups.
+    """
+
+    def __init__(self, members: UnitMembers, divider: Divider, context: ShardingContext) -> None:
+        self.name = members.name
+        self.module = members.module
+        self.state = UnitState.SHARDED
+        self._pending: list[Pending] = []
+        self._reducing: list[Pending] = []
+        groups: dict[tuple[bool, torch.dtype, bool], list[int]] = {}
+        for index, (parameter, _) in enumerate(members.parameters):
+            key = (parameter.requires_grad, parameter.dtype, parameter.ndim == 0)
+            groups.setdefault(key, []).append(index)
+        self._owners = []
+        self._names: list[list[str]] = []
+        self.flats: list[Flat] = []
+        for indices in groups.values():
+            chosen = [members.parameters[index] for index in indices]
+            layout = divide_flat([tuple(parameter.shape) for parameter, _ in chosen], divider)
+            self.flats.append(Flat([parameter for parameter, _ in chosen], layout, context))
+            self._owners.append([owners for _, owners in chosen])
+            self._names.append([owners[0].name for _, owners in chosen])
+        self._show_sharded()
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or 'root'!r}, {self.state.value})"
+
+    # -- parameters ---------------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of its parameters wants a gradient now."""
+        return any(flat.trainable for flat in self.flats)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered parameters."""
+        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the full gradients while a backward is under way."""
+        return sum(flat.numel * flat.master_dtype.itemsize for flat in self.flats if flat.trainable)
+
+    def named_sharded(self) -> list[tuple[str, nn.Parameter]]:
+        """Name and DTensor of every parameter (once, under its first name)."""
+        return [
+            (name, parameter)
+            for names, flat in zip(self._names, self.flats, strict=True)
+            for name, parameter in zip(names, flat.sharded, strict=True)
+        ]
+
+    def owning_modules(self) -> list[nn.Module]:
+        """Modules that hold any of its parameters themselves."""
+        modules = {
+            id(owner.module): owner.module
+            for owners_of in self._owners
+            for owners in owners_of
+            for owner in owners
+        }
+        return list(modules.values())
+
+    def _show(self, parameters_of: Sequence[Sequence[nn.Parameter]]) -> None:
+        for owners_of, parameters in zip(self._owners, parameters_of, strict=True):
+            for owners, parameter in zip(owners_of, parameters, strict=True):
+                for owner in owners:
+                    owner.module._parameters[owner.attribute] = parameter
+
+    def _show_sharded(self) -> None:
+        self._show([flat.sharded for flat in self.flats])
+
+    def start_gather(self) -> None:
+        """Begin to gather; nothing happens if that was done already."""
+        if self.state is not UnitState.SHARDED:
+            return
+        self._pending = [flat.gather() for flat in self.flats]
+        self.state = UnitState.GATHERING
+
+    def wait_gather(self) -> None:
+        """Have the full parameters in place: gather if needed and wait."""
+        self.start_gather()
+        if self.state is UnitState.GATHERED:
+            return
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        self._show([flat.parameters for flat in self.flats])
+        self.state = UnitState.GATHERED
+
+    def free(self) -> None:
+        """Give the full parameters back and show the sharded ones."""
+        if self.state is UnitState.SHARDED:
+            return
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        self._show_sharded()
+        for flat in self.flats:
+            flat.free()
+        self.state = UnitState.SHARDED
+
+    def change_fractions(self, divider: Divider) -> None:
+        """Move the shards to other fractions; collective; no optimizer may hold the old ones."""
+        assert self.state is UnitState.SHARDED, self
+        for flat in self.flats:
+            flat.change_layout(divide_flat(flat._shapes, divider))
+        self._show_sharded()
+
+    def restore_full(self) -> None:
+        """Show plain full parameters on the CPU; collective. The unit is of no use afterwards."""
+        assert self.state is UnitState.SHARDED, self
+        self._show([flat.plain_parameters() for flat in self.flats])
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Prepare the trainable parameters' gradients: zeroed, to be accumulated into."""
+        for flat in self.flats:
+            if flat.trainable:
+                flat.arm()
+
+    def used(self) -> list[bool]:
+        """Per trainable flat and parameter, whether this rank has put a gradient there."""
+        return [used for flat in self.flats if flat.trainable for used in flat.used()]
+
+    def start_reduce(self, scale: float) -> None:
+        """Begin to sum the gradients over the ranks, times ``scale``."""
+        self._reducing = [flat.reduce(scale) for flat in self.flats if flat.trainable]
+
+    def wait_reduce(self) -> None:
+        """Have this rank's slice of the summed gradients and release the full ones."""
+        for pending in self._reducing:
+            pending.wait()
+        self._reducing = []
+        for flat in self.flats:
+            flat.disarm()
+
+    def publish(self, used: Sequence[bool]) -> None:
+        """Set ``.grad`` where any rank used the parameter; in the order of :meth:`used`."""
+        start = 0
+        for flat in self.flats:
+            if flat.trainable:
+                end = start + len(flat.sharded)
+                flat.publish(used[start:end])
+                start = end

@@ -1,0 +1,114 @@
+"""Train steps of a model on several ranks by a plan, and on one device, without Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cephalo.accumulation.agreement import Agreement
+from lightning_cephalo.accumulation.runner import MicrobatchCall, Runner
+from lightning_cephalo.sharding.discovery import find_units
+from lightning_cephalo.sharding.flat import ShardingContext
+from lightning_cephalo.sharding.layout import Divider
+from lightning_cephalo.sharding.placement import default_mesh
+from lightning_cephalo.sharding.unit import Unit
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""Mean loss of a model over a batch (a dict of tensors with samples along dimension 0)."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Microbatch sizes and state share of each rank."""
+
+    microbatches: tuple[tuple[int, ...], ...]
+    fractions: tuple[float, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.fractions)
+
+
+ALLOCATIONS = {
+    "even": Allocation(((2, 2), (2, 2)), (0.5, 0.5)),
+    "3:1": Allocation(((3, 3), (2,)), (0.75, 0.25)),
+    "3:1:0": Allocation(((2, 2), (3,), (1,)), (0.75, 0.25, 0.0)),
+    "no data": Allocation(((3, 2), (3,), ()), (0.3, 0.0, 0.7)),
+    "ragged": Allocation(((3, 2, 1), (1, 1)), (0.0, 1.0)),
+}
+
+
+def slice_batch(batch: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    return {key: value[start:stop] for key, value in batch.items()}
+
+
+def microbatches_of(
+    batch: dict[str, Tensor], allocation: Allocation, rank: int
+) -> list[dict[str, Tensor]]:
+    start = sum(sum(sizes) for sizes in allocation.microbatches[:rank])
+    parts = []
+    for size in allocation.microbatches[rank]:
+        parts.append(slice_batch(batch, start, start + size))
+        start += size
+    return parts
+
+
+def make_runner(
+    model: nn.Module, fractions: Sequence[float], recompute: bool, **discovery: Any
+) -> Runner:
+    device = torch.device("cpu")
+    context = ShardingContext(device, default_mesh("cpu"), dist.new_group(), dist.new_group())
+    divider = Divider(fractions)
+    units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
+    runner = Runner(units, Agreement(dist.new_group()), device, recompute)
+    runner.install()
+    return runner
+
+
+def sharded_step(
+    runner: Runner, model: nn.Module, loss_of: Loss, parts: Sequence[dict[str, Tensor]]
+) -> float:
+    """One forward and backward; returns this rank's weighted mean loss."""
+    calls = []
+    for part in parts:
+        weight = float(len(next(iter(part.values()))))
+        calls.append(
+            MicrobatchCall(
+                lambda part=part: loss_of(model, part), lambda loss, weight=weight: (loss, weight)
+            )
+        )
+    outcome = runner.forward(calls)
+    runner.backward()
+    if not outcome.results:
+        return 0.0
+    pairs = zip(outcome.results, outcome.weights, strict=True)
+    return sum(float(loss.detach()) * weight for loss, weight in pairs) / outcome.total_weight
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name: None if parameter.grad is None else parameter.grad.full_tensor()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def relative_error(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
+    """Norm of the difference of the whole gradient over its norm; None must meet None."""
+    assert found.keys() == expected.keys()
+    difference = norm = 0.0
+    for name, wanted in expected.items():
+        got = found[name]
+        assert (got is None) == (wanted is None), f"{name}: {got is None} against {wanted is None}"
+        if wanted is not None and got is not None:
+            difference += float((got - wanted).detach().double().square().sum())
+            norm += float(wanted.double().square().sum())
+    return (difference / norm) ** 0.5 if norm else difference**0.5
+
+
+def batch_size_of(allocation: Allocation) -> int:
+    return sum(sum(sizes) for sizes in allocation.microbatches)

@@ -1,0 +1,97 @@
+"""Run a function on several gloo ranks, forked from the test process: 0.1 s for two of them."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailure(AssertionError):
+    """Some rank raised; the message holds every failing rank's traceback."""
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    process_group: bool = True,
+) -> list[Any]:
+    """Return ``function(rank, *args)`` of every rank; a hang or a failure is an AssertionError."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(
+                target=_rank_main,
+                args=(rank, world_size, folder, timeout_s, process_group, function, args),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for rank in hung:
+            processes[rank].kill()
+            processes[rank].join()
+        outcomes = [_outcome(folder, rank) for rank in range(world_size)]
+    failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(outcomes) if not ok]
+    if hung:
+        failures.append(f"ranks {hung} were still running after {timeout_s} s")
+    if failures:
+        raise RankFailure("\n".join(failures))
+    return [value for _, value in outcomes]
+
+
+def _outcome(folder: str, rank: int) -> tuple[bool, Any]:
+    path = os.path.join(folder, f"result{rank}")
+    if not os.path.exists(path):
+        return False, "died without a result"
+    with open(path, "rb") as file:
+        return pickle.load(file)
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    process_group: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    try:
+        if process_group:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=timeout_s),
+            )
+        outcome = (True, function(rank, *args))
+        payload = pickle.dumps(outcome)
+        if process_group:
+            dist.destroy_process_group()
+    except BaseException:
+        payload = pickle.dumps((False, traceback.format_exc()))
+    with open(os.path.join(folder, f"result{rank}.partial"), "wb") as file:
+        file.write(payload)
+    os.replace(
+        os.path.join(folder, f"result{rank}.partial"), os.path.join(folder, f"result{rank}")
+    )

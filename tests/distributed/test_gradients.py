@@ -1,0 +1,65 @@
+"""Gradients, losses and updates equal those of one device: the test that matters most."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness import (
+    ALLOCATIONS,
+    Allocation,
+    batch_size_of,
+    full_gradients,
+    make_runner,
+    microbatches_of,
+    relative_error,
+    sharded_step,
+)
+from launch import run_ranks
+from zoo import ZOO, build, hugging_face_loss
+
+
+def _compare(rank: int, name: str, allocation: Allocation, recompute: bool) -> dict[str, float]:
+    model, batch = build(name, batch_size_of(allocation))
+    single = copy.deepcopy(model)
+    runner = make_runner(model, allocation.fractions, recompute)
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    single_adamw = torch.optim.AdamW(
+        [p for p in single.parameters() if p.requires_grad], lr=1e-3
+    )
+    parts = microbatches_of(batch, allocation, rank)
+    errors = {"gradient": 0.0, "loss": 0.0, "norm": 0.0, "parameters": 0.0}
+    for _ in range(3):
+        loss = torch.tensor(sharded_step(runner, model, hugging_face_loss, parts))
+        torch.distributed.all_reduce(loss)
+        expected = hugging_face_loss(single, batch)
+        expected.backward()
+        errors["loss"] = max(errors["loss"], abs(float(loss / expected.detach()) - 1))
+        found = full_gradients(model)
+        wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
+        errors["gradient"] = max(errors["gradient"], relative_error(found, wanted))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        single_norm = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+        errors["norm"] = max(errors["norm"], abs(float(norm.full_tensor() / single_norm) - 1))
+        adamw.step()
+        single_adamw.step()
+        adamw.zero_grad()
+        single_adamw.zero_grad()
+    errors["parameters"] = relative_error(
+        {key: parameter.full_tensor() for key, parameter in model.named_parameters()},
+        {key: parameter.detach() for key, parameter in single.named_parameters()},
+    )
+    return errors
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "kept"])
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@pytest.mark.parametrize("name", ZOO)
+def test_three_clipped_adamw_steps_equal_one_device(name, allocation, recompute):
+    plan = ALLOCATIONS[allocation]
+    for errors in run_ranks(plan.world_size, _compare, name, plan, recompute):
+        assert errors["gradient"] <= 1e-5
+        assert errors["loss"] <= 1e-5
+        assert errors["norm"] <= 1e-5
+        assert errors["parameters"] <= 1e-4, errors  # AdamW divides by tiny second moments
