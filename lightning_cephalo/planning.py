@@ -1,0 +1,239 @@
+"""From a model, a loader and ranks to a plan: measured and solved, or given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from lightning_cephalo import report, support
+from lightning_cephalo.accumulation.agreement import Agreement
+from lightning_cephalo.cluster import Device, describe_device, processes_on_this_host
+from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
+from lightning_cephalo.engine import Engine
+from lightning_cephalo.plan import Plan, PlanError, solve
+from lightning_cephalo.profiling.profile import ProfileOptions, measure
+from lightning_cephalo.stepping import BatchCutter
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+@dataclass(frozen=True)
+class PlanningOptions:
+    """What the user said about batches and planning; see :class:`CephaloStrategy`."""
+
+    global_batch_size: int | None = None
+    collate_per_microbatch: bool = False
+    split_batch: Callable[[Any, list[int]], list[Any]] | None = None
+    equal_microbatches: bool = False
+    profile_budget_s: float = 20.0
+    verbose: bool = True
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """The user's training dataloaders.
+
+    Attributes:
+        flat: All of them.
+        spec: How they are nested; None for a single one.
+    """
+
+    flat: tuple[Any, ...]
+    spec: Any
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A model ready to train.
+
+    Attributes:
+        engine: The model, sharded by the plan.
+        plan: The plan.
+        cutter: Cuts this rank's batches.
+    """
+
+    engine: Engine
+    plan: Plan
+    cutter: BatchCutter
+
+    def report_measured(self, step_s: float | None) -> None:
+        """Print predicted against measured step time."""
+        if step_s is not None:
+            report.show(
+                report.prediction_table({"step_s": self.plan.step_s}, {"step_s": step_s})
+            )
+
+
+def prepare(
+    *,
+    trainer: Trainer,
+    agreement: Agreement,
+    plan: Plan | str | PathLike[str] | None,
+    options: PlanningOptions,
+    make_engine: Callable[..., Engine],
+    step: Callable[[Any], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+    num_processes: int,
+) -> Preparation:
+    """Shard the model by the given plan, or by one measured and solved; collective.
+
+    Args:
+        trainer: The trainer that is fitting.
+        agreement: Exchanges between ranks.
+        plan: A plan or its path; None to measure.
+        options: The user's options.
+        make_engine: Shards the model by given fractions.
+        step: The user's training step on one batch.
+        context: The precision plugin's context of a training step.
+        num_processes: Ranks that Lightning started on this host.
+
+    Raises:
+        PlanError: If the plan does not fit the run.
+        InfeasibleError: If there is no plan.
+        RemoteRankError: If any of this failed on another rank.
+    """
+    loaders = support.together(
+        agreement, "reading the training dataloader", partial(_training_loaders, trainer)
+    )
+    batch_size = support.together(
+        agreement,
+        "finding the global batch size",
+        partial(_global_batch_size, loaders, plan, options, agreement.world_size),
+    )
+    layouts = support.together(
+        agreement, "finding how batches can be split", partial(_layouts, loaders, options)
+    )
+    if plan is not None:
+        given = support.together(
+            agreement,
+            "reading the plan",
+            partial(_given_plan, plan, agreement.world_size, batch_size),
+        )
+        given = agreement.broadcast(given)
+        engine = make_engine(fractions=[rank.state_fraction for rank in given.ranks])
+        _show(given, options, agreement)
+        return _preparation(engine, given, layouts, loaders, agreement.rank)
+
+    support.together(
+        agreement,
+        "checking the number of ranks",
+        partial(_check_ranks, agreement.world_size, batch_size),
+    )
+    device = _device(trainer, num_processes)
+    engine = make_engine(fractions=[1.0 / agreement.world_size] * agreement.world_size)
+    problem = measure(
+        engine=engine,
+        trainer=trainer,
+        device=device,
+        loader=loaders.flat[0] if loaders.spec is None else loaders,
+        layouts=layouts,
+        step=step,
+        context=context,
+        global_batch_size=batch_size,
+        options=ProfileOptions(
+            budget_s=options.profile_budget_s,
+            minimum_microbatch_size=support.smallest_microbatch(engine.module),
+            equal_microbatches=options.equal_microbatches,
+            verbose=options.verbose,
+        ),
+    )
+    solved = support.together(
+        agreement,
+        "solving for the plan",
+        lambda: solve(problem) if agreement.rank == 0 else None,
+    )
+    solved = agreement.broadcast(solved)
+    engine.change_fractions([rank.state_fraction for rank in solved.ranks])
+    _show(solved, options, agreement)
+    return _preparation(engine, solved, layouts, loaders, agreement.rank)
+
+
+def _preparation(
+    engine: Engine, plan: Plan, layouts: Sequence[BatchLayout], loaders: Loaders, rank: int
+) -> Preparation:
+    sizes = plan.ranks[rank].microbatch_sizes
+    return Preparation(engine, plan, BatchCutter(tuple(layouts), loaders.spec, sizes))
+
+
+def _show(plan: Plan, options: PlanningOptions, agreement: Agreement) -> None:
+    if options.verbose and agreement.rank == 0:
+        report.show(report.plan_table(plan))
+
+
+def _training_loaders(trainer: Trainer) -> Loaders:
+    """Ask the user's hook for the training dataloaders, as DeepSpeed's strategy does.
+
+    Private API: the loaders are needed before Lightning's loop asks for them (its ``setup_data``
+    must not be called early, or a resumed loader would start anew).
+    """
+    from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+    from torch.utils import _pytree as pytree
+
+    source = trainer.fit_loop._data_source
+    if not source.is_defined():
+        raise PlanError("fit() was given no training dataloader, which planning needs.")
+    found = _request_dataloader(source)
+    nested = found.iterables if isinstance(found, CombinedLoader) else found
+    flat, spec = pytree.tree_flatten(nested)
+    if not flat:
+        raise PlanError("train_dataloader() returned no dataloader.")
+    single = len(flat) == 1 and nested is flat[0]
+    return Loaders(tuple(flat), None if single else spec)
+
+
+def _global_batch_size(
+    loaders: Loaders, plan: Any, options: PlanningOptions, world_size: int
+) -> int | None:
+    if options.global_batch_size is not None:
+        if options.global_batch_size < 1:
+            raise PlanError(
+                f"global_batch_size: expected 1 or more samples, got {options.global_batch_size}."
+            )
+        return options.global_batch_size
+    size = global_batch_size(loaders.flat[0], world_size)
+    if size is None and plan is None:
+        raise PlanError(
+            "The training dataloader does not say how many samples a batch has (batch_size=None,"
+            " or not a DataLoader). Say it with CephaloStrategy(global_batch_size=...)."
+        )
+    return size
+
+
+def _layouts(loaders: Loaders, options: PlanningOptions) -> list[BatchLayout]:
+    if options.collate_per_microbatch:
+        return [BatchLayout() for _ in loaders.flat]
+    return [learn_layout(loader, splitter=options.split_batch) for loader in loaders.flat]
+
+
+def _given_plan(
+    plan: Plan | str | PathLike[str], world_size: int, batch_size: int | None
+) -> Plan:
+    found = plan if isinstance(plan, Plan) else Plan.load(plan)
+    found.check(world_size=world_size, global_batch_size=batch_size)
+    return found
+
+
+def _check_ranks(world_size: int, batch_size: int) -> None:
+    if world_size == 1:
+        raise PlanError(
+            "strategy='cephalo' shares work between ranks, but there is one (world size 1)."
+            " Expected two or more: Trainer(devices=2) or more, or use strategy='auto'. To train"
+            " one rank by a plan all the same, give it: CephaloStrategy(plan=...)."
+        )
+    if batch_size < world_size:
+        raise PlanError(
+            f"There are more ranks than samples: a global batch of {batch_size} for {world_size}"
+            " ranks. Raise the DataLoader's batch_size or global_batch_size, use fewer ranks, or"
+            " give a plan that leaves some ranks without samples."
+        )
+
+
+def _device(trainer: Trainer, num_processes: int) -> Device:
+    device = trainer.strategy.root_device
+    return describe_device(device, processes_on_this_host(num_processes))

@@ -1,0 +1,1 @@
+"""Measure every rank: compute time, memory and network, on the running job."""

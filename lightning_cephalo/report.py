@@ -1,0 +1,178 @@
+"""Tables for people: who does what and what is predicted of it, and how that compares afterwards.
+
+Formatting only. What a plan does not predict shows as a dash.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from rich.table import Table
+
+from lightning_cephalo.plan import Plan, RankPlan
+
+_ABSENT = "–"
+_MICROBATCHES_IN_FULL = 4
+
+
+def plan_table(
+    plan: Plan,
+    *,
+    devices: Sequence[str] | None = None,
+    units: int | None = None,
+    title: str = "Plan",
+) -> Table:
+    """Return a plan as a table: a row for each rank, and below it the prediction for the whole.
+
+    Args:
+        plan: what to show.
+        devices: a name for each rank, in rank order; without it, the names in the plan.
+        units: how many units the model has. With it, a rank's predicted time is that of a whole
+            step, and as a share of the step; without it, that of one unit.
+        title: the table's heading.
+
+    Raises:
+        ValueError: ``devices`` has another length than the plan has ranks.
+    """
+    if devices is not None and len(devices) != plan.world_size:
+        raise ValueError(
+            f"Expected a device name for each of the plan's {plan.world_size} ranks, "
+            f"but got {len(devices)}."
+        )
+    table = Table(title=title, caption=_outcome(plan), caption_justify="left", show_footer=True)
+    table.add_column("rank", justify="right")
+    table.add_column("device")
+    table.add_column("samples", str(plan.global_batch_size), justify="right")
+    table.add_column("microbatches")
+    table.add_column("state", justify="right")
+    table.add_column("busy per unit" if units is None else "busy per step", justify="right")
+    table.add_column("memory of capacity", justify="right")
+    for index, rank in enumerate(plan.ranks):
+        table.add_row(
+            str(index),
+            (rank.name if devices is None else devices[index]) or _ABSENT,
+            str(rank.batch_size),
+            format_microbatches(rank.microbatch_sizes),
+            f"{rank.state_fraction:.1%}",
+            _busy(rank, units, plan.step_s),
+            _memory(rank),
+        )
+    return table
+
+
+def prediction_table(
+    predicted: Mapping[str, float | None],
+    measured: Mapping[str, float | None],
+    *,
+    title: str = "Predicted and measured",
+) -> Table:
+    """Return predictions beside measurements, with their difference in percent of the prediction.
+
+    Args:
+        predicted: values by name; a name ends in ``_s`` (seconds) or ``_bytes``, such as
+            ``step_s`` or ``rank_0_memory_bytes``.
+        measured: the same names. A name that only one of the two has gets a row as well.
+        title: the table's heading.
+
+    Raises:
+        ValueError: a name that ends otherwise.
+    """
+    table = Table(title=title)
+    table.add_column("")
+    for heading in ("predicted", "measured", "difference"):
+        table.add_column(heading, justify="right")
+    for name in dict.fromkeys([*predicted, *measured]):
+        before, after = predicted.get(name), measured.get(name)
+        label, unit = _split_unit(name)
+        formatted = format_seconds if unit == "s" else format_bytes
+        difference = _ABSENT
+        if before and after is not None:
+            difference = f"{after / before - 1:+.1%}"
+        table.add_row(label, formatted(before), formatted(after), difference)
+    return table
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Return a time with a fitting unit: ``1.25 s``, ``12.5 ms``, ``80 µs``; a dash for None."""
+    if seconds is None:
+        return _ABSENT
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size or seconds == 0:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def format_bytes(size: float | None) -> str:
+    """Return an amount of memory in powers of 1024: ``1.5 GiB``; a dash for None."""
+    if size is None:
+        return _ABSENT
+    if math.isinf(size):
+        return "unlimited"
+    for unit, exponent in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
+        if abs(size) >= 1024**exponent:
+            return f"{size / 1024**exponent:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def format_microbatches(sizes: Iterable[int]) -> str:
+    """Return ``4+4+3``, or ``12×4 + 3`` where there are many; ``none`` without a microbatch."""
+    sizes = tuple(sizes)
+    if len(sizes) <= _MICROBATCHES_IN_FULL:
+        return "+".join(map(str, sizes)) or "none"
+    runs = ((size, len(list(run))) for size, run in groupby(sizes))
+    return " + ".join(str(size) if count == 1 else f"{count}×{size}" for size, count in runs)
+
+
+def _busy(rank: RankPlan, units: int | None, step_s: float | None) -> str:
+    if rank.forward_s is None or rank.backward_s is None:
+        return _ABSENT
+    busy_s = rank.forward_s + rank.backward_s
+    if units is None:
+        return format_seconds(busy_s)
+    busy_s = units * busy_s + (rank.tail_s or 0.0)
+    share = f" ({busy_s / step_s:.0%})" if step_s else ""
+    return format_seconds(busy_s) + share
+
+
+def _memory(rank: RankPlan) -> str:
+    if rank.capacity_bytes is None:
+        return format_bytes(rank.memory_bytes)
+    share = ""
+    if rank.memory_bytes is not None and math.isfinite(rank.capacity_bytes):
+        share = f" ({rank.memory_bytes / rank.capacity_bytes:.0%})"
+    return f"{format_bytes(rank.memory_bytes)} of {format_bytes(rank.capacity_bytes)}{share}"
+
+
+def _outcome(plan: Plan) -> str | None:
+    """Return what the solver says of the whole plan as a sentence; None where it says nothing."""
+    parts = []
+    if plan.step_s is not None:
+        rate = plan.global_batch_size / plan.step_s if plan.step_s else math.inf
+        parts.append(f"predicted step {format_seconds(plan.step_s)} ({rate:.3g} samples/s)")
+    if plan.bound_s is not None:
+        parts.append(f"no plan is faster than {format_seconds(plan.bound_s)}")
+    if plan.gap is not None:
+        parts.append(f"gap {plan.gap:.1%}")
+    if plan.solve_s is not None:
+        by = f" by {plan.backend}" if plan.backend else ""
+        parts.append(f"solved{by} in {format_seconds(plan.solve_s)}")
+    return ", ".join(parts) or None
+
+
+def _split_unit(name: str) -> tuple[str, str]:
+    label, _, unit = name.rpartition("_")
+    if unit not in ("s", "bytes") or not label:
+        raise ValueError(
+            f"Expected a name that ends in its unit, '_s' or '_bytes', but got {name!r}. "
+            "For example: step_s, rank_0_memory_bytes."
+        )
+    return label.replace("_", " "), unit
+
+
+def show(table: object) -> None:
+    """Print a table to the terminal."""
+    from rich.console import Console
+
+    Console().print(table)

@@ -1,0 +1,592 @@
+"""``Trainer(strategy="cephalo")``: Lightning's hooks, each a few lines that call a room below."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.distributed import group as _group
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cephalo import checkpoint, precision, support
+from lightning_cephalo.accumulation.runner import ForwardOutcome, MicrobatchCall
+from lightning_cephalo.cluster import synchronized_clock
+from lightning_cephalo.data import BatchLayout, rebuild_eval_loader, rebuild_train_loader
+from lightning_cephalo.data.split import BatchSplitError
+from lightning_cephalo.engine import Engine, Groups, UnitOptions
+from lightning_cephalo.metrics import StepLog
+from lightning_cephalo.plan import Plan
+from lightning_cephalo.planning import PlanningOptions, Preparation, prepare
+from lightning_cephalo.stepping import BatchCutter, joined_result, loss_and_weight
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_WARM_UP_STEPS = 3
+
+
+class CephaloStrategy(ParallelStrategy):
+    """Trains on unequal devices with uneven batches, uneven shards and layered accumulation.
+
+    Args:
+        plan: A :class:`~lightning_cephalo.Plan`, or the path of one: trained with exactly as it
+            is, without profiling. None: every rank is measured and the plan solved.
+        global_batch_size: Samples per step over all ranks; None: the loader's batch size times
+            the number of ranks, as under DDP.
+        unit_types: Classes, or their names, whose instances are units (gathered as one).
+        unit_names: Names of modules that are units.
+        recompute: Keep only what enters a unit and compute its inside again in the backward.
+        collate_per_microbatch: Collate each microbatch by itself; hooks then see a list of
+            batches. For batches that cannot be cut along their first dimension.
+        split_batch: ``split_batch(batch, sizes)`` returns one batch per size, in place of cutting
+            every tensor along its first dimension.
+        equal_microbatches: Every rank runs the same number of microbatches, so that code in
+            ``training_step`` may use collectives of its own.
+        profile_budget_s: Seconds that measuring may take, about.
+        verbose: Whether rank 0 prints the plan before and the prediction after training.
+        process_group_backend: "gloo", "nccl"; None: by the device.
+        timeout: Of collectives.
+        start_method: How Lightning starts the ranks: "popen", "spawn", "fork", "forkserver".
+    """
+
+    strategy_name = "cephalo"
+
+    def __init__(
+        self,
+        plan: Plan | str | PathLike[str] | None = None,
+        *,
+        global_batch_size: int | None = None,
+        unit_types: list[Any] | None = None,
+        unit_names: list[str] | None = None,
+        recompute: bool = True,
+        collate_per_microbatch: bool = False,
+        split_batch: Callable[[Any, list[int]], list[Any]] | None = None,
+        equal_microbatches: bool = False,
+        profile_budget_s: float = 20.0,
+        verbose: bool = True,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._plan_option = plan
+        self._unit_options = UnitOptions(
+            None if unit_types is None else tuple(unit_types),
+            None if unit_names is None else tuple(unit_names),
+        )
+        self._recompute = recompute
+        self._planning = PlanningOptions(
+            global_batch_size=global_batch_size,
+            collate_per_microbatch=collate_per_microbatch,
+            split_batch=split_batch,
+            equal_microbatches=equal_microbatches,
+            profile_budget_s=profile_budget_s,
+            verbose=verbose,
+        )
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout or timedelta(minutes=30)
+        self._start_method = start_method
+        self._num_nodes = 1
+        self._groups: Groups | None = None
+        self._engine: Engine | None = None
+        self._preparation: Preparation | None = None
+        self._cutter: BatchCutter | None = None
+        self._users_sampler_flag: bool | None = None
+        self._caches: support.SwitchedOffCaches | None = None
+        self._combining_log = False
+        self._step_started_s = 0.0
+        self._step_times_s: list[float] = []
+
+    # -- what Lightning asks of any strategy --------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning looks for this name on strategies that it does not know."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node; nodes may differ."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision.adapt(precision_plugin)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the running or last training, known after ``setup``."""
+        return self._preparation.plan if self._preparation is not None else None
+
+    @property
+    def measured_step_s(self) -> float | None:
+        """Median time of a training step on this rank, without the first few; None before."""
+        times = self._step_times_s[_WARM_UP_STEPS:] or self._step_times_s
+        return sorted(times)[len(times) // 2] if times else None
+
+    @property
+    def engine(self) -> Engine:
+        """The sharded model; between ``setup`` and ``teardown``."""
+        if self._engine is None:
+            raise RuntimeError("The model is not sharded now: this works only while training runs.")
+        return self._engine
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method != "popen":
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+        elif not self.cluster_environment.creates_processes_externally:
+            # with an external launcher Lightning's own would insist on equally large nodes
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Ranks and world size come from the cluster environment: nodes may differ in size."""
+        assert self.cluster_environment is not None
+        # environments of external launchers ignore these and say what the launcher said
+        self.cluster_environment.set_global_rank(
+            self.node_rank * self.num_processes + self.local_rank
+        )
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+        from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+
+        fabric_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = (
+            self._process_group_backend
+            or _get_default_process_group_backend_for_device(self.root_device)
+        )
+        assert self.cluster_environment is not None
+        device = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=device,
+        )
+        if self._groups is None:
+            self._groups = Groups.create(self._timeout)
+        self._take_over_samplers()
+
+    def _take_over_samplers(self) -> None:
+        """Keep Lightning from putting a DistributedSampler into loaders that we deal ourselves.
+
+        Private, and the only way to get the user's own loader (reference: lightning 3.3).
+        """
+        assert self.lightning_module is not None
+        connector = self.lightning_module.trainer._accelerator_connector
+        if self._users_sampler_flag is None:
+            self._users_sampler_flag = connector.use_distributed_sampler
+        connector.use_distributed_sampler = False
+
+    # -- setup and teardown -------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            support.refuse_unsupported(trainer, self.lightning_module)
+        self._step_times_s = []
+        self._prepare(trainer, fitting)
+        self.model = self.lightning_module
+        if fitting:
+            self.setup_optimizers(trainer)
+            self._together(
+                "checking the optimizers",
+                partial(support.check_optimizers, self.optimizers, self.engine),
+            )
+        self.setup_precision_plugin()
+
+    def _prepare(self, trainer: Trainer, fitting: bool) -> None:
+        assert self._groups is not None and self.lightning_module is not None
+        dtype = precision.compute_dtype(self.precision_plugin)
+        if dtype is None:
+            self.precision_plugin.convert_module(self.lightning_module)
+        if fitting:
+            self._caches = support.SwitchedOffCaches(self.lightning_module)
+        make_engine = partial(
+            Engine,
+            self.lightning_module,
+            self._groups,
+            self.root_device,
+            units=self._unit_options,
+            compute_dtype=dtype,
+            recompute=self._recompute,
+        )
+        if not fitting:
+            even = [1.0 / self.world_size] * self.world_size
+            self._engine = make_engine(fractions=even)
+            return
+        self._preparation = prepare(
+            trainer=trainer,
+            agreement=self._groups.agreement,
+            plan=self._plan_option,
+            options=self._planning,
+            make_engine=make_engine,
+            step=self._profiled_step,
+            context=self.precision_plugin.train_step_context,
+            num_processes=self.num_processes,
+        )
+        self._engine = self._preparation.engine
+        self._cutter = self._preparation.cutter
+
+    def _together(self, doing: str, function: Callable[[], Any]) -> Any:
+        """Run something that does not communicate; if it fails anywhere, raise everywhere."""
+        assert self._groups is not None
+        return support.together(self._groups.agreement, doing, function)
+
+    def model_to_device(self) -> None:
+        """Nothing to move: shards and buffers are made on the device."""
+
+    def teardown(self) -> None:
+        assert self.lightning_module is not None and self.cluster_environment is not None
+        trainer = self.lightning_module._trainer
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
+                engine.abandon()  # other ranks may be gone: nothing may communicate
+            else:
+                engine.restore_full()
+        if self._caches is not None:
+            self._caches.restore()
+            self._caches = None
+        if trainer is not None and self._users_sampler_flag is not None:
+            trainer._accelerator_connector.use_distributed_sampler = self._users_sampler_flag
+            self._users_sampler_flag = None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # models are made on the CPU and cut there: no device need ever hold the whole
+        device = torch.device("meta") if empty_init else torch.device("cpu")
+        with _EmptyInit(enabled=False), device, self.precision_plugin.tensor_init_context():
+            yield
+
+    # -- training -----------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        self._step_started_s = time.perf_counter()
+        batch, rest = args[0], args[1:]
+        log = StepLog(self.lightning_module.trainer._results, counts := [])
+        calls: list[MicrobatchCall] = []
+        try:
+            assert self._cutter is not None
+            pieces = self._cutter.cut(batch)
+            counts.extend(count for _, count in pieces)
+            calls = [
+                self._call(index, piece, count, rest, kwargs, log)
+                for index, (piece, count) in enumerate(pieces)
+            ]
+        except Exception as failure:
+            # raised inside the runner, which tells the other ranks
+            calls = [MicrobatchCall(partial(_raise, failure), partial(loss_and_weight, samples=1))]
+        factor = precision.loss_factor(self.precision_plugin)
+        with self.precision_plugin.train_step_context():
+            outcome = self.engine.runner.forward(calls, factor, log.note)
+        self._finish_log(log, outcome, outcome.weights)
+        return joined_result(outcome.results, outcome.weights, counts, self._no_loss)
+
+    def _call(
+        self,
+        index: int,
+        piece: Any,
+        count: int,
+        rest: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        log: StepLog,
+    ) -> MicrobatchCall:
+        assert self.lightning_module is not None
+        return MicrobatchCall(
+            partial(self.lightning_module.training_step, piece, *rest, **kwargs),
+            partial(loss_and_weight, samples=count),
+            partial(log.resume, index),
+            partial(log.pause, index),
+        )
+
+    def _profiled_step(self, batch: Any) -> Any:
+        """The user's step on a batch that is not counted: what profiling runs."""
+        assert self.lightning_module is not None
+        return self.lightning_module.training_step(
+            *support.step_arguments(self.lightning_module, batch)
+        )
+
+    def _finish_log(self, log: StepLog, outcome: ForwardOutcome, weights: tuple[float, ...]) -> None:
+        assert self.lightning_module is not None
+        notes = [(row[0], row[1]) for row in outcome.notes]
+        self._combining_log = True
+        try:
+            log.finish(weights, notes, self.engine.agreement, self.lightning_module, self.reduce)
+        finally:
+            self._combining_log = False
+
+    def _no_loss(self) -> Tensor:
+        return torch.zeros((), device=self.root_device)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        trainer = self.lightning_module.trainer
+        self.engine.runner.backward(divisor=float(trainer.accumulate_grad_batches))
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.root_device.type == "cpu":
+            end_s = synchronized_clock(self.root_device)()
+        else:
+            end_s = time.perf_counter()  # waiting for the device would cost more than it tells
+        self._step_times_s.append(end_s - self._step_started_s)
+        return result
+
+    def on_train_end(self) -> None:
+        self.engine.runner.reshard()
+        if self._preparation is not None and self._planning.verbose and self.is_global_zero:
+            self._preparation.report_measured(self.measured_step_s)
+
+    # -- evaluation ---------------------------------------------------------------------------
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(
+            "predict_step", self.precision_plugin.predict_step_context, args, kwargs
+        )
+
+    def _evaluate(
+        self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        assert self.lightning_module is not None
+        count = _rows(args[0])
+        log = StepLog(self.lightning_module.trainer._results, [count if count else 1])
+        step = partial(getattr(self.lightning_module, name), *args, **kwargs)
+        call = None
+        if count != 0:
+            call = MicrobatchCall(
+                step, partial(loss_and_weight, samples=1), _nothing, partial(log.pause, 0)
+            )
+        with context():
+            outcome = self.engine.runner.evaluate(call, f"running {name}", log.note)
+        self._finish_log(log, outcome, (float(count or 1),) if call else ())
+        return outcome.results[0] if outcome.results else None
+
+    def on_validation_start(self) -> None:
+        self._share_changed_buffers()
+
+    def on_test_start(self) -> None:
+        self._share_changed_buffers()
+
+    def on_validation_end(self) -> None:
+        self.engine.runner.reshard()
+
+    def on_test_end(self) -> None:
+        self.engine.runner.reshard()
+
+    def on_predict_end(self) -> None:
+        self.engine.runner.reshard()
+
+    def _share_changed_buffers(self) -> None:
+        """Running statistics differ between ranks: evaluate with those of one that has data."""
+        if self.plan is not None and support.has_running_statistics(self.engine.module):
+            sizes = [rank.batch_size for rank in self.plan.ranks]
+            self.engine.share_buffers(sizes.index(max(sizes)))
+
+    # -- data ---------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None and self._groups is not None
+        if not self._users_sampler_flag:
+            return dataloader  # use_distributed_sampler=False: the user deals the samples himself
+        trainer = self.lightning_module.trainer
+        agreement = self._groups.agreement
+        options: dict[str, Any] = {
+            "rank": self.global_rank,
+            "seed": self._seed(),
+            "broadcast": agreement.broadcast,
+            "all_have_next": lambda more: all(row[0] for row in agreement.exchange([float(more)])),
+            "epoch": trainer.current_epoch,
+        }
+        if trainer.state.stage == RunningStage.TRAINING and self.plan is not None:
+            rank_plan = self.plan.ranks[self.global_rank]
+            per_microbatch = self._planning.collate_per_microbatch
+            return rebuild_train_loader(
+                dataloader,
+                batch_sizes=[rank.batch_size for rank in self.plan.ranks],
+                global_batch_size=self._planning.global_batch_size,
+                microbatch_sizes=rank_plan.microbatch_sizes if per_microbatch else None,
+                layout=self._cutter.layouts[0] if self._cutter is not None else None,
+                **options,
+            )
+        return rebuild_eval_loader(dataloader, world_size=self.world_size, **options)
+
+    def _seed(self) -> int:
+        from lightning_cephalo.data import agreed_seed
+
+        assert self._groups is not None
+        return agreed_seed(self._groups.agreement.broadcast)
+
+    # -- communication that users and Lightning ask for ---------------------------------------
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not _distributed_is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not _distributed_is_initialized():
+            return obj
+        values = [obj]
+        dist.broadcast_object_list(values, src, group=_group.WORLD)
+        return values[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if self._combining_log or (
+            self._engine is not None and self._engine.runner.inside_microbatch
+        ):
+            return tensor  # metrics are combined over microbatches and ranks after the step
+        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
+            tensor = tensor.double()  # Lightning #21859: the mean of integers would be cut off
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        inside = self._engine is not None and self._engine.runner.inside_microbatch
+        if inside and self.plan is not None:
+            support.refuse_unequal_collectives(self.plan)
+        if sync_grads:
+            return super().all_gather(tensor, group=group, sync_grads=True)
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+        return torch.stack(parts)
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if self._engine is not None:
+            self._engine.runner.reshard()
+        return checkpoint.full_state_dict(self.lightning_module, keep=self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint_: Any, strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self._engine is not None:
+            self._engine.runner.reshard()
+        checkpoint.load_full_state_dict(self.lightning_module, checkpoint_["state_dict"], strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return checkpoint.full_optimizer_state(optimizer, keep=self.is_global_zero)
+
+    def load_optimizer_state_dict(self, checkpoint_: Any) -> None:
+        states = checkpoint_["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            checkpoint.load_full_optimizer_state(optimizer, state)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        from lightning_cephalo._autoload import register
+
+        register()
+
+
+def _raise(failure: BaseException) -> None:
+    raise failure
+
+
+def _nothing() -> None:
+    pass
+
+
+def _rows(batch: Any) -> int | None:
+    """Samples of an evaluation batch, None if it does not tell."""
+    try:
+        return BatchLayout().batch_size(batch)
+    except BatchSplitError:
+        return None
+
+

@@ -1,0 +1,184 @@
+"""What works under cephalo, what does not and says so at once, and small accommodations."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cephalo.accumulation.agreement import Agreement
+from lightning_cephalo.plan import Plan
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_cephalo.engine import Engine
+
+_CALLBACKS = {
+    "StochasticWeightAveraging": "it averages full weights, and each rank holds a part",
+    "WeightAveraging": "it copies and averages full weights, and each rank holds a part",
+    "EMAWeightAveraging": "it copies and averages full weights, and each rank holds a part",
+    "ModelPruning": "it masks full weights, and each rank holds a part",
+    "BatchSizeFinder": "the batch of each rank is planned, not searched",
+}
+
+_OPTIMIZERS = {
+    "LBFGS": "it multiplies whole gradients with one another, of which each rank holds a part",
+    "SparseAdam": "it needs sparse gradients, and gradients are summed over ranks as dense ones",
+    "Adafactor": "it keeps row and column means of whole matrices, of which each rank holds rows",
+}
+
+
+class UnsupportedError(RuntimeError):
+    """Something cannot work under cephalo; the message names it and the way out."""
+
+
+def together(agreement: Agreement, doing: str, function: Callable[[], Any]) -> Any:
+    """Run something that does not communicate; if it fails on any rank, raise on all."""
+    failure: BaseException | None = None
+    result = None
+    try:
+        result = function()
+    except Exception as raised:
+        failure = raised
+    agreement.raise_together(failure, doing)
+    return result
+
+
+def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
+    """Raise for what cannot work, before anything is measured or sharded.
+
+    Raises:
+        UnsupportedError: Named are the feature, the reason and the way out.
+    """
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            "Manual optimization does not work under strategy='cephalo': training_step runs once"
+            " per microbatch, so that its own backward() and step() would run once per microbatch"
+            " too. Use automatic optimization (return the loss), or strategy='ddp'."
+        )
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    if is_overridden("backward", module):
+        raise UnsupportedError(
+            f"{type(module).__name__} overrides backward(), which cephalo does not call: it runs"
+            " the backward itself, unit by unit. Move what it does to on_after_backward() or into"
+            " the loss."
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UnsupportedError(
+            "training_step(dataloader_iter) pulls its own batches, so that they cannot be dealt."
+            " Use training_step(batch, batch_idx)."
+        )
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise UnsupportedError(
+            "A LightningModule compiled as a whole cannot be cut into units. Compile its blocks"
+            " instead: `for i, block in enumerate(blocks): blocks[i] = torch.compile(block)`."
+        )
+    if trainer.strategy._layer_sync is not None:  # type: ignore[attr-defined]
+        raise UnsupportedError(
+            "sync_batchnorm=True communicates inside every microbatch, of which ranks have"
+            " different numbers. Leave it out, or replace batch by group normalisation."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind in type(callback).__mro__:
+            if kind.__name__ in _CALLBACKS:
+                raise UnsupportedError(
+                    f"The callback {type(callback).__name__} does not work under"
+                    f" strategy='cephalo': {_CALLBACKS[kind.__name__]}. Remove it from"
+                    " Trainer(callbacks=...)."
+                )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+    """Raise if an optimizer cannot work on shards or holds other parameters than the model's.
+
+    Raises:
+        UnsupportedError: Named are the optimizer and the way out.
+    """
+    if len(optimizers) > 1:
+        raise UnsupportedError(
+            f"configure_optimizers returned {len(optimizers)} optimizers; automatic optimization"
+            " works with one. Use one optimizer with several parameter groups."
+        )
+    known = engine.sharded_parameters()
+    for optimizer in optimizers:
+        for kind in type(optimizer).__mro__:
+            if kind.__name__ in _OPTIMIZERS:
+                raise UnsupportedError(
+                    f"The optimizer {type(optimizer).__name__} cannot work on shards:"
+                    f" {_OPTIMIZERS[kind.__name__]}. Use an element-wise one such as AdamW or SGD."
+                )
+        strangers = [
+            tuple(parameter.shape)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in known
+        ]
+        if strangers:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} holds {len(strangers)} parameters that are not the"
+                f" model's (shapes {strangers[:3]}...): they were taken before the model was"
+                " sharded. Call self.parameters() or self.named_parameters() inside"
+                " configure_optimizers()."
+            )
+
+
+def refuse_unequal_collectives(plan: Plan) -> None:
+    """Raise if ranks run different numbers of microbatches.
+
+    Raises:
+        UnsupportedError: With the way out.
+    """
+    counts = [len(rank.microbatch_sizes) for rank in plan.ranks]
+    if len(set(counts)) > 1:
+        raise UnsupportedError(
+            f"all_gather() inside training_step, but the ranks run {counts} microbatches: it would"
+            " hang. Use CephaloStrategy(equal_microbatches=True), or gather after the step."
+        )
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Whether training changes buffers that differ between ranks (batch normalisation)."""
+    return any(getattr(inner, "running_mean", None) is not None for inner in module.modules())
+
+
+def smallest_microbatch(module: nn.Module) -> int:
+    """Two where batch normalisation needs more than one value per channel, else one."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return 2 if any(isinstance(inner, kinds) for inner in module.modules()) else 1
+
+
+def step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:
+    """Arguments for ``training_step`` as Lightning's loop gives them for its first batch."""
+    parameters = inspect.signature(module.training_step).parameters
+    return (batch, 0) if "batch_idx" in parameters or len(parameters) > 1 else (batch,)
+
+
+class SwitchedOffCaches:
+    """Key-value caches of Hugging Face models, off while training.
+
+    They are for generation; in training every block would keep its keys and values until the end
+    of the step, and append them a second time when it is computed again. Hugging Face switches
+    them off for its own gradient checkpointing too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._configs = []
+        seen: set[int] = set()
+        for inner in module.modules():
+            config = getattr(inner, "config", None)
+            if id(config) in seen or getattr(config, "use_cache", None) is not True:
+                continue
+            seen.add(id(config))
+            config.use_cache = False
+            self._configs.append(config)
+
+    def restore(self) -> None:
+        """Switch them on again."""
+        for config in self._configs:
+            config.use_cache = True
+        self._configs = []

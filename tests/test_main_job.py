@@ -1,0 +1,146 @@
+"""Every configuration composes to objects that exist, and the main job runs from end to end."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+CHOICES = sorted(
+    f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml") if file.parent != CONF
+)
+
+
+@pytest.fixture(autouse=True)
+def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def run_main_job(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "examples" / "train.py", *overrides],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_names_classes_and_arguments_that_exist(choice: str) -> None:
+    config = composed(choice)
+    OmegaConf.resolve(config)
+    parts = [config.model, config.data, config.trainer, config.strategy]
+    parts += [config.comparison.strategy]
+    if config.cluster.emulation is not None:
+        parts += [config.cluster.emulation]
+    for part in parts:
+        arguments = {name for name in part if name != "_target_"}
+        accepted = inspect.signature(get_class(part._target_)).parameters
+        assert arguments <= set(accepted), part._target_
+
+
+def test_the_default_model_has_about_three_million_parameters() -> None:
+    from hydra.utils import instantiate
+
+    model = instantiate(composed().model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(3e6, rel=0.1)
+    assert len(model.network.blocks) >= 6
+
+
+def test_a_crop_depends_on_its_index_alone() -> None:
+    from byte_data import RandomCrops
+
+    text = torch.arange(200, dtype=torch.uint8)
+    crops, others = RandomCrops(text, 8, 100, seed=1), RandomCrops(text, 8, 100, seed=2)
+    tokens, following = crops[3]
+    assert torch.equal(tokens[1:], following[:-1])
+    crops[4]
+    assert torch.equal(crops[3][0], tokens)
+    assert any(not torch.equal(crops[i][0], others[i][0]) for i in range(10))
+    with pytest.raises(ValueError, match="choose a smaller context"):
+        RandomCrops(text, 200, 1, seed=0)
+
+
+def test_training_and_validation_text_come_from_different_files() -> None:
+    from byte_data import StandardLibraryBytes, standard_library_files
+
+    data = StandardLibraryBytes(batch_size=2, context=16)
+    data.setup("fit")
+    total = sum(file.stat().st_size for file in standard_library_files())
+    assert len(data.training.text) + len(data.validation.text) == total
+    assert 0.01 < len(data.validation.text) / total < 0.15
+    tokens, following = next(iter(data.train_dataloader()))
+    assert tokens.shape == following.shape == (2, 16)
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_a_comparison_and_leaves_its_figures(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    result = run_main_job(
+        tmp_path,
+        "experiment=quick",
+        "strategy=ddp",
+        "cluster=this_machine",
+        "cluster.accelerator=cpu",
+        "cluster.devices=2",
+        f"hydra.run.dir={folder}",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Side by side" in result.stdout
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["last_train_loss"] < metrics["first_train_loss"]
+    assert len(metrics["step_s"]) == metrics["steps"] == 8
+    comparison = json.loads((folder / "comparison.json").read_text())
+    even = json.loads((folder / "comparison" / "metrics.json").read_text())
+    assert even["strategy"] == "ModelParallelStrategy"
+    assert comparison["ratio"] == metrics["samples_per_s"] / even["samples_per_s"]
+    # even sharding and DDP see the same samples: whoever breaks the baseline breaks this
+    assert even["train_loss"] == pytest.approx(metrics["train_loss"][: even["steps"]], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_jobs_of_a_sweep_do_not_disturb_each_other(tmp_path: Path) -> None:
+    result = run_main_job(
+        tmp_path,
+        "-m",
+        "experiment=quick",
+        "strategy=ddp,fsdp2",
+        "cluster=this_machine",
+        "cluster.accelerator=cpu",
+        "cluster.devices=2",
+        "steps=2",
+        f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    )
+    assert result.returncode == 0, result.stderr
+    written = [json.loads(file.read_text()) for file in tmp_path.glob("sweep/*/metrics.json")]
+    assert sorted(run["strategy"] for run in written) == ["DDPStrategy", "ModelParallelStrategy"]
+
+
+@pytest.mark.slow
+def test_a_failed_training_fails_the_run_and_says_why(tmp_path: Path) -> None:
+    result = run_main_job(
+        tmp_path,
+        "experiment=quick",
+        "strategy=ddp",
+        "cluster=this_machine",
+        "cluster.accelerator=cpu",
+        "cluster.devices=2",
+        "global_batch_size=7",
+    )
+    assert result.returncode != 0
+    assert "not a multiple of the 2 ranks" in result.stderr
+    assert "Side by side" not in result.stdout

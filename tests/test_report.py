@@ -1,0 +1,155 @@
+"""Tables show what a plan says, and dashes where it says nothing."""
+
+import math
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from lightning_cephalo.plan import Plan, RankPlan
+from lightning_cephalo.report import (
+    format_bytes,
+    format_microbatches,
+    format_seconds,
+    plan_table,
+    prediction_table,
+)
+
+BY_HAND = Plan(
+    ranks=(
+        RankPlan(microbatch_sizes=(2, 2), state_fraction=0.75),
+        RankPlan(microbatch_sizes=(1,), state_fraction=0.25),
+    )
+)
+
+SOLVED = Plan(
+    ranks=(
+        RankPlan(
+            microbatch_sizes=(4,) * 12 + (3,),
+            state_fraction=0.4,
+            name="A6000",
+            forward_s=0.010,
+            backward_s=0.020,
+            tail_s=0.1,
+            memory_bytes=3 * 2**30,
+            capacity_bytes=4 * 2**30,
+        ),
+        RankPlan(
+            microbatch_sizes=(),
+            state_fraction=0.6,
+            name="P40",
+            forward_s=0.0,
+            backward_s=0.0,
+            tail_s=0.0,
+            memory_bytes=2**29,
+            capacity_bytes=math.inf,
+        ),
+    ),
+    step_s=0.5,
+    bound_s=0.49,
+    gap=0.02,
+    solve_s=0.123,
+    backend="HiGHS",
+)
+
+
+def text_of(table: Table) -> str:
+    console = Console(width=140, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def cells(text: str, *, row: int) -> list[str]:
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    return [cell.strip() for cell in rows[row].strip("│").split("│")]
+
+
+def test_plan_table_of_a_solved_plan_shows_every_prediction() -> None:
+    text = text_of(plan_table(SOLVED, units=10))
+    memory = "3.0 GiB of 4.0 GiB (75%)"
+    assert cells(text, row=0) == ["0", "A6000", "51", "12×4 + 3", "40.0%", "400 ms (80%)", memory]
+    idle = ["1", "P40", "0", "none", "60.0%", "0 s (0%)", "512.0 MiB of unlimited"]
+    assert cells(text, row=1) == idle
+    assert cells(text, row=2)[2] == "51"
+    assert (
+        "predicted step 500 ms (102 samples/s), no plan is faster than 490 ms, gap 2.0%, "
+        "solved by HiGHS in 123 ms"
+    ) in " ".join(text.split())
+
+
+def test_plan_table_of_a_plan_written_by_hand_shows_dashes() -> None:
+    table = plan_table(BY_HAND)
+    text = text_of(table)
+    assert table.caption is None
+    assert cells(text, row=0) == ["0", "–", "4", "2+2", "75.0%", "–", "–"]
+    assert cells(text, row=1) == ["1", "–", "1", "1", "25.0%", "–", "–"]
+
+
+def test_plan_table_without_units_shows_the_time_of_one() -> None:
+    text = text_of(plan_table(SOLVED))
+    assert "busy per unit" in text
+    assert cells(text, row=0)[5] == "30 ms"
+
+
+def test_device_names_of_the_run_replace_those_of_the_plan() -> None:
+    text = text_of(plan_table(SOLVED, devices=("cpu (node 0)", "cpu (node 1)")))
+    assert cells(text, row=0)[1] == "cpu (node 0)"
+    with pytest.raises(ValueError, match="each of the plan's 2 ranks, but got 1"):
+        plan_table(SOLVED, devices=("cpu",))
+
+
+def test_prediction_table_compares_what_both_have() -> None:
+    text = text_of(
+        prediction_table(
+            {"step_s": 2.0, "rank_0_memory_bytes": 2**30, "gather_s": None},
+            {"step_s": 2.1, "rank_0_memory_bytes": 2**29, "wait_s": 0.0},
+        )
+    )
+    assert cells(text, row=0) == ["step", "2 s", "2.1 s", "+5.0%"]
+    assert cells(text, row=1) == ["rank 0 memory", "1.0 GiB", "512.0 MiB", "-50.0%"]
+    assert cells(text, row=2) == ["gather", "–", "–", "–"]
+    assert cells(text, row=3) == ["wait", "–", "0 s", "–"]
+
+
+@pytest.mark.parametrize("name", ["step", "_s", "memory_gb"])
+def test_prediction_table_refuses_a_name_without_a_unit(name: str) -> None:
+    with pytest.raises(ValueError, match="ends in its unit"):
+        prediction_table({name: 1.0}, {})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(None, "–"), (0.0, "0 s"), (1.25, "1.25 s"), (0.0125, "12.5 ms"), (8e-5, "80 µs")],
+)
+def test_seconds_have_a_fitting_unit(seconds: float | None, expected: str) -> None:
+    assert format_seconds(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (None, "–"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (2**40, "1.0 TiB"),
+        (math.inf, "unlimited"),
+    ],
+)
+def test_bytes_are_in_powers_of_1024(size: float | None, expected: str) -> None:
+    assert format_bytes(size) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((), "none"),
+        ((3,), "3"),
+        ((4, 4, 3), "4+4+3"),
+        ((4,) * 5, "5×4"),
+        ((4, 4, 4, 3, 3), "3×4 + 2×3"),
+    ],
+)
+def test_many_equal_microbatches_are_counted(sizes: tuple[int, ...], expected: str) -> None:
+    assert format_microbatches(sizes) == expected
