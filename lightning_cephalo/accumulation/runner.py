@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.accumulation.agreement import Agreement
+from lightning_cephalo.accumulation.cut import Cut
 from lightning_cephalo.accumulation.microbatch import Microbatch, UnitUseError
 from lightning_cephalo.accumulation.replay import ChangingBuffers
 from lightning_cephalo.accumulation.schedule import (
@@ -89,25 +91,6 @@ class StepTimes:
     visits: int
 
 
-class UnitForward:
-    """Stands in for a unit's ``forward`` on the instance, so that no name in a state dict moves."""
-
-    def __init__(self, runner: Runner, index: int, module: nn.Module) -> None:
-        self._runner = runner
-        self._index = index
-        self.original = module.forward
-        self._buffers = ChangingBuffers(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._runner.enter_unit(self._index, self.original, self._buffers, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise UnitUseError(
-            "A module that cephalo has sharded cannot be deep-copied: the copy would share its"
-            " shards. Copy it before training (in the setup hook), or copy its state_dict()."
-        )
-
-
 class Runner:
     """Runs training and evaluation steps over units.
 
@@ -140,26 +123,24 @@ class Runner:
         self._loss_scale = 1.0
         self._total_weight = 1.0
         self._hooks: list[RemovableHandle] = []
-        self._installed: list[UnitForward] = []
+        self._cuts: list[Cut] = []
 
     # -- installation -------------------------------------------------------------------------
 
     def install(self) -> None:
         """Cut the model at its units; parameters of the root unit come when they are asked for."""
         for index, unit in enumerate(self.units[1:], start=1):
-            cut = UnitForward(self, index, unit.module)
-            unit.module.forward = cut  # type: ignore[method-assign,assignment]
-            self._installed.append(cut)
+            self._cuts.append(Cut(unit.module, partial(self.enter_unit, index)))
         for module in self.units[ROOT].owning_modules():
             self._hooks.append(module.register_forward_pre_hook(self._root_wanted))
 
     def uninstall(self) -> None:
         """Undo :meth:`install`."""
-        for unit in self.units[1:]:
-            unit.module.__dict__.pop("forward", None)
+        for cut in self._cuts:
+            cut.remove()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._installed = [], []
+        self._hooks, self._cuts = [], []
 
     def _root_wanted(self, module: nn.Module, args: Any) -> None:
         self.units[ROOT].wait_gather()

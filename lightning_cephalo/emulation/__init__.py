@@ -33,11 +33,13 @@ Not faithful:
   does not wait for the device: call :meth:`EmulatedDevice.synchronize` before reading a clock.
 - Links are not slowed here.
 - Memory has no caching, rounding, fragmentation or scratch space inside an operator. Host and
-  device memory are the same thing on a CPU: ``untrack`` what stands for host memory. Tensors that
+  device memory are the same thing on a CPU: ``untrack`` what stands for host memory, also a data
+  set that is made after the device was entered (in ``train_dataloader()``, say). Tensors that
   were not made by an operator (read from a file, sent by a worker process) count once ``track``-ed.
   Storage that grows through ``UntypedStorage.resize_`` is seen, and refused, at the next operator
   that touches it.
-- Functions under ``torch.compile`` run eagerly while a device is active, which torch decides.
+- torch runs compiled functions eagerly while a device or a tracker is active, and refuses those
+  with ``fullgraph=True`` and flex attention.
 """
 
 from __future__ import annotations

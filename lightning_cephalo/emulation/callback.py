@@ -128,6 +128,12 @@ class Emulation(Callback):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._track(pl_module)
 
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._forget_delays()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._forget_delays()
+
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self._synchronize()
 
@@ -150,9 +156,9 @@ class Emulation(Callback):
         if self._measured is None:
             measured: tuple[float, ...] = ()
             if trainer.global_rank == 0:
-                measured = emulated_flops_per_s(
-                    self.speeds, measure_flops_per_s(), usable_processors()
-                )
+                processors = usable_processors()
+                core_flops_per_s = measure_flops_per_s(min(processors, len(self.speeds)))
+                measured = emulated_flops_per_s(self.speeds, core_flops_per_s, processors)
             # Each rank measuring for itself would give ratios as noisy as the machine.
             self._measured = trainer.strategy.broadcast(measured, src=0)
         return self._measured
@@ -160,8 +166,16 @@ class Emulation(Callback):
     def _track(self, *values: Any) -> None:
         if self._device is not None:
             self._device.track(*values)
+        self._forget_delays()
 
     def _synchronize(self) -> None:
+        # What the optimizer and the loop cost this host after the step's last collective is caught
+        # up in the next step, so that steps take their virtual time on average.
+        if self._device is not None:
+            self._device.synchronize(keep_credit=True)
+
+    def _forget_delays(self) -> None:
+        # A second of setting up, or of writing a checkpoint, must not make the next steps too fast.
         if self._device is not None:
             self._device.synchronize()
 

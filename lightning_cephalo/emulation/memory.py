@@ -49,7 +49,7 @@ class MemoryTracker(TorchDispatchMode):
     private, replaces ``UntypedStorage.resize_`` in the whole process and is about ten times slower.
     """
 
-    # Without this torch refuses higher-order operators (flex attention) under the mode.
+    # Without this torch refuses every higher-order operator (control flow, say) under the mode.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:

@@ -37,8 +37,8 @@ class Operator:
 def describe(function: Any) -> Operator:
     """Describes an operator overload, or a higher-order operator, from its schema.
 
-    A higher-order operator (flex attention) is opaque: its FLOPs come from torch's formula if
-    there is one, and the operators inside it are not seen.
+    A higher-order operator (control flow) is opaque: its FLOPs come from torch's formula if there
+    is one, and the operators inside it are not seen.
     """
     packet = getattr(function, "_overloadpacket", function)
     flops = {**flop_registry, **_cpu_attention()}.get(packet)

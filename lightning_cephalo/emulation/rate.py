@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.nn import functional
@@ -29,7 +31,8 @@ def emulated_flops_per_s(
 
     Args:
         speeds: Relative speed of every rank on this machine.
-        core_flops_per_s: What one processor really does on work like that of the ranks.
+        core_flops_per_s: What one processor really does on work like that of the ranks, while the
+            others are busy too.
         processors: How many there are.
 
     Returns:
@@ -42,26 +45,24 @@ def emulated_flops_per_s(
     return tuple(total * speed / sum(speeds) for speed in speeds)
 
 
-def measure_flops_per_s() -> float:
-    """FLOPs per second of one thread on a small transformer block, forward and backward.
+def measure_flops_per_s(busy_processors: int = 1) -> float:
+    """FLOPs per second of one processor on a small transformer block, forward and backward.
 
     A block and not a bare matrix product: norms, activations and torch's own overhead cost real
     time but no FLOPs, and an emulated rank has to do them within its virtual time as well. The
     fastest of a few repetitions counts, since noise only slows down. Takes a fraction of a second,
-    sets one thread for that long, and leaves torch's random state alone.
+    sets one torch thread per processor for that long, and leaves torch's random state alone.
+
+    Args:
+        busy_processors: How many do this at once: together they are slower than alone, by the
+            clock rate and the memory that they share.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    start = threading.Barrier(busy_processors, timeout=60)  # a failed thread must not hang us
     try:
-        with torch.inference_mode(False), torch.enable_grad(), EmulatedDevice() as device:
-            weights, batch = _block_inputs()
-            _run_block(weights, batch)
-            best_s = float("inf")
-            for _ in range(_MEASURED_REPETITIONS):
-                before_flops, before_s = device.flops, time.perf_counter()
-                _run_block(weights, batch)
-                best_s = min(best_s, time.perf_counter() - before_s)
-            return (device.flops - before_flops) / best_s
+        with ThreadPoolExecutor(busy_processors) as pool:
+            rates = list(pool.map(_measure_one_thread, [start] * busy_processors))
+        return sum(rates) / busy_processors
     finally:
         torch.set_num_threads(threads)
 
@@ -71,6 +72,20 @@ def usable_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _measure_one_thread(start: threading.Barrier) -> float:
+    torch.set_num_threads(1)
+    with torch.enable_grad(), EmulatedDevice() as device:
+        weights, batch = _block_inputs()
+        _run_block(weights, batch)
+        best_s = float("inf")
+        start.wait()
+        for _ in range(_MEASURED_REPETITIONS):
+            before_flops, before_s = device.flops, time.perf_counter()
+            _run_block(weights, batch)
+            best_s = min(best_s, time.perf_counter() - before_s)
+        return (device.flops - before_flops) / best_s
 
 
 def _block_inputs(

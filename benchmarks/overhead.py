@@ -1,0 +1,118 @@
+"""What cephalo costs where there is nothing to gain: equal ranks, against even sharding (FSDP2).
+
+    python benchmarks/overhead.py [--ranks 2] [--rounds 12] [--microbatches 1 4]
+
+Lightning's ModelParallelStrategy leaves sharding to torch's `fully_shard` and the step to plain
+autograd. Both are trained side by side in the same processes, a step of one after a step of the
+other, with the same microbatches and activations kept in both, so that what this shared machine
+does to one it does to the other. Printed are the medians over rounds and the median of the
+round-by-round ratio: above 1, cephalo is slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+# the ranks' launcher and the raw loop are those of the tests, the model is the main job's
+sys.path[:0] = [str(ROOT / "tests" / "distributed"), str(ROOT / "examples")]
+
+from byte_gpt import ByteGPT  # noqa: E402
+from harness import make_runner, sharded_step  # noqa: E402
+from launch import run_ranks  # noqa: E402
+
+
+def _loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    tokens = batch["tokens"]
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _measure(
+    rank: int, ranks: int, rounds: int, microbatches: int, samples: int, length: int, width: int
+) -> list[tuple[float, float]]:
+    def make() -> ByteGPT:
+        torch.manual_seed(0)
+        return ByteGPT(width=width, depth=7, heads=6, context=length)
+
+    sharded, even = make(), make()
+    runner = make_runner(sharded, [1 / ranks] * ranks, recompute=False)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for block in even.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(even, mesh=mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True) for m in (sharded, even)]
+    tokens = torch.randint(0, 256, (samples * microbatches, length + 1))
+    parts = [{"tokens": part} for part in tokens.split(samples)]
+
+    def ours() -> None:
+        sharded_step(runner, sharded, _loss, parts)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+
+    def theirs() -> None:
+        for index, part in enumerate(parts):
+            # what a user of accumulation writes: reduce with the last microbatch only
+            even.set_requires_gradient_sync(index == len(parts) - 1)
+            (_loss(even, part) / len(parts)).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+
+    times = []
+    for index in range(rounds + 2):
+        pair = []
+        for step in (ours, theirs) if index % 2 else (theirs, ours):
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            pair.append(time.perf_counter() - start)
+        times.append(tuple(pair) if index % 2 else tuple(reversed(pair)))
+    return times[2:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--samples", type=int, default=8, help="in one microbatch")
+    parser.add_argument("--length", type=int, default=128, help="bytes in one sample")
+    parser.add_argument("--width", type=int, default=192)
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, {options.ranks} ranks, one thread each, gloo")
+    for microbatches in options.microbatches:
+        results = run_ranks(
+            options.ranks,
+            _measure,
+            options.ranks,
+            options.rounds,
+            microbatches,
+            options.samples,
+            options.length,
+            options.width,
+            timeout_s=1200,
+        )
+        ours = [pair[0] for pair in results[0]]
+        theirs = [pair[1] for pair in results[0]]
+        ratios = [a / b for a, b in results[0]]
+        print(
+            f"{microbatches} microbatches of {options.samples}:"
+            f" cephalo {statistics.median(ours):.3f} s, fully_shard {statistics.median(theirs):.3f}"
+            f" s, ratio {statistics.median(ratios):.3f}"
+            f" (quartiles {statistics.quantiles(ratios, n=4)[0]:.3f}"
+            f" to {statistics.quantiles(ratios, n=4)[2]:.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Blocks under torch.compile are units like any other, forward and recompute."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from harness import (
+    ALLOCATIONS,
+    full_gradients,
+    make_runner,
+    microbatches_of,
+    relative_error,
+    sharded_step,
+)
+from launch import run_ranks
+from torch import Tensor, nn
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 24)
+        self.outer = nn.Linear(24, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.outer(torch.relu(self.inner(hidden)))
+
+
+class _Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([_Block() for _ in range(3)])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.entry(hidden)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def _train(rank: int, how: str, recompute: bool) -> tuple[float, int, float]:
+    warnings.simplefilter("ignore")  # the compiler's own
+    torch.manual_seed(0)
+    model = _Network()
+    single = copy.deepcopy(model)
+    for index, block in enumerate(model.blocks):
+        if how == "wrapped":
+            model.blocks[index] = torch.compile(block, backend="aot_eager")
+        else:
+            block.compile(backend="aot_eager")
+    allocation = ALLOCATIONS["3:1"]
+    batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 1)}
+    runner = make_runner(model, allocation.fractions, recompute)
+    sharded_step(runner, model, _loss, microbatches_of(batch, allocation, rank))
+    _loss(single, batch).backward()
+    found = {name.replace("_orig_mod.", ""): g for name, g in full_gradients(model).items()}
+    error = relative_error(found, {name: p.grad for name, p in single.named_parameters()})
+    compiled = torch._dynamo.utils.counters["frames"]["ok"]
+    runner.reshard()
+    runner.uninstall()
+    for unit in runner.units:
+        unit.restore_full()
+    difference = (model(batch["x"]) - single(batch["x"])).abs().max()
+    return error, compiled, float(difference.detach())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "kept"])
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_compiled_blocks_train_exactly_and_are_really_compiled(how, recompute):
+    for error, compiled, difference in run_ranks(2, _train, how, recompute):
+        assert error <= 1e-5
+        assert compiled >= 1
+        assert difference <= 1e-6
