@@ -64,9 +64,7 @@ class Preparation:
     def report_measured(self, step_s: float | None) -> None:
         """Print predicted against measured step time."""
         if step_s is not None:
-            report.show(
-                report.prediction_table({"step_s": self.plan.step_s}, {"step_s": step_s})
-            )
+            report.show(report.prediction_table({"step_s": self.plan.step_s}, {"step_s": step_s}))
 
 
 def prepare(
@@ -211,9 +209,7 @@ def _layouts(loaders: Loaders, options: PlanningOptions) -> list[BatchLayout]:
     return [learn_layout(loader, splitter=options.split_batch) for loader in loaders.flat]
 
 
-def _given_plan(
-    plan: Plan | str | PathLike[str], world_size: int, batch_size: int | None
-) -> Plan:
+def _given_plan(plan: Plan | str | PathLike[str], world_size: int, batch_size: int | None) -> Plan:
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     found.check(world_size=world_size, global_batch_size=batch_size)
     return found

@@ -122,7 +122,9 @@ def joined_result(
             continue
         if key == "weight":
             joined[key] = torch.stack([value.detach().sum() for value in values]).sum()
-        elif values[0].numel() == 1 and values[0].ndim <= 1 and (key == "loss" or not values[0].ndim):
+        elif (
+            values[0].numel() == 1 and values[0].ndim <= 1 and (key == "loss" or not values[0].ndim)
+        ):
             joined[key] = _weighted_mean(values, weights)
         elif all(v.ndim and len(v) == n for v, n in zip(values, counts, strict=True)):
             joined[key] = torch.cat([value.detach() for value in values])

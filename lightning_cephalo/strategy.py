@@ -13,25 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.distributed import group as _group
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.init import _EmptyInit
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cephalo import checkpoint, precision, support
@@ -39,19 +25,20 @@ from lightning_cephalo.accumulation.runner import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.cluster import synchronized_clock
 from lightning_cephalo.data import BatchLayout, rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.data.split import BatchSplitError
-from lightning_cephalo.engine import Engine, Groups, UnitOptions
+from lightning_cephalo.engine import Engine, UnitOptions
 from lightning_cephalo.metrics import StepLog
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.planning import PlanningOptions, Preparation, prepare
+from lightning_cephalo.ranks import RanksStrategy
 from lightning_cephalo.stepping import BatchCutter, joined_result, loss_and_weight
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 _WARM_UP_STEPS = 3
 
 
-class CephaloStrategy(ParallelStrategy):
+class CephaloStrategy(RanksStrategy):
     """Trains on unequal devices with uneven batches, uneven shards and layered accumulation.
 
     Args:
@@ -105,6 +92,9 @@ class CephaloStrategy(ParallelStrategy):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
         )
         self._plan_option = plan
         self._unit_options = UnitOptions(
@@ -120,11 +110,6 @@ class CephaloStrategy(ParallelStrategy):
             profile_budget_s=profile_budget_s,
             verbose=verbose,
         )
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout or timedelta(minutes=30)
-        self._start_method = start_method
-        self._num_nodes = 1
-        self._groups: Groups | None = None
         self._engine: Engine | None = None
         self._preparation: Preparation | None = None
         self._cutter: BatchCutter | None = None
@@ -133,39 +118,6 @@ class CephaloStrategy(ParallelStrategy):
         self._combining_log = False
         self._step_started_s = 0.0
         self._step_times_s: list[float] = []
-
-    # -- what Lightning asks of any strategy --------------------------------------------------
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning looks for this name on strategies that it does not know."""
-        return True
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this node; nodes may differ."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    def process_group_backend(self) -> str | None:
-        return self._process_group_backend
 
     @property
     def precision_plugin(self) -> Precision:
@@ -193,47 +145,8 @@ class CephaloStrategy(ParallelStrategy):
             raise RuntimeError("The model is not sharded now: this works only while training runs.")
         return self._engine
 
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._start_method != "popen":
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
-        elif not self.cluster_environment.creates_processes_externally:
-            # with an external launcher Lightning's own would insist on equally large nodes
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-
-    def set_world_ranks(self) -> None:
-        """Ranks and world size come from the cluster environment: nodes may differ in size."""
-        assert self.cluster_environment is not None
-        # environments of external launchers ignore these and say what the launcher said
-        self.cluster_environment.set_global_rank(
-            self.node_rank * self.num_processes + self.local_rank
-        )
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
-        from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-
-        fabric_rank_zero_only.rank = self.global_rank
-
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        self._process_group_backend = (
-            self._process_group_backend
-            or _get_default_process_group_backend_for_device(self.root_device)
-        )
-        assert self.cluster_environment is not None
-        device = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=self._timeout,
-            device_id=device,
-        )
-        if self._groups is None:
-            self._groups = Groups.create(self._timeout)
         self._take_over_samplers()
 
     def _take_over_samplers(self) -> None:
@@ -384,7 +297,9 @@ class CephaloStrategy(ParallelStrategy):
             *support.step_arguments(self.lightning_module, batch)
         )
 
-    def _finish_log(self, log: StepLog, outcome: ForwardOutcome, weights: tuple[float, ...]) -> None:
+    def _finish_log(
+        self, log: StepLog, outcome: ForwardOutcome, weights: tuple[float, ...]
+    ) -> None:
         assert self.lightning_module is not None
         notes = [(row[0], row[1]) for row in outcome.notes]
         self._combining_log = True
@@ -424,7 +339,9 @@ class CephaloStrategy(ParallelStrategy):
     # -- evaluation ---------------------------------------------------------------------------
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+        return self._evaluate(
+            "validation_step", self.precision_plugin.val_step_context, args, kwargs
+        )
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
@@ -508,21 +425,6 @@ class CephaloStrategy(ParallelStrategy):
 
     # -- communication that users and Lightning ask for ---------------------------------------
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not _distributed_is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if not _distributed_is_initialized():
-            return obj
-        values = [obj]
-        dist.broadcast_object_list(values, src, group=_group.WORLD)
-        return values[0]
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
@@ -588,5 +490,3 @@ def _rows(batch: Any) -> int | None:
         return BatchLayout().batch_size(batch)
     except BatchSplitError:
         return None
-
-

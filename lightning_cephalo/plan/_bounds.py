@@ -71,7 +71,7 @@ def first_largest(problem: Problem, types: Sequence[RankType]) -> int:
     """A batch per rank that the fastest rank of a good plan will hardly exceed."""
     _, rates = _least_times(problem, types, 0)
     combined = rates[:, 3]
-    if not np.isfinite(combined).any() or (combined <= 0).any():
+    if not np.isfinite(combined).any() or (combined < 1e-100).any():
         return problem.global_batch_size
     counts = np.array([kind.count for kind in types])
     speeds = np.where(np.isfinite(combined), 1 / combined, 0.0)

@@ -9,6 +9,7 @@ tail and bytes at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -41,10 +42,12 @@ class Limits:
 
     ``floors_s`` are bounds below the three maxima (forward, backward, tail) of any plan, gather and
     reduce included; ``step_s`` is the longest step of interest, without optimizer and overhead.
+    Any ``smallest_batch`` below 1 allows no samples at all.
     """
 
     step_s: float
     floors_s: tuple[float, float, float]
+    smallest_batch: int
     largest_batch: int
 
 
@@ -117,16 +120,16 @@ def build_columns(problem: Problem, profile: RankProfile, limits: Limits) -> Col
     """The ways of one rank to run every batch within ``limits`` and its own capacity that no other
     one beats.
 
-    Row 0 is the empty column (no samples). While they are few, all multisets of microbatch sizes
-    are tried. Where there are too many (measured curves are noisy, and thousands of mixtures differ
-    by less than the noise), those of one size with a ragged last one, as in (4, 4, 2), and the even
-    splits, as in (4, 3, 3).
+    Row 0 is the empty column (no samples) unless ``limits`` want some. While they are few, all
+    multisets of microbatch sizes are tried. Where there are too many (measured curves are noisy,
+    and thousands of mixtures differ by less than the noise), those of one size with a ragged last
+    one, as in (4, 4, 2), and the even splits, as in (4, 3, 3).
     """
     sizes = usable_sizes(problem, profile)
     if len(sizes) * limits.largest_batch <= _FEW_COMBINATIONS:
         columns = _all_mixtures(problem, profile, limits, sizes)
         if columns is not None:
-            return columns
+            return columns.take(columns.batch >= limits.smallest_batch)
     return _ragged_and_even(problem, profile, limits, sizes)
 
 
@@ -215,55 +218,69 @@ def _all_mixtures(
 def _ragged_and_even(
     problem: Problem, profile: RankProfile, limits: Limits, sizes: list[int]
 ) -> Columns:
-    """One size and a ragged rest, and even splits, of every batch: ``first`` copies of one size,
-    ``second`` of another.
-    """
-    batches = np.arange(1, limits.largest_batch + 1)
-    usable = np.zeros(profile.largest_microbatch_size + 1, dtype=bool)
-    usable[sizes] = True
-    usable[0] = True
-    parts = []
+    """One size and a ragged rest, and even splits, of every batch."""
+    batches = np.arange(max(1, limits.smallest_batch), limits.largest_batch + 1)
+    # Rows of (first size, its copies, second size, its copies), kept only within the limits: with
+    # every count of microbatches at once they would be as many as the square of the batch.
+    kept = []
     for size in sizes:
         rest = batches % size
-        parts.append((batches, size + 0 * rest, batches // size, rest, (rest > 0) + 0))
-    counts = {-(-batch // size) for batch in batches.tolist() for size in sizes}
-    for count in range(1, limits.largest_batch + 1) if problem.equal_microbatches else counts:
-        split = batches[batches >= count]
-        parts.append(
-            (split, split // count + 1, split % count, split // count, count - split % count)
-        )
-    batch, first, first_copies, second, second_copies = (
-        np.concatenate(part) for part in zip(*parts, strict=True)
+        pairs = np.column_stack([size + 0 * batches, batches // size, rest, rest > 0])
+        kept.append(_usable_pairs(problem, profile, limits, sizes, pairs))
+    counts: list[tuple[np.ndarray, Any]]
+    if problem.equal_microbatches:
+        every_count = range(1, limits.largest_batch + 1)
+        counts = [(batches[batches >= count], count) for count in every_count]
+    else:
+        counts = [(batches, -(-batches // size)) for size in sizes]
+    for split, count in counts:
+        floor, larger = split // count, split % count
+        pairs = np.column_stack([floor + 1, larger, floor, count - larger])
+        kept.append(_usable_pairs(problem, profile, limits, sizes, pairs))
+    pairs = np.concatenate(kept)
+    columns = _columns_of_pairs(problem, profile, pairs)
+    if len(columns):
+        rows = np.flatnonzero(_unbeaten_columns(problem, columns))
+        columns, pairs = columns.take(rows), pairs[rows]
+    copies = np.zeros((len(columns), profile.largest_microbatch_size + 1), dtype=np.int32)
+    every = np.arange(len(columns))
+    np.add.at(copies, (every, pairs[:, 0]), pairs[:, 1])
+    np.add.at(copies, (every, pairs[:, 2]), pairs[:, 3])
+    columns = Columns(
+        columns.batch, columns.count, columns.times_s, columns.used_bytes, copies[:, 1:]
     )
-    first = np.where(first_copies > 0, first, 0)
-    second = np.where(second_copies > 0, second, 0)
-    known = (np.maximum(first, second) < len(usable)) & (first_copies + second_copies > 0)
-    known[known] = usable[first[known]] & usable[second[known]]
-    batch, first, second = batch[known], first[known], second[known]
-    first_copies, second_copies = first_copies[known], second_copies[known]
+    if limits.smallest_batch > 0:
+        return columns
+    return _joined(_empty_column(problem, profile), columns)
 
+
+def _usable_pairs(
+    problem: Problem, profile: RankProfile, limits: Limits, sizes: list[int], pairs: np.ndarray
+) -> np.ndarray:
+    """The rows of ``pairs`` (rows, 4) that this rank can run within ``limits``."""
+    usable = np.zeros(profile.largest_microbatch_size + 1, dtype=bool)
+    usable[[0, *sizes]] = True
+    # A size without copies counts as size 0.
+    pairs = pairs * np.repeat(pairs[:, 1::2] > 0, 2, axis=1)
+    pairs = pairs[pairs[:, ::2].max(axis=1, initial=0) < len(usable)]
+    pairs = pairs[usable[pairs[:, 0]] & usable[pairs[:, 2]]]
+    return pairs[_within(problem, profile, limits, _columns_of_pairs(problem, profile, pairs))]
+
+
+def _columns_of_pairs(problem: Problem, profile: RankProfile, pairs: np.ndarray) -> Columns:
+    """Columns whose ``copies`` are still the pairs."""
+    first, first_copies, second, second_copies = pairs.T
     curves = np.vstack([np.zeros(3), _curves(profile)])
     peaks = np.r_[0.0, profile.compute_bytes]
+    batch = first * first_copies + second * second_copies
     per_sample = problem.boundary_bytes * problem.units
-    columns = Columns(
+    return Columns(
         batch,
         first_copies + second_copies,
         first_copies[:, None] * curves[first] + second_copies[:, None] * curves[second],
         problem.gathered_bytes + np.maximum(peaks[first], peaks[second]) + per_sample * batch,
-        np.column_stack([first, first_copies, second, second_copies]),
+        pairs,
     )
-    columns = columns.take(_within(problem, profile, limits, columns))
-    if len(columns):
-        columns = columns.take(_unbeaten_columns(problem, columns))
-    recipe = columns.copies
-    copies = np.zeros((len(columns), profile.largest_microbatch_size + 1), dtype=np.int32)
-    rows = np.arange(len(columns))
-    np.add.at(copies, (rows, recipe[:, 0]), recipe[:, 1])
-    np.add.at(copies, (rows, recipe[:, 2]), recipe[:, 3])
-    found = Columns(
-        columns.batch, columns.count, columns.times_s, columns.used_bytes, copies[:, 1:]
-    )
-    return _joined(_empty_column(problem, profile), found)
 
 
 def _curves(profile: RankProfile) -> np.ndarray:

@@ -107,9 +107,16 @@ class _Round:
         self.deadline = search.deadline
         self.bounds = bounds
         self.headroom = Headroom(problem, types, search.deadline)
+        largest = bounds.largest_batches(problem, limit_s)
+        total = sum(kind.count * batch for kind, batch in zip(types, largest, strict=True))
         self.columns = [
-            build_columns(problem, kind.profile, Limits(limit_s, bounds.floors_s, largest))
-            for kind, largest in zip(types, bounds.largest_batches(problem, limit_s), strict=True)
+            build_columns(
+                problem,
+                kind.profile,
+                # At the least what all others leave when each takes its largest batch.
+                Limits(limit_s, bounds.floors_s, problem.global_batch_size - total + batch, batch),
+            )
+            for kind, batch in zip(types, largest, strict=True)
         ]
         pool = pooled(types, self.columns)
         self.pool = pool.take(pool.count > 0) if problem.equal_microbatches else pool

@@ -1,4 +1,4 @@
-"""Share the training state so that every rank keeps the same part of its memory free."""
+"""Share the training state in proportion to the memory that is free for it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_LEAST = 1e-9
-
 
 def share_state(
     state_bytes: float, used_bytes: Sequence[float], capacity_bytes: Sequence[float]
 ) -> tuple[float, ...]:
     """State fraction of each rank, from what it uses beside the state and what it may hold.
 
-    Water fills the ranks to one common level, as a part of their capacity; ranks above that level
-    already hold nothing. Ranks without a limit share all of the state evenly. No rank exceeds its
-    capacity, even by rounding, so the fractions may sum to 1 within rounding only.
+    Every rank gives the same part of its free memory: whatever fits in all fits in each, headroom
+    shrinks alike everywhere, and a state that is small against the memory still lies on all ranks.
+    (Filling all ranks to one level puts such a state on the one rank with the most room, which
+    makes every gather a broadcast.) Ranks without a limit share all of the state evenly. No rank
+    exceeds its capacity, even by rounding, so the fractions may sum to 1 within rounding only.
 
     The caller sees to it that the state fits: ``sum(capacity - used) >= state_bytes``, and no rank
     is over its own.
@@ -30,19 +30,11 @@ def share_state(
     unlimited = np.isinf(capacity)
     if unlimited.any():
         return tuple((unlimited / unlimited.sum()).tolist())
-    # Below rounding the level would not rise: such a state is shared as a somewhat larger one.
-    least = min(_LEAST * float(capacity.sum()), float((capacity - used).sum()))
-    filled = max(state_bytes, least)
-    order = np.argsort(used / capacity, kind="stable")
-    filled_used, filled_capacity = np.cumsum(used[order]), np.cumsum(capacity[order])
-    levels = (filled + filled_used) / filled_capacity
-    # Each rank that lies below the level of those before it lowers it: the least level is the
-    # common one.
-    level = float(levels.min())
-    held = np.maximum(level * capacity - used, 0.0)
-    if filled < _LEAST * float(capacity.sum()):
-        held = capacity - used
-    fractions = (held / held.sum()).tolist()
+    free = np.maximum(capacity - used, 0.0)
+    total = float(free.sum())
+    if total == 0:
+        return (1.0 / ranks,) * ranks
+    fractions = (free / total).tolist()
     return tuple(
         _within(fraction, state_bytes, rank_used, limit)
         for fraction, rank_used, limit in zip(

@@ -9,7 +9,7 @@ where a column with fewer samples
    batch cannot be had within the three slowest times found (curves that fall with size), again with
    the exact batch.
 4. ``cheapest``: within those slowest times, the exact batch with the most even memory headroom.
-5. Water-filling of the state (``_state``).
+5. The state in proportion to what memory is then free (``_state``).
 
 The limit of step 2 starts just above the bound and is raised until the optimum lies within it, so
 that what it cuts off is provably slower.
@@ -40,8 +40,7 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
 
     Decides for every rank its microbatch sizes and their number (none is allowed: a rank that only
     holds state) and its share of the state. Of the plans with that step time, one with even memory
-    headroom is taken: every rank that holds state keeps the same part of its capacity free, as far
-    as that is possible. While the combinations are few, microbatches of a rank may be of any sizes;
+    headroom is taken, and every rank gives the same part of its free memory to state. While the combinations are few, microbatches of a rank may be of any sizes;
     otherwise of one size with a ragged last one, or an even split. The optimum, and ``bound_s``,
     are among those.
 

@@ -63,14 +63,12 @@ def test_predict_refuses_what_was_not_profiled():
         predict(PROBLEM, [RankPlan((1,), 1.0)])
 
 
-def test_state_is_shared_so_that_the_same_part_stays_free():
-    fractions = share_state(120, [20, 0], [200, 100])
-    held = [fraction * 120 for fraction in fractions]
-    assert (20 + held[0]) / 200 == pytest.approx(held[1] / 100)
+def test_state_is_shared_in_proportion_to_free_memory():
+    assert share_state(120, [20, 0], [200, 100]) == pytest.approx((180 / 280, 100 / 280))
 
 
-def test_a_rank_above_the_common_level_holds_no_state():
-    assert share_state(20, [90, 0, 0], [100, 100, 100]) == (0.0, 0.5, 0.5)
+def test_a_full_rank_holds_no_state():
+    assert share_state(20, [100, 0, 0], [100, 100, 100]) == (0.0, 0.5, 0.5)
 
 
 def test_state_without_limits_or_without_size_is_even():
