@@ -7,7 +7,7 @@ the CPU of rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_cephalo.engine import to_full
-from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part
+from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, with_rows_of
 
 
 def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
@@ -73,9 +73,12 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
 def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with full tensors; collective; empty unless ``keep``."""
     state = optimizer.state_dict()
+    parameters = dict(_numbered_parameters(state, optimizer))
     full = {
         index: {
-            name: to_full(value, keep) if isinstance(value, Tensor) else value
+            name: to_full(with_rows_of(value, parameters[index]), keep)
+            if isinstance(value, Tensor)
+            else value
             for name, value in entries.items()
         }
         for index, entries in state["state"].items()
@@ -83,18 +86,22 @@ def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     return {**state, "state": full} if keep else {}
 
 
+def _numbered_parameters(
+    state: Mapping[str, Any], optimizer: Optimizer
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the parameters with their numbers in an optimizer's state dict."""
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        yield from zip(saved["params"], group["params"], strict=False)
+
+
 def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load an optimizer state of full tensors; every rank has all of ``state``."""
-    groups = zip(state["param_groups"], optimizer.param_groups, strict=False)
-    parameters = {
-        index: parameter
-        for saved, group in groups
-        for index, parameter in zip(saved["params"], group["params"], strict=False)
-    }
+    parameters = dict(_numbered_parameters(state, optimizer))
     sharded = {
         index: {
+            # a step count has the shape of a 0-d parameter, but is a plain number on every rank
             name: _like(parameters[index], value)
-            if isinstance(value, Tensor) and index in parameters
+            if isinstance(value, Tensor) and index in parameters and name != "step"
             else value
             for name, value in entries.items()
         }

@@ -39,10 +39,9 @@ def describe_device(device: torch.device, processes_on_host: int) -> Device:
     """
     emulated = active_device()
     if emulated is not None:
-        capacity = emulated.capacity_bytes
-        if capacity is None:
-            capacity = _host_share_bytes(processes_on_host)
-        return Device(emulated.name, float(capacity))
+        given = emulated.capacity_bytes
+        shared = _host_share_bytes(processes_on_host)
+        return Device(emulated.name, shared if given is None else float(given))
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         used_by_us = torch.cuda.memory_reserved(device)

@@ -165,6 +165,7 @@ def to_full(value: Tensor, keep: bool) -> Tensor | None:
         keep: Whether this rank wants it; others only take part.
     """
     if isinstance(value, DTensor):
-        full = value.detach().full_tensor()
+        with torch.no_grad():
+            full = value.full_tensor()
         return full.cpu() if keep else None
     return value.detach().cpu() if keep else None

@@ -28,7 +28,7 @@ class PlanningOptions:
 
     global_batch_size: int | None = None
     collate_per_microbatch: bool = False
-    split_batch: Callable[[Any, list[int]], list[Any]] | None = None
+    split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None
     equal_microbatches: bool = False
     profile_budget_s: float = 20.0
     verbose: bool = True

@@ -116,8 +116,8 @@ class RanksStrategy(ParallelStrategy):
             self.node_rank * self.num_processes + self.local_rank
         )
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
-        fabric_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         super().setup_environment()

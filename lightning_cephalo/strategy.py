@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -73,7 +73,7 @@ class CephaloStrategy(RanksStrategy):
         unit_names: list[str] | None = None,
         recompute: bool = True,
         collate_per_microbatch: bool = False,
-        split_batch: Callable[[Any, list[int]], list[Any]] | None = None,
+        split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         equal_microbatches: bool = False,
         profile_budget_s: float = 20.0,
         verbose: bool = True,
@@ -254,7 +254,8 @@ class CephaloStrategy(RanksStrategy):
         assert self.lightning_module is not None
         self._step_started_s = time.perf_counter()
         batch, rest = args[0], args[1:]
-        log = StepLog(self.lightning_module.trainer._results, counts := [])
+        counts: list[int] = []  # filled when the batch has been cut
+        log = StepLog(self.lightning_module.trainer._results, counts)
         calls: list[MicrobatchCall] = []
         try:
             assert self._cutter is not None

@@ -167,10 +167,10 @@ class SwitchedOffCaches:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._configs = []
+        self._configs: list[Any] = []
         seen: set[int] = set()
         for inner in module.modules():
-            config = getattr(inner, "config", None)
+            config: Any = getattr(inner, "config", None)
             if id(config) in seen or getattr(config, "use_cache", None) is not True:
                 continue
             seen.add(id(config))

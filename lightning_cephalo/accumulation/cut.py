@@ -39,28 +39,29 @@ class Cut:
                 " run twice. Compile it by `blocks[i] = torch.compile(block)` instead."
             )
         module._compiled_call_impl = None
-        module.forward = self  # type: ignore[method-assign,assignment]
+        module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._enter(self._body, self._buffers, args, kwargs)
 
     def _compiled_body(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._compiled is not None
         self._restore_forward()
         try:
-            return self._compiled(*args, **kwargs)  # type: ignore[misc]
+            return self._compiled(*args, **kwargs)
         finally:
-            self._module.forward = self  # type: ignore[method-assign,assignment]
+            self._module.forward = self
 
     def _restore_forward(self) -> None:
         if self._replaced is None:
             del self._module.forward
         else:
-            self._module.forward = self._replaced  # type: ignore[method-assign]
+            self._module.forward = self._replaced
 
     def remove(self) -> None:
         """Give the module its own forward back."""
         self._restore_forward()
-        self._module._compiled_call_impl = self._compiled  # type: ignore[assignment]
+        self._module._compiled_call_impl = self._compiled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnitUseError(

@@ -315,8 +315,11 @@ class Runner:
             return
         parked = self._microbatches[index].parked
         if parked != expected:
-            raise UnitUseError(self._different_visits([f"microbatch {index}: {self._name(parked)}"],
-                                                      self._name(expected)))
+            raise UnitUseError(
+                self._different_visits(
+                    [f"microbatch {index}: {self._name(parked)}"], self._name(expected)
+                )
+            )
 
     def _all_finished(self) -> None:
         late = [
@@ -422,9 +425,7 @@ class Runner:
         Args:
             divisor: Gradients are divided by it (steps that are accumulated before an update).
         """
-        self._final_scale = self._loss_factor / (
-            self._loss_scale * self._total_weight * divisor
-        )
+        self._final_scale = self._loss_factor / (self._loss_scale * self._total_weight * divisor)
         self._reducing: Unit | None = None
         self._used: dict[int, list[bool]] = {}
         armed: set[int] = set()

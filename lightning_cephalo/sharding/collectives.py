@@ -50,9 +50,7 @@ def _alias(new: str, old: str) -> Callable[..., Any]:
     return getattr(dist, new, None) or getattr(dist, old)
 
 
-def gather_slices(
-    full: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
-) -> Pending:
+def gather_slices(full: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Pending:
     """Fill ``full`` with every rank's slice; this rank's own slice is already in place.
 
     Args:

@@ -187,6 +187,4 @@ def _divide_parameters(module: nn.Module, chosen: dict[str, nn.Module]) -> list[
         units = units_of[key]
         unit = next(iter(units)) if len(units) == 1 else ""
         members[unit].append((parameter, tuple(owners[key])))
-    return [
-        UnitMembers(name, chosen.get(name, module), tuple(members[name])) for name in members
-    ]
+    return [UnitMembers(name, chosen.get(name, module), tuple(members[name])) for name in members]

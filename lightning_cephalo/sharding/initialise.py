@@ -8,9 +8,7 @@ from torch import nn
 from lightning_cephalo.sharding.discovery import UnitMembers
 
 
-def initialise_members(
-    top: nn.Module, members: UnitMembers, *, materialise: bool
-) -> UnitMembers:
+def initialise_members(top: nn.Module, members: UnitMembers, *, materialise: bool) -> UnitMembers:
     """Give the meta parameters of one unit values, by their modules' own initialisation.
 
     Args:

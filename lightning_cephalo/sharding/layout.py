@@ -19,6 +19,7 @@ agree with the plan to about one row (reference: sharding cut points of this pro
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,7 +111,9 @@ class Divider:
         offset = 0
         for shape in shapes:
             if len(shape) == 0:
-                raise ValueError("a 0-d parameter has no rows to cut: got shape (), expected >= 1-d")
+                raise ValueError(
+                    "a 0-d parameter has no rows to cut: got shape (), expected >= 1-d"
+                )
             slots.append(Slot(tuple(shape), offset))
             offset = slots[-1].end
         numel = offset
@@ -125,14 +128,10 @@ class Divider:
 
 
 def _cumulative(fractions: Sequence[float]) -> list[float]:
-    """Running sums; a sum that only rounding keeps from 1 (or 0) is made exactly so."""
-    sums: list[float] = []
-    total = 0.0
-    for fraction in fractions:
-        total += fraction
-        sums.append(1.0 if total > 1.0 - 1e-9 else total)
-    sums[-1] = 1.0
-    return sums
+    """Running sums, exactly 1 from the last rank with a share on: ranks behind it hold nothing."""
+    last = max(index for index, fraction in enumerate(fractions) if fraction > 0.0)
+    sums = list(itertools.accumulate(fractions))
+    return [1.0 if index >= last else min(total, 1.0) for index, total in enumerate(sums)]
 
 
 def _nearest_row_edge(slots: Sequence[Slot], wanted: float, numel: int) -> int:

@@ -35,7 +35,7 @@ class Rows(Shard):
     """
 
     def __new__(cls, rows: Sequence[tuple[int, int]]) -> Rows:
-        return super().__new__(cls, 0)
+        return super().__new__(cls, 0)  # type: ignore[call-arg]
 
     def __init__(self, rows: Sequence[tuple[int, int]]) -> None:
         super().__init__(0)
@@ -104,6 +104,27 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a DTensor, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def with_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Show optimizer state with its parameter's rows.
+
+    Tensors that DTensor derives (``grad + decay * p``, which SGD keeps as its momentum) hold the
+    right rows but say plain ``Shard(0)``: their ``full_tensor()`` would be wrong.
+    """
+    if (
+        isinstance(value, DTensor)
+        and isinstance(parameter, DTensor)
+        and value.shape == parameter.shape
+        and value._local_tensor.shape == parameter._local_tensor.shape
+        and value.placements[0].is_shard(0)
+        and not isinstance(value.placements[0], Rows)
+    ):
+        rows = parameter.placements[0]
+        if isinstance(rows, Rows):
+            spec = row_spec(parameter.device_mesh, rows.rows, value.shape, value.dtype)
+            return as_dtensor(value._local_tensor, spec)
+    return value
 
 
 def default_mesh(device_type: str) -> DeviceMesh:

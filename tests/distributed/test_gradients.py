@@ -20,7 +20,14 @@ from launch import run_ranks
 from zoo import ZOO, build, hugging_face_loss
 
 
-def _compare(rank: int, name: str, allocation: Allocation, recompute: bool) -> dict[str, float]:
+@pytest.fixture(scope="module", autouse=True)
+def models_imported_before_forking():
+    """transformers imports a model's code on first use, seconds in every forked rank."""
+    for name in ZOO:
+        build(name, 1)
+
+
+def compare(rank: int, name: str, allocation: Allocation, recompute: bool) -> dict[str, float]:
     model, batch = build(name, batch_size_of(allocation))
     single = copy.deepcopy(model)
     runner = make_runner(model, allocation.fractions, recompute)
@@ -58,7 +65,7 @@ def _compare(rank: int, name: str, allocation: Allocation, recompute: bool) -> d
 @pytest.mark.parametrize("name", ZOO)
 def test_three_clipped_adamw_steps_equal_one_device(name, allocation, recompute):
     plan = ALLOCATIONS[allocation]
-    for errors in run_ranks(plan.world_size, _compare, name, plan, recompute):
+    for errors in run_ranks(plan.world_size, compare, name, plan, recompute):
         assert errors["gradient"] <= 1e-5
         assert errors["loss"] <= 1e-5
         assert errors["norm"] <= 1e-5

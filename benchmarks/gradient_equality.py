@@ -1,0 +1,55 @@
+"""How far losses, gradients and updates are from those of one device.
+
+    python benchmarks/gradient_equality.py
+
+Every model of the tests' zoo, under every plan, with and without recomputation: three AdamW steps
+with clipping on gloo ranks against the same steps in one process, in fp32. Printed is the largest
+relative error over the three steps: of the loss, of the whole gradient (norm of the difference
+over the norm), of the clipped norm, and of all parameters at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+# what is compared, and how, is the tests' own
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "distributed"))
+
+from harness import ALLOCATIONS  # noqa: E402
+from launch import run_ranks  # noqa: E402
+from test_gradients import compare  # noqa: E402
+from zoo import ZOO  # noqa: E402
+
+
+def main() -> None:
+    table = Table(title="Largest relative error against one device, fp32")
+    for heading in ("model", "plan", "recompute"):
+        table.add_column(heading)
+    kinds = ("loss", "gradient", "norm", "parameters")
+    for heading in kinds:
+        table.add_column(heading, justify="right")
+    worst = dict.fromkeys(kinds, 0.0)
+    for name in ZOO:
+        for plan, allocation in ALLOCATIONS.items():
+            for recompute in (True, False):
+                found = run_ranks(
+                    allocation.world_size, compare, name, allocation, recompute, timeout_s=300
+                )
+                errors = {kind: max(row[kind] for row in found) for kind in kinds}
+                worst = {kind: max(worst[kind], errors[kind]) for kind in kinds}
+                table.add_row(
+                    name,
+                    plan,
+                    "on" if recompute else "off",
+                    *[f"{errors[kind]:.1e}" for kind in kinds],
+                )
+    table.add_row("worst", "", "", *[f"{worst[kind]:.1e}" for kind in kinds], style="bold")
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Profiling runs the user's own step, and leaves no trace of it.
+
+[Note: what is put back]
+Every attribute of every submodule, buffers included: numbers, strings and other values by
+reference; tensors and numpy arrays by content; lists, dicts, sets, deques and dataclass instances
+by what they hold, into the same objects; random generators by state. Other objects are left alone
+(a module may hold the trainer, and through it everything): if the step changes what such an object
+holds, that stays. torchmetrics are modules, so their states are put back like any other.
+Parameters need nothing: no optimizer runs, and gradients are dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_cephalo.accumulation.replay import RandomState
+from lightning_cephalo.data.randomness import preserved_randomness, read_states, write_states
+from lightning_cephalo.emulation import active_device
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_ATOMS = (bool, int, float, complex, str, bytes, type(None))
+# parameters move between their sharded and full faces by themselves
+_NOT_OURS = frozenset({"_parameters", "_trainer", "_fabric"})
+# a container of more is data, not a counter: only which objects it holds is put back
+_WALKED_ITEMS = 10_000
+
+
+@contextmanager
+def isolated(trainer: Trainer, module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run the user's step inside without a trace: state, randomness, logs, gradients.
+
+    Args:
+        trainer: The trainer that is fitting; its results, loggers and optimizers are replaced by
+            throwaway ones inside.
+        module: The user's LightningModule.
+        device: This rank's device.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(preserved_randomness())
+        stack.callback(RandomState(device).restore)
+        stack.enter_context(preserved_state(module))
+        stack.enter_context(_muted(trainer, module))
+        stack.callback(forget_gradients, module)
+        yield
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Set the gradients of all parameters to None."""
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+@contextmanager
+def preserved_state(module: nn.Module) -> Iterator[None]:
+    """Put the attributes of all submodules back afterwards; see the note of this module."""
+    snapshot = _Snapshot()
+    snapshot.take(module)
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
+class _Snapshot:
+    """What the objects reachable from a module hold."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+        self._restores: list[Callable[[], None]] = []
+
+    def restore(self) -> None:
+        for put_back in self._restores:
+            put_back()
+
+    def take(self, value: Any) -> None:
+        if isinstance(value, _ATOMS) or isinstance(value, type) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            self._attributes(value, skip=_NOT_OURS)
+        elif isinstance(value, Tensor):
+            self._tensor(value)
+        elif isinstance(value, np.ndarray):
+            self._array(value)
+        elif isinstance(value, _GENERATORS):
+            states = read_states([value])
+            self._restores.append(lambda: write_states([value], states))
+        elif isinstance(value, dict):
+            self._mapping(value)
+        elif isinstance(value, (list, deque)):
+            self._sequence(value)
+        elif isinstance(value, set):
+            saved = set(value)
+            self._restores.append(lambda: _refill_set(value, saved))
+        elif isinstance(value, tuple):
+            self._walk(list(value))
+        elif dataclasses.is_dataclass(value) and hasattr(value, "__dict__"):
+            self._attributes(value)
+
+    def _walk(self, values: list[Any]) -> None:
+        if len(values) <= _WALKED_ITEMS:
+            for value in values:
+                self.take(value)
+
+    def _attributes(self, owner: Any, skip: frozenset[str] = frozenset()) -> None:
+        saved = {name: value for name, value in vars(owner).items() if name not in skip}
+
+        def put_back() -> None:
+            # past __setattr__: modules sort by type there, and frozen dataclasses refuse
+            attributes = vars(owner)
+            for name in [name for name in attributes if name not in saved and name not in skip]:
+                del attributes[name]
+            attributes.update(saved)
+
+        self._restores.append(put_back)
+        self._walk(list(saved.values()))
+
+    def _mapping(self, mapping: dict[Any, Any]) -> None:
+        saved = list(mapping.items())
+
+        def put_back() -> None:
+            now = list(mapping.items())
+            if len(now) == len(saved) and all(
+                a is c and b is d for (a, b), (c, d) in zip(now, saved, strict=True)
+            ):
+                return
+            mapping.clear()
+            for key, value in saved:
+                mapping[key] = value
+
+        self._restores.append(put_back)
+        self._walk([value for _, value in saved])
+
+    def _sequence(self, sequence: list[Any] | deque[Any]) -> None:
+        saved = list(sequence)
+
+        def put_back() -> None:
+            if len(sequence) != len(saved) or any(
+                a is not b for a, b in zip(sequence, saved, strict=True)
+            ):
+                sequence.clear()
+                sequence.extend(saved)
+
+        self._restores.append(put_back)
+        self._walk(saved)
+
+    def _tensor(self, tensor: Tensor) -> None:
+        if isinstance(tensor, (nn.Parameter, DTensor)) or tensor.is_meta:
+            return
+        # on the host: the device's memory is what is about to be measured
+        saved = tensor.detach().to("cpu", copy=True)
+        emulated = active_device()
+        if emulated is not None:
+            emulated.untrack(saved)
+
+        def put_back() -> None:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                if tensor.shape == saved.shape:
+                    tensor.detach().copy_(saved)
+                else:
+                    tensor.data = saved.to(tensor.device)
+
+        self._restores.append(put_back)
+
+    def _array(self, array: np.ndarray[Any, Any]) -> None:
+        saved = array.copy()
+
+        def put_back() -> None:
+            if array.flags.writeable:
+                array[...] = saved
+
+        self._restores.append(put_back)
+
+
+def _refill_set(value: set[Any], saved: set[Any]) -> None:
+    if value != saved:
+        value.clear()
+        value.update(saved)
+
+
+# -- Lightning ------------------------------------------------------------------------------------
+#
+# [Note: private names of Lightning] `self.log` writes to `trainer._results`, which is the training
+# epoch loop's `_results` while training, and refuses to when `_current_fx_name` is None. Both are
+# replaced here and nowhere else; tests/profiling/test_profiling_isolation.py says when they change.
+
+
+@contextmanager
+def _muted(trainer: Trainer, module: Any) -> Iterator[None]:
+    """Let everything that the step logs or asks of the trainer go to throwaways."""
+    from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
+    loop = trainer.fit_loop.epoch_loop
+    connector = _Snapshot()
+    connector._attributes(trainer._logger_connector)
+    results, loggers, stopping = loop._results, trainer.loggers, trainer.should_stop
+    name = module._current_fx_name
+    loop._results = _ResultCollection(training=True)
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    module._current_fx_name = "training_step"
+    try:
+        with _stand_in_optimizer(trainer.strategy):
+            yield
+    finally:
+        loop._results, trainer.loggers, trainer.should_stop = results, loggers, stopping
+        module._current_fx_name = name
+        connector.restore()
+
+
+@contextmanager
+def _stand_in_optimizer(strategy: Any) -> Iterator[None]:
+    """Give ``self.optimizers()`` and ``self.lr_schedulers()`` something to answer with.
+
+    The user's own are made for the planned shards, later; steps that log the learning rate run all
+    the same.
+    """
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+    optimizers, schedulers = strategy.optimizers, strategy.lr_scheduler_configs
+    stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+    strategy.optimizers = [stand_in]
+    strategy.lr_scheduler_configs = [
+        LRSchedulerConfig(torch.optim.lr_scheduler.LambdaLR(stand_in, lambda _: 1.0))
+    ]
+    try:
+        yield
+    finally:
+        strategy.optimizers, strategy.lr_scheduler_configs = optimizers, schedulers
+
+
+def expect_samples(trainer: Trainer, count: int) -> None:
+    """Tell the throwaway results how many samples a batch has, for means over an epoch."""
+    trainer.fit_loop.epoch_loop._results.batch_size = count
+
+
+def moved_to_device(trainer: Trainer, module: Any, batch: Any) -> Any:
+    """Convert and move a batch as the training loop does, the user's hooks included.
+
+    A copy of ``_TrainingEpochLoop.advance``, which has no function for it.
+    """
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)

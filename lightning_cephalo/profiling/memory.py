@@ -1,0 +1,160 @@
+"""What a step holds at its worst moment, and how the planner's memory formula gets its numbers.
+
+The formula (plan/cost.py): state share + ``gathered_bytes`` + ``compute_bytes[m]`` of the largest
+microbatch + ``boundary_bytes`` x units x samples. Measured are the peak P of a step with one
+microbatch of m samples, and with several. What each further microbatch adds is what is kept of it
+until its backward; that is the boundary term. ``compute_bytes[m]`` is the rest of P, so that the
+formula gives P back for one microbatch and grows as measured with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.emulation import MemoryTracker
+from lightning_cephalo.engine import Engine
+from lightning_cephalo.sharding.flat import Flat
+
+# Adam's two moments beside the parameter and its gradient. The optimizer is made for the planned
+# shards, so it is not known yet; SGD holds less, and nothing common holds more.
+_STATE_COPIES = 4
+
+
+def state_bytes(engine: Engine) -> int:
+    """Bytes of training state of the whole model: what the plan's fractions share out.
+
+    16 per fp32 or mixed-precision parameter that is trained: itself, its gradient and the two
+    moments of Adam; a frozen one counts once. What a rank needs to receive gradients into grows
+    with its share too, so it is counted in.
+    """
+    held = sum(
+        flat.numel * flat.master_dtype.itemsize * (_STATE_COPIES if flat.trainable else 1)
+        for flat in _flats(engine)
+    )
+    return held + _receive_bytes(engine)
+
+
+def _receive_bytes(engine: Engine) -> int:
+    """Bytes of the buffers that one reduce receives into, over all ranks; one is under way."""
+    largest = max(unit.gradient_bytes for unit in engine.units)
+    if dist.get_backend(engine.units[0].flats[0].context.reduce_group) == "nccl":
+        return largest
+    return largest * dist.get_world_size()  # every rank's summand of the slice, added up there
+
+
+def resting_bytes(engine: Engine) -> int:
+    """Bytes that this rank holds between steps beside its share of the state."""
+    held = {
+        buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
+        for buffer in engine.module.buffers()
+    }
+    resting = sum(held.values())
+    if engine.device.type == "cuda":
+        shards = [flat.shard for flat in _flats(engine)]
+        shards += [flat.grad_shard for flat in _flats(engine) if flat.grad_shard is not None]
+        allocated = torch.cuda.memory_allocated(engine.device)
+        resting = max(resting, allocated - sum(_nbytes(shard) for shard in shards))
+    return resting
+
+
+def batch_bytes(batch: Any, device: torch.device) -> int:
+    """Bytes of a batch's tensors on the device."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return sum(_nbytes(leaf) for leaf in leaves if leaf.device.type == device.type)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _flats(engine: Engine) -> list[Flat]:
+    return [flat for unit in engine.units for flat in unit.flats]
+
+
+class PeakMeter:
+    """Measures the peak of the ``with`` block beside the state, gathered buffers included.
+
+    On CUDA the allocator's own figure; on the CPU the bytes of live tensors, which slows operators
+    down: nothing should be timed meanwhile.
+
+    Args:
+        engine: The sharded model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._cuda = engine.device.type == "cuda"
+        self._before = 0
+        self._tracker = _StepTracker()
+        self.peak_bytes = 0
+
+    def __enter__(self) -> PeakMeter:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(self._engine.device)
+            self._before = torch.cuda.memory_allocated(self._engine.device)
+            return self
+        self._tracker.__enter__()
+        # made before, and empty until they are gathered or armed
+        for flat in _flats(self._engine):
+            self._tracker.track(flat.full)
+            if flat.grad_full is not None:
+                self._tracker.track(flat.grad_full)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._cuda:
+            peak = torch.cuda.max_memory_allocated(self._engine.device)
+            self.peak_bytes = max(0, peak - self._before)
+            return
+        self._tracker.__exit__(*exception)
+        self.peak_bytes = self._tracker.peak_bytes
+
+
+class _StepTracker(MemoryTracker):
+    """Leaves out what a reduce receives into: `state_bytes` has it, for the planned shares."""
+
+    def _after(
+        self, function: Any, operator: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        if operator.collective and "alltoall" in str(function):
+            self.untrack(args[0])
+
+
+def kept_bytes_per_sample(single: float, several: float, count: int, size: int) -> float:
+    """What is kept of every sample until its backward.
+
+    Args:
+        single: Peak with one microbatch.
+        several: Peak with ``count`` microbatches.
+        count: Two or more.
+        size: Samples in each microbatch.
+    """
+    return max(0.0, several - single) / ((count - 1) * size)
+
+
+def compute_curve(
+    sizes: Sequence[int], peaks: Sequence[float], largest: int, gathered: float, kept: float
+) -> list[float]:
+    """``compute_bytes`` of microbatches of 1 to ``largest`` samples.
+
+    Peaks are interpolated, and never fall: a larger batch holds no less.
+
+    Args:
+        sizes: Measured sizes, rising.
+        peaks: Their peaks, gathered buffers included.
+        largest: Length of the curve.
+        gathered: ``gathered_bytes`` of the problem, as far as it is full buffers.
+        kept: Bytes that every sample keeps until its backward.
+    """
+    every = np.arange(1, largest + 1)
+    rising = np.maximum.accumulate(np.asarray(peaks, dtype=float))
+    dense = np.interp(every, sizes, rising)
+    return [float(max(0.0, peak - gathered - kept * size))
+            for size, peak in zip(every, dense, strict=True)]  # fmt: skip
