@@ -1,31 +1,20 @@
-"""How long a microbatch takes in the units and in the root, over growing sizes, on all ranks at once.
+"""How long a microbatch takes, over growing sizes, on all ranks at once.
 
-All ranks take part in every step, for the gathers; what a rank computes in it is its own affair. So
+All ranks take part in every step, for the gathers; what each computes in it is its own affair. So
 the fast ranks measure large microbatches in the time in which the slow ones measure small ones,
 and a rank that is done goes on communicating with nothing to compute.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
-import torch
-
-from lightning_cephalo.accumulation.agreement import RemoteRankError
-from lightning_cephalo.accumulation.runner import MicrobatchCall
-from lightning_cephalo.engine import Engine
-from lightning_cephalo.profiling.errors import ProfilingError, is_out_of_memory
-from lightning_cephalo.profiling.isolation import forget_gradients
-from lightning_cephalo.profiling.memory import PeakMeter, batch_bytes
-from lightning_cephalo.stepping import loss_and_weight
+from lightning_cephalo.profiling.errors import ProfilingError
+from lightning_cephalo.profiling.memory import kept_bytes_per_sample
+from lightning_cephalo.profiling.probe import Prober, Times, samples
 
 # Share of the time left that repeating one size may use.
 _REPEATS, _REPEAT_SHARE = 3, 0.15
@@ -33,36 +22,8 @@ _REPEATS, _REPEAT_SHARE = 3, 0.15
 _BEYOND_SHARE = 1.5
 # From this size on a rank stops when larger microbatches gain less than this per sample.
 _LARGE_SIZE, _WORTHWHILE_GAIN = 32, 0.02
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one microbatch on one rank, summed over its visits of units.
-
-    Attributes:
-        forward_s: All units' forward.
-        backward_s: All units' backward.
-        tail_s: Everything else: embedding, head, loss.
-    """
-
-    forward_s: float
-    backward_s: float
-    tail_s: float
-
-    @property
-    def total_s(self) -> float:
-        """The three together."""
-        return self.forward_s + self.backward_s + self.tail_s
-
-    def least(self, other: Times | None) -> Times:
-        """Part by part the shorter: whatever disturbs a measurement makes it longer."""
-        if other is None:
-            return self
-        return Times(
-            min(self.forward_s, other.forward_s),
-            min(self.backward_s, other.backward_s),
-            min(self.tail_s, other.tail_s),
-        )
+# Numbers of microbatches whose peak is compared with that of one.
+_COUNTS = (4, 2)
 
 
 @dataclass
@@ -92,149 +53,6 @@ def ladder(smallest: int, limit: int) -> list[int]:
         sizes.update((power, power * 3 // 2))
         power *= 2
     return sorted(size for size in sizes if smallest <= size <= limit)
-
-
-class Prober:
-    """Runs profiling steps; collective.
-
-    Args:
-        engine: The sharded model.
-        clock: Seconds, when all work issued to the device is done.
-        batch_of: Gives a batch of so many samples on the device.
-        step: The user's training step on one batch.
-        context: The precision plugin's context of a training step.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        clock: Callable[[], float],
-        batch_of: Callable[[int], Any],
-        step: Callable[[Any], Any],
-        context: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        self.engine = engine
-        self.agreement = engine.agreement
-        self._clock = clock
-        self._batch_of = batch_of
-        self._step = step
-        self._context = context
-        self._times: Times | None = None
-        self._peak: float = 0.0
-        self.wall_s = 0.0
-
-    def timed(self, size: int) -> tuple[Times | None, list[bool]]:
-        """Time a step with one microbatch of ``size`` samples (0: take part without).
-
-        Returns:
-            This rank's times, None if it computed nothing; and per rank whether it ran out of
-            memory, in which case nobody's times are good.
-
-        Raises:
-            ProfilingError: On every rank, if any fails otherwise.
-        """
-        self._times = None
-        self.engine.runner.clock = self._clock
-        start = time.perf_counter()
-        try:
-            refused = self._run(partial(self._step_of, size, 1), size)
-        finally:
-            self.engine.runner.clock = None
-        self.wall_s = time.perf_counter() - start
-        return self._times, refused
-
-    def peak(self, size: int, count: int) -> tuple[float, list[bool]]:
-        """Measure peak bytes of a step with ``count`` microbatches, as :meth:`timed` does times."""
-        self._peak = 0.0
-        refused = self._run(partial(self._watched_step_of, size, count), size)
-        return self._peak, refused
-
-    def _run(self, attempt: Callable[[], None], size: int) -> list[bool]:
-        failure: BaseException | None = None
-        try:
-            attempt()
-        except RemoteRankError:
-            pass  # the failing rank tells what it was below
-        except Exception as raised:
-            failure = raised
-        finally:
-            forget_gradients(self.engine.module)
-        message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        refused = failure is not None and is_out_of_memory(failure)
-        try:
-            said = self.agreement.exchange_objects((size, refused, message))
-        except RuntimeError as lost:
-            raise ProfilingError(
-                f"Rank {self.agreement.rank} lost the connection to another rank while profiling"
-                f" a microbatch of {_samples(size)}: that rank has died or was killed (by a lack of"
-                f" host memory?). What its own output says comes first. Here: {failure or lost}"
-            ) from (failure or lost)
-        for rank, (at, out_of_memory, text) in enumerate(said):
-            if text is not None and not out_of_memory:
-                raise ProfilingError(
-                    f"Rank {rank} failed while profiling a microbatch of {_samples(at)}: {text}\n"
-                    "Profiling calls training_step after the setup() hook and before training"
-                    " starts. CephaloStrategy(plan=...) trains without profiling."
-                ) from failure
-        if failure is not None:
-            # its traceback holds the frames of the step, and these the activations
-            traceback.clear_frames(failure.__traceback__)
-            del failure
-        if any(out_of_memory for _, out_of_memory, _ in said):
-            gc.collect()
-            if self.engine.device.type == "cuda":
-                torch.cuda.empty_cache()
-        return [out_of_memory for _, out_of_memory, _ in said]
-
-    def _step_of(self, size: int, count: int) -> None:
-        runner = self.engine.runner
-        calls = self._calls(size, count)
-        with self._context():
-            runner.forward(calls)
-        runner.backward()
-        if calls and runner.times is not None:
-            self._times = Times(
-                runner.times.forward_s, runner.times.backward_s, runner.times.tail_s
-            )
-
-    def _watched_step_of(self, size: int, count: int) -> None:
-        meter = PeakMeter(self.engine)
-        with meter:
-            self._step_of(size, count)
-        if size:
-            # every microbatch's batch is on the device during the step; here they are one
-            held = batch_bytes(self._batch_of(size), self.engine.device)
-            on_meter = held if self.engine.device.type == "cuda" else 0
-            self._peak = float(meter.peak_bytes + count * held - min(on_meter, 0))
-
-    def _calls(self, size: int, count: int) -> list[MicrobatchCall]:
-        if not size:
-            return []
-        weight_of = partial(_finite_loss_and_weight, samples=size)
-        try:
-            batch = self._batch_of(size)
-        except Exception as failure:
-            # raised inside the runner, which tells the other ranks
-            return [MicrobatchCall(partial(_raise, failure), weight_of)]
-        return [MicrobatchCall(partial(self._step, batch), weight_of) for _ in range(count)]
-
-
-def _raise(failure: BaseException) -> None:
-    raise failure
-
-
-def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:
-    loss, weight = loss_and_weight(result, samples)
-    if not bool(torch.isfinite(loss)):
-        raise FloatingPointError(
-            f"the loss is {float(loss)} before a single step was made. Check the data, the"
-            " initialisation, and the precision."
-        )
-    return loss, weight
-
-
-def _samples(size: int) -> str:
-    return "1 sample" if size == 1 else f"{size} samples"
 
 
 @dataclass(frozen=True)
@@ -278,7 +96,7 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
             [float(wants), _expected_s(measured, size), _rate(measured), remaining_s, beside_s]
         )
         remaining_s = min(row[3] for row in rows)
-        beside_s = max(row[4] for row in rows) if size > smallest else 0.0
+        beside_s = max(row[4] for row in rows)
         rates = [row[2] for row in rows]
         runs = [
             bool(wanted)
@@ -382,7 +200,47 @@ def _useful(rate: float, rates: Sequence[float], global_batch_size: int) -> floa
 
 def _nobody(prober: Prober, smallest: int) -> str:
     return (
-        f"No rank has memory for a microbatch of {_samples(smallest)} beside the model's"
+        f"No rank has memory for a microbatch of {samples(smallest)} beside the model's"
         f" {prober.engine.gathered_bytes / 2**20:,.0f} MiB of gathered buffers. Use recompute=True,"
         " smaller units (unit_types=, unit_names=), a lower precision, or more or larger devices."
     )
+
+
+def measure_peaks(prober: Prober, measured: Measured, smallest: int) -> float:
+    """Measure the peaks of the smallest, a middle and the largest size that ran; collective.
+
+    Returns:
+        Bytes that this rank keeps of every sample until its backward: what further microbatches
+        add to a step.
+    """
+    chosen = sorted(measured.times)
+    chosen = sorted({*chosen[:1], *chosen[len(chosen) // 2 :][:1], *chosen[-1:]})
+    for position in range(3):
+        size = chosen[position] if position < len(chosen) else 0
+        peak = _peak(prober, size, 1)
+        if peak is not None:
+            measured.peaks[size] = peak
+        elif size:
+            # it ran when it was timed, but only just: not to be relied on
+            measured.smallest_too_large = size
+            measured.times = {at: found for at, found in measured.times.items() if at < size}
+            chosen = [known for known in chosen if known < size]
+    single = measured.peaks.get(smallest)
+    for count in _COUNTS:
+        several = _peak(prober, smallest if single is not None else 0, count)
+        known = single is None or several is not None
+        if all(row[0] for row in prober.agreement.exchange([float(known)])):
+            break
+    if single is None or several is None:
+        return 0.0
+    return kept_bytes_per_sample(single, several, count, smallest)
+
+
+def _peak(prober: Prober, size: int, count: int) -> float | None:
+    """Peak of a step; None for a rank that ran nothing, or not to the end."""
+    while True:
+        peak, refused = prober.peak(size, count)
+        if not any(refused):
+            return peak if size else None
+        if refused[prober.agreement.rank]:
+            size = 0

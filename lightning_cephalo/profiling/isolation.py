@@ -86,7 +86,7 @@ class _Snapshot:
             put_back()
 
     def take(self, value: Any) -> None:
-        if isinstance(value, _ATOMS) or isinstance(value, type) or id(value) in self._seen:
+        if isinstance(value, (*_ATOMS, type)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):

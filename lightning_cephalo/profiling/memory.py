@@ -120,9 +120,7 @@ class PeakMeter:
 class _StepTracker(MemoryTracker):
     """Leaves out what a reduce receives into: `state_bytes` has it, for the planned shares."""
 
-    def _after(
-        self, function: Any, operator: Any, args: Any, kwargs: Any, result: Any
-    ) -> None:
+    def _after(self, function: Any, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         if operator.collective and "alltoall" in str(function):
             self.untrack(args[0])
 

@@ -1,14 +1,276 @@
-from dataclasses import dataclass
-from typing import Any
+"""Measure every rank on the real model, sharded as it will be: from a model to a Problem."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.accumulation.agreement import Agreement
+from lightning_cephalo.cluster import Device, synchronized_clock
+from lightning_cephalo.data import sample_batches
+from lightning_cephalo.engine import Engine
+from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.profiling.compute import (
+    Measured,
+    Prober,
+    Sweep,
+    ladder,
+    measure_peaks,
+    measure_times,
+)
+from lightning_cephalo.profiling.errors import ProfilingError
+from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
+from lightning_cephalo.profiling.memory import (
+    compute_curve,
+    resting_bytes,
+    state_bytes,
+)
+from lightning_cephalo.profiling.network import measure_network
+from lightning_cephalo.profiling.progress import Progress
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+# Part of the budget that timing may use; the rest is for memory and the network.
+_TIMING_SHARE = 0.7
+# Ranks of one device name whose times differ by less are taken to be equal.
+_ALIKE = 0.10
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
+    """How to profile.
+
+    Attributes:
+        budget_s: Seconds that profiling may take, about. A size that would take longer than what
+            is left is not tried; the smallest one always is.
+        minimum_microbatch_size: Smaller ones are not tried (batch normalisation).
+        equal_microbatches: The user's step communicates: every rank runs in every step.
+        verbose: Whether rank 0 says what goes on.
+    """
+
     budget_s: float
     minimum_microbatch_size: int = 1
     equal_microbatches: bool = False
     verbose: bool = True
 
 
-def measure(**kwargs: Any) -> Any:
-    raise NotImplementedError
+def measure(
+    *,
+    engine: Engine,
+    trainer: Trainer,
+    device: Device,
+    loader: Any,
+    layouts: Sequence[Any],
+    step: Callable[[Any], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+    global_batch_size: int,
+    options: ProfileOptions,
+) -> Problem:
+    """Run the user's step on growing microbatches of real samples; collective.
+
+    Leaves no trace in the model, the random generators, the loggers or the loader; see
+    :mod:`~lightning_cephalo.profiling.isolation`.
+
+    Args:
+        engine: The sharded model; shares of any size.
+        trainer: The trainer that is fitting.
+        device: This rank's device.
+        loader: The user's DataLoader, or all of them as
+            :class:`~lightning_cephalo.planning.Loaders`.
+        layouts: How the batches of each can be cut.
+        step: The user's training step on one batch.
+        context: The precision plugin's context of a training step.
+        global_batch_size: Samples of a step over all ranks.
+        options: Budget and limits.
+
+    Returns:
+        The same problem on every rank.
+
+    Raises:
+        ProfilingError: On every rank, if any rank fails, dies, gets a loss that is not finite, or
+            if none has memory for the smallest microbatch.
+    """
+    started_s = time.perf_counter()
+    agreement = engine.agreement
+    clock = synchronized_clock(engine.device)
+    smallest = min(options.minimum_microbatch_size, global_batch_size)
+    _check_capacities(engine, device)
+    progress = Progress(options.verbose and agreement.rank == 0)
+    batches = _Batches(loader, partial(moved_to_device, trainer, engine.module))
+
+    def counted_batch(size: int) -> Any:
+        expect_samples(trainer, size)
+        return batches(size)
+
+    with progress, isolated(trainer, engine.module, engine.device):
+        prober = Prober(engine, clock, counted_batch, step, context)
+        sweep = Sweep(
+            ladder(smallest, global_batch_size),
+            global_batch_size,
+            options.budget_s * _TIMING_SHARE,
+            options.equal_microbatches,
+            progress.timing,
+        )
+        measured = measure_times(prober, sweep)
+        progress.say("profiling: memory")
+        kept = measure_peaks(prober, measured, smallest)
+        progress.say("profiling: network")
+        network = measure_network(engine, clock)
+
+    visits = engine.runner.visits
+    units = max(1, sum(visit.differentiable for visit in visits))
+    kept, resting = (
+        max(row[index] for row in agreement.exchange([kept, float(resting_bytes(engine))]))
+        for index in (0, 1)
+    )
+    own = _profile(device, measured, units, float(engine.gathered_bytes), kept)
+    profiles = pooled(_exchanged(agreement, own))
+    reduced = len({visit.unit for visit in visits if engine.units[visit.unit].trainable})
+    problem = Problem(
+        ranks=tuple(profiles),
+        units=units,
+        gather_s=network.gather_s if visits else 0.0,
+        reduce_s=network.reduce_s * reduced / units,
+        state_bytes=float(state_bytes(engine)),
+        global_batch_size=global_batch_size,
+        boundary_bytes=kept / units,
+        optimizer_s=network.optimizer_s,
+        gathered_bytes=engine.gathered_bytes + resting,
+        minimum_microbatch_size=smallest,
+        equal_microbatches=options.equal_microbatches,
+        step_overhead_s=network.step_overhead_s,
+    )
+    largest = [profile.largest_microbatch_size for profile in profiles]
+    progress.done(largest, time.perf_counter() - started_s)
+    return problem
+
+
+def _exchanged(agreement: Agreement, profile: RankProfile) -> list[RankProfile]:
+    return [RankProfile.from_dict(data) for data in agreement.exchange_objects(profile.to_dict())]
+
+
+def _check_capacities(engine: Engine, device: Device) -> None:
+    """Raise on every rank if any cannot even hold what every rank must."""
+    shards = sum(flat.shard.nbytes * (2 if flat.trainable else 1)
+                 for unit in engine.units for flat in unit.flats)  # fmt: skip
+    rows = engine.agreement.exchange([device.capacity_bytes, float(shards)])
+    for rank, (capacity, held) in enumerate(rows):
+        missing = held + engine.gathered_bytes - capacity
+        if missing > 0:
+            raise ProfilingError(
+                f"Rank {rank} cannot take part: its {capacity / 2**20:,.1f} MiB do not hold the"
+                f" gathered units ({engine.gathered_bytes / 2**20:,.1f} MiB on every rank) and its"
+                f" {held / 2**20:,.1f} MiB of parameters and gradients;"
+                f" {missing / 2**20:,.1f} MiB are missing. Use smaller units (unit_types=,"
+                " unit_names=), a lower precision, or leave this device out."
+            )
+
+
+def _profile(
+    device: Device, measured: Measured, units: int, gathered_bytes: float, kept: float
+) -> RankProfile:
+    """Dense curves from the sizes that were measured; per unit where the problem wants it."""
+    sizes = sorted(measured.times)
+    largest = measured.largest
+    every = np.arange(1, largest + 1)
+
+    def dense(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(np.interp(every, sizes, values).tolist()) if sizes else ()
+
+    times = [measured.times[size] for size in sizes]
+    peaks = sorted(measured.peaks)
+    compute = compute_curve(
+        peaks, [measured.peaks[size] for size in peaks], largest, gathered_bytes, kept
+    )
+    return RankProfile(
+        name=device.name,
+        forward_s=dense([entry.forward_s / units for entry in times]),
+        backward_s=dense([entry.backward_s / units for entry in times]),
+        tail_s=dense([entry.tail_s for entry in times]),
+        compute_bytes=tuple(compute),
+        capacity_bytes=device.capacity_bytes,
+    )
+
+
+def pooled(profiles: Sequence[RankProfile]) -> list[RankProfile]:
+    """Give ranks that are the same but for noise the same profile.
+
+    Else equal devices would get unequal plans. Ranks are the same if they have one name, as good as
+    one capacity, and times within 10% of the median at every size that all of them have measured;
+    they get the medians, the largest memory figures and the smallest capacity.
+    """
+    found = list(profiles)
+    for name in {profile.name for profile in profiles}:
+        members = [index for index, profile in enumerate(profiles) if profile.name == name]
+        group = [profiles[index] for index in members]
+        length = min(profile.largest_microbatch_size for profile in group)
+        capacities = [profile.capacity_bytes for profile in group]
+        if len(group) < 2 or not length or min(capacities) < (1.0 - _ALIKE) * max(capacities):
+            continue
+        curves: dict[str, Any] = {
+            curve: [statistics.median(getattr(profile, curve)[at] for profile in group)
+                    for at in range(length)]
+            for curve in ("forward_s", "backward_s", "tail_s")
+        }  # fmt: skip
+        totals = [sum(parts) for parts in zip(*curves.values(), strict=True)]
+        if any(
+            abs(profile.forward_s[at] + profile.backward_s[at] + profile.tail_s[at] - totals[at])
+            > _ALIKE * totals[at]
+            for profile in group
+            for at in range(length)
+        ):
+            continue
+        shared = replace(
+            group[0],
+            **{curve: tuple(values) for curve, values in curves.items()},
+            compute_bytes=tuple(
+                max(profile.compute_bytes[at] for profile in group) for at in range(length)
+            ),
+            capacity_bytes=min(capacities),
+        )
+        for index in members:
+            found[index] = shared
+    return found
+
+
+class _Batches:
+    """Batches of the loader's first samples on the device; the last one is kept.
+
+    Args:
+        loader: A DataLoader or :class:`~lightning_cephalo.planning.Loaders`.
+        move: Moves a batch to the device.
+    """
+
+    def __init__(self, loader: Any, move: Callable[[Any], Any]) -> None:
+        self._loader = loader
+        self._move = move
+        self._held: tuple[int, Any] = (0, None)
+
+    def __call__(self, size: int) -> Any:
+        if self._held[0] != size:
+            self._held = (0, None)  # let go of the last one first
+            self._held = (size, self._move(self._read(size)))
+        return self._held[1]
+
+    def _read(self, size: int) -> Any:
+        spec = getattr(self._loader, "spec", None)
+        if spec is None:
+            return sample_batches(self._loader, (size,))[0]
+        # the first loader's samples are what is counted; the others' come in proportion
+        batch_sizes = [getattr(loader, "batch_size", None) for loader in self._loader.flat]
+        first = batch_sizes[0] or 1
+        counts = [max(1, round(size * (other or first) / first)) for other in batch_sizes]
+        parts = [
+            sample_batches(loader, (count,))[0]
+            for loader, count in zip(self._loader.flat, counts, strict=True)
+        ]
+        return pytree.tree_unflatten(parts, spec)

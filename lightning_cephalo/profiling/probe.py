@@ -1,0 +1,194 @@
+"""One step of the real runner on the real shards: what it takes, what it holds, how it fails."""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_cephalo.accumulation.agreement import RemoteRankError
+from lightning_cephalo.accumulation.runner import MicrobatchCall
+from lightning_cephalo.engine import Engine
+from lightning_cephalo.profiling.errors import ProfilingError, is_out_of_memory
+from lightning_cephalo.profiling.isolation import forget_gradients
+from lightning_cephalo.profiling.memory import PeakMeter, batch_bytes
+from lightning_cephalo.stepping import loss_and_weight
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one microbatch on one rank, summed over its visits of units.
+
+    Attributes:
+        forward_s: All units' forward.
+        backward_s: All units' backward.
+        tail_s: Everything else: embedding, head, loss.
+    """
+
+    forward_s: float
+    backward_s: float
+    tail_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The three together."""
+        return self.forward_s + self.backward_s + self.tail_s
+
+    def least(self, other: Times | None) -> Times:
+        """Part by part the shorter: whatever disturbs a measurement makes it longer."""
+        if other is None:
+            return self
+        return Times(
+            min(self.forward_s, other.forward_s),
+            min(self.backward_s, other.backward_s),
+            min(self.tail_s, other.tail_s),
+        )
+
+
+class Prober:
+    """Runs profiling steps; collective.
+
+    Args:
+        engine: The sharded model.
+        clock: Seconds, when all work issued to the device is done.
+        batch_of: Gives a batch of so many samples on the device.
+        step: The user's training step on one batch.
+        context: The precision plugin's context of a training step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Callable[[], float],
+        batch_of: Callable[[int], Any],
+        step: Callable[[Any], Any],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.engine = engine
+        self.agreement = engine.agreement
+        self._clock = clock
+        self._batch_of = batch_of
+        self._step = step
+        self._context = context
+        self._times: Times | None = None
+        self._peak: float = 0.0
+        self.wall_s = 0.0
+
+    def timed(self, size: int) -> tuple[Times | None, list[bool]]:
+        """Time a step with one microbatch of ``size`` samples (0: take part without).
+
+        Returns:
+            This rank's times, None if it computed nothing; and per rank whether it ran out of
+            memory, in which case nobody's times are good.
+
+        Raises:
+            ProfilingError: On every rank, if any fails otherwise.
+        """
+        self._times = None
+        self.engine.runner.clock = self._clock
+        start = time.perf_counter()
+        try:
+            refused = self._run(partial(self._step_of, size, 1), size)
+        finally:
+            self.engine.runner.clock = None
+        self.wall_s = time.perf_counter() - start
+        return self._times, refused
+
+    def peak(self, size: int, count: int) -> tuple[float, list[bool]]:
+        """Measure peak bytes of a step with ``count`` microbatches, as :meth:`timed` does times."""
+        self._peak = 0.0
+        refused = self._run(partial(self._watched_step_of, size, count), size)
+        return self._peak, refused
+
+    def _run(self, attempt: Callable[[], None], size: int) -> list[bool]:
+        failure: BaseException | None = None
+        try:
+            attempt()
+        except RemoteRankError:
+            pass  # the failing rank tells what it was below
+        except Exception as raised:
+            failure = raised
+        finally:
+            forget_gradients(self.engine.module)
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        refused = failure is not None and is_out_of_memory(failure)
+        try:
+            said = self.agreement.exchange_objects((size, refused, message))
+        except RuntimeError as lost:
+            raise ProfilingError(
+                f"Rank {self.agreement.rank} lost the connection to another rank while profiling"
+                f" a microbatch of {samples(size)}: that rank has died or was killed (by a lack of"
+                f" host memory?). What its own output says comes first. Here: {failure or lost}"
+            ) from (failure or lost)
+        for rank, (at, out_of_memory, text) in enumerate(said):
+            if text is not None and not out_of_memory:
+                raise ProfilingError(
+                    f"Rank {rank} failed while profiling a microbatch of {samples(at)}: {text}\n"
+                    "Profiling calls training_step after the setup() hook and before training"
+                    " starts. CephaloStrategy(plan=...) trains without profiling."
+                ) from failure
+        if failure is not None:
+            # its traceback holds the frames of the step, and these the activations
+            traceback.clear_frames(failure.__traceback__)
+            del failure
+        if any(out_of_memory for _, out_of_memory, _ in said):
+            gc.collect()
+            if self.engine.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return [out_of_memory for _, out_of_memory, _ in said]
+
+    def _step_of(self, size: int, count: int) -> None:
+        self._forward_backward(self._calls(size, count))
+        times = self.engine.runner.times
+        if size and times is not None:
+            self._times = Times(times.forward_s, times.backward_s, times.tail_s)
+
+    def _watched_step_of(self, size: int, count: int) -> None:
+        calls = self._calls(size, count)
+        with PeakMeter(self.engine) as meter:
+            self._forward_backward(calls)
+        if size:
+            # in a real step every microbatch has samples of its own on the device
+            held = batch_bytes(self._batch_of(size), self.engine.device)
+            self._peak = float(meter.peak_bytes + count * held)
+
+    def _forward_backward(self, calls: list[MicrobatchCall]) -> None:
+        with self._context():
+            self.engine.runner.forward(calls)
+        self.engine.runner.backward()
+
+    def _calls(self, size: int, count: int) -> list[MicrobatchCall]:
+        if not size:
+            return []
+        weight_of = partial(_finite_loss_and_weight, samples=size)
+        try:
+            batch = self._batch_of(size)
+        except Exception as failure:
+            # raised inside the runner, which tells the other ranks
+            return [MicrobatchCall(partial(_raise, failure), weight_of)]
+        return [MicrobatchCall(partial(self._step, batch), weight_of) for _ in range(count)]
+
+
+def _raise(failure: BaseException) -> None:
+    raise failure
+
+
+def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:
+    loss, weight = loss_and_weight(result, samples)
+    if not bool(torch.isfinite(loss)):
+        raise FloatingPointError(
+            f"the loss is {float(loss)} before a single step was made. Check the data, the"
+            " initialisation, and the precision."
+        )
+    return loss, weight
+
+
+def samples(size: int) -> str:
+    return "1 sample" if size == 1 else f"{size} samples"

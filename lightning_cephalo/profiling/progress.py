@@ -1,0 +1,50 @@
+"""One line on the terminal while profiling, and one when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+
+class Progress:
+    """A live status line where the terminal can show one.
+
+    Args:
+        show: Whether this process says anything at all.
+    """
+
+    def __init__(self, show: bool) -> None:
+        self._console = Console() if show else None
+        self._status: Any = None
+
+    def __enter__(self) -> Progress:
+        if self._console is not None and self._console.is_terminal:
+            self._status = self._console.status("profiling")
+            self._status.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def say(self, text: str) -> None:
+        """Replace the line."""
+        if self._status is not None:
+            self._status.update(text)
+
+    def timing(self, size: int, ranks: Sequence[int]) -> None:
+        """Say what is being timed."""
+        who = "all ranks" if not ranks else f"ranks {', '.join(map(str, ranks))}"
+        self.say(f"profiling: microbatches of {size} on {who}")
+
+    def done(self, largest: Sequence[int], seconds: float) -> None:
+        """Print the line that stays."""
+        if self._console is not None:
+            sizes = ", ".join(map(str, largest))
+            self._console.print(
+                f"Profiled microbatches of up to {sizes} samples (by rank) in {seconds:.1f} s.",
+                highlight=False,
+            )
