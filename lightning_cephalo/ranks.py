@@ -12,6 +12,7 @@ from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
 )
 from lightning.fabric.utilities.distributed import group as _group
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
@@ -122,6 +123,9 @@ class RanksStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         reset_seed()
+        # Lightning's launchers do this, but children of "popen" have none: without it every rank
+        # would use every core
+        _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         self._process_group_backend = (
             self._process_group_backend
