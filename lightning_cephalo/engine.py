@@ -87,6 +87,7 @@ class Engine:
         for members in members_of_units:
             members = initialise_members(module, members, materialise=context.rank == 0)
             self.units.append(Unit(members, divider, context))
+        self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._move_buffers(compute_dtype)
         self.runner = Runner(self.units, groups.agreement, device, recompute)
         self.runner.install()
@@ -98,7 +99,12 @@ class Engine:
                 if buffer is None:
                     continue
                 dtype = compute_dtype if buffer.is_floating_point() and compute_dtype else None
+                if dtype is not None and dtype != buffer.dtype:
+                    self._cast_buffers.append((inner, name, buffer.dtype))
                 inner._buffers[name] = buffer.to(self.device, dtype)
+            # metrics keep their state in plain attributes, which only their own `_apply` moves
+            if type(inner)._apply is not nn.Module._apply and not list(inner.parameters()):
+                inner.to(self.device)
         self.share_buffers(0)
 
     def share_buffers(self, source: int) -> None:
@@ -150,6 +156,10 @@ class Engine:
         self.runner.uninstall()
         for unit in self.units:
             unit.restore_full()
+        for inner, name, dtype in self._cast_buffers:
+            buffer = inner._buffers.get(name)
+            if buffer is not None:
+                inner._buffers[name] = buffer.to(dtype=dtype)
         self.module.cpu()
 
     def abandon(self) -> None:

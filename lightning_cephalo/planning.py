@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def prepare(
         partial(_check_ranks, agreement.world_size, batch_size),
     )
     device = _device(trainer, num_processes)
-    engine = make_engine(fractions=[1.0 / agreement.world_size] * agreement.world_size)
+    engine = make_engine(fractions=_fractions_by_memory(agreement, device.capacity_bytes))
     problem = measure(
         engine=engine,
         trainer=trainer,
@@ -228,6 +229,15 @@ def _check_ranks(world_size: int, batch_size: int) -> None:
             " ranks. Raise the DataLoader's batch_size or global_batch_size, use fewer ranks, or"
             " give a plan that leaves some ranks without samples."
         )
+
+
+def _fractions_by_memory(agreement: Agreement, capacity_bytes: float) -> list[float]:
+    """Shares to profile with: a model that fits no even share must still be profiled."""
+    capacities = [row[0] for row in agreement.exchange([capacity_bytes])]
+    even = [1.0 / agreement.world_size] * agreement.world_size
+    if math.isinf(max(capacities)) or min(capacities) > 0.9 * max(capacities):
+        return even  # equal slices travel faster
+    return [capacity / sum(capacities) for capacity in capacities]
 
 
 def _device(trainer: Trainer, num_processes: int) -> Device:

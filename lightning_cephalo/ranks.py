@@ -27,6 +27,7 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_cephalo.engine import Groups
+from lightning_cephalo.last_words import LastWords
 
 
 class RanksStrategy(ParallelStrategy):
@@ -67,6 +68,7 @@ class RanksStrategy(ParallelStrategy):
         self._start_method = start_method
         self._num_nodes = 1
         self._groups: Groups | None = None
+        self._last_words: LastWords | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -141,6 +143,12 @@ class RanksStrategy(ParallelStrategy):
         )
         if self._groups is None:
             self._groups = Groups.create(self._timeout)
+            self._last_words = LastWords.create(self._groups.agreement)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._last_words is not None:
+            self._last_words.on_exception(exception)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not _distributed_is_initialized():

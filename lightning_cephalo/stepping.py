@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.data import BatchLayout, MicrobatchList, deal, split_sizes
+from lightning_cephalo.data import (
+    BatchLayout,
+    BatchSplitError,
+    MicrobatchList,
+    deal,
+    split_sizes,
+    zero_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -28,44 +35,80 @@ class BatchCutter:
     microbatch_sizes: tuple[int, ...]
 
     def cut(self, batch: Any) -> list[tuple[Any, int]]:
-        """Return the microbatches and their numbers of samples; none for an empty batch."""
+        """Return the microbatches and their numbers of samples; none for an empty batch.
+
+        With several loaders a microbatch holds a part of each one's batch, and its samples are
+        those of all of them. A loader with fewer samples than there are microbatches leaves some
+        of these without any: its part then has no rows.
+        """
         if self.spec is None:
-            return self._cut_one(batch, self.layouts[0], None)
-        parts = self.spec.flatten_up_to(batch)
-        first = next(index for index, part in enumerate(parts) if part is not None)
-        leading = self._cut_one(parts[first], self.layouts[first], None)
-        counts = [count for _, count in leading]
-        columns = []
-        for index, (part, layout) in enumerate(zip(parts, self.layouts, strict=True)):
-            if part is None:
-                columns.append([None] * len(leading))
-            elif index == first:
-                columns.append([piece for piece, _ in leading])
-            else:
-                columns.append([piece for piece, _ in self._cut_one(part, layout, counts)])
+            return self._cut_one(batch, self.layouts[0])
+        parts = [
+            None if part is None else (part, layout, _rows_of(part, layout))
+            for part, layout in zip(self.spec.flatten_up_to(batch), self.layouts, strict=True)
+        ]
+        present = [part for part in parts if part is not None]
+        leading, layout, _ = max(present, key=lambda part: part[2])  # the first of the longest
+        shares = [count for _, count in self._cut_one(leading, layout)]
+        columns = [
+            [(None, 0)] * len(shares) if part is None else _cut_alike(part[0], part[1], shares)
+            for part in parts
+        ]
         return [
-            (pytree.tree_unflatten(list(pieces), self.spec), count)
-            for pieces, count in zip(zip(*columns, strict=True), counts, strict=True)
+            (
+                pytree.tree_unflatten([piece for piece, _ in pieces], self.spec),
+                sum(count for _, count in pieces),
+            )
+            for pieces in zip(*columns, strict=True)
         ]
 
-    def _cut_one(
-        self, batch: Any, layout: BatchLayout, shares: Sequence[int] | None
-    ) -> list[tuple[Any, int]]:
+    def _cut_one(self, batch: Any, layout: BatchLayout) -> list[tuple[Any, int]]:
         if isinstance(batch, MicrobatchList):
-            counts = batch.sizes or [layout.batch_size(piece) for piece in batch]
-            return [(b, n) for b, n in zip(batch, counts, strict=True) if n > 0]
+            return _collated_apart(batch, layout)
         count = layout.batch_size(batch)
         if count == 0:
             return []
-        if shares is not None:
-            sizes: tuple[int, ...] = deal(count, shares)
-        elif self.microbatch_sizes:
+        sizes: tuple[int, ...] = (count,)
+        if self.microbatch_sizes:
             sizes = split_sizes(count, self.microbatch_sizes)
-        else:
-            sizes = (count,)
         if len(sizes) == 1:
             return [(batch, count)]
         return list(zip(layout.split(batch, sizes), sizes, strict=True))
+
+
+def _rows_of(batch: Any, layout: BatchLayout) -> int:
+    if isinstance(batch, MicrobatchList):
+        return sum(count for _, count in _collated_apart(batch, layout))
+    return layout.batch_size(batch)
+
+
+def _collated_apart(batch: MicrobatchList, layout: BatchLayout) -> list[tuple[Any, int]]:
+    counts = batch.sizes or [layout.batch_size(piece) for piece in batch]
+    return [(piece, n) for piece, n in zip(batch, counts, strict=True) if n > 0]
+
+
+def _cut_alike(
+    batch: Any, layout: BatchLayout, shares: Sequence[int]
+) -> list[tuple[Any, int]]:
+    """Cut one loader's batch into as many pieces as another's was, some perhaps without rows."""
+    if isinstance(batch, MicrobatchList):
+        pieces = _collated_apart(batch, layout)
+        if len(pieces) > len(shares):
+            raise BatchSplitError(
+                f"a loader's batch was collated as {len(pieces)} microbatches, another's as"
+                f" {len(shares)}"
+            )
+        template = pieces[-1][0] if pieces else None
+        while len(pieces) < len(shares):
+            pieces.append((None if template is None else zero_rows(template), 0))
+        return pieces
+    count = layout.batch_size(batch)
+    if count == 0:
+        return [(batch, 0)] * len(shares)
+    sizes = deal(count, shares)
+    if len(sizes) == 1:
+        return [(batch, count)]
+    return list(zip(layout.split(batch, sizes), sizes, strict=True))
 
 
 def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float]:
@@ -98,6 +141,28 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float]:
     if not weight >= 0.0:
         raise TypeError(f"training_step returned the weight {weight}, expected 0 or more.")
     return loss.reshape(()), weight
+
+
+def evaluation_weight(result: Any, samples: int) -> float:
+    """What a step of evaluation weighs in logged means: its ``"weight"``, or its samples."""
+    if isinstance(result, Mapping) and "weight" in result:
+        return float(result["weight"])
+    return float(samples)
+
+
+def empty_like(result: Any, samples: int) -> Any:
+    """What a step of evaluation returns, without rows; None if it has not one row per sample."""
+    layout = BatchLayout()
+    try:
+        if layout.batch_size(result) != samples:
+            return None
+        empty = zero_rows(result, layout)
+    except BatchSplitError:
+        return None
+    # a view would keep the whole result alive
+    return pytree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, empty
+    )
 
 
 def joined_result(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from os import PathLike
@@ -26,11 +26,17 @@ from lightning_cephalo.cluster import synchronized_clock
 from lightning_cephalo.data import BatchLayout, rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.data.split import BatchSplitError
 from lightning_cephalo.engine import Engine, UnitOptions
-from lightning_cephalo.metrics import StepLog
+from lightning_cephalo.metrics import StepLog, metrics_of
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.planning import PlanningOptions, Preparation, prepare
 from lightning_cephalo.ranks import RanksStrategy
-from lightning_cephalo.stepping import BatchCutter, joined_result, loss_and_weight
+from lightning_cephalo.stepping import (
+    BatchCutter,
+    empty_like,
+    evaluation_weight,
+    joined_result,
+    loss_and_weight,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -116,6 +122,8 @@ class CephaloStrategy(RanksStrategy):
         self._users_sampler_flag: bool | None = None
         self._caches: support.SwitchedOffCaches | None = None
         self._combining_log = False
+        self._metrics: list[tuple[str, Any]] = []
+        self._empty_predictions: dict[tuple[Any, ...], Any] = {}
         self._step_started_s = 0.0
         self._step_times_s: list[float] = []
 
@@ -170,6 +178,7 @@ class CephaloStrategy(RanksStrategy):
             support.refuse_unsupported(trainer, self.lightning_module)
         self._step_times_s = []
         self._prepare(trainer, fitting)
+        self._metrics = metrics_of(self.lightning_module)
         self.model = self.lightning_module
         if fitting:
             self.setup_optimizers(trainer)
@@ -184,21 +193,29 @@ class CephaloStrategy(RanksStrategy):
         dtype = precision.compute_dtype(self.precision_plugin)
         if dtype is None:
             self.precision_plugin.convert_module(self.lightning_module)
+        # as FSDPStrategy does: `self.device` of a module that is never moved as a whole
+        self.lightning_module._device = self.root_device
         if fitting:
             self._caches = support.SwitchedOffCaches(self.lightning_module)
-        make_engine = partial(
-            Engine,
-            self.lightning_module,
-            self._groups,
-            self.root_device,
-            units=self._unit_options,
-            compute_dtype=dtype,
-            recompute=self._recompute,
-        )
+
+        def make_engine(fractions: list[float]) -> Engine:
+            assert self._groups is not None and self.lightning_module is not None
+            # known at once: what the step asks of the strategy while it is profiled depends on it
+            self._engine = Engine(
+                self.lightning_module,
+                self._groups,
+                self.root_device,
+                fractions=fractions,
+                units=self._unit_options,
+                compute_dtype=dtype,
+                recompute=self._recompute,
+            )
+            return self._engine
+
         if not fitting:
-            even = [1.0 / self.world_size] * self.world_size
-            self._engine = make_engine(fractions=even)
+            make_engine([1.0 / self.world_size] * self.world_size)
             return
+        self._preparation = None
         self._preparation = prepare(
             trainer=trainer,
             agreement=self._groups.agreement,
@@ -223,12 +240,13 @@ class CephaloStrategy(RanksStrategy):
     def teardown(self) -> None:
         assert self.lightning_module is not None and self.cluster_environment is not None
         trainer = self.lightning_module._trainer
-        engine, self._engine = self._engine, None
-        if engine is not None:
+        if self._engine is not None:
             if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
-                engine.abandon()  # other ranks may be gone: nothing may communicate
+                self._engine.abandon()  # other ranks may be gone: nothing may communicate
             else:
-                engine.restore_full()
+                self._share_changed_buffers()
+                self._engine.restore_full()
+            self._engine = None
         if self._caches is not None:
             self._caches.restore()
             self._caches = None
@@ -255,7 +273,7 @@ class CephaloStrategy(RanksStrategy):
         self._step_started_s = time.perf_counter()
         batch, rest = args[0], args[1:]
         counts: list[int] = []  # filled when the batch has been cut
-        log = StepLog(self.lightning_module.trainer._results, counts)
+        log = StepLog(self.lightning_module.trainer._results, counts, self._metrics)
         calls: list[MicrobatchCall] = []
         try:
             assert self._cutter is not None
@@ -302,10 +320,19 @@ class CephaloStrategy(RanksStrategy):
         self, log: StepLog, outcome: ForwardOutcome, weights: tuple[float, ...]
     ) -> None:
         assert self.lightning_module is not None
-        notes = [(row[0], row[1]) for row in outcome.notes]
         self._combining_log = True
         try:
-            log.finish(weights, notes, self.engine.agreement, self.lightning_module, self.reduce)
+            # in the step's default dtype: a key that this rank takes over from others must have
+            # theirs, or the ranks would exchange numbers of different sizes
+            with self.precision_plugin.forward_context():
+                log.finish(
+                    weights,
+                    outcome.notes,
+                    self.engine.agreement,
+                    self.lightning_module,
+                    self.reduce,
+                    outcome.total_weight or None,  # evaluation knows none: it is in the notes
+                )
         finally:
             self._combining_log = False
 
@@ -324,7 +351,15 @@ class CephaloStrategy(RanksStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with ExitStack() as after_backward:
+
+            def closure_before_plain_norms() -> Any:
+                outcome = closure()
+                # from here on user code sees gradients: on_before_optimizer_step logs their norms
+                after_backward.enter_context(support.PlainNorms())
+                return outcome
+
+            result = super().optimizer_step(optimizer, closure_before_plain_norms, model, **kwargs)
         if self.root_device.type == "cpu":
             end_s = synchronized_clock(self.root_device)()
         else:
@@ -356,18 +391,36 @@ class CephaloStrategy(RanksStrategy):
         self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         assert self.lightning_module is not None
-        count = _rows(args[0])
-        log = StepLog(self.lightning_module.trainer._results, [count if count else 1])
-        step = partial(getattr(self.lightning_module, name), *args, **kwargs)
+        rows = _rows(args[0])
+        count = 1 if rows is None else rows
+        log = StepLog(self.lightning_module.trainer._results, [count], self._metrics)
+
+        def step() -> Any:
+            result = getattr(self.lightning_module, name)(*args, **kwargs)
+            log.weight = evaluation_weight(result, count)
+            return result
+
         call = None
-        if count != 0:
+        if count:
             call = MicrobatchCall(
-                step, partial(loss_and_weight, samples=1), _nothing, partial(log.pause, 0)
+                step,
+                partial(loss_and_weight, samples=count),
+                partial(log.resume, 0),
+                partial(log.pause, 0),
             )
         with context():
             outcome = self.engine.runner.evaluate(call, f"running {name}", log.note)
-        self._finish_log(log, outcome, (float(count or 1),) if call else ())
-        return outcome.results[0] if outcome.results else None
+        self._finish_log(log, outcome, (log.weight,) if call else ())
+        result = outcome.results[0] if outcome.results else None
+        if name == "predict_step":
+            return self._prediction(result, count, tuple(args[2:]))
+        return result
+
+    def _prediction(self, result: Any, count: int, dataloader: tuple[Any, ...]) -> Any:
+        """A step's predictions; none, but of the same kind, from a rank without samples in it."""
+        if count and dataloader not in self._empty_predictions:
+            self._empty_predictions[dataloader] = empty_like(result, count)
+        return result if count else self._empty_predictions.get(dataloader)
 
     def on_validation_start(self) -> None:
         self._share_changed_buffers()
@@ -381,11 +434,15 @@ class CephaloStrategy(RanksStrategy):
     def on_test_end(self) -> None:
         self.engine.runner.reshard()
 
+    def on_predict_start(self) -> None:
+        self._share_changed_buffers()
+        self._empty_predictions = {}
+
     def on_predict_end(self) -> None:
         self.engine.runner.reshard()
 
     def _share_changed_buffers(self) -> None:
-        """Running statistics differ between ranks: evaluate with those of one that has data."""
+        """Running statistics differ between ranks: those of one that has data count for all."""
         if self.plan is not None and support.has_running_statistics(self.engine.module):
             sizes = [rank.batch_size for rank in self.plan.ranks]
             self.engine.share_buffers(sizes.index(max(sizes)))
@@ -439,7 +496,7 @@ class CephaloStrategy(RanksStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         inside = self._engine is not None and self._engine.runner.inside_microbatch
-        if inside and self.plan is not None:
+        if inside and not (self.plan is None and self._planning.equal_microbatches):
             support.refuse_unequal_collectives(self.plan)
         if sync_grads:
             return super().all_gather(tensor, group=group, sync_grads=True)
@@ -453,6 +510,7 @@ class CephaloStrategy(RanksStrategy):
         assert self.lightning_module is not None
         if self._engine is not None:
             self._engine.runner.reshard()
+            self._share_changed_buffers()
         return checkpoint.full_state_dict(self.lightning_module, keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint_: Any, strict: bool = True) -> None:
@@ -479,10 +537,6 @@ class CephaloStrategy(RanksStrategy):
 
 def _raise(failure: BaseException) -> None:
     raise failure
-
-
-def _nothing() -> None:
-    pass
 
 
 def _rows(batch: Any) -> int | None:

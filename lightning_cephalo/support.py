@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.plan import Plan
@@ -29,7 +31,11 @@ _OPTIMIZERS = {
     "LBFGS": "it multiplies whole gradients with one another, of which each rank holds a part",
     "SparseAdam": "it needs sparse gradients, and gradients are summed over ranks as dense ones",
     "Adafactor": "it keeps row and column means of whole matrices, of which each rank holds rows",
+    "Muon": "it multiplies whole matrices, of which each rank holds rows",
+    "Rprop": "it writes through masks, for which DTensor has no rule",
 }
+
+_FUSED = ("Adam", "AdamW")
 
 
 class UnsupportedError(RuntimeError):
@@ -112,6 +118,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
                     f"The optimizer {type(optimizer).__name__} cannot work on shards:"
                     f" {_OPTIMIZERS[kind.__name__]}. Use an element-wise one such as AdamW or SGD."
                 )
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if fused and type(optimizer).__name__ not in _FUSED:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}(fused=True) cannot work on shards: torch's DTensor has"
+                f" rules for the fused kernels of {' and '.join(_FUSED)} only. Leave fused=True"
+                " out; foreach=True is about as fast."
+            )
         strangers = [
             tuple(parameter.shape)
             for group in optimizer.param_groups
@@ -127,12 +140,34 @@ def check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
             )
 
 
-def refuse_unequal_collectives(plan: Plan) -> None:
-    """Raise if ranks run different numbers of microbatches.
+class PlainNorms(TorchFunctionMode):
+    """While active, the norm of a sharded tensor is a plain number, the same on every rank.
+
+    Lightning's ``grad_norm`` makes one tensor of all norms, which torch cannot do with DTensors.
+    Every rank must take the same norms, since the first use of each communicates.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.norm and isinstance(result, DTensor):
+            return result.full_tensor()
+        return result
+
+
+def refuse_unequal_collectives(plan: Plan | None) -> None:
+    """Raise if ranks run different numbers of microbatches, or may once there is a plan.
 
     Raises:
         UnsupportedError: With the way out.
     """
+    if plan is None:
+        raise UnsupportedError(
+            "all_gather() inside training_step needs CephaloStrategy(equal_microbatches=True):"
+            " otherwise ranks may run different numbers of microbatches, and it would hang. Or"
+            " gather after the step."
+        )
     counts = [len(rank.microbatch_sizes) for rank in plan.ranks]
     if len(set(counts)) > 1:
         raise UnsupportedError(

@@ -14,6 +14,7 @@ every decoder unit, and shared position biases exact.
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,14 +23,35 @@ from typing import Any
 import greenlet
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree  # private, but what torch, Lightning and others build on
 
+from lightning_cephalo.accumulation.nesting import Structure, flatten
 from lightning_cephalo.accumulation.replay import ChangingBuffers, RandomState, ThreadState
 from lightning_cephalo.accumulation.schedule import Visit
 
 
 class UnitUseError(RuntimeError):
     """A unit is used in a way that cannot be cut into microbatches."""
+
+
+class _Passed(torch.autograd.Function):
+    """What the glue sees of an output's leaf, so that it may change it in place (``x += y``)."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+@dataclass
+class _Output:
+    """An output of a unit as the glue sees it; unchanged as long as it has this node."""
+
+    shown: Tensor
+    node: Any
+    leaf: Tensor
 
 
 @dataclass
@@ -47,13 +69,13 @@ class _Record:
 
     body: Callable[..., Any]
     inputs: list[Any]
-    structure: Any
+    structure: Structure
     input_versions: list[tuple[Tensor, int]]
-    output_leaves: list[tuple[int, Tensor]] = field(default_factory=list)
+    output_leaves: list[tuple[int, Tensor, int]] = field(default_factory=list)
     outputs: list[Any] | None = None
     random: RandomState | None = None
     modes: ThreadState | None = None
-    changing: list[torch.nn.Module] = field(default_factory=list)
+    buffers: list[Any] = field(default_factory=list)
     forward_s: float = 0.0
 
 
@@ -83,7 +105,7 @@ class Microbatch:
         self._greenlet.gr_context = contextvars.copy_context()
         self._records: list[_Record | None] = []
         self._leaves: dict[int, _Leaf] = {}
-        self._output_leaf_ids: dict[int, Tensor] = {}
+        self._outputs: dict[int, _Output] = {}
         self.parked: Visit | None = None
         self.result: Any = None
         self.finished = False
@@ -105,13 +127,12 @@ class Microbatch:
     def abandon(self) -> None:
         """Stop the step where it is and drop what it keeps."""
         before = ThreadState.capture(self._device_types)
-        if not self._greenlet.dead:
-            self._greenlet.throw(greenlet.GreenletExit)
-        before.restore()
-        self._drop()
-
-    def _drop(self) -> None:
-        self._records, self._leaves, self._output_leaf_ids = [], {}, {}
+        try:
+            if not self._greenlet.dead:
+                self._greenlet.throw(greenlet.GreenletExit)
+        finally:
+            before.restore()
+            self._records, self._leaves, self._outputs = [], {}, {}
 
     # -- forward, inside the greenlet ---------------------------------------------------------
 
@@ -125,7 +146,9 @@ class Microbatch:
         kwargs: dict[str, Any],
     ) -> Any:
         """Pass a unit: park until it is gathered, then compute its body."""
-        flat, structure = pytree.tree_flatten((args, kwargs))
+        if self._recompute and torch.is_grad_enabled():
+            args, kwargs = _without_empty_caches(args, kwargs)
+        flat, structure = flatten((args, kwargs))
         grad = torch.is_grad_enabled()
         differentiable = grad and (
             trainable or any(isinstance(value, Tensor) and value.requires_grad for value in flat)
@@ -138,19 +161,24 @@ class Microbatch:
             )
         position = len(self._records)
         modes = ThreadState.capture(self._device_types)
-        greenlet.getcurrent().parent.switch(Visit(unit, differentiable))
+        # inference mode is the thread's too; left on, the other microbatches would run in it
+        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        with outside or nullcontext():
+            greenlet.getcurrent().parent.switch(Visit(unit, differentiable))
         modes.restore()
+
+        start = self._clock() if self._clock else 0.0
         # autocast would keep casts of weights that are about to be freed, and without their graph
         # where the forward runs without one
         torch.set_autocast_cache_enabled(False)
-
-        start = self._clock() if self._clock else 0.0
-        if differentiable:
-            outputs = self._differentiable(position, flat, structure, body, buffers, modes)
-        else:
-            self._records.append(None)
-            outputs = body(*args, **kwargs)
-        torch.set_autocast_cache_enabled(modes.autocast_cache)
+        try:
+            if differentiable:
+                outputs = self._differentiable(position, flat, structure, body, buffers, modes)
+            else:
+                self._records.append(None)
+                outputs = body(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(modes.autocast_cache)
         if self._clock:
             self.forward_s.append(self._clock() - start)
         return outputs
@@ -159,7 +187,7 @@ class Microbatch:
         self,
         position: int,
         flat: list[Any],
-        structure: Any,
+        structure: Structure,
         body: Callable[..., Any],
         buffers: ChangingBuffers,
         modes: ThreadState,
@@ -172,35 +200,37 @@ class Microbatch:
             [(value, value._version) for value in inputs if isinstance(value, Tensor)],
         )
         self._records.append(record)
-        args, kwargs = pytree.tree_unflatten(inputs, structure)
+        args, kwargs = structure.unflatten(inputs)
         if self._recompute:
             record.random, record.modes = RandomState(self._device), modes
-            versions = buffers.versions()
+            versions, kept = buffers.versions(), buffers.keep()
             with torch.no_grad():
                 result = body(*args, **kwargs)
-            record.changing = buffers.changed_since(versions)
+            record.buffers = buffers.changed_since(versions, kept)
             self._refuse_changed_inputs(record)
         else:
             result = body(*args, **kwargs)
-        outputs, output_structure = pytree.tree_flatten(result)
+        _refuse_changed_containers(args, kwargs, inputs)
+        outputs, output_structure = flatten(result)
         if not self._recompute:
             record.outputs = list(outputs)
         for index, output in enumerate(outputs):
-            if not isinstance(output, Tensor) or not output.is_floating_point():
+            if not isinstance(output, Tensor) or not _can_have_gradient(output):
                 continue
             if not self._recompute and not output.requires_grad:
                 continue
             leaf = output.detach().requires_grad_()
-            record.output_leaves.append((index, leaf))
-            self._output_leaf_ids[id(leaf)] = leaf
-            outputs[index] = leaf
-        return pytree.tree_unflatten(outputs, output_structure)
+            outputs[index] = shown = _Passed.apply(leaf)
+            record.output_leaves.append((index, leaf, id(shown)))
+            self._outputs[id(shown)] = _Output(shown, shown.grad_fn, leaf)
+        return output_structure.unflatten(outputs)
 
     def _leaf_of(self, value: Any, position: int) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
-        if id(value) in self._output_leaf_ids:
-            return value
+        output = self._outputs.get(id(value))
+        if output is not None and value.grad_fn is output.node:
+            return output.leaf
         known = self._leaves.get(id(value))
         if known is None:
             known = _Leaf(value, value.detach().requires_grad_(), position)
@@ -210,8 +240,9 @@ class Microbatch:
     def _refuse_changed_inputs(self, record: _Record) -> None:
         if any(value._version != version for value, version in record.input_versions):
             raise UnitUseError(
-                "A unit changes one of its inputs in place, so it cannot be computed again in the"
-                " backward. Write `x = x + y` instead of `x += y` there, or use recompute=False."
+                "An input of a unit is changed in place, by the unit or by the code after it, so"
+                " the unit cannot be computed again in the backward. Write `x = x + y` instead of"
+                " `x += y` there, or use recompute=False."
             )
 
     # -- backward, in the scheduler -----------------------------------------------------------
@@ -249,13 +280,12 @@ class Microbatch:
             self.backward_s.append(self._clock() - start)
 
     def _through_body(self, record: _Record) -> None:
-        gradients = [(i, leaf.grad) for i, leaf in record.output_leaves if leaf.grad is not None]
-        for _, leaf in record.output_leaves:
-            self._output_leaf_ids.pop(id(leaf), None)
+        gradients = [(i, leaf.grad) for i, leaf, _ in record.output_leaves if leaf.grad is not None]
+        for _, _, shown in record.output_leaves:
+            self._outputs.pop(shown, None)
         if not gradients:
             return
-        keep = ChangingBuffers.kept(record.changing) if record.changing else nullcontext()
-        with keep:
+        with ChangingBuffers.replayed(record.buffers) if record.buffers else nullcontext():
             outputs = record.outputs if record.outputs is not None else self._compute_again(record)
             reached = [(outputs[i], gradient) for i, gradient in gradients]
             reached = [(output, gradient) for output, gradient in reached if output.requires_grad]
@@ -268,12 +298,12 @@ class Microbatch:
         assert record.random is not None and record.modes is not None
         self._refuse_changed_inputs(record)
         before = ThreadState.capture(self._device_types)
-        args, kwargs = pytree.tree_unflatten(record.inputs, record.structure)
+        args, kwargs = record.structure.unflatten(record.inputs)
         record.modes.restore()
         torch.set_autocast_cache_enabled(False)
         try:
             with record.random.replayed(), torch.enable_grad():
-                return pytree.tree_leaves(record.body(*args, **kwargs))
+                return flatten(record.body(*args, **kwargs))[0]
         finally:
             before.restore()
 
@@ -294,12 +324,53 @@ class Microbatch:
 
 def _reachable(roots: Sequence[Any]) -> set[Any]:
     """Nodes of the graph that hold buffers, from these on."""
+    without = ("AccumulateGrad", "_PassedBackward")
     seen: set[Any] = set()
     stack = [node for node in roots if node is not None]
     while stack:
         node = stack.pop()
-        if node in seen or type(node).__name__ == "AccumulateGrad":
+        if node in seen or type(node).__name__ in without:
             continue
         seen.add(node)
         stack.extend(following for following, _ in node.next_functions if following is not None)
     return seen
+
+
+def _can_have_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _without_empty_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Leave out Hugging Face's key-value caches, which are of no use in training.
+
+    A unit that is computed again would append its keys a second time. Hugging Face leaves caches
+    out for the same reason where it checkpoints layers itself.
+    """
+
+    def without(value: Any) -> Any:
+        if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+            return value
+        if int(value.get_seq_length()) > 0:
+            raise UnitUseError(
+                f"A unit is called with a filled {type(value).__name__} (prefix tuning?); computed"
+                " again in the backward it would append to it twice. Use recompute=False."
+            )
+        return None
+
+    return tuple(without(a) for a in args), {key: without(v) for key, v in kwargs.items()}
+
+
+def _refuse_changed_containers(args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
+    """Units get copies of containers: what they add to them would be lost."""
+    values = (*args, *kwargs.values())
+    if not any(isinstance(v, (list, dict)) or dataclasses.is_dataclass(v) for v in values):
+        return
+    now = flatten((args, kwargs))[0]
+    same = len(now) == len(inputs) and all(a is b for a, b in zip(now, inputs, strict=True))
+    if not same:
+        raise UnitUseError(
+            "A unit changes a list, dict or dataclass that it is called with. It gets a copy, so"
+            " the change would be lost: return the new values instead."
+        )

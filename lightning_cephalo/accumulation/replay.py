@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+# these work without CUDA too, and choose between the CPU's kernels
+_ATTENTION_KERNELS = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
 
 
 @dataclass(frozen=True)
@@ -21,12 +29,14 @@ class ThreadState:
         autocast: Per device type ``(type, enabled, dtype)``.
         autocast_cache: Whether autocast keeps casted weights.
         default_dtype: Dtype of new floating-point tensors.
+        attention: Which attention kernels are allowed (``sdpa_kernel`` around the model).
     """
 
     grad_enabled: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     default_dtype: torch.dtype
+    attention: tuple[bool, ...]
 
     @classmethod
     def capture(cls, device_types: tuple[str, ...]) -> ThreadState:
@@ -39,6 +49,7 @@ class ThreadState:
             ),
             torch.is_autocast_cache_enabled(),
             torch.get_default_dtype(),
+            tuple(allowed() for allowed, _ in _ATTENTION_KERNELS),
         )
 
     def restore(self) -> None:
@@ -50,6 +61,9 @@ class ThreadState:
         torch.set_autocast_cache_enabled(self.autocast_cache)
         if torch.get_default_dtype() != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
+        for value, (allowed, allow) in zip(self.attention, _ATTENTION_KERNELS, strict=True):
+            if allowed() != value:
+                allow(value)
 
 
 class RandomState:
@@ -77,14 +91,27 @@ class RandomState:
             now.restore()
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A buffer and a copy of its value at some time."""
+
+    module: nn.Module
+    name: str
+    value: Tensor
+
+
 class ChangingBuffers:
     """Buffers that a unit's forward changes (running statistics, counters).
 
-    Computing the forward again must not count a microbatch twice.
+    Computing the forward again must start from the values that it started from, and must not
+    count a microbatch twice.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = [inner for inner in module.modules() if inner._buffers]
+        # all may change until a forward has shown which do
+        self._suspects = list(self._modules)
+        self._looked = False
 
     def versions(self) -> list[tuple[int, int]]:
         """Identity and version of every buffer."""
@@ -95,14 +122,22 @@ class ChangingBuffers:
             if buffer is not None
         ]
 
-    def changed_since(self, versions: list[tuple[int, int]]) -> list[nn.Module]:
-        """Return the modules of which any buffer has changed.
+    def keep(self) -> list[_Kept]:
+        """Copy the buffers that are known to change; all of them before the first forward."""
+        return _copies(self._suspects)
+
+    def changed_since(self, versions: list[tuple[int, int]], kept: list[_Kept]) -> list[_Kept]:
+        """Return the values from before of the buffers of modules of which any has changed.
 
         All buffers of such a module count: batch normalisation changes its running mean without
         raising the version, but counts its batches in a buffer beside it.
+
+        Args:
+            versions: Of before the forward.
+            kept: Of before the forward.
         """
         before = dict(versions)
-        return [
+        changed = [
             inner
             for inner in self._modules
             if any(
@@ -110,20 +145,35 @@ class ChangingBuffers:
                 for buffer in inner._buffers.values()
             )
         ]
+        if not self._looked:
+            self._suspects, self._looked = changed, True
+        # of one that never changed before only the new values are left; at least it counts once
+        surprises = [inner for inner in changed if not _is_in(inner, self._suspects)]
+        self._suspects = [*self._suspects, *surprises]
+        return [entry for entry in kept if _is_in(entry.module, changed)] + _copies(surprises)
 
     @staticmethod
     @contextmanager
-    def kept(modules: list[nn.Module]) -> Iterator[None]:
-        """Leave the buffers of these modules as they were."""
-        saved = [
-            (inner, name, buffer, buffer.clone())
-            for inner in modules
-            for name, buffer in inner._buffers.items()
-            if buffer is not None
-        ]
+    def replayed(kept: list[_Kept]) -> Iterator[None]:
+        """Show the values from before the forward, then those of now again, untouched."""
+        now = [(entry, entry.module._buffers[entry.name]) for entry in kept]
+        for entry in kept:
+            entry.module._buffers[entry.name] = entry.value
         try:
             yield
         finally:
-            for inner, name, buffer, value in saved:
-                buffer.data.copy_(value)
-                inner._buffers[name] = buffer
+            for entry, buffer in now:
+                entry.module._buffers[entry.name] = buffer
+
+
+def _copies(modules: Iterable[nn.Module]) -> list[_Kept]:
+    return [
+        _Kept(inner, name, buffer.clone())
+        for inner in modules
+        for name, buffer in inner._buffers.items()
+        if buffer is not None
+    ]
+
+
+def _is_in(module: nn.Module, modules: Iterable[nn.Module]) -> bool:
+    return any(module is other for other in modules)

@@ -9,6 +9,7 @@ does; at the next exchange (end of forward, end of backward) all ranks learn of 
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -116,6 +117,7 @@ class Runner:
         self.times: StepTimes | None = None
         self._orders: dict[tuple[bool, ...], tuple[Visit, ...]] = {}
         self._running: Microbatch | None = None
+        self._outside_depth = 0
         self._in_backward = False
         self._microbatches: list[Microbatch] = []
         self._visits: tuple[Visit, ...] = ()
@@ -131,8 +133,12 @@ class Runner:
         """Cut the model at its units; parameters of the root unit come when they are asked for."""
         for index, unit in enumerate(self.units[1:], start=1):
             self._cuts.append(Cut(unit.module, partial(self.enter_unit, index)))
-        for module in self.units[ROOT].owning_modules():
+        root = self.units[ROOT]
+        # the top module too, so that one call of it outside of a step gathers the root once
+        modules = {id(module): module for module in [root.module, *root.owning_modules()]}
+        for module in modules.values():
             self._hooks.append(module.register_forward_pre_hook(self._root_wanted))
+            self._hooks.append(module.register_forward_hook(self._root_left, always_call=True))
 
     def uninstall(self) -> None:
         """Undo :meth:`install`."""
@@ -144,6 +150,20 @@ class Runner:
 
     def _root_wanted(self, module: nn.Module, args: Any) -> None:
         self.units[ROOT].wait_gather()
+        if not self._in_step:
+            self._outside_depth += 1
+
+    def _root_left(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Show the shards again after a call outside of a step: callbacks freeze or measure them."""
+        if self._in_step or not self._outside_depth:
+            return
+        self._outside_depth -= 1
+        if not self._outside_depth:
+            self.units[ROOT].free()
+
+    @property
+    def _in_step(self) -> bool:
+        return self._running is not None or self._in_backward
 
     def reshard(self) -> None:
         """Free whatever is gathered: before anything reads or changes the shards."""
@@ -192,13 +212,14 @@ class Runner:
     ) -> Any:
         """A forward outside of a step (a callback that samples): every rank must do it."""
         unit = self.units[index]
-        self.units[ROOT].wait_gather()
+        self._root_wanted(unit.module, args)
         unit.wait_gather()
         try:
             with torch.no_grad():
                 return body(*args, **kwargs)
         finally:
             unit.free()
+            self._root_left(unit.module, args, None)
 
     def _advance(self, microbatch: Microbatch) -> None:
         self._running = microbatch
@@ -264,9 +285,17 @@ class Runner:
         if microbatch.finished:
             loss, weight = self._calls[index].weight_of(microbatch.result)
             self._weights[index] = weight
-            microbatch.backward_of_loss(loss * (weight * self._loss_scale))
+            if weight:  # else its loss may be 0/0: a mean over no tokens
+                self._tail_backward(microbatch, loss * (weight * self._loss_scale))
         if self.clock:
             self._outer_s += self.clock() - start - (sum(microbatch.forward_s) - inside)
+
+    def _tail_backward(self, microbatch: Microbatch, loss: Tensor) -> None:
+        self._in_backward = True
+        try:
+            microbatch.backward_of_loss(loss)
+        finally:
+            self._in_backward = False
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> None:
         if self._failure is not None:
@@ -276,6 +305,23 @@ class Runner:
         except Exception as failure:
             self._failure = failure
             self._abandon()
+            if isinstance(failure, torch.OutOfMemoryError):
+                # its frames hold the activations, whose memory the gathers to come may need
+                traceback.clear_frames(failure.__traceback__)
+
+    def _with_memory(self, function: Callable[[], None]) -> None:
+        """Do this rank's part of a collective, which allocates before it communicates.
+
+        The others wait for it: a rank without memory for it gives up its microbatches instead.
+        """
+        try:
+            function()
+        except torch.OutOfMemoryError as failure:
+            if not self._microbatches:
+                raise
+            self._failure = self._failure or failure
+            self._abandon()
+            function()
 
     def _abandon(self) -> None:
         for microbatch in self._microbatches:
@@ -290,7 +336,7 @@ class Runner:
         match action.operation:
             case Operation.GATHER:
                 assert unit is not None
-                unit.start_gather()
+                self._with_memory(unit.start_gather)
             case Operation.FORWARD:
                 assert unit is not None
                 unit.wait_gather()
@@ -368,6 +414,7 @@ class Runner:
             said = self.agreement.exchange([own, differentiable])
             wanted = {(unit, flag) for unit, flag in said if unit != _NO_DATA}
             if any(unit == _FAILED for unit, _ in wanted):
+                self._abandon()  # not this rank's mistake that its microbatches are not through
                 break
             if len(wanted) > 1:
                 self._failure = self._ranks_differ(said)
@@ -435,7 +482,7 @@ class Runner:
             if action.operation is Operation.BACKWARD or action.operation is Operation.REDUCE:
                 if action.unit not in armed and action.unit >= 0:
                     self.units[action.unit].wait_gather()
-                    self.units[action.unit].arm()
+                    self._with_memory(self.units[action.unit].arm)
                     armed.add(action.unit)
             self._execute(action, None)
         self._reduce(self.units[ROOT])
@@ -453,7 +500,7 @@ class Runner:
     def _reduce(self, unit: Unit) -> None:
         self._used[id(unit)] = unit.used()
         self._finish_reduce(unit)
-        unit.start_reduce(self._final_scale)
+        self._with_memory(partial(unit.start_reduce, self._final_scale))
 
     def _finish_reduce(self, following: Unit | None) -> None:
         # one reduce is under way at a time: it overlaps the next unit's compute

@@ -29,7 +29,7 @@ from lightning_cephalo.data.randomness import (
     write_states,
 )
 from lightning_cephalo.data.samplers import RankBatchSampler
-from lightning_cephalo.data.split import BatchLayout, Splitter
+from lightning_cephalo.data.split import BatchLayout, BatchSplitError, Splitter
 
 Broadcast = Callable[[Any], Any]
 """Rank 0's object on every rank; a collective."""
@@ -137,7 +137,7 @@ def sample_batches(loader: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def learn_layout(loader: Any, *, splitter: Splitter | None = None) -> BatchLayout:
-    """The layout of the loader's batches, learned from batches of three and of two samples.
+    """The layout of the loader's batches, learned from two of their first samples.
 
     Raises:
         BatchSplitError: they cannot be cut; see `BatchLayout.learn`.
@@ -146,8 +146,16 @@ def learn_layout(loader: Any, *, splitter: Splitter | None = None) -> BatchLayou
     if _yields_ready_batches(loader):
         # Ready batches come in one size, so there is nothing to compare.
         return BatchLayout(splitter=splitter)
-    larger, smaller = sample_batches(loader, (3, 2))
-    return BatchLayout.learn(larger, smaller, sizes=(3, 2), splitter=splitter)
+    failure: BatchSplitError | None = None
+    # padding may be as long as there are samples, which looks like a second batch dimension
+    for sizes in ((3, 2), (7, 5)):
+        larger, smaller = sample_batches(loader, sizes)
+        try:
+            return BatchLayout.learn(larger, smaller, sizes=sizes, splitter=splitter)
+        except BatchSplitError as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
 
 
 def unwrapped_batch_sampler(loader: Any) -> Any:

@@ -16,14 +16,18 @@ from lightning_cephalo.profiling.errors import ProfilingError
 from lightning_cephalo.profiling.memory import kept_bytes_per_sample
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 
-# Share of the time left that repeating one size may use.
-_REPEATS, _REPEAT_SHARE = 3, 0.15
+# Short steps are repeated: so many seconds for a size, so often at most.
+_REPEATED_S, _REPEATS = 0.5, 3
+# Share of the time left that repeating a size may use.
+_REPEAT_SHARE = 0.3
+# A size that takes more per sample than a smaller one by this much was disturbed: once more.
+_SUSPICIOUS = 0.03
 # A rank measures microbatches up to this multiple of its balanced share of the global batch.
-_BEYOND_SHARE = 1.5
+_BEYOND_SHARE = 1.25
 # From this size on a rank stops when larger microbatches gain less than this per sample.
 _LARGE_SIZE, _WORTHWHILE_GAIN = 32, 0.02
 # Numbers of microbatches whose peak is compared with that of one.
-_COUNTS = (4, 2)
+_COUNTS = (3, 2)
 
 
 @dataclass
@@ -109,9 +113,7 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
                 raise ProfilingError(_nobody(prober, smallest))
             break
         sweep.report(size, [rank for rank, run in enumerate(runs) if run])
-        step_s = max(row[1] for row, run in zip(rows, runs, strict=True) if run) + beside_s
-        repeats = min(_REPEATS, max(1, int(remaining_s * _REPEAT_SHARE / max(step_s, 1e-9))))
-        beside_s = _time_size(prober, measured, size, runs, repeats, sweep)
+        beside_s = _time_size(prober, measured, size, runs, remaining_s, sweep)
     return measured
 
 
@@ -133,12 +135,21 @@ def _warm_up(prober: Prober, measured: Measured, smallest: int) -> bool:
 
 
 def _time_size(
-    prober: Prober, measured: Measured, size: int, runs: list[bool], repeats: int, sweep: Sweep
+    prober: Prober,
+    measured: Measured,
+    size: int,
+    runs: list[bool],
+    remaining_s: float,
+    sweep: Sweep,
 ) -> float:
-    """Time one size; return the seconds that a step took beside this rank's own work."""
-    rank, beside_s = prober.agreement.rank, math.inf
+    """Time one size; return the seconds that a step took beside this rank's own work.
+
+    Once, twice or three times: again while it is quick, and on ranks that seem to have been
+    disturbed.
+    """
+    rank, beside_s, spent_s = prober.agreement.rank, math.inf, 0.0
     idle = sweep.sizes[0] if sweep.everyone_runs and measured.largest else 0
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         while any(runs):
             times, refused = prober.timed(size if runs[rank] else idle)
             if not any(refused):
@@ -153,9 +164,29 @@ def _time_size(
         busy_s = 0.0 if times is None else times.total_s
         if runs[rank] and times is not None:
             measured.times[size] = times.least(measured.times.get(size))
-        slowest_s = max(row[0] for row in prober.agreement.exchange([busy_s]))
-        beside_s = min(beside_s, max(0.0, prober.wall_s - slowest_s))
+        suspicious = runs[rank] and _disturbed(measured, size)
+        rows = prober.agreement.exchange([busy_s, prober.wall_s, float(suspicious)])
+        beside_s = min(beside_s, max(0.0, prober.wall_s - max(row[0] for row in rows)))
+        step_s = max(row[1] for row in rows)
+        spent_s += step_s
+        if spent_s + step_s > _REPEATED_S:
+            runs = [run and bool(row[2]) for run, row in zip(runs, rows, strict=True)]
+            if spent_s + step_s > _REPEAT_SHARE * remaining_s:
+                break
     return 0.0 if math.isinf(beside_s) else beside_s
+
+
+def _disturbed(measured: Measured, size: int) -> bool:
+    """Whether a size took more per sample than a smaller one did, in any part that matters."""
+    found, smaller = measured.times[size], [at for at in measured.times if at < size]
+    for part in ("forward_s", "backward_s", "tail_s"):
+        part_s = getattr(found, part)
+        if part_s > 0.02 * found.total_s and any(
+            part_s / size > (1.0 + _SUSPICIOUS) * getattr(measured.times[at], part) / at
+            for at in smaller
+        ):
+            return True
+    return False
 
 
 def _wants(measured: Measured, size: int) -> bool:
@@ -206,28 +237,33 @@ def _nobody(prober: Prober, smallest: int) -> str:
     )
 
 
-def measure_peaks(prober: Prober, measured: Measured, smallest: int) -> float:
-    """Measure the peaks of the smallest, a middle and the largest size that ran; collective.
+def measure_peaks(prober: Prober, measured: Measured, sweep: Sweep) -> float:
+    """Measure the peaks of the smallest and the largest size that ran; collective.
+
+    A peak is a maximum of what several moments hold, each of which grows evenly with the size; so
+    a line between two sizes is never below it.
 
     Returns:
         Bytes that this rank keeps of every sample until its backward: what further microbatches
         add to a step.
     """
-    chosen = sorted(measured.times)
-    chosen = sorted({*chosen[:1], *chosen[len(chosen) // 2 :][:1], *chosen[-1:]})
-    for position in range(3):
-        size = chosen[position] if position < len(chosen) else 0
-        peak = _peak(prober, size, 1)
+    smallest = sweep.sizes[0]
+    idle = smallest if sweep.everyone_runs and measured.times else 0
+    for position in (0, -1):
+        ran = sorted(measured.times)
+        size = ran[position] if ran else 0
+        if size in measured.peaks:
+            size = 0
+        peak = _peak(prober, size, 1, idle)
         if peak is not None:
             measured.peaks[size] = peak
         elif size:
             # it ran when it was timed, but only just: not to be relied on
             measured.smallest_too_large = size
             measured.times = {at: found for at, found in measured.times.items() if at < size}
-            chosen = [known for known in chosen if known < size]
     single = measured.peaks.get(smallest)
     for count in _COUNTS:
-        several = _peak(prober, smallest if single is not None else 0, count)
+        several = _peak(prober, smallest if single is not None else 0, count, idle)
         known = single is None or several is not None
         if all(row[0] for row in prober.agreement.exchange([float(known)])):
             break
@@ -236,11 +272,12 @@ def measure_peaks(prober: Prober, measured: Measured, smallest: int) -> float:
     return kept_bytes_per_sample(single, several, count, smallest)
 
 
-def _peak(prober: Prober, size: int, count: int) -> float | None:
-    """Peak of a step; None for a rank that ran nothing, or not to the end."""
-    while True:
-        peak, refused = prober.peak(size, count)
+def _peak(prober: Prober, size: int, count: int, idle: int) -> float | None:
+    """Peak of a step; None for a rank that had nothing to measure, or not the memory for it."""
+    while any(row[0] for row in prober.agreement.exchange([float(size)])):
+        peak, refused = prober.peak(size or idle, count if size else 1)
         if not any(refused):
             return peak if size else None
         if refused[prober.agreement.rank]:
-            size = 0
+            size, idle = 0, idle if size else 0
+    return None

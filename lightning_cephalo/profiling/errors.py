@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ProfilingError(RuntimeError):
     """Profiling cannot go on; every rank raises it, naming the rank, the size and the reason."""
@@ -15,4 +18,34 @@ def is_out_of_memory(failure: BaseException) -> bool:
     return isinstance(failure, RuntimeError) and any(
         sign in text
         for sign in ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    )
+
+
+@contextmanager
+def lost_rank_explained(rank: int, doing: str) -> Iterator[None]:
+    """Say what a connection that breaks means.
+
+    Args:
+        rank: This rank.
+        doing: What is being done.
+
+    Raises:
+        ProfilingError: In place of what torch.distributed raises when another rank is gone.
+    """
+    try:
+        yield
+    except RuntimeError as failure:
+        if isinstance(failure, ProfilingError) or not _is_lost_connection(failure):
+            raise
+        raise ProfilingError(
+            f"Rank {rank} lost the connection to another rank while {doing}: that rank has died or"
+            " was killed (by a lack of host memory?). Its own output comes first. Here:"
+            f" {failure}"
+        ) from failure
+
+
+def _is_lost_connection(failure: RuntimeError) -> bool:
+    text = str(failure).lower()
+    return type(failure).__name__.startswith("Dist") or any(
+        sign in text for sign in ("connection", "gloo", "nccl", "timed out", "socket")
     )

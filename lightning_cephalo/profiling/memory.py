@@ -25,6 +25,8 @@ from lightning_cephalo.sharding.flat import Flat
 # Adam's two moments beside the parameter and its gradient. The optimizer is made for the planned
 # shards, so it is not known yet; SGD holds less, and nothing common holds more.
 _STATE_COPIES = 4
+# A number for each parameter, with what an allocator rounds it up to.
+_COUNTER_BYTES = 64
 
 
 def state_bytes(engine: Engine) -> int:
@@ -43,19 +45,28 @@ def state_bytes(engine: Engine) -> int:
 
 def _receive_bytes(engine: Engine) -> int:
     """Bytes of the buffers that one reduce receives into, over all ranks; one is under way."""
+    flats = _flats(engine)
+    if not flats:
+        return 0
     largest = max(unit.gradient_bytes for unit in engine.units)
-    if dist.get_backend(engine.units[0].flats[0].context.reduce_group) == "nccl":
+    context = flats[0].context
+    if dist.get_backend(context.reduce_group) == "nccl":
         return largest
-    return largest * dist.get_world_size()  # every rank's summand of the slice, added up there
+    return largest * context.world_size  # every rank's summand of the slice, added up there
 
 
 def resting_bytes(engine: Engine) -> int:
-    """Bytes that this rank holds between steps beside its share of the state."""
+    """Bytes that this rank holds between steps beside its share of the state.
+
+    Buffers, and what optimizers hold of every parameter whatever its share (a step counter).
+    """
     held = {
         buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
         for buffer in engine.module.buffers()
     }
-    resting = sum(held.values())
+    resting = sum(held.values()) + _COUNTER_BYTES * sum(
+        len(flat.sharded) for flat in _flats(engine)
+    )
     if engine.device.type == "cuda":
         shards = [flat.shard for flat in _flats(engine)]
         shards += [flat.grad_shard for flat in _flats(engine) if flat.grad_shard is not None]
@@ -151,6 +162,8 @@ def compute_curve(
         gathered: ``gathered_bytes`` of the problem, as far as it is full buffers.
         kept: Bytes that every sample keeps until its backward.
     """
+    if not largest:
+        return []
     every = np.arange(1, largest + 1)
     rising = np.maximum.accumulate(np.asarray(peaks, dtype=float))
     dense = np.interp(every, sizes, rising)

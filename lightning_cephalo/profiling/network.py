@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from lightning_cephalo.sharding.unit import Unit
 # Units beside the root that are timed, and how often; a unit is much like the next.
 _UNITS, _REPEATS, _LONG_S = 4, 5, 0.25
 # Elements of the tensor that stands for a shard when the optimizer is timed.
-_SAMPLE_NUMEL = 2**20
+_SAMPLE_NUMEL = 2**18
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,19 @@ def _exchange_time(engine: Engine) -> float:
 
 
 def _optimizer_time(engine: Engine, clock: Callable[[], float]) -> float:
-    """Seconds of AdamW over an even share, from a step over a tensor of at most four megabytes.
+    """Seconds of AdamW over an even share, from steps over a tensor of at most a megabyte.
 
     The user's optimizer is made for the planned shards, later; AdamW is what most will use.
     """
+    own_s = 0.0
+    with contextlib.suppress(torch.OutOfMemoryError):  # a rank that is full already: others tell
+        own_s = _adamw_time(engine, clock)
+    if not own_s:
+        gc.collect()  # the frames of the failed step hold its tensors
+    return max(row[0] for row in engine.agreement.exchange([own_s]))
+
+
+def _adamw_time(engine: Engine, clock: Callable[[], float]) -> float:
     numel = sum(flat.numel for unit in engine.units for flat in unit.flats if flat.trainable)
     share = numel / engine.agreement.world_size
     sample = max(1, min(int(share), _SAMPLE_NUMEL))
@@ -128,5 +139,4 @@ def _optimizer_time(engine: Engine, clock: Callable[[], float]) -> float:
         start_s = clock()
         optimizer.step()
         times.append(clock() - start_s)
-    own_s = statistics.median(times) * share / sample
-    return max(row[0] for row in engine.agreement.exchange([own_s]))
+    return statistics.median(times) * share / sample

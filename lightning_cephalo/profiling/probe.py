@@ -16,7 +16,7 @@ import torch
 from lightning_cephalo.accumulation.agreement import RemoteRankError
 from lightning_cephalo.accumulation.runner import MicrobatchCall
 from lightning_cephalo.engine import Engine
-from lightning_cephalo.profiling.errors import ProfilingError, is_out_of_memory
+from lightning_cephalo.profiling.errors import ProfilingError, is_out_of_memory, lost_rank_explained
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.memory import PeakMeter, batch_bytes
 from lightning_cephalo.stepping import loss_and_weight
@@ -119,14 +119,8 @@ class Prober:
             forget_gradients(self.engine.module)
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
         refused = failure is not None and is_out_of_memory(failure)
-        try:
+        with lost_rank_explained(self.agreement.rank, f"profiling a microbatch of {samples(size)}"):
             said = self.agreement.exchange_objects((size, refused, message))
-        except RuntimeError as lost:
-            raise ProfilingError(
-                f"Rank {self.agreement.rank} lost the connection to another rank while profiling"
-                f" a microbatch of {samples(size)}: that rank has died or was killed (by a lack of"
-                f" host memory?). What its own output says comes first. Here: {failure or lost}"
-            ) from (failure or lost)
         for rank, (at, out_of_memory, text) in enumerate(said):
             if text is not None and not out_of_memory:
                 raise ProfilingError(
@@ -182,9 +176,9 @@ def _raise(failure: BaseException) -> None:
 
 def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:
     loss, weight = loss_and_weight(result, samples)
-    if not bool(torch.isfinite(loss)):
+    if weight and not bool(torch.isfinite(loss)):  # of no tokens the mean may be 0/0
         raise FloatingPointError(
-            f"the loss is {float(loss)} before a single step was made. Check the data, the"
+            f"the loss is {loss.item()} before a single step was made. Check the data, the"
             " initialisation, and the precision."
         )
     return loss, weight

@@ -26,7 +26,7 @@ from lightning_cephalo.profiling.compute import (
     measure_peaks,
     measure_times,
 )
-from lightning_cephalo.profiling.errors import ProfilingError
+from lightning_cephalo.profiling.errors import ProfilingError, lost_rank_explained
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.memory import (
     compute_curve,
@@ -111,7 +111,11 @@ def measure(
         expect_samples(trainer, size)
         return batches(size)
 
-    with progress, isolated(trainer, engine.module, engine.device):
+    with (
+        lost_rank_explained(agreement.rank, "profiling"),
+        progress,
+        isolated(trainer, engine.module, engine.device),
+    ):
         prober = Prober(engine, clock, counted_batch, step, context)
         sweep = Sweep(
             ladder(smallest, global_batch_size),
@@ -122,10 +126,13 @@ def measure(
         )
         measured = measure_times(prober, sweep)
         progress.say("profiling: memory")
-        kept = measure_peaks(prober, measured, smallest)
+        kept = measure_peaks(prober, measured, sweep)
         progress.say("profiling: network")
         network = measure_network(engine, clock)
 
+    for unit in engine.units:
+        for flat in unit.flats:
+            flat.forget_gradient()  # memory that moving the shards may need
     visits = engine.runner.visits
     units = max(1, sum(visit.differentiable for visit in visits))
     kept, resting = (
@@ -216,7 +223,7 @@ def pooled(profiles: Sequence[RankProfile]) -> list[RankProfile]:
         capacities = [profile.capacity_bytes for profile in group]
         if len(group) < 2 or not length or min(capacities) < (1.0 - _ALIKE) * max(capacities):
             continue
-        curves: dict[str, Any] = {
+        curves = {
             curve: [statistics.median(getattr(profile, curve)[at] for profile in group)
                     for at in range(length)]
             for curve in ("forward_s", "backward_s", "tail_s")
@@ -231,7 +238,9 @@ def pooled(profiles: Sequence[RankProfile]) -> list[RankProfile]:
             continue
         shared = replace(
             group[0],
-            **{curve: tuple(values) for curve, values in curves.items()},
+            forward_s=tuple(curves["forward_s"]),
+            backward_s=tuple(curves["backward_s"]),
+            tail_s=tuple(curves["tail_s"]),
             compute_bytes=tuple(
                 max(profile.compute_bytes[at] for profile in group) for at in range(length)
             ),

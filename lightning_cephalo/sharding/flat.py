@@ -296,6 +296,12 @@ class Flat:
         if self.grad_full is not None:
             self.grad_full.untyped_storage().resize_(0)
 
+    def forget_gradient(self) -> None:
+        """Release ``grad_shard``; the next reduce makes it again."""
+        for parameter in self.sharded:
+            parameter.grad = None
+        self.grad_shard, self._grad_faces = None, []
+
     def publish(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the sharded parameters that any rank used; others keep theirs."""
         for parameter, face, is_used in zip(self.sharded, self._grad_faces, used, strict=True):

@@ -98,6 +98,8 @@ class Unit:
             for owners, parameter in zip(owners_of, parameters, strict=True):
                 for owner in owners:
                     owner.module._parameters[owner.attribute] = parameter
+                    if isinstance(owner.module, nn.RNNBase):
+                        _show_to_recurrent(owner.module, owner.attribute, parameter)
 
     def _show_sharded(self) -> None:
         self._show([flat.sharded for flat in self.flats])
@@ -106,7 +108,9 @@ class Unit:
         """Begin to gather; nothing happens if that was done already."""
         if self.state is not UnitState.SHARDED:
             return
-        self._pending = [flat.gather() for flat in self.flats]
+        # goes on where a call that found no memory has stopped: nothing is communicated twice
+        for flat in self.flats[len(self._pending) :]:
+            self._pending.append(flat.gather())
         self.state = UnitState.GATHERING
 
     def wait_gather(self) -> None:
@@ -158,7 +162,9 @@ class Unit:
 
     def start_reduce(self, scale: float) -> None:
         """Begin to sum the gradients over the ranks, times ``scale``."""
-        self._reducing = [flat.reduce(scale) for flat in self.flats if flat.trainable]
+        trainable = [flat for flat in self.flats if flat.trainable]
+        for flat in trainable[len(self._reducing) :]:  # as in start_gather
+            self._reducing.append(flat.reduce(scale))
 
     def wait_reduce(self) -> None:
         """Have this rank's slice of the summed gradients and release the full ones."""
@@ -176,3 +182,9 @@ class Unit:
                 end = start + len(flat.sharded)
                 flat.publish(used[start:end])
                 start = end
+
+
+def _show_to_recurrent(module: nn.RNNBase, attribute: str, parameter: nn.Parameter) -> None:
+    """LSTM, GRU and RNN compute with a list of their own of the parameters."""
+    if attribute in module._flat_weights_names:
+        module._flat_weights[module._flat_weights_names.index(attribute)] = parameter

@@ -1,0 +1,77 @@
+"""Tensors in nested arguments and results, dataclasses included, which torch's pytree takes whole."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree  # private, but what torch, Lightning and others build on
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """A dataclass object found among the leaves, and the tree of its fields."""
+
+    value: Any
+    names: tuple[str, ...]
+    structure: Structure
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """How to put leaves together again.
+
+    Attributes:
+        spec: Of torch's pytree.
+        objects: Dataclass objects by their position among its leaves.
+    """
+
+    spec: Any
+    objects: dict[int, _Fields]
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of leaves, those inside dataclass objects included."""
+        inside = sum(fields.structure.num_leaves for fields in self.objects.values())
+        return int(self.spec.num_leaves) - len(self.objects) + inside
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """Build the tree; dataclass objects are copies of those that were flattened."""
+        if not self.objects:
+            return pytree.tree_unflatten(leaves, self.spec)
+        outer: list[Any] = []
+        start = 0
+        for position in range(self.spec.num_leaves):
+            fields = self.objects.get(position)
+            if fields is None:
+                outer.append(leaves[start])
+                start += 1
+                continue
+            end = start + fields.structure.num_leaves
+            values = fields.structure.unflatten(leaves[start:end])
+            start = end
+            twin = copy.copy(fields.value)
+            for name, value in zip(fields.names, values, strict=True):
+                object.__setattr__(twin, name, value)  # frozen ones too
+            outer.append(twin)
+        return pytree.tree_unflatten(outer, self.spec)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure]:
+    """Return the leaves of nested containers and dataclass objects that hold tensors."""
+    outer, spec = pytree.tree_flatten(tree)
+    leaves: list[Any] = []
+    objects: dict[int, _Fields] = {}
+    for position, value in enumerate(outer):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = tuple(field.name for field in dataclasses.fields(value))
+            inner, structure = flatten([getattr(value, name, None) for name in names])
+            if any(isinstance(leaf, Tensor) for leaf in inner):
+                objects[position] = _Fields(value, names, structure)
+                leaves.extend(inner)
+                continue
+        leaves.append(value)
+    return leaves, Structure(spec, objects)

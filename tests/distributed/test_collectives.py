@@ -1,0 +1,108 @@
+"""Gathers and reduces of unequal slices on gloo, zeros included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+
+from lightning_cephalo.sharding.collectives import all_gather_rows, gather_slices, reduce_slices
+
+SIZES = [
+    (5,),
+    (4, 4),
+    (7, 2),
+    (0, 9),
+    (9, 0),
+    (0, 0),
+    (3, 0, 5),
+    (0, 1, 0),
+    (6, 3, 2, 0),
+]
+
+
+def _offset(sizes, rank):
+    return sum(sizes[:rank])
+
+
+def _gather(rank, sizes, dtype):
+    start = _offset(sizes, rank)
+    expected = torch.arange(sum(sizes)).to(dtype)
+    full = torch.full((sum(sizes),), 99).to(dtype)
+    full[start : start + sizes[rank]] = expected[start : start + sizes[rank]]
+    pending = gather_slices(full, sizes, dist.group.WORLD)
+    pending.wait()
+    pending.wait()  # waiting twice is harmless
+    assert torch.equal(full, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_gather_puts_every_slice_in_its_place(sizes, dtype):
+    run_ranks(len(sizes), _gather, sizes, dtype)
+
+
+def _reduce(rank, sizes, scale, accumulate):
+    generator = torch.Generator().manual_seed(3)
+    parts = [torch.randn(sum(sizes), generator=generator) for _ in sizes]
+    start = _offset(sizes, rank)
+    own = slice(start, start + sizes[rank])
+    output = torch.full((sizes[rank],), 0.5)
+    full = parts[rank].clone()
+    pending = reduce_slices(
+        full, sizes, dist.group.WORLD, output, scale=scale, accumulate=accumulate
+    )
+    assert torch.equal(output, torch.full_like(output, 0.5)), "written before it was waited for"
+    pending.wait()
+    pending.wait()
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part  # the order of the ranks, hence bit-identical
+    expected = total[own] * scale
+    if accumulate:
+        expected = torch.full_like(expected, 0.5).add_(total[own], alpha=scale)
+    assert torch.equal(output, expected)
+    assert torch.equal(full, parts[rank])
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_reduce_leaves_the_scaled_sum_of_this_ranks_slice(sizes, scale, accumulate):
+    run_ranks(len(sizes), _reduce, sizes, scale, accumulate)
+
+
+def _both_under_way(rank):
+    gathers, reduces = dist.new_group(), dist.new_group()
+    sizes = (6, 0, 3)
+    pending = []
+    for step in range(4):
+        full = torch.full((9,), float(rank))
+        output = torch.empty(sizes[rank])
+        reduce = reduce_slices(torch.full((9,), 1.0 + step), sizes, reduces, output)
+        gather = gather_slices(full, sizes, gathers)
+        pending.append((step, full, output, gather, reduce))
+    for step, full, output, gather, reduce in reversed(pending):
+        gather.wait()
+        reduce.wait()
+        assert full.tolist() == [0.0] * 6 + [2.0] * 3
+        assert output.tolist() == [3.0 * (1 + step)] * sizes[rank]
+
+
+def test_gathers_and_reduces_may_be_under_way_together_and_be_waited_for_in_any_order():
+    run_ranks(3, _both_under_way)
+
+
+def _rows(rank, sizes, row_shape):
+    expected = torch.arange(sum(sizes) * max(1, torch.Size(row_shape).numel())).float()
+    expected = expected[: sum(sizes) * torch.Size(row_shape).numel()].view(sum(sizes), *row_shape)
+    start = _offset(sizes, rank)
+    local = expected[start : start + sizes[rank]]
+    assert torch.equal(all_gather_rows(local, sizes, dist.group.WORLD), expected)
+
+
+@pytest.mark.parametrize("row_shape", [(), (3,), (2, 2), (0,)], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 1), (0, 4), (0, 0), (2, 0, 1)], ids=str)
+def test_rows_of_all_ranks_are_stacked(sizes, row_shape):
+    run_ranks(len(sizes), _rows, sizes, row_shape)

@@ -1,0 +1,207 @@
+"""What the tests of the strategy share: a model with every kind of state, plans, and whole scripts.
+
+``in_ranks`` runs a function in every rank the way torchrun runs a script: the ranks are forked from
+the test process, and Lightning takes ranks and world size from the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+from launch import RankFailure as RankFailure  # noqa: E402
+from launch import run_ranks  # noqa: E402
+
+GLOBAL_BATCH = 8
+
+
+def plan_of(microbatches: tuple[tuple[int, ...], ...], fractions: tuple[float, ...]) -> Plan:
+    ranks = zip(microbatches, fractions, strict=True)
+    return Plan(ranks=tuple(RankPlan(microbatch_sizes=m, state_fraction=f) for m, f in ranks))
+
+
+# all of them share out GLOBAL_BATCH samples
+PLANS = {
+    "one": plan_of(((4, 4),), (1.0,)),
+    "even": plan_of(((2, 2), (2, 2)), (0.5, 0.5)),
+    "3:1": plan_of(((3, 3), (2,)), (0.75, 0.25)),
+    "no state": plan_of(((4,), (2, 2)), (0.0, 1.0)),
+    "no data": plan_of(((4, 4), ()), (0.2, 0.8)),
+    "three": plan_of(((2, 2), (3,), (1,)), (0.6, 0.4, 0.0)),
+}
+
+
+def strategy(plan: str, **options: Any) -> CephaloStrategy:
+    options = {"verbose": False, "timeout": timedelta(seconds=20), **options}
+    return CephaloStrategy(plan=PLANS[plan], global_batch_size=GLOBAL_BATCH, **options)
+
+
+def trainer(plan: str | None, strategy_options: dict[str, Any] | None = None, **options: Any):
+    """A quiet Trainer on the CPU; ``plan`` None: on one device, without cephalo."""
+    options = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        **options,
+    }
+    if plan is None:
+        return Trainer(strategy="auto", devices=1, **options)
+    devices = len(PLANS[plan].ranks)
+    return Trainer(strategy=strategy(plan, **strategy_options or {}), devices=devices, **options)
+
+
+def in_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """Return ``function(*args)`` of every rank, each run as torchrun would run a script."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def script(rank: int) -> Any:
+        os.environ.update(
+            TORCHELASTIC_RUN_ID="test",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            GROUP_RANK="0",
+            LOCAL_WORLD_SIZE=str(world_size),
+        )
+        try:
+            return function(*args)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+    return run_ranks(world_size, script, timeout_s=timeout_s, process_group=False)
+
+
+def by_plan(plan: str | None, function: Callable[..., Any], *args: Any) -> Any:
+    """Return what ``function(plan, *args)`` gives on rank 0 of the plan, or on one device."""
+    if plan is None:
+        return in_ranks(1, function, None, *args)[0]
+    return in_ranks(len(PLANS[plan].ranks), function, plan, *args)[0]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+class Net(LightningModule):
+    """Tied, frozen and 0-d parameters, buffers (one of which training changes), three blocks."""
+
+    def __init__(self, optimizer: str = "adamw", width: int = 6, features: int = 5) -> None:
+        super().__init__()
+        self.save_hyperparameters("optimizer", "width", "features")
+        torch.manual_seed(1)
+        self.inputs = nn.Linear(features, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, width)
+        self.outputs = nn.Linear(width, width)
+        self.outputs.weight = self.head.weight
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.blocks[1].up.weight.requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outputs(torch.tanh(self.head(x))).sum(1, keepdim=True) * self.gain
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.steps += 1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss_step"]))
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        if self.hparams["optimizer"] == "sgd":
+            chosen: Any = torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+        else:
+            chosen = torch.optim.AdamW(groups, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(chosen, step_size=2, gamma=0.5)
+        return [chosen], [{"scheduler": schedule, "interval": "step"}]
+
+
+def dataset(samples: int = 30, features: int = 5) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(samples, features, generator=generator)
+    return TensorDataset(x, torch.sin(x).sum(1, keepdim=True))
+
+
+def loader(samples: int = 30, shuffle: bool = False, **options: Any) -> DataLoader:
+    if shuffle:
+        options["generator"] = torch.Generator().manual_seed(11)
+    return DataLoader(dataset(samples), batch_size=GLOBAL_BATCH, shuffle=shuffle, **options)
+
+
+def values_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_same_tensors(found: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:
+    """Same keys in the same order, same shapes and dtypes, and values within ``tolerance``."""
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        assert type(found[name]) is type(value), name
+        if isinstance(value, Tensor):
+            assert found[name].shape == value.shape, name
+            assert found[name].dtype == value.dtype, name
+            torch.testing.assert_close(
+                found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        else:
+            assert found[name] == value, name
+
+
+def assert_same_optimizer_state(found: Any, wanted: Any, tolerance: float) -> None:
+    assert found["param_groups"] == wanted["param_groups"]
+    assert list(found["state"]) == list(wanted["state"])
+    for index, entries in wanted["state"].items():
+        assert_same_tensors(found["state"][index], entries, tolerance)

@@ -1,0 +1,208 @@
+"""Runs through the real Trainer on forked ranks, and what every rank saw, brought to the parent.
+
+Each rank writes what its module recorded into a file when a run ends well, so that tests compare
+in the parent: several ranks under a plan against one device with the global batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+
+
+def plan_of(*ranks: tuple[tuple[int, ...], float]) -> Plan:
+    return Plan(ranks=tuple(RankPlan(microbatch_sizes=m, state_fraction=f) for m, f in ranks))
+
+
+# all deal a global batch of 8
+PLANS = {
+    "even": plan_of(((2, 2), 0.5), ((2, 2), 0.5)),
+    "3:1": plan_of(((3, 3), 0.75), ((2,), 0.25)),
+    "idle last": plan_of(((3, 3, 2), 0.2), ((), 0.8)),
+    "idle first": plan_of(((), 0.5), ((4, 4), 0.5)),
+    "three": plan_of(((2, 1), 0.6), ((4,), 0.4), ((1,), 0.0)),
+}
+GLOBAL_BATCH = 8
+
+
+@dataclass
+class Record:
+    """What one rank saw.
+
+    Attributes:
+        steps: Per step, per microbatch, the indices of the samples that ``training_step`` got.
+        hooks: Per step, the indices that each hook saw, by the hook's name.
+        notes: Whatever a test's module adds.
+    """
+
+    steps: list[list[list[int]]] = field(default_factory=list)
+    hooks: dict[str, list[list[int]]] = field(default_factory=dict)
+    notes: dict[str, list[Any]] = field(default_factory=dict)
+
+    def note(self, key: str, value: Any) -> None:
+        self.notes.setdefault(key, []).append(value)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Recorder(LightningModule):
+    """A small network that notes which samples it is given; tests override what they look at."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inputs = nn.Linear(3, 6)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(6, 1)
+        self.folder = folder
+        self.record = Record()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def parts(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices, inputs and targets of a batch."""
+        return batch[0], batch[1], batch[2]
+
+    def per_sample(self, batch: Any) -> Tensor:
+        _, x, y = self.parts(batch)
+        return (self(x) - y).square().mean(1)
+
+    def indices(self, batch: Any) -> list[int]:
+        return [int(index) for index in self.parts(batch)[0]]
+
+    def see(self, hook: str, batch: Any) -> None:
+        self.record.hooks.setdefault(hook, []).append(self.indices(batch))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.record.steps.append([])
+        self.see("on_train_batch_start", batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see("on_train_batch_end", batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.record.steps[-1].append(self.indices(batch))
+        return self.per_sample(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def teardown(self, stage: str) -> None:
+        torch.save(self.record, self.folder / f"rank{self.global_rank}.pt")
+
+
+def samples(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(count, 3, generator=generator)
+    return TensorDataset(torch.arange(count), x, x.sum(1, keepdim=True))
+
+
+def batch_size(plan: str | None) -> int:
+    """What to give a DataLoader for a global batch of 8; 8 on the one device (plan None)."""
+    return GLOBAL_BATCH if plan is None else -(-GLOBAL_BATCH // len(PLANS[plan].ranks))
+
+
+def loader(plan: str | None, count: int = 22, **options: Any) -> DataLoader[Any]:
+    return DataLoader(samples(count), batch_size=batch_size(plan), **options)
+
+
+def make_trainer(
+    plan: str | Plan | None, strategy_options: dict[str, Any] | None = None, **options: Any
+) -> Trainer:
+    """A quiet Trainer: forked ranks under a plan, or one device when it is None."""
+    options = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        **options,
+    }
+    if plan is None:
+        return Trainer(strategy="auto", devices=1, **options)
+    defaults: dict[str, Any] = {
+        "start_method": "fork",
+        "timeout": timedelta(seconds=20),
+        "verbose": False,
+    }
+    if isinstance(plan, str):
+        plan = PLANS[plan]
+        defaults["global_batch_size"] = GLOBAL_BATCH
+    strategy = CephaloStrategy(plan=plan, **{**defaults, **(strategy_options or {})})
+    return Trainer(strategy=strategy, devices=len(plan.ranks), **options)
+
+
+def records(folder: Path) -> list[Record]:
+    """The ranks' records of the last run."""
+    paths = sorted(folder.glob("rank*.pt"))
+    found = [torch.load(path, weights_only=False) for path in paths]
+    for path in paths:
+        path.unlink()
+    return found
+
+
+def run(
+    stage: str,
+    plan: str | Plan | None,
+    module: Recorder,
+    *data: Any,
+    strategy_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Record]:
+    """``Trainer.fit``, ``validate``, ``test`` or ``predict``; the record of every rank."""
+    trainer = make_trainer(plan, strategy_options, **options)
+    if stage == "predict":
+        options = {"return_predictions": False}
+    else:
+        options = {} if stage == "fit" else {"verbose": False}
+    getattr(trainer, stage)(module, *data, **options)
+    return records(module.folder)
+
+
+def joined(ranks: list[Record]) -> list[list[int]]:
+    """Per step, the samples of all ranks in rank order and microbatch order."""
+    steps = {len(rank.steps) for rank in ranks}
+    assert len(steps) == 1, f"ranks took different numbers of steps: {steps}"
+    return [
+        [index for rank in ranks for microbatch in rank.steps[step] for index in microbatch]
+        for step in range(steps.pop())
+    ]
+
+
+def hook_indices(ranks: list[Record], hook: str) -> list[list[int]]:
+    """Per step, the samples that a hook saw, of all ranks in order."""
+    return [
+        [index for part in parts for index in part]
+        for parts in zip(*(rank.hooks[hook] for rank in ranks), strict=True)
+    ]
+
+
+def assert_same_weights(found: nn.Module, wanted: nn.Module, tolerance: float = 1e-6) -> None:
+    values = found.state_dict()
+    for name, value in wanted.state_dict().items():
+        torch.testing.assert_close(
+            values[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+

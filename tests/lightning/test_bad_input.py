@@ -1,0 +1,601 @@
+"""What cannot work says so: one clear error on every rank within seconds, and nothing left behind.
+
+Ranks are started as torchrun starts them, so that nobody ends the others: each must find out by
+itself, under the default timeout of half an hour.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common import in_ranks
+from launch import RankFailure
+from lightning.pytorch import Callback, Trainer
+from recording import PLANS, Recorder, loader, make_trainer, plan_of, samples
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_cephalo import CephaloStrategy, Plan
+from lightning_cephalo.accumulation.agreement import RemoteRankError
+from lightning_cephalo.accumulation.microbatch import UnitUseError
+from lightning_cephalo.data import BatchSplitError
+from lightning_cephalo.plan import PlanError
+from lightning_cephalo.support import UnsupportedError
+
+pytestmark = pytest.mark.timeout(90)
+
+SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a run ended on one rank.
+
+    Attributes:
+        kind: Of the exception.
+        message: What the user reads.
+        seconds: From the start of the ranks.
+    """
+
+    kind: str
+    message: str
+    seconds: float
+
+
+def failures(
+    fit: Callable[[], Any], world_size: int = 2, timeout_s: float = 40.0
+) -> list[Failure]:
+    """How ``fit`` fails on every rank; checks what is true of every failure."""
+    before = sorted(path.name for path in Path.cwd().iterdir())
+    start = time.monotonic()
+
+    def rank() -> Failure:
+        try:
+            fit()
+        except BaseException as failure:
+            notes = getattr(failure, "__notes__", [])
+            message = "\n".join([str(failure), *notes])
+            return Failure(type(failure).__name__, message, time.monotonic() - start)
+        return Failure("nothing", "was raised", time.monotonic() - start)
+
+    found = in_ranks(world_size, rank, timeout_s=timeout_s)
+    for failure in found:
+        assert failure.kind != "nothing", found
+        assert failure.seconds < SECONDS, found
+    assert not multiprocessing.active_children()
+    assert sorted(path.name for path in Path.cwd().iterdir()) == before
+    return found
+
+
+def trainer_of(plan: Any = "3:1", strategy_options: Any = None, **options: Any) -> Trainer:
+    """With the default start and the default timeout."""
+    strategy_options = {
+        "start_method": "popen",
+        "timeout": timedelta(minutes=30),
+        **(strategy_options or {}),
+    }
+    return make_trainer(plan, strategy_options, **options)
+
+
+def assert_everywhere(found: list[Failure], kind: type[BaseException], *parts: str) -> None:
+    """All ranks raised ``kind``, or the message of a rank that did, with these parts in it."""
+    assert any(failure.kind == kind.__name__ for failure in found), found
+    for failure in found:
+        assert failure.kind in (kind.__name__, RemoteRankError.__name__), found
+        for part in parts:
+            assert part in failure.message, found
+
+
+# -- plans ------------------------------------------------------------------------------------
+
+
+def test_a_world_of_one_needs_no_cephalo_unless_a_plan_says_so(tmp_path: Path) -> None:
+    def fit(plan: Plan | None) -> None:
+        strategy = CephaloStrategy(plan=plan, verbose=False)
+        options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False}
+        quiet = {"enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(strategy=strategy, enable_model_summary=False, **options, **quiet)
+        trainer.fit(Recorder(tmp_path), DataLoader(samples(8), batch_size=4))
+
+    assert_everywhere(failures(lambda: fit(None), 1), PlanError, "world size 1", "devices=2")
+    in_ranks(1, fit, plan_of(((2, 2), 1.0)))
+
+
+def test_more_ranks_than_samples(tmp_path: Path) -> None:
+    def fit() -> None:
+        strategy = CephaloStrategy(global_batch_size=1, verbose=False)
+        options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": False}
+        quiet = {"enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(strategy=strategy, enable_model_summary=False, **options, **quiet)
+        trainer.fit(Recorder(tmp_path), DataLoader(samples(8), batch_size=1))
+
+    assert_everywhere(failures(fit), PlanError, "more ranks than samples", "batch_size")
+
+
+def plan_file(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+GOOD = """
+ranks:
+- {microbatch_sizes: [4, 2], state_fraction: 0.5}
+- {microbatch_sizes: [2], state_fraction: 0.5}
+"""
+PLAN_ERRORS: dict[str, Any] = {
+    "batches": (lambda _: plan_of(((2, 2), 0.5), ((2,), 0.5)), "global batch of 8", "sum to 6"),
+    "ranks": (lambda _: PLANS["three"], "for 3 ranks, but this run has 2", "Start 3"),
+    "missing": (lambda folder: str(folder / "nowhere.yaml"), "no such file", "Check the path"),
+    "suffix": (lambda folder: plan_file(folder, "plan.txt", GOOD), ".txt", "Rename"),
+    "not yaml": (lambda folder: plan_file(folder, "plan.yaml", "ranks: [}"), "not YAML", "save()"),
+    "not json": (lambda folder: plan_file(folder, "plan.json", "{"), "not JSON", "save()"),
+    "a list": (lambda folder: plan_file(folder, "plan.yaml", "- 1"), "plan.yaml", "mapping"),
+    "empty": (lambda folder: plan_file(folder, "plan.yaml", ""), "plan.yaml", "mapping"),
+    "unknown keys": (
+        lambda folder: plan_file(folder, "plan.yaml", GOOD.replace("microbatch_", "batch_")),
+        "batch_sizes",
+        "microbatch_sizes",
+    ),
+    "fractions": (
+        lambda folder: plan_file(folder, "plan.yaml", GOOD.replace("0.5", "0.4")),
+        "sum to 1",
+        "Divide each",
+    ),
+    "a directory": (lambda folder: str(folder.rename(folder.with_suffix(".yaml"))), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", PLAN_ERRORS)
+def test_a_plan_that_does_not_fit(case: str, tmp_path: Path) -> None:
+    make, *parts = PLAN_ERRORS[case]
+    folder = tmp_path / "plans"
+    folder.mkdir()
+    plan = make(folder)
+
+    def fit() -> None:
+        strategy = CephaloStrategy(plan=plan, global_batch_size=8, verbose=False)
+        trainer = Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=2,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Recorder(tmp_path), loader("3:1"))
+
+    assert_everywhere(failures(fit), PlanError, *parts)
+
+
+def test_fractions_that_do_not_sum_to_one_are_refused_where_they_are_written() -> None:
+    with pytest.raises(PlanError, match="sum to 1"):
+        plan_of(((2,), 0.5), ((2,), 0.4))
+
+
+# -- the user's code fails on one rank ---------------------------------------------------------
+
+
+class Breaks(Recorder):
+    """Raises in one place, on one rank, in one step."""
+
+    def __init__(self, folder: Path, where: str, rank: int, step: int) -> None:
+        super().__init__(folder)
+        self.where, self.rank, self.step = where, rank, step
+
+    def break_at(self, where: str, step: int) -> None:
+        if (where, self.global_rank, step) == (self.where, self.rank, self.step):
+            raise ZeroDivisionError(f"boom in {where}")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.break_at("training_step", batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        self.break_at("the end of training_step", batch_idx)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.break_at("validation_step", batch_idx)
+        return self.per_sample(batch).mean()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.break_at("on_before_batch_transfer", len(self.record.steps))
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.break_at("on_train_batch_start", batch_idx)
+        super().on_train_batch_start(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.break_at("on_train_batch_end", batch_idx)
+
+    def on_after_backward(self) -> None:
+        self.break_at("on_after_backward", self.trainer.global_step)
+
+    def on_train_epoch_end(self) -> None:
+        self.break_at("on_train_epoch_end", 0)
+
+    def on_fit_start(self) -> None:
+        self.break_at("on_fit_start", 0)
+
+    def setup(self, stage: str) -> None:
+        self.break_at("setup", 0)
+
+    def configure_optimizers(self) -> Any:
+        self.break_at("configure_optimizers", 0)
+        return super().configure_optimizers()
+
+    def train_dataloader(self) -> Any:
+        self.break_at("train_dataloader", 0)
+        return loader("3:1")
+
+    def val_dataloader(self) -> Any:
+        self.break_at("val_dataloader", 0)
+        return loader("3:1", 16)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("where", "step"),
+    [
+        ("training_step", 0),
+        ("training_step", 1),
+        ("the end of training_step", 0),
+        ("the end of training_step", 2),
+        ("validation_step", 0),
+        ("validation_step", 1),
+        ("on_before_batch_transfer", 0),
+        ("on_train_batch_start", 1),
+        ("on_train_batch_end", 0),
+        ("on_train_batch_end", 1),
+        ("on_after_backward", 1),
+        ("on_train_epoch_end", 0),
+        ("on_fit_start", 0),
+        ("setup", 0),
+        ("configure_optimizers", 0),
+        ("train_dataloader", 0),
+        ("val_dataloader", 0),
+    ],
+)
+def test_an_error_on_one_rank_reaches_all(
+    where: str, step: int, rank: int, tmp_path: Path
+) -> None:
+    module = Breaks(tmp_path, where, rank, step)
+    found = failures(lambda: trainer_of(num_sanity_val_steps=0).fit(module))
+    assert found[rank].kind == "ZeroDivisionError"
+    for failure in found:
+        assert f"boom in {where}" in failure.message, found
+    assert f"Rank {rank}" in found[1 - rank].message
+
+
+class BrokenSamples(Dataset[Any]):
+    """Sample 13 cannot be read; it is rank 0's in the second step."""
+
+    def __init__(self, broken: int) -> None:
+        self.data, self.broken = samples(22), broken
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.broken:
+            raise OSError(f"sample {index} is damaged")
+        return self.data[index]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("broken", "rank"), [(9, 0), (15, 1)])
+def test_a_sample_that_cannot_be_read_on_one_rank(
+    broken: int, rank: int, workers: int, tmp_path: Path
+) -> None:
+    data = DataLoader(BrokenSamples(broken), batch_size=4, num_workers=workers)
+    found = failures(lambda: trainer_of().fit(Recorder(tmp_path), data))
+    assert found[rank].kind == "OSError"
+    for failure in found:
+        assert f"sample {broken} is damaged" in failure.message, found
+
+
+def test_a_batch_that_cannot_be_collated_on_one_rank(tmp_path: Path) -> None:
+    def collate(rows: list[Any]) -> Any:
+        if any(int(row[0]) == 15 for row in rows):
+            raise ValueError("cannot collate sample 15")
+        return torch.utils.data.default_collate(rows)
+
+    data = DataLoader(samples(22), batch_size=4, collate_fn=collate)
+    found = failures(lambda: trainer_of().fit(Recorder(tmp_path), data))
+    assert found[1].kind == "ValueError"
+    assert "cannot collate sample 15" in found[0].message
+
+
+class Dies(Recorder):
+    rank = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.global_rank == self.rank:
+            self.die()
+        return super().training_step(batch, batch_idx)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Exits(Dies):
+    def die(self) -> None:
+        os._exit(3)
+
+
+class FirstDies(Dies):
+    rank = 0
+
+
+@pytest.mark.parametrize("kind", [Dies, Exits, FirstDies])
+def test_a_rank_that_dies_ends_the_others(kind: type[Dies], tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    reports.mkdir()
+
+    def fit() -> None:
+        start = time.monotonic()
+        try:
+            trainer_of().fit(kind(tmp_path), loader("3:1"))
+        except Exception as failure:
+            text = f"{time.monotonic() - start}\n{failure}\n{getattr(failure, '__notes__', '')}"
+            (reports / os.environ["RANK"]).write_text(text)
+            raise
+
+    with pytest.raises(RankFailure, match=f"rank {kind.rank}:\ndied without a result"):
+        in_ranks(2, fit, timeout_s=40.0)
+    (report,) = reports.iterdir()
+    seconds, message = report.read_text().split("\n", 1)
+    assert float(seconds) < SECONDS
+    assert "Another rank has gone" in message and "out of memory" in message
+
+
+# -- models and modules that cannot work -------------------------------------------------------
+
+
+class Sometimes(Recorder):
+    """Skips a block for samples above 10."""
+
+    def forward(self, x: Any) -> Any:
+        x = self.inputs(x)
+        for number, block in enumerate(self.blocks):
+            if number == 0 or float(x.detach().sum()) > self.limit:
+                x = block(x)
+        return self.head(x)
+
+    limit = 0.0
+
+
+def test_microbatches_that_visit_different_units(tmp_path: Path) -> None:
+    found = failures(lambda: trainer_of().fit(Sometimes(tmp_path), loader("3:1")))
+    assert_everywhere(found, UnitUseError, "visit the same units", "unit_types")
+
+
+class Checkpointed(Recorder):
+    def forward(self, x: Any) -> Any:
+        x = self.inputs(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def test_checkpointing_around_units(tmp_path: Path) -> None:
+    found = failures(lambda: trainer_of().fit(Checkpointed(tmp_path), loader("3:1")))
+    assert_everywhere(found, UnitUseError, "torch.utils.checkpoint", "switch gradient")
+
+
+class Manual(Recorder):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.automatic_optimization = False
+
+
+class OwnBackward(Recorder):
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class Pulls(Recorder):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.per_sample(next(dataloader_iter)[0]).mean()
+
+
+class Lbfgs(Recorder):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Factored(Recorder):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Stale(Recorder):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.taken = list(self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.taken, lr=0.1)
+
+
+class TwoOptimizers(Recorder):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+
+UNSUPPORTED: dict[str, tuple[type[Recorder], dict[str, Any], tuple[str, ...]]] = {
+    "manual optimization": (Manual, {}, ("Manual optimization", "automatic optimization")),
+    "own backward": (OwnBackward, {}, ("OwnBackward overrides backward()", "on_after_backward")),
+    "dataloader_iter": (Pulls, {}, ("dataloader_iter", "training_step(batch, batch_idx)")),
+    "LBFGS": (Lbfgs, {}, ("LBFGS", "AdamW")),
+    "Adafactor": (Factored, {}, ("Adafactor", "AdamW")),
+    "stale parameters": (Stale, {}, ("SGD holds", "inside", "configure_optimizers()")),
+    "two optimizers": (TwoOptimizers, {}, ("2 optimizers", "one optimizer")),
+    "sync_batchnorm": (Recorder, {"sync_batchnorm": True}, ("sync_batchnorm", "group norm")),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_what_cannot_work_is_named_before_training(case: str, tmp_path: Path) -> None:
+    kind, options, parts = UNSUPPORTED[case]
+    found = failures(lambda: trainer_of(**options).fit(kind(tmp_path), loader("3:1")))
+    assert_everywhere(found, UnsupportedError, *parts)
+
+
+def test_a_module_compiled_as_a_whole(tmp_path: Path) -> None:
+    module = torch.compile(Recorder(tmp_path))
+    found = failures(lambda: trainer_of().fit(module, loader("3:1")))
+    for failure in found:
+        assert "ompile" in failure.message and "block" in failure.message, found
+
+
+class Gathers(Recorder):
+    """A contrastive loss: gathers something of all ranks inside the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.record.note("gathered", self.all_gather(loss.detach()).shape)
+        return loss
+
+
+def test_gathering_in_a_step_with_unequal_counts(tmp_path: Path) -> None:
+    for plan in ("3:1", "idle first", "idle last"):
+        found = failures(lambda plan=plan: trainer_of(plan).fit(Gathers(tmp_path), loader(plan)))
+        assert_everywhere(found, UnsupportedError, "all_gather()", "equal_microbatches=True")
+
+
+def test_gathering_in_a_step_with_equal_counts_works_or_says_what_differs(tmp_path: Path) -> None:
+    trainer_fit = lambda count: trainer_of("even").fit(Gathers(tmp_path), loader("even", count))  # noqa: E731
+    in_ranks(2, trainer_fit, 24)
+    # the last step has three samples: two microbatches on one rank, one on the other
+    found = failures(lambda: trainer_fit(19))
+    assert_everywhere(found, UnsupportedError, "all_gather()", "drop_last=True")
+
+
+def test_metrics_that_synchronise_inside_a_step(tmp_path: Path) -> None:
+    import torchmetrics
+
+    class Syncs(Recorder):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            self.error = torchmetrics.MeanSquaredError(dist_sync_on_step=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            _, x, y = self.parts(batch)
+            self.error(self(x).detach(), y)
+            return super().training_step(batch, batch_idx)
+
+    found = failures(lambda: trainer_of().fit(Syncs(tmp_path), loader("3:1")))
+    assert_everywhere(found, UnsupportedError, "dist_sync_on_step", "error")
+
+
+# -- data that cannot be dealt -----------------------------------------------------------------
+
+
+def test_a_distributed_sampler_of_the_users(tmp_path: Path) -> None:
+    class Sharded(Recorder):
+        def train_dataloader(self) -> Any:
+            sampler = DistributedSampler(samples(22))
+            return DataLoader(samples(22), batch_size=4, sampler=sampler)
+
+    found = failures(lambda: trainer_of().fit(Sharded(tmp_path)))
+    assert_everywhere(found, ValueError, "DistributedSampler", "shuffle=True")
+
+
+def test_batches_that_cannot_be_split(tmp_path: Path) -> None:
+    def time_major(rows: list[Any]) -> Any:
+        return torch.stack([row[1] for row in rows], dim=1)
+
+    data = DataLoader(samples(22), batch_size=4, collate_fn=time_major)
+    found = failures(lambda: trainer_of().fit(Recorder(tmp_path), data))
+    assert_everywhere(found, BatchSplitError, "collate_per_microbatch=True", "split_batch")
+
+
+def test_ready_batches_of_a_map_style_dataset(tmp_path: Path) -> None:
+    class Ready(Dataset[Any]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> Any:
+            return samples(8)[:]
+
+    data = DataLoader(Ready(), batch_size=None)
+    found = failures(lambda: trainer_of().fit(Recorder(tmp_path), data))
+    assert_everywhere(found, ValueError, "batch_size=None", "single samples")
+
+
+class Returns(Recorder):
+    value: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {
+            "none": None,
+            "no loss": {"prediction": loss},
+            "vector": loss.expand(3),
+            "number": 1.0,
+            "detached": loss.detach(),
+            "negative": {"loss": loss, "weight": -1},
+            "weightless": {"loss": loss, "weight": 0},
+        }[self.value]
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        ("none", "None"),
+        ("no loss", "'loss'"),
+        ("vector", "shape (3,)"),
+        ("number", "float"),
+        ("detached", "does not require a gradient"),
+        ("negative", "weight -1"),
+        ("weightless", "more than 0"),
+    ],
+)
+def test_a_step_that_returns_something_else(value: str, part: str, tmp_path: Path) -> None:
+    module = Returns(tmp_path)
+    module.value = value
+    found = failures(lambda: trainer_of().fit(module, loader("3:1")))
+    for failure in found:
+        assert part in failure.message, found
+
+
+# -- what the user sees with Lightning's own launchers -----------------------------------------
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_train_batch_start"])
+def test_the_forked_ranks_parent_raises_with_the_original_text(
+    where: str, tmp_path: Path
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(Exception, match=f"boom in {where}"):
+        make_trainer("3:1").fit(Breaks(tmp_path, where, 1, 1))
+    assert time.monotonic() - start < SECONDS
+    assert not multiprocessing.active_children()
+
+
+class Hidden(Callback):
+    """A callback of rank 0's own that fails: a full disk, a logger's server that is gone."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.is_global_zero:
+            raise OSError("No space left on device")
+
+
+def test_a_failure_of_rank_zero_alone_is_known_to_all(tmp_path: Path) -> None:
+    trainer = lambda: trainer_of(callbacks=[Hidden()])  # noqa: E731
+    found = failures(lambda: trainer().fit(Recorder(tmp_path), loader("3:1")))
+    assert found[0].kind == "OSError"
+    assert "Rank 0" in found[1].message and "No space left" in found[1].message
+
+

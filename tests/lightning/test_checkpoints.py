@@ -1,0 +1,314 @@
+"""A checkpoint of a cephalo run is that of a single-device run, and either continues the other."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from common import (
+    PLANS,
+    Net,
+    assert_same_optimizer_state,
+    assert_same_tensors,
+    by_plan,
+    dataset,
+    in_ranks,
+    loader,
+    trainer,
+    values_of,
+)
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+# fp32: the sums of a step are taken in another order than on one device, and AdamW divides by the
+# root of tiny second moments
+TOLERANCE = 1e-5
+
+CLOSE = {"rtol": TOLERANCE, "atol": TOLERANCE}
+
+
+def _fit_and_save(plan, path, optimizer="adamw", **options):
+    model = Net(optimizer)
+    runs = trainer(plan, max_epochs=2, **options)
+    runs.fit(model, loader(), loader(8))
+    runs.save_checkpoint(path)
+    return model.losses, values_of(model)
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """Per optimizer: file, losses and values of the same training on one device."""
+    folder = tmp_path_factory.mktemp("one")
+    paths = {optimizer: folder / f"{optimizer}.ckpt" for optimizer in ("adamw", "sgd")}
+    return {name: (path, *by_plan(None, _fit_and_save, path, name)) for name, path in paths.items()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("plan", ["one", "3:1", "no state", "no data", "three"])
+def test_a_checkpoint_after_fit_is_that_of_one_device(tmp_path, one_device, plan, optimizer):
+    losses, values = by_plan(plan, _fit_and_save, tmp_path / "cephalo.ckpt", optimizer)
+    path, wanted_losses, wanted_values = one_device[optimizer]
+    torch.testing.assert_close(losses, wanted_losses, **CLOSE)
+    assert_same_tensors(values, wanted_values, TOLERANCE)
+    _assert_same_checkpoint(tmp_path / "cephalo.ckpt", path)
+
+
+def _assert_same_checkpoint(found_path, wanted_path, loops=True):
+    found = torch.load(found_path, weights_only=True)
+    wanted = torch.load(wanted_path, weights_only=True)
+    assert list(found) == list(wanted)
+    assert_same_tensors(found["state_dict"], wanted["state_dict"], TOLERANCE)
+    assert len(found["optimizer_states"]) == len(wanted["optimizer_states"])
+    for state, wanted_state in zip(
+        found["optimizer_states"], wanted["optimizer_states"], strict=True
+    ):
+        assert_same_optimizer_state(state, wanted_state, TOLERANCE)
+    for key in ("lr_schedulers", "epoch", "global_step", "hyper_parameters"):
+        assert found[key] == wanted[key], key
+    if loops:
+        assert found["loops"] == wanted["loops"]
+
+
+class _SaveDuringFit(Callback):
+    """Writes a checkpoint in the middle of an epoch, when gradients are still there."""
+
+    def __init__(self, path, step):
+        self.path, self.step, self.had_gradients = path, step, False
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            self.had_gradients = any(p.grad is not None for p in pl_module.parameters())
+            trainer.save_checkpoint(self.path)
+
+
+def _fit_saving(plan, path, step, shuffle, resume=None, epochs=3):
+    model = Net()
+    save = _SaveDuringFit(path, step)
+    trainer(plan, max_epochs=epochs, callbacks=[save]).fit(
+        model, loader(shuffle=shuffle), loader(8), ckpt_path=resume, weights_only=True if resume else None
+    )
+    return model.losses, values_of(model), save.had_gradients
+
+
+def test_a_checkpoint_during_an_epoch_holds_what_one_device_writes_though_gradients_are_set(
+    tmp_path,
+):
+    losses, values, had = by_plan("3:1", _fit_saving, tmp_path / "cephalo.ckpt", 6, False)
+    wanted_losses, wanted, _ = by_plan(None, _fit_saving, tmp_path / "one.ckpt", 6, False)
+    assert had
+    torch.testing.assert_close(losses, wanted_losses, **CLOSE)
+    assert_same_tensors(values, wanted, TOLERANCE)
+    _assert_same_checkpoint(tmp_path / "cephalo.ckpt", tmp_path / "one.ckpt")
+
+
+def _train_an_epoch_more(plan, saved, path, epochs):
+    model = Net()
+    runs = trainer(plan, max_epochs=epochs)
+    resume = {"ckpt_path": saved, "weights_only": True} if saved else {}
+    runs.fit(model, loader(), loader(8), **resume)
+    runs.save_checkpoint(path)
+    return model.losses, values_of(model)
+
+
+def test_resuming_under_other_plans_and_numbers_of_ranks_continues_the_loss_curve(tmp_path):
+    wanted_losses, wanted = by_plan(None, _train_an_epoch_more, None, tmp_path / "one.ckpt", 5)
+    saved, losses = None, []
+    for epochs, plan in enumerate(["3:1", "three", None, "no data", "one"], start=1):
+        path = tmp_path / f"{epochs}.ckpt"
+        more, values = by_plan(plan, _train_an_epoch_more, saved, path, epochs)
+        losses += more
+        saved = path
+    torch.testing.assert_close(losses, wanted_losses, **CLOSE)
+    assert_same_tensors(values, wanted, TOLERANCE)
+
+
+@pytest.mark.parametrize("plan", ["3:1", "three"])
+@pytest.mark.parametrize(
+    ("step", "shuffle"),
+    [(4, True), (6, False), (6, True)],
+    ids=["shuffled, at the end of an epoch", "in an epoch", "shuffled, in an epoch"],
+)
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_resuming_does_what_one_device_does_when_it_resumes(tmp_path, plan, step, shuffle):
+    # in an epoch Lightning starts a loader anew that has no state, and a script makes its
+    # generator anew: a resumed run is the reference, not an uninterrupted one
+    by_plan("no state", _fit_saving, tmp_path / "first.ckpt", step, shuffle)
+    resumed = [
+        by_plan(which, _fit_saving, tmp_path / "second.ckpt", 99, shuffle, tmp_path / "first.ckpt")
+        for which in (plan, None)
+    ]
+    torch.testing.assert_close(resumed[0][0], resumed[1][0], **CLOSE)
+    assert_same_tensors(resumed[0][1], resumed[1][1], TOLERANCE)
+
+
+def _read_checkpoint_in_one_process(path):
+    """What a user does later, on one device and without cephalo."""
+    loaded = Net.load_from_checkpoint(path, weights_only=True)
+    validated = trainer(None)
+    validated.validate(Net(), loader(12), ckpt_path=path, weights_only=True, verbose=False)
+    return values_of(loaded), float(validated.callback_metrics["val"])
+
+
+def test_a_checkpoint_serves_load_from_checkpoint_and_validate_in_a_plain_trainer(
+    tmp_path, one_device
+):
+    by_plan("3:1", _fit_and_save, tmp_path / "cephalo.ckpt")
+    values, loss = _read_checkpoint_in_one_process(tmp_path / "cephalo.ckpt")
+    wanted_values, wanted_loss = _read_checkpoint_in_one_process(one_device["adamw"][0])
+    assert_same_tensors(values, wanted_values, TOLERANCE)
+    assert loss == pytest.approx(wanted_loss, abs=TOLERANCE)
+
+
+def _stages(plan, path):
+    """All stages with one model and one trainer, as a script has them."""
+    model = Net()
+    runs = trainer(plan, max_epochs=2)
+    before = copy.deepcopy(model)
+    runs.fit(model, loader(), loader(8))
+    direct = model(dataset(5).tensors[0])
+    direct.sum().backward()  # the module is an ordinary one again
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    metrics = {
+        "validate": runs.validate(model, loader(8), verbose=False)[0]["val"],
+        "test": runs.test(model, loader(8), verbose=False)[0]["val"],
+    }
+    predictions = torch.cat(runs.predict(model, loader(16)))
+    runs.save_checkpoint(path)
+    runs.fit_loop.max_epochs = 3
+    runs.fit(model, loader(), loader(8))
+    moved = any(not torch.equal(a, b) for a, b in zip(before.parameters(), model.parameters()))
+    return {
+        "direct": direct.detach(),
+        "gradients": gradients,
+        "metrics": metrics,
+        "predictions": predictions,
+        "values": values_of(model),
+        "losses": model.losses,
+        "moved": moved,
+    }
+
+
+@pytest.mark.parametrize("plan", ["three", "no data"])
+def test_all_stages_follow_one_another_on_the_same_objects(tmp_path, plan):
+    world_size = len(PLANS[plan].ranks)
+    found = in_ranks(world_size, _stages, plan, tmp_path / "cephalo.ckpt")
+    wanted = by_plan(None, _stages, tmp_path / "one.ckpt")
+    for one in found:
+        torch.testing.assert_close(one["direct"], wanted["direct"], **CLOSE)
+        torch.testing.assert_close(one["gradients"], wanted["gradients"], **CLOSE)
+        assert one["metrics"] == pytest.approx(wanted["metrics"], abs=TOLERANCE)
+        assert_same_tensors(one["values"], wanted["values"], TOLERANCE)
+        torch.testing.assert_close(one["losses"], wanted["losses"], **CLOSE)
+        assert one["moved"]
+    # every sample is predicted once, by one of the ranks
+    predictions = torch.cat([one["predictions"] for one in found]).flatten()
+    torch.testing.assert_close(
+        predictions.sort().values, wanted["predictions"].flatten().sort().values, **CLOSE
+    )
+    # one device counts other numbers of evaluation batches
+    _assert_same_checkpoint(tmp_path / "cephalo.ckpt", tmp_path / "one.ckpt", loops=False)
+
+
+def _keep_best(plan, folder):
+    keep = ModelCheckpoint(folder, filename="{step}", monitor="val", save_top_k=2, save_last=True)
+    model = Net("sgd")
+    runs = trainer(plan, max_epochs=4, callbacks=[keep], enable_checkpointing=True)
+    runs.fit(model, loader(), loader(8))
+    return keep.best_model_path, float(keep.best_model_score), sorted(os.listdir(folder))
+
+
+def test_model_checkpoint_keeps_the_same_best_and_last_files(tmp_path):
+    best, score, files = by_plan("three", _keep_best, tmp_path / "cephalo")
+    wanted_best, wanted_score, wanted_files = by_plan(None, _keep_best, tmp_path / "one")
+    assert files == wanted_files and "last.ckpt" in files and len(files) == 3
+    assert os.path.basename(best) == os.path.basename(wanted_best)
+    assert score == pytest.approx(wanted_score, abs=TOLERANCE)
+    for file in files:
+        _assert_same_checkpoint(tmp_path / "cephalo" / file, tmp_path / "one" / file)
+
+
+class _Copies(Callback):
+    """Deep-copies the module where averaging callbacks do, and compares at the end."""
+
+    def setup(self, trainer, pl_module, stage):
+        self.copy = copy.deepcopy(pl_module)
+
+    def on_train_end(self, trainer, pl_module):
+        self.untouched = values_of(self.copy)
+
+
+def _fit_with_copy(plan):
+    copies = _Copies()
+    model = Net()
+    before = values_of(model)
+    trainer(plan, callbacks=[copies]).fit(model, loader(), loader(8))
+    return before, copies.untouched
+
+
+def test_a_copy_of_the_module_made_in_setup_stays_an_ordinary_module():
+    before, untouched = by_plan("3:1", _fit_with_copy)
+    assert_same_tensors(untouched, before, 0.0)
+
+
+class _DiesWhileWriting(Exception):
+    pass
+
+
+def _write_badly(plan, path):
+    model = Net()
+    runs = trainer(plan)
+    runs.fit(model, loader(), loader(8))
+    runs.save_checkpoint(path)
+
+    class Unwritable:
+        def __reduce__(self):
+            raise _DiesWhileWriting
+
+    model.on_save_checkpoint = lambda checkpoint: checkpoint.update(bad=Unwritable())
+    try:
+        runs.save_checkpoint(path)
+    except _DiesWhileWriting:
+        return True
+    return False
+
+
+def test_a_checkpoint_that_fails_while_it_is_written_leaves_the_one_before(tmp_path):
+    assert by_plan("one", _write_badly, tmp_path / "kept.ckpt")
+    assert os.listdir(tmp_path) == ["kept.ckpt"]
+    assert "state_dict" in torch.load(tmp_path / "kept.ckpt", weights_only=True)
+
+
+def _rate_found(plan):
+    from lightning.pytorch.tuner import Tuner
+
+    model = Net()
+    model.lr = 1e-3
+    plain = model.configure_optimizers
+
+    def configure_optimizers():
+        optimizers, _ = plain()
+        for group in optimizers[0].param_groups:
+            group["lr"] = model.lr
+        return optimizers[0]
+
+    model.configure_optimizers = configure_optimizers
+    before = values_of(model)
+    runs = trainer(plan, max_epochs=3)
+    finder = Tuner(runs).lr_find(
+        model, loader(), loader(8), num_training=12, early_stop_threshold=None
+    )
+    unchanged = all(torch.equal(before[name], value) for name, value in values_of(model).items())
+    return finder.results["loss"], unchanged
+
+
+def test_the_learning_rate_finder_works_and_restores_the_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes its checkpoint to the working directory
+    ranks = in_ranks(2, _rate_found, "3:1")
+    # every rank is given what rank 0 has seen of its own samples, as under DDP
+    assert ranks[0][0] == ranks[1][0]
+    assert len(ranks[0][0]) == 12 and all(0 < loss < 100 for loss in ranks[0][0])
+    assert all(unchanged for _, unchanged in ranks)
+    assert not list(tmp_path.glob("*.ckpt"))

@@ -1,0 +1,460 @@
+"""What users log is what one device with the global batch would log, and logging never hangs."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.loggers import CSVLogger
+from recording import (
+    PLANS,
+    Record,
+    Recorder,
+    assert_same_weights,
+    batch_size,
+    joined,
+    loader,
+    make_trainer,
+    records,
+    run,
+    samples,
+)
+from torch.utils.data import DataLoader
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    # said for every key that is logged per epoch without sync_dist, which is what is tested
+    pytest.mark.filterwarnings("ignore:It is recommended to use .self.log"),
+]
+
+
+class Logger(Recorder):
+    """Notes what callbacks see after every step and at the end."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.record.note("step", numbers(self.trainer.callback_metrics))
+        self.record.note("outputs", outputs)
+        self.record.note("shown", numbers(self.trainer.progress_bar_metrics))
+
+    def on_train_end(self) -> None:
+        self.record.note("end", numbers(self.trainer.callback_metrics))
+        self.record.note("logged", numbers(self.trainer.logged_metrics))
+
+    def on_validation_end(self) -> None:
+        self.record.note("validation", numbers(self.trainer.callback_metrics))
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    return {key: float(value) for key, value in metrics.items()}
+
+
+def assert_close(found: dict[str, float], wanted: dict[str, float], context: Any = "") -> None:
+    assert found.keys() == wanted.keys(), context
+    for key, value in wanted.items():
+        # float32 sums in another order
+        assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), (context, key)
+
+
+def assert_same_notes(ranks: list[Record], wanted: Record, keys: tuple[str, ...]) -> None:
+    for key in keys:
+        for number, rank in enumerate(ranks):
+            assert len(rank.notes[key]) == len(wanted.notes[key])
+            for step, (found, alone) in enumerate(
+                zip(rank.notes[key], wanted.notes[key], strict=True)
+            ):
+                assert_close(found, alone, f"{key} {step} on rank {number}")
+
+
+class MeanLoss(Logger):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("both", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
+        self.log("each", loss, sync_dist=True)
+        self.log("once", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log_dict({"a": loss + 1, "b": 2 * loss}, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.per_sample(batch).mean()
+        self.log("val", loss, sync_dist=True)
+        self.log("val_both", loss, on_step=True, on_epoch=True, sync_dist=True)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_synchronised_mean_is_the_global_one_everywhere(plan: str, tmp_path: Path) -> None:
+    alone, together = MeanLoss(tmp_path), MeanLoss(tmp_path)
+    data = lambda p: (loader(p), loader(p, 13))  # noqa: E731
+    (wanted,) = run("fit", None, alone, *data(None), max_epochs=2)
+    ranks = run("fit", plan, together, *data(plan), max_epochs=2)
+    for record in [wanted, *ranks]:
+        for notes in record.notes["step"]:
+            # a step value of validation is per batch, and the last batch is another one
+            notes.pop("val_both_step", None)
+    assert_same_notes(ranks, wanted, ("step", "shown", "end", "validation"))
+    assert_same_weights(together, alone, tolerance=1e-5)
+
+
+class OwnMean(Logger):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = self.per_sample(batch)
+        self.record.steps[-1].append(self.indices(batch))
+        self.record.note("losses", losses.detach().tolist())
+        self.log("loss", losses.mean(), on_step=True, on_epoch=True)
+        return losses.mean()
+
+
+def test_without_synchronisation_a_rank_logs_the_mean_of_its_own_batch(tmp_path: Path) -> None:
+    ranks = run("fit", "3:1", OwnMean(tmp_path), loader("3:1"))
+    for rank in ranks:
+        own = iter(rank.notes["losses"])
+        everything = []
+        for microbatches, seen in zip(rank.steps, rank.notes["step"], strict=True):
+            step = [loss for _ in microbatches for loss in next(own)]
+            everything += step
+            assert step, (rank.steps, rank.notes)
+            assert seen["loss_step"] == pytest.approx(sum(step) / len(step), rel=1e-5)
+        (end,) = rank.notes["end"]
+        assert end["loss_epoch"] == pytest.approx(sum(everything) / len(everything), rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["idle first", "idle last"])
+def test_a_rank_without_samples_shows_what_the_others_log(plan: str, tmp_path: Path) -> None:
+    (wanted,) = run("fit", None, OwnMean(tmp_path), loader(None), max_epochs=2)
+    ranks = run("fit", plan, OwnMean(tmp_path), loader(plan), max_epochs=2)
+    assert_same_notes(ranks, wanted, ("step", "end"))
+
+
+class Reduced(Logger):
+    sync = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = self.per_sample(batch)
+        for on_epoch in (False, True):
+            for reduce, value in (
+                ("sum", losses.sum()),
+                ("max", losses.max()),
+                ("min", losses.min()),
+            ):
+                self.log(
+                    f"{reduce} {on_epoch}",
+                    value,
+                    on_step=True,
+                    on_epoch=on_epoch,
+                    reduce_fx=reduce,
+                    sync_dist=self.sync,
+                )
+        return losses.mean()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_sum_maximum_and_minimum_are_over_all_samples(plan: str, tmp_path: Path) -> None:
+    (wanted,) = run("fit", None, Reduced(tmp_path), loader(None), max_epochs=2)
+    ranks = run("fit", plan, Reduced(tmp_path), loader(plan), max_epochs=2)
+    assert_same_notes(ranks, wanted, ("step", "end"))
+
+
+class Counts(Logger):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        index = self.parts(batch)[0]
+        even = index % 2 == 0
+        # a mean over a part of the samples, with how many they are
+        share = index[even].double().mean() if even.any() else torch.zeros(())
+        for on_step, on_epoch in ((True, False), (False, True), (True, True)):
+            self.log(
+                f"even {on_step} {on_epoch}",
+                share.float(),
+                on_step=on_step,
+                on_epoch=on_epoch,
+                sync_dist=True,
+                batch_size=int(even.sum()),
+            )
+        self.log("whole", float(index.sum()), reduce_fx="sum", sync_dist=True)
+        self.log("number", 3.0, sync_dist=True)
+        return loss
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_batch_size_of_ones_own_weighs_the_value(plan: str, tmp_path: Path) -> None:
+    (wanted,) = run("fit", None, Counts(tmp_path), loader(None), max_epochs=2)
+    ranks = run("fit", plan, Counts(tmp_path), loader(plan), max_epochs=2)
+    assert_same_notes(ranks, wanted, ("step", "end"))
+
+
+class Conditional(Logger):
+    """Keys that only some microbatches, ranks and steps log, in different orders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        indices = self.indices(batch)
+        options: dict[str, Any] = {"on_step": True, "on_epoch": True, "sync_dist": True}
+        if 7 in indices:
+            self.log("with 7", 7.0, **options)
+        if 0 in indices:
+            self.log("with 0", 1.0, **options)
+        if 8 in indices:
+            self.log("epoch with 8", 8.0, on_step=False, on_epoch=True, sync_dist=True)
+        names = ["first", "second"]
+        for name in names if self.global_rank == 0 else reversed(names):
+            value = 1.0 if name == "first" else 2.0
+            self.log(name, value, on_step=False, on_epoch=True, sync_dist=True)
+        if 15 in indices:
+            self.log("unsynchronised", 15.0, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_keys_that_only_some_ranks_log_keep_their_own_values(plan: str, tmp_path: Path) -> None:
+    ranks = run("fit", plan, Conditional(tmp_path), loader(plan), max_epochs=2)
+    for rank in ranks:
+        (end,) = rank.notes["end"]
+        for key, value in {
+            "with 7_epoch": 7.0,
+            "with 0_epoch": 1.0,
+            "epoch with 8": 8.0,
+            "first": 1.0,
+            "second": 2.0,
+            "unsynchronised_epoch": 15.0,
+        }.items():
+            assert end[key] == pytest.approx(value), key
+        for step in rank.notes["step"]:
+            assert step["with 7_step"] == 7.0
+            assert step["with 0_step"] == 1.0
+
+
+class Metrics(Logger):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.error = torchmetrics.MeanSquaredError()
+        self.ranking = torchmetrics.classification.BinaryAUROC()
+        self.many = torchmetrics.MetricCollection(
+            {"mae": torchmetrics.MeanAbsoluteError(), "r2": torchmetrics.R2Score()}
+        )
+        self.val_error = torchmetrics.MeanSquaredError()
+        self.val_ranking = torchmetrics.classification.BinaryAUROC()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        _, x, y = self.parts(batch)
+        predicted = self(x).detach()
+        self.error(predicted, y)
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.ranking.update(predicted.sigmoid(), (y > 0).long())
+        self.log("ranking", self.ranking, on_step=False, on_epoch=True)
+        self.many.update(predicted, y)
+        self.log_dict(self.many, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        _, x, y = self.parts(batch)
+        predicted = self(x)
+        self.val_error(predicted, y)
+        self.log("val_error", self.val_error)
+        self.val_ranking.update(predicted.sigmoid(), (y > 0).long())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_ranking", self.val_ranking.compute())
+        self.val_ranking.reset()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_torchmetrics_are_those_of_one_device(plan: str, tmp_path: Path) -> None:
+    # 17 in validation: some rank has one more, another none in the last step
+    (wanted,) = run("fit", None, Metrics(tmp_path), loader(None), loader(None, 17), max_epochs=2)
+    ranks = run("fit", plan, Metrics(tmp_path), loader(plan), loader(plan, 17), max_epochs=2)
+    for record in [wanted, *ranks]:
+        for metrics in record.notes["end"] + record.notes["validation"]:
+            for key in ("error_step", "error"):  # the rank's own: see the next test
+                metrics.pop(key, None)
+    assert_same_notes(ranks, wanted, ("end", "validation"))
+
+
+def test_a_metrics_value_of_a_step_is_the_ranks_own(tmp_path: Path) -> None:
+    (wanted,) = run("fit", None, Metrics(tmp_path), loader(None), loader(None, 17))
+    ranks = run("fit", "3:1", Metrics(tmp_path), loader("3:1"), loader("3:1", 17))
+    for step, alone in enumerate(wanted.notes["step"]):
+        counts = [len(rank.hooks["on_train_batch_end"][step]) for rank in ranks]
+        found = [rank.notes["step"][step]["error_step"] for rank in ranks]
+        mean = sum(c * f for c, f in zip(counts, found, strict=True)) / sum(counts)
+        assert mean == pytest.approx(alone["error_step"], rel=1e-5)
+
+
+class Integers(Logger):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("index", self.parts(batch)[0].sum(), reduce_fx="sum", sync_dist=True)
+        self.log("count", len(self.indices(batch)), on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log("half", loss.half() * 0 + 0.5, sync_dist=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:You called .self.log.*needs to be floating")
+def test_integers_and_half_precision_can_be_logged(tmp_path: Path) -> None:
+    (wanted,) = run("fit", None, Integers(tmp_path), loader(None))
+    for plan in ("3:1", "idle first"):
+        ranks = run("fit", plan, Integers(tmp_path), loader(plan))
+        assert_same_notes(ranks, wanted, ("step", "end"))
+
+
+@pytest.mark.parametrize("plan", [None, "3:1", "idle first"])
+def test_a_logger_gets_every_key_once_per_step(plan: str | None, tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="log", version=0)
+    trainer = make_trainer(plan, logger=logger, log_every_n_steps=1, max_epochs=2)
+    trainer.fit(MeanLoss(tmp_path), loader(plan), loader(plan, 5))
+    records(tmp_path)
+    with open(tmp_path / "log/version_0/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    # the CSV file is sorted by step within what was written at once
+    steps = sorted(int(row["step"]) for row in rows if row["both_step"])
+    assert steps == list(range(6))
+    epochs = [row for row in rows if row["both_epoch"]]
+    assert [row["epoch"] for row in epochs] == ["0", "1"]
+    assert all(math.isfinite(float(row["both_epoch"])) for row in epochs)
+
+
+def sentences(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return [
+        torch.randint(1, 9, (1 + (5 * index) % 7,), generator=generator) for index in range(count)
+    ]
+
+
+def pad(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"tokens": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}
+
+
+class Tokens(Logger):
+    """A language model's loss: the mean over tokens that are not padding."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.embedding = torch.nn.Embedding(9, 3, padding_idx=0)
+
+    def indices(self, batch: Any) -> list[int]:
+        parts = batch if isinstance(batch, list) else [batch]
+        return [int(total) for part in parts for total in part["tokens"].sum(1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.record.steps[-1].append(self.indices(batch))
+        outputs = self.token_loss(batch)
+        loss = outputs["loss"]
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("epoch loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return outputs
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.token_loss(batch)
+        self.log("val", outputs["loss"], sync_dist=True)
+        return outputs
+
+    def token_loss(self, batch: Any) -> Any:
+        tokens = batch["tokens"]
+        real = tokens > 0
+        predicted = self(self.embedding(tokens))[..., 0]
+        return {
+            "loss": (predicted - tokens).square()[real].mean(),
+            "weight": real.sum(),
+            "logits": predicted[:, 0],
+            "note": "kept",
+        }
+
+
+@pytest.mark.parametrize("per_microbatch", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_token_means_are_those_of_one_device(
+    plan: str, per_microbatch: bool, tmp_path: Path
+) -> None:
+    def data(count: int, size: int) -> DataLoader[Any]:
+        return DataLoader(sentences(count), batch_size=size, collate_fn=pad)  # type: ignore[arg-type]
+
+    alone, together = Tokens(tmp_path), Tokens(tmp_path)
+    size, ranks_of_plan = batch_size(plan), len(PLANS[plan].ranks)
+    one_device = data(22, 8), data(13, size * ranks_of_plan)
+    (wanted,) = run("fit", None, alone, *one_device, max_epochs=2)
+    ranks = run(
+        "fit",
+        plan,
+        together,
+        data(22, size),
+        data(13, size),
+        max_epochs=2,
+        strategy_options={"collate_per_microbatch": per_microbatch},
+    )
+    assert joined(ranks) == joined([wanted])
+    assert_same_weights(together, alone, tolerance=1e-5)
+    assert_same_notes(ranks, wanted, ("step", "end"))
+
+
+def test_outputs_of_a_step_are_those_of_the_ranks_batch(tmp_path: Path) -> None:
+    data = DataLoader(sentences(22), batch_size=4, collate_fn=pad)  # type: ignore[arg-type]
+    alone = DataLoader(sentences(22), batch_size=8, collate_fn=pad)  # type: ignore[arg-type]
+    (wanted,) = run("fit", None, Tokens(tmp_path), alone, alone)
+    for plan in ("3:1", "idle first"):
+        ranks = run("fit", plan, Tokens(tmp_path), data, data)
+        for step, one_device in enumerate(wanted.notes["outputs"]):
+            outputs = [rank.notes["outputs"][step] for rank in ranks]
+            busy = [o for rank, o in zip(ranks, outputs, strict=True) if rank.steps[step]]
+            assert all(o["note"] == "kept" and not o["loss"].requires_grad for o in busy)
+            weights = torch.stack([o["weight"] for o in busy])
+            losses = torch.stack([o["loss"] for o in busy])
+            assert int(weights.sum()) == int(one_device["weight"])
+            torch.testing.assert_close((losses * weights).sum() / weights.sum(), one_device["loss"])
+            logits = torch.cat([o["logits"] for o in busy])
+            torch.testing.assert_close(logits, one_device["logits"])
+
+
+class Plain(Logger):
+    pass
+
+
+def test_the_loss_of_a_step_is_the_mean_of_the_ranks_batch(tmp_path: Path) -> None:
+    (wanted,) = run("fit", None, Plain(tmp_path), loader(None))
+    ranks = run("fit", "3:1", Plain(tmp_path), loader("3:1"))
+    for step, alone in enumerate(wanted.notes["outputs"]):
+        counts = [len(rank.hooks["on_train_batch_end"][step]) for rank in ranks]
+        losses = [float(rank.notes["outputs"][step]["loss"]) for rank in ranks]
+        mean = sum(c * loss for c, loss in zip(counts, losses, strict=True)) / sum(counts)
+        assert mean == pytest.approx(float(alone["loss"]), rel=1e-5)
+
+
+def test_hooks_may_log_beside_the_steps(tmp_path: Path) -> None:
+    class Hooks(MeanLoss):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_start(batch, batch_idx)
+            self.log("start", float(batch_idx), on_step=True, on_epoch=True, sync_dist=True)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("rank", float(self.global_rank), on_step=True, sync_dist=True, batch_size=1)
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("done", 4.0, sync_dist=True)
+
+    ranks = run("fit", "3:1", Hooks(tmp_path), loader("3:1"), loader("3:1", 5), max_epochs=2)
+    for rank in ranks:
+        assert [step["rank"] for step in rank.notes["step"]] == [0.5] * 6
+        assert [step["start_step"] for step in rank.notes["step"]] == [0.0, 1.0, 2.0] * 2
+        assert rank.notes["end"][0]["done"] == 4.0
+
+
+def test_samples_are_found_where_the_collection_is_private(tmp_path: Path) -> None:
+    """Fails when Lightning changes what metrics.py leans on."""
+    from lightning.pytorch.trainer.connectors.logger_connector.result import (
+        _ResultCollection,
+        _ResultMetric,
+    )
+
+    results = _ResultCollection(training=True)
+    results.log("training_step", "key", torch.tensor(1.0), on_step=True, batch_size=2)
+    metric = results["training_step.key"]
+    assert isinstance(metric, _ResultMetric) and not metric.has_reset
+    assert float(metric._forward_cache) == 1.0
+    assert float(metric.value) == 2.0 and int(metric.cumulated_batch_size) == 2
+    assert results.batch_size is None and results.dataloader_idx is None
+    assert len(samples(3)) == 3

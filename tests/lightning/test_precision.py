@@ -1,0 +1,279 @@
+"""Precision, clipping, accumulation and freezing against one device with the same settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from common import (
+    Net,
+    assert_same_tensors,
+    by_plan,
+    loader,
+    run_ranks,
+    trainer,
+    values_of,
+)
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BackboneFinetuning
+
+TOLERANCE = 1e-5
+CLOSE = {"rtol": TOLERANCE, "atol": TOLERANCE}
+
+
+class Watched(Net):
+    """Notes what its parameters, activations and gradients look like in a step."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = {}
+
+    def training_step(self, batch, batch_idx):
+        inner = self.blocks[0].down
+        hook = inner.register_forward_hook(
+            lambda module, args, output: self.seen.update(
+                input=batch[0].dtype, weight=module.weight.dtype, output=output.dtype
+            )
+        )
+        loss = super().training_step(batch, batch_idx)
+        hook.remove()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen["gradient"] = self.blocks[0].down.weight.grad.dtype
+        self.seen["master"] = self.blocks[0].down.weight.dtype
+
+
+def _fit(plan, options, strategy_options=None, samples=30):
+    model = Watched()
+    runs = trainer(plan, strategy_options, max_epochs=2, **options)
+    runs.fit(model, loader(samples), loader(8))
+    return model.losses, values_of(model), model.seen, float(runs.callback_metrics["val"])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+@pytest.mark.parametrize("plan", ["3:1", "three"])
+def test_full_precision_equals_one_device(plan, precision):
+    # doubles leave only the order of summation, which is 1e-12 of a value here
+    tolerance = 1e-12 if precision == "64-true" else TOLERANCE
+    losses, values, seen, val = by_plan(plan, _fit, {"precision": precision})
+    wanted_losses, wanted, wanted_seen, wanted_val = by_plan(None, _fit, {"precision": precision})
+    torch.testing.assert_close(losses, wanted_losses, rtol=tolerance, atol=1e-6)
+    assert_same_tensors(values, wanted, tolerance)
+    assert seen == wanted_seen
+    assert val == pytest.approx(wanted_val, rel=1e-6)
+
+
+# bfloat16 keeps 8 bits, so that a rounding is off by up to 2^-9 = 0.2 % of a value. Gradients of a
+# microbatch are rounded where those of the whole batch would be, at each of about ten operations in
+# a row: 2 % of a loss is what they may come to, and all that is asked of the losses of 8 steps.
+BFLOAT16 = 2e-2
+
+
+@pytest.mark.parametrize("plan", ["3:1", "three"])
+def test_bf16_mixed_keeps_full_precision_weights_and_follows_one_device(plan):
+    losses, values, seen, val = by_plan(plan, _fit, {"precision": "bf16-mixed"})
+    wanted_losses, wanted, wanted_seen, wanted_val = by_plan(None, _fit, {"precision": "bf16-mixed"})
+    torch.testing.assert_close(losses, wanted_losses, rtol=BFLOAT16, atol=0.0)
+    assert val == pytest.approx(wanted_val, rel=BFLOAT16)
+    assert {name: v.dtype for name, v in values.items()} == {n: v.dtype for n, v in wanted.items()}
+    assert seen == wanted_seen
+    assert seen["output"] is torch.bfloat16 and seen["gradient"] is torch.float32
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+def test_recompute_changes_nothing_in_any_precision(precision):
+    runs = [
+        by_plan("3:1", _fit, {"precision": precision}, {"recompute": recompute})
+        for recompute in (True, False)
+    ]
+    assert runs[0][0] == runs[1][0]
+    assert_same_tensors(runs[0][1], runs[1][1], 0.0)
+
+
+def test_bf16_true_computes_in_bfloat16_and_updates_in_full_precision():
+    losses, values, seen, val = by_plan("three", _fit, {"precision": "bf16-true"})
+    # one device updates bfloat16 weights, which loses small updates: its losses are no reference
+    # for ours, those of full-precision weights are
+    wanted_losses, wanted, _, wanted_val = by_plan(None, _fit, {"precision": "bf16-mixed"})
+    torch.testing.assert_close(losses, wanted_losses, rtol=BFLOAT16, atol=0.0)
+    assert val == pytest.approx(wanted_val, rel=BFLOAT16)
+    assert seen["input"] is seen["weight"] is seen["output"] is torch.bfloat16
+    assert seen["master"] is seen["gradient"] is torch.float32
+    assert {name: v.dtype for name, v in values.items()} == {n: v.dtype for n, v in wanted.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.3},
+        {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 3},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "precision": "64-true"},
+    ],
+    ids=["by norm", "by value", "three batches", "two batches, clipped"],
+)
+@pytest.mark.parametrize("plan", ["3:1", "no data"])
+def test_clipping_and_accumulating_equal_one_device(plan, options):
+    # 30 samples are 4 batches, the last of 6: of three accumulated ones the last group has one
+    losses, values, _, _ = by_plan(plan, _fit, options)
+    wanted_losses, wanted, _, _ = by_plan(None, _fit, options)
+    torch.testing.assert_close(losses, wanted_losses, **CLOSE)
+    assert_same_tensors(values, wanted, TOLERANCE)
+
+
+def test_clipping_in_the_tests_above_does_clip():
+    clipped = by_plan(None, _fit, {"gradient_clip_val": 0.3})[0]
+    assert clipped != by_plan(None, _fit, {})[0]
+
+
+class _Scheduled(Net):
+    def __init__(self, interval):
+        super().__init__("sgd")
+        self.interval, self.rates = interval, []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        if self.interval == "plateau":
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "monitor": "loss_epoch"},
+            }
+        if self.interval == "step":
+            steps = self.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=steps + 1)
+        else:
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": self.interval}]
+
+
+def _fit_scheduled(plan, interval):
+    model = _Scheduled(interval)
+    trainer(plan, max_epochs=3).fit(model, loader(), loader(8))
+    return model.rates, model.losses
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch", "plateau"])
+def test_learning_rates_are_scheduled_as_on_one_device(interval):
+    rates, losses = by_plan("three", _fit_scheduled, interval)
+    wanted_rates, wanted_losses = by_plan(None, _fit_scheduled, interval)
+    assert rates == wanted_rates
+    assert interval == "plateau" or len(set(rates)) > 2
+    torch.testing.assert_close(losses, wanted_losses, **CLOSE)
+
+
+class _Freezes(Callback):
+    """Freezes one block's weights after an epoch, thaws them and another's after the next."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        epoch = trainer.current_epoch
+        pl_module.blocks[0].requires_grad_(epoch != 1)
+        pl_module.inputs.requires_grad_(epoch != 1)
+        pl_module.head.weight.requires_grad_(epoch != 2)
+
+
+class _Thawed(Net):
+    def configure_optimizers(self):
+        # everything is given to the optimizer, so that what is thawed later is there
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+
+def _fit_freezing(plan):
+    model = _Thawed()
+    trainer(plan, max_epochs=4, callbacks=[_Freezes()]).fit(model, loader(), loader(8))
+    return model.losses, values_of(model)
+
+
+@pytest.mark.parametrize("plan", ["three", "no data"])
+def test_freezing_and_thawing_between_epochs_equals_one_device(plan):
+    losses, values = by_plan(plan, _fit_freezing)
+    wanted_losses, wanted = by_plan(None, _fit_freezing)
+    torch.testing.assert_close(losses, wanted_losses, **CLOSE)
+    assert_same_tensors(values, wanted, TOLERANCE)
+
+
+class _WithBackbone(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(True)
+
+    @property
+    def backbone(self):
+        return self.blocks
+
+    def configure_optimizers(self):
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=1e-2, momentum=0.9)
+
+
+def _fit_finetuning(plan):
+    model = _WithBackbone()
+    unfreeze = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    runs = trainer(plan, max_epochs=3, callbacks=[unfreeze])
+    runs.fit(model, loader(), loader(8))
+    return model.losses, values_of(model), len(runs.optimizers[0].param_groups)
+
+
+@pytest.mark.parametrize("plan", ["three"])
+def test_a_backbone_that_is_thawed_by_lightnings_callback_trains_on(plan):
+    losses, values, groups = by_plan(plan, _fit_finetuning)
+    wanted_losses, wanted, wanted_groups = by_plan(None, _fit_finetuning)
+    assert groups == wanted_groups == 2
+    torch.testing.assert_close(losses, wanted_losses, **CLOSE)
+    assert_same_tensors(values, wanted, TOLERANCE)
+
+
+def _scale_steps(rank, overflowing):
+    """Three updates by a scaler, one rank of which overflows in the second, and what came of it."""
+    from datetime import timedelta
+
+    from lightning_cephalo.engine import Engine, Groups, UnitOptions
+    from lightning_cephalo.precision import RanksGradScaler
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+    engine = Engine(
+        model,
+        Groups.create(timedelta(seconds=20)),
+        torch.device("cpu"),
+        fractions=[0.75, 0.25],
+        units=UnitOptions(),
+        compute_dtype=None,
+        recompute=False,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = RanksGradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scaler.scale(torch.zeros(()))  # as the precision plugin does before every backward
+    notes = []
+    for step in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, scaler.get_scale() * 2.0)
+        if step == 1 and rank == overflowing:
+            local = [p.grad.to_local() for p in model.parameters() if p.grad.to_local().numel()]
+            local[0].view(-1)[0] = float("inf")
+        before = [p.detach().to_local().clone() for p in model.parameters()]
+        scaler.unscale_(optimizer)
+        held = [p.grad.to_local() for p in model.parameters() if p.grad.to_local().numel()]
+        gradients = [float(gradient.min()) for gradient in held]
+        scaler.step(optimizer)
+        scaler.update()
+        after = [p.detach().to_local() for p in model.parameters()]
+        moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True) if len(pair[0])]
+        notes.append((moved, gradients if step != 1 else None, scaler.get_scale()))
+    engine.abandon()
+    return notes
+
+
+@pytest.mark.parametrize("overflowing", [0, 1])
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_update(overflowing):
+    for rank, notes in enumerate(run_ranks(2, _scale_steps, overflowing)):
+        (first, gradients, scale), (second, _, scale_after), (third, again, last) = notes
+        assert first and all(first), rank
+        assert set(gradients) == {2.0} == set(again)
+        assert not any(second)
+        assert all(third)
+        # halved by the overflow, and not yet grown again
+        assert (scale, scale_after, last) == (8.0, 4.0, 4.0)

@@ -1,0 +1,127 @@
+"""What the profiling tests share: a small GPT as a LightningModule, profiled in forked ranks."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cephalo import CephaloStrategy, planning
+from lightning_cephalo.emulation import Emulation
+from lightning_cephalo.plan import Problem
+
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS / "lightning"), str(TESTS / "distributed"), str(TESTS.parent / "examples")]
+
+from byte_gpt import ByteGPT  # noqa: E402
+from common import in_ranks  # noqa: E402
+from launch import RankFailure  # noqa: E402
+
+__all__ = ["GPT", "BatchNormNet", "RankFailure", "fit", "in_ranks", "loader", "profile"]
+
+
+class GPT(LightningModule):
+    """Predicts the next byte."""
+
+    def __init__(self, width: int = 32, depth: int = 2, context: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.network = ByteGPT(width, depth, heads=4, context=context)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        loss = F.cross_entropy(self.network(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def loader(samples: int = 64, context: int = 16, batch_size: int = 4) -> DataLoader:
+    tokens = torch.randint(0, 256, (samples, context), generator=torch.Generator().manual_seed(2))
+    return DataLoader(TensorDataset(tokens), batch_size=batch_size)
+
+
+def fit(
+    module: LightningModule,
+    data: Any,
+    *,
+    world_size: int = 2,
+    speeds: tuple[float, ...] | None = None,
+    capacity_bytes: tuple[int | None, ...] | None = None,
+    total_flops_per_s: float = 1e13,
+    strategy: dict[str, Any] | None = None,
+    **options: Any,
+) -> Trainer:
+    """Train in this rank with a quiet Trainer; every rank calls it."""
+    callbacks = list(options.pop("callbacks", []))
+    if speeds is not None or capacity_bytes is not None:
+        speeds = speeds or (1.0,) * world_size
+        callbacks.insert(0, Emulation(speeds, capacity_bytes, total_flops_per_s))
+    chosen = {"verbose": False, "timeout": timedelta(seconds=40), **(strategy or {})}
+    options = {"max_steps": 1, "logger": False, **options}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=CephaloStrategy(**chosen),
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    trainer.fit(module, data)
+    return trainer
+
+
+def profile(module: LightningModule, data: Any, **options: Any) -> Problem:
+    """The problem that ``fit`` measures."""
+    problems: list[Problem] = []
+    measure = planning.measure
+
+    def keeping(**arguments: Any) -> Problem:
+        problems.append(measure(**arguments))
+        return problems[-1]
+
+    planning.measure = keeping
+    try:
+        fit(module, data, **options)
+    finally:
+        planning.measure = measure
+    return problems[0]
+
+
+class NormalisedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+class BatchNormNet(LightningModule):
+    """Two blocks with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(NormalisedBlock() for _ in range(2))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        (x,) = batch
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -1,0 +1,127 @@
+"""What goes wrong on one rank while profiling is said on all of them, within seconds."""
+
+import os
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from profiled import GPT, RankFailure, fit, in_ranks, loader, profile
+
+from lightning_cephalo.profiling.errors import ProfilingError
+
+
+def refusal(module, **options):
+    """How profiling fails in this rank, and after how many seconds."""
+    started = time.monotonic()
+    with pytest.raises(ProfilingError) as caught:
+        fit(module, loader(), **options)
+    return str(caught.value), time.monotonic() - started
+
+
+class Failing(GPT):
+    """Fails on rank 1 from microbatches of ``size`` samples on, as told."""
+
+    def __init__(self, what: str, size: int = 2) -> None:
+        super().__init__()
+        self.what, self.size = what, size
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if dist.get_rank() != 1 or len(batch[0]) < self.size:
+            return loss
+        match self.what:
+            case "nan":
+                return loss * float("nan")
+            case "raise":
+                raise KeyError("no such column")
+            case "die":
+                os._exit(1)
+            case _:
+                raise AssertionError(self.what)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("nan", "the loss is nan"), ("raise", "KeyError: 'no such column'")]
+)
+def test_a_failing_step_is_named_with_rank_and_size_on_every_rank(what, said):
+    for message, seconds in in_ranks(2, lambda: refusal(Failing(what))):
+        assert "Rank 1" in message and "2 samples" in message and said in message
+        assert seconds < 20
+
+
+def test_a_dataset_that_fails_on_one_rank_is_told_on_every_rank():
+    def broken():
+        data = loader()
+        if dist.is_initialized() or int(os.environ["RANK"]) == 1:
+            data.collate_fn = partial(_refuse_larger_than, 3)
+        with pytest.raises(ProfilingError) as caught:
+            fit(GPT(), data)
+        return str(caught.value)
+
+    for message in in_ranks(2, broken):
+        assert "Rank 1" in message and "4 samples" in message and "torn file" in message
+
+
+def _refuse_larger_than(limit, samples):
+    if len(samples) > limit:
+        raise OSError("torn file")
+    return torch.utils.data.default_collate(samples)
+
+
+def test_a_rank_that_dies_is_missed_by_the_others_within_seconds():
+    started = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        in_ranks(2, lambda: fit(Failing("die"), loader()))
+    assert time.monotonic() - started < 30
+    assert "rank 1:\ndied without a result" in str(caught.value)
+    assert "Rank 0 lost the connection to another rank while profiling" in str(caught.value)
+
+
+SMALL = {"width": 64, "depth": 3, "context": 32}
+
+
+def profiled_in(capacity_bytes, recompute):
+    data = loader(context=32, batch_size=8)
+    options = {"capacity_bytes": capacity_bytes, "strategy": {"recompute": recompute}}
+    problem = profile(GPT(**SMALL), data, **options)
+    return [rank.largest_microbatch_size for rank in problem.ranks]
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "recompute"),
+    [(1.8, True), (2.2, True), (1.8, False), (2.2, False), (2.6, False), (3.0, False)],
+)
+def test_a_rank_out_of_memory_goes_on_without_larger_microbatches(megabytes, recompute):
+    found = in_ranks(2, profiled_in, (None, int(megabytes * 1e6)), recompute)
+    assert found[0] == found[1]
+    large, small = found[0]
+    assert large >= 8
+    assert small < large
+
+
+def test_a_model_that_no_rank_holds_whole_is_profiled_and_trained():
+    def fits_only_shared():
+        model = GPT(width=64, depth=24, context=16)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        capacity = int(0.8 * 16 * parameters)
+        trainer = fit(model, loader(), capacity_bytes=(capacity, capacity), max_steps=3)
+        return trainer.global_step
+
+    assert in_ranks(2, fits_only_shared) == [3, 3]
+
+
+def test_a_rank_that_cannot_hold_one_gathered_unit_is_refused_with_what_is_missing():
+    for message, _ in in_ranks(2, lambda: refusal(GPT(**SMALL), capacity_bytes=(10**9, 800_000))):
+        assert "Rank 1 cannot take part" in message and "MiB are missing" in message
+
+
+def test_no_rank_with_memory_for_a_sample_is_an_error_that_says_what_helps():
+    class Large(GPT):
+        def training_step(self, batch, batch_idx):
+            torch.zeros(10_000_000)
+            return super().training_step(batch, batch_idx)
+
+    for message, _ in in_ranks(2, lambda: refusal(Large(), capacity_bytes=(10**7, 10**7))):
+        assert "No rank has memory for a microbatch of 1 sample" in message

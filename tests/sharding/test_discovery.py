@@ -1,0 +1,271 @@
+"""Units found in models of many kinds, and the ways to say otherwise."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cephalo.sharding.discovery import UnitMembers, find_units
+
+SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def units_of(module: nn.Module, **request) -> dict[str, UnitMembers]:
+    units = find_units(module, **request)
+    assert units[0].name == ""
+    held = [parameter for unit in units for parameter, _ in unit.parameters]
+    assert len(held) == len({id(parameter) for parameter in held}), "a parameter in two units"
+    assert {id(parameter) for parameter in held} == {id(p) for p in module.parameters()}
+    return {unit.name: unit for unit in units}
+
+
+def names_in(unit: UnitMembers) -> set[str]:
+    return {owners[0].name for _, owners in unit.parameters}
+
+
+def build(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers warns of its own deprecations
+        return make()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.head = nn.Linear(4, 7, bias=False)
+
+
+# -- Hugging Face -----------------------------------------------------------------------------
+
+
+def llama(tied: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, num_hidden_layers=3, num_key_value_heads=1, tie_word_embeddings=tied, **SMALL
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_llama_layer_is_a_unit_and_embedding_norm_and_head_are_the_root(tied):
+    units = units_of(build(lambda: llama(tied)))
+    assert list(units) == ["", *(f"model.layers.{i}" for i in range(3))]
+    root = {"model.embed_tokens.weight", "model.norm.weight"}
+    assert names_in(units[""]) == (root if tied else root | {"lm_head.weight"})
+
+
+def test_a_weight_tied_inside_the_root_is_there_once_with_both_its_owners():
+    units = units_of(build(lambda: llama(tied=True)))
+    owners = {tuple(owner.name for owner in owners) for _, owners in units[""].parameters}
+    assert ("model.embed_tokens.weight", "lm_head.weight") in owners
+
+
+def test_every_gpt2_block_is_a_unit():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    units = units_of(
+        build(
+            lambda: GPT2LMHeadModel(
+                GPT2Config(
+                    vocab_size=32,
+                    n_embd=16,
+                    n_layer=3,
+                    n_head=2,
+                    n_positions=8,
+                    bos_token_id=0,
+                    eos_token_id=0,
+                )
+            )
+        )
+    )
+    assert list(units) == ["", *(f"transformer.h.{i}" for i in range(3))]
+    assert "transformer.wte.weight" in names_in(units[""])
+
+
+def test_every_bert_layer_is_a_unit_and_pooler_and_classifier_are_the_root():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(vocab_size=32, num_hidden_layers=2, max_position_embeddings=8, **SMALL)
+    units = units_of(build(lambda: BertForSequenceClassification(config)))
+    assert list(units) == ["", *(f"bert.encoder.layer.{i}" for i in range(2))]
+    assert {"bert.pooler.dense.weight", "classifier.bias"} <= names_in(units[""])
+
+
+def test_every_vit_layer_is_a_unit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(num_hidden_layers=3, image_size=8, patch_size=4, **SMALL)
+    model = build(lambda: ViTForImageClassification(config))
+    layers = [name for name, module in model.named_modules() if type(module).__name__ == "ViTLayer"]
+    assert len(layers) == 3
+    assert list(units_of(model)) == ["", *layers]
+
+
+def test_encoder_and_decoder_blocks_of_t5_are_units_and_their_inner_lists_are_not():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=3, num_heads=2
+    )
+    units = units_of(build(lambda: T5ForConditionalGeneration(config)))
+    assert list(units) == [
+        "",
+        *(f"encoder.block.{i}" for i in range(2)),
+        *(f"decoder.block.{i}" for i in range(3)),
+    ]
+    assert "shared.weight" in names_in(units[""])
+
+
+# -- what counts as a repeated block ----------------------------------------------------------
+
+
+class MixtureBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList([Block() for _ in range(3)])
+
+
+def test_experts_inside_a_block_are_not_units():
+    model = nn.Module()
+    model.layers = nn.ModuleList([MixtureBlock() for _ in range(2)])
+    assert list(units_of(model)) == ["", "layers.0", "layers.1"]
+
+
+def test_blocks_in_a_sequential_are_units_and_a_different_neighbour_is_not():
+    model = nn.Sequential(nn.Embedding(7, 4), Block(), Block(), nn.Linear(4, 7))
+    assert list(units_of(model)) == ["", "1", "2"]
+
+
+def test_a_run_that_is_tiny_beside_the_largest_one_stays_in_the_root():
+    model = Model()
+    model.blocks = nn.ModuleList([Block(32) for _ in range(3)])
+    model.heads = nn.ModuleList([nn.Linear(2, 2) for _ in range(2)])
+    assert list(units_of(model)) == ["", *(f"blocks.{i}" for i in range(3))]
+
+
+def test_blocks_without_parameters_are_not_units():
+    model = Model()
+    model.dropouts = nn.ModuleList([nn.Dropout() for _ in range(3)])
+    assert list(units_of(model)) == ["", *(f"blocks.{i}" for i in range(3))]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_without_a_repeated_block_all_is_one_unit_and_a_warning_says_what_is_lost(depth):
+    with pytest.warns(UserWarning, match=r"whole module is one unit.*unit_types="):
+        units = find_units(Model(depth))
+    assert [unit.name for unit in units] == [""]
+    assert len(units[0].parameters) == 2 + 2 * depth
+
+
+# -- shared parameters ------------------------------------------------------------------------
+
+
+def test_a_parameter_tied_across_two_units_belongs_to_the_root():
+    model = Model()
+    model.blocks[2].linear.weight = model.blocks[0].linear.weight
+    units = units_of(model)
+    assert "blocks.0.linear.weight" in names_in(units[""])
+    assert names_in(units["blocks.0"]) == {"blocks.0.linear.bias"}
+    assert names_in(units["blocks.2"]) == {"blocks.2.linear.bias"}
+    tied = next(o for p, o in units[""].parameters if p is model.blocks[0].linear.weight)
+    assert [owner.module for owner in tied] == [model.blocks[0].linear, model.blocks[2].linear]
+
+
+def test_a_parameter_tied_between_a_unit_and_the_root_belongs_to_the_root():
+    model = Model()
+    model.extra = nn.Linear(4, 4)
+    model.extra.weight = model.blocks[1].linear.weight
+    units = units_of(model)
+    assert names_in(units["blocks.1"]) == {"blocks.1.linear.bias"}
+
+
+def test_a_parameter_tied_inside_one_unit_stays_there():
+    model = Model()
+    for block in model.blocks:
+        block.twin = nn.Linear(4, 4, bias=False)
+        block.twin.weight = block.linear.weight
+    assert len(units_of(model)["blocks.0"].parameters) == 2
+
+
+def test_a_module_that_also_hangs_outside_of_its_unit_is_gathered_with_the_root():
+    model = Model()
+    model.alias = model.blocks[0].linear
+    units = units_of(model)
+    assert names_in(units["blocks.0"]) == set()
+    assert names_in(units["blocks.1"]) == {"blocks.1.linear.weight", "blocks.1.linear.bias"}
+
+
+def test_one_block_used_several_times_is_no_repeated_block():
+    block = Block()
+    model = nn.Module()
+    model.layers = nn.ModuleList([block] * 4)
+    with pytest.warns(UserWarning, match="No repeated block"):
+        assert len(find_units(model)) == 1
+
+
+# -- overrides --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [Block, "Block"])
+def test_units_can_be_chosen_by_class_or_by_the_name_of_a_class(wanted):
+    model = Model(1)
+    assert list(units_of(model, unit_types=[wanted])) == ["", "blocks.0"]
+
+
+def test_units_can_be_chosen_by_name_and_only_those_count():
+    assert list(units_of(Model(), unit_names=["head", "blocks.1"])) == ["", "blocks.1", "head"]
+
+
+def test_types_and_names_together_are_united_in_order_of_definition():
+    units = units_of(Model(2), unit_types=[nn.Embedding], unit_names=["blocks.1"])
+    assert list(units) == ["", "embed", "blocks.1"]
+
+
+def test_a_class_without_parameters_can_be_asked_for():
+    model = Model(2)
+    model.dropout = nn.Dropout()
+    units = units_of(model, unit_types=[nn.Dropout, Block])
+    assert units["dropout"].parameters == ()
+
+
+@pytest.mark.parametrize("name", ["", "blocks.7", "block"])
+def test_an_unknown_name_is_refused(name):
+    with pytest.raises(ValueError, match="not the name of a submodule of Model"):
+        find_units(Model(), unit_names=[name])
+
+
+def test_an_unknown_type_is_refused_with_the_types_that_there_are():
+    with pytest.raises(ValueError, match=r"no such submodule; it has: Block, Embedding, Linear"):
+        find_units(Model(), unit_types=["LlamaDecoderLayer"])
+
+
+def test_units_inside_one_another_are_refused():
+    with pytest.raises(ValueError, match=r"'blocks.0.linear' is inside 'blocks.0'"):
+        find_units(Model(), unit_names=["blocks.0", "blocks.0.linear"])
+
+
+def test_a_name_that_only_begins_alike_is_not_inside():
+    model = Model(11)
+    assert len(units_of(model, unit_names=["blocks.1", "blocks.10"])) == 3
+
+
+def test_finding_units_changes_nothing():
+    model = Model()
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    find_units(model)
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == before[name][0]
+        assert torch.equal(parameter, before[name][1])
