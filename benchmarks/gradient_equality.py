@@ -19,10 +19,10 @@ from rich.table import Table
 # what is compared, and how, is the tests' own
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "distributed"))
 
-from harness import ALLOCATIONS  # noqa: E402
-from launch import run_ranks  # noqa: E402
-from test_gradients import compare  # noqa: E402
-from zoo import ZOO  # noqa: E402
+from harness import ALLOCATIONS
+from launch import run_ranks
+from test_gradients import compare
+from zoo import ZOO
 
 
 def main() -> None:

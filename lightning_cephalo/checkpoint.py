@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_cephalo.engine import to_full
+from lightning_cephalo.sharding.initialise import on_cpu
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, with_rows_of
 
 
@@ -38,7 +39,8 @@ def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load full tensors into a sharded model; every rank has all of ``state``."""
+    """Load full tensors into a model, sharded or not; every rank has all of ``state``."""
+    _make_room(module, state)
     parameters = {**dict(module.named_parameters(remove_duplicate=False))}
     sharded = {
         name: _like(parameters[name], value)
@@ -48,6 +50,28 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
     }
     with torch.no_grad():
         module.load_state_dict(sharded, strict=strict)
+
+
+def _make_room(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Put those parameters and buffers that are on the meta device, and in ``state``, on the CPU.
+
+    Into meta tensors torch would load nothing. What ``state`` lacks stays on meta, to be
+    initialised when the model is sharded; tied weights stay tied.
+    """
+    places = [
+        (f"{prefix}.{name}" if prefix else name, table, name)
+        for prefix, inner in module.named_modules(remove_duplicate=False)
+        for table in (inner._parameters, inner._buffers)
+        for name in table
+    ]
+    room: dict[int, Tensor] = {}
+    for full_name, table, name in places:
+        value = table[name]
+        if value is not None and value.is_meta and full_name in state and id(value) not in room:
+            room[id(value)] = on_cpu(value)
+    for table, name, made in [(t, n, room.get(id(t[n]))) for _, t, n in places]:
+        if made is not None:
+            table[name] = made  # type: ignore[assignment]
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:

@@ -122,6 +122,8 @@ class CephaloStrategy(RanksStrategy):
         self._users_sampler_flag: bool | None = None
         self._caches: support.SwitchedOffCaches | None = None
         self._combining_log = False
+        self._gathers_inside: set[str] = set()
+        self._microbatch_count = 0
         self._metrics: list[tuple[str, Any]] = []
         self._empty_predictions: dict[tuple[Any, ...], Any] = {}
         self._step_started_s = 0.0
@@ -179,6 +181,8 @@ class CephaloStrategy(RanksStrategy):
         self._step_times_s = []
         self._prepare(trainer, fitting)
         self._metrics = metrics_of(self.lightning_module)
+        support.refuse_synchronising_metrics(self._metrics)
+        self._gathers_inside = set()
         self.model = self.lightning_module
         if fitting:
             self.setup_optimizers(trainer)
@@ -286,6 +290,10 @@ class CephaloStrategy(RanksStrategy):
         except Exception as failure:
             # raised inside the runner, which tells the other ranks
             calls = [MicrobatchCall(partial(_raise, failure), partial(loss_and_weight, samples=1))]
+            counts.clear()
+        self._microbatch_count = len(counts) if counts or not calls else -1
+        if "training" in self._gathers_inside:
+            self._exchange_counts(self._microbatch_count)
         factor = precision.loss_factor(self.precision_plugin)
         with self.precision_plugin.train_step_context():
             outcome = self.engine.runner.forward(calls, factor, log.note)
@@ -408,6 +416,8 @@ class CephaloStrategy(RanksStrategy):
                 partial(log.resume, 0),
                 partial(log.pause, 0),
             )
+        if "evaluation" in self._gathers_inside:
+            self._exchange_counts(1 if count else 0)
         with context():
             outcome = self.engine.runner.evaluate(call, f"running {name}", log.note)
         self._finish_log(log, outcome, (log.weight,) if call else ())
@@ -496,13 +506,34 @@ class CephaloStrategy(RanksStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         inside = self._engine is not None and self._engine.runner.inside_microbatch
-        if inside and not (self.plan is None and self._planning.equal_microbatches):
-            support.refuse_unequal_collectives(self.plan)
+        if inside:
+            self._check_counts()
         if sync_grads:
             return super().all_gather(tensor, group=group, sync_grads=True)
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(parts, tensor.detach().contiguous(), group=group)
         return torch.stack(parts)
+
+    def _check_counts(self) -> None:
+        """Refuse a collective in a microbatch that some rank would not join."""
+        assert self.lightning_module is not None
+        if not self.lightning_module.trainer.training:
+            # a step of evaluation is one call on each rank; on a rank without samples, none
+            self._gathers_inside.add("evaluation")
+        elif self.plan is None:  # while measuring
+            support.refuse_collectives_unless(self._planning.equal_microbatches)
+        else:
+            support.refuse_unequal_collectives([len(r.microbatch_sizes) for r in self.plan.ranks])
+            if "training" not in self._gathers_inside:
+                # The first one. Ranks are all in their first microbatch, so they can still talk;
+                # from now on they do so before each step, as a smaller last step may differ.
+                self._gathers_inside.add("training")
+                self._exchange_counts(self._microbatch_count)
+
+    def _exchange_counts(self, own: int) -> None:
+        counts = [int(row[0]) for row in self.engine.agreement.exchange([float(own)])]
+        if min(counts) >= 0:  # a rank whose batch could not be cut says so itself
+            support.refuse_unequal_collectives(counts)
 
     # -- checkpoints --------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_cephalo.accumulation.agreement import Agreement
-from lightning_cephalo.plan import Plan
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -99,6 +98,21 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
                 )
 
 
+def refuse_synchronising_metrics(metrics: Sequence[tuple[str, Any]]) -> None:
+    """Raise for torchmetrics that communicate inside a step.
+
+    Raises:
+        UnsupportedError: Named are the metrics and the way out.
+    """
+    found = [name for name, metric in metrics if metric.dist_sync_on_step]
+    if found:
+        raise UnsupportedError(
+            f"The metrics {found} have dist_sync_on_step=True: they communicate inside every"
+            " microbatch, of which ranks have different numbers. Leave it out: metrics are"
+            " synchronised at the end of the epoch."
+        )
+
+
 def check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
     """Raise if an optimizer cannot work on shards or holds other parameters than the model's.
 
@@ -156,22 +170,29 @@ class PlainNorms(TorchFunctionMode):
         return result
 
 
-def refuse_unequal_collectives(plan: Plan | None) -> None:
-    """Raise if ranks run different numbers of microbatches, or may once there is a plan.
+def refuse_unequal_collectives(counts: Sequence[int]) -> None:
+    """Raise if ranks run different numbers of microbatches.
 
     Raises:
         UnsupportedError: With the way out.
     """
-    if plan is None:
-        raise UnsupportedError(
-            "all_gather() inside training_step needs CephaloStrategy(equal_microbatches=True):"
-            " otherwise ranks may run different numbers of microbatches, and it would hang. Or"
-            " gather after the step."
-        )
-    counts = [len(rank.microbatch_sizes) for rank in plan.ranks]
     if len(set(counts)) > 1:
         raise UnsupportedError(
-            f"all_gather() inside training_step, but the ranks run {counts} microbatches: it would"
+            f"all_gather() inside a step, but the ranks run {list(counts)} microbatches: it would"
+            " hang. Use CephaloStrategy(equal_microbatches=True), with DataLoader(drop_last=True)"
+            " if it is a smaller last step; or gather after the step, in a hook."
+        )
+
+
+def refuse_collectives_unless(equal_microbatches: bool) -> None:
+    """Raise for a collective in a step that is measured, before there is a plan.
+
+    Raises:
+        UnsupportedError: With the way out.
+    """
+    if not equal_microbatches:
+        raise UnsupportedError(
+            "all_gather() inside training_step, of which ranks may run different numbers: it would"
             " hang. Use CephaloStrategy(equal_microbatches=True), or gather after the step."
         )
 

@@ -1,4 +1,4 @@
-"""Tensors in nested arguments and results, dataclasses included, which torch's pytree takes whole."""
+"""Tensors in nested arguments and results, also in dataclasses, which torch's pytree takes whole."""
 
 from __future__ import annotations
 

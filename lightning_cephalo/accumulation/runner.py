@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,8 +19,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.accumulation.agreement import Agreement
+from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall, StepTimes
 from lightning_cephalo.accumulation.cut import Cut
 from lightning_cephalo.accumulation.microbatch import Microbatch, UnitUseError
+from lightning_cephalo.accumulation.order import FAILED, FINISHED, Order, where
 from lightning_cephalo.accumulation.replay import ChangingBuffers
 from lightning_cephalo.accumulation.schedule import (
     Action,
@@ -33,63 +34,6 @@ from lightning_cephalo.accumulation.schedule import (
 from lightning_cephalo.sharding.unit import Unit
 
 ROOT = 0
-_NO_DATA, _FINISHED, _FAILED = -1.0, -2.0, -3.0
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class MicrobatchCall:
-    """What the runner needs of one microbatch.
-
-    Attributes:
-        step: Calls the user's step.
-        weight_of: Takes what the step returned, gives ``(loss, weight)``: the microbatch's share
-            of the gradient is ``weight / total weight of all ranks``.
-        on_resume: Called each time before the step goes on.
-        on_pause: Called each time after it has parked or returned.
-    """
-
-    step: Callable[[], Any]
-    weight_of: Callable[[Any], tuple[Tensor, float]]
-    on_resume: Callable[[], None] = _nothing
-    on_pause: Callable[[], None] = _nothing
-
-
-@dataclass(frozen=True)
-class ForwardOutcome:
-    """What the forward of one step gave.
-
-    Attributes:
-        results: What each of this rank's microbatches returned.
-        weights: Their weights.
-        total_weight: Of all microbatches of all ranks.
-        notes: What ``note`` gave on every rank.
-    """
-
-    results: tuple[Any, ...]
-    weights: tuple[float, ...]
-    total_weight: float
-    notes: tuple[tuple[float, ...], ...] = ()
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Synchronised times of this rank's last step, filled when ``clock`` is given.
-
-    Attributes:
-        forward_s: Sum over visits and microbatches of the units' forward.
-        backward_s: Likewise backward, recompute and glue included.
-        tail_s: Everything else: embedding, head, loss and its backward.
-        visits: Number of visits that one microbatch makes.
-    """
-
-    forward_s: float
-    backward_s: float
-    tail_s: float
-    visits: int
 
 
 class Runner:
@@ -115,6 +59,7 @@ class Runner:
         self.recompute = recompute
         self.clock: Callable[[], float] | None = None
         self.times: StepTimes | None = None
+        self._order = Order([unit.name for unit in self.units])
         self._orders: dict[tuple[bool, ...], tuple[Visit, ...]] = {}
         self._running: Microbatch | None = None
         self._outside_depth = 0
@@ -154,7 +99,7 @@ class Runner:
             self._outside_depth += 1
 
     def _root_left(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Show the shards again after a call outside of a step: callbacks freeze or measure them."""
+        """Show the shards again after a call outside of a step: callbacks change or measure them."""
         if self._in_step or not self._outside_depth:
             return
         self._outside_depth -= 1
@@ -357,83 +302,38 @@ class Runner:
                 unit.free()
 
     def _at_unit(self, index: int, expected: Visit) -> None:
-        if not self._microbatches:
-            return
-        parked = self._microbatches[index].parked
-        if parked != expected:
-            raise UnitUseError(
-                self._different_visits(
-                    [f"microbatch {index}: {self._name(parked)}"], self._name(expected)
-                )
-            )
+        if self._microbatches:
+            self._order.check(index, self._microbatches[index].parked, expected)
 
     def _all_finished(self) -> None:
-        late = [
-            f"microbatch {index}: {self._name(microbatch.parked)}"
-            for index, microbatch in enumerate(self._microbatches)
-            if not microbatch.finished
-        ]
-        if late:
-            raise UnitUseError(self._different_visits(late, "the end of the step"))
-
-    def _name(self, visit: Visit | None) -> str:
-        if visit is None:
-            return "the end of the step"
-        without = "" if visit.differentiable else " (without gradient)"
-        return f"unit {self.units[visit.unit].name!r}{without}"
-
-    @staticmethod
-    def _different_visits(found: Sequence[str], expected: str) -> str:
-        return (
-            "Microbatches must visit the same units in the same order, in every step and on every"
-            f" rank; expected {expected}, but {'; '.join(found)}. Modules that only some samples"
-            " pass cannot be units: choose others with CephaloStrategy(unit_types=...) or"
-            " unit_names=..."
-        )
+        for index, microbatch in enumerate(self._microbatches):
+            if not microbatch.finished:
+                self._order.check(index, microbatch.parked, None)
 
     def _discovered(self) -> Iterator[Visit]:
         """Find the order while running it: before each gather all ranks say where they are."""
         found: list[Visit] = []
         while True:
-            parked = {microbatch.parked for microbatch in self._microbatches}
-            if len(parked) > 1:
-                names = [
-                    f"microbatch {index}: {self._name(microbatch.parked)}"
-                    for index, microbatch in enumerate(self._microbatches)
-                ]
-                self._failure = UnitUseError(self._different_visits(names[1:], names[0]))
-                self._abandon()
-            own = _NO_DATA
-            differentiable = 0.0
-            if self._failure is not None:
-                own = _FAILED
-            elif self._microbatches:
-                visit = next(iter(parked))
-                own = _FINISHED if visit is None else float(visit.unit)
-                differentiable = 0.0 if visit is None else float(visit.differentiable)
-            said = self.agreement.exchange([own, differentiable])
-            wanted = {(unit, flag) for unit, flag in said if unit != _NO_DATA}
-            if any(unit == _FAILED for unit, _ in wanted):
-                self._abandon()  # not this rank's mistake that its microbatches are not through
+            self._guarded(self._all_at_one_place)
+            place = where(
+                failed=self._failure is not None,
+                parked=[microbatch.parked for microbatch in self._microbatches],
+            )
+            try:
+                visit = self._order.agree(self.agreement.exchange(place))
+            except UnitUseError as failure:
+                self._failure = failure
+                visit = None
+            if visit is None:
                 break
-            if len(wanted) > 1:
-                self._failure = self._ranks_differ(said)
-                self._abandon()
-                break
-            if not wanted or (unit := next(iter(wanted))[0]) == _FINISHED:
-                break
-            found.append(Visit(int(unit), bool(next(iter(wanted))[1])))
-            yield found[-1]
+            found.append(visit)
+            yield visit
+        if any(not microbatch.finished for microbatch in self._microbatches):
+            self._abandon()  # another rank has failed, which the exchange to come will tell
         self._visits = tuple(found)
 
-    def _ranks_differ(self, said: Sequence[Sequence[float]]) -> UnitUseError:
-        names = [
-            f"rank {rank}: "
-            + self._name(None if unit == _FINISHED else Visit(int(unit), bool(flag)))
-            for rank, (unit, flag) in enumerate(said)
-            if unit != _NO_DATA
-        ]
-        return UnitUseError(self._different_visits(names[1:], names[0]))
+    def _all_at_one_place(self) -> None:
+        self._order.check_parked([microbatch.parked for microbatch in self._microbatches])
 
     def _agree(self, note: Sequence[float]) -> ForwardOutcome:
         failed = self._failure is not None
@@ -479,11 +379,11 @@ class Runner:
         self._in_backward = True
         trainable = [unit.trainable for unit in self.units]
         for action in backward_actions(self._visits, len(self._calls), trainable):
-            if action.operation is Operation.BACKWARD or action.operation is Operation.REDUCE:
-                if action.unit not in armed and action.unit >= 0:
-                    self.units[action.unit].wait_gather()
-                    self._with_memory(self.units[action.unit].arm)
-                    armed.add(action.unit)
+            needs_gradients = action.operation in (Operation.BACKWARD, Operation.REDUCE)
+            if needs_gradients and action.unit not in armed:
+                self.units[action.unit].wait_gather()
+                self._with_memory(self.units[action.unit].arm)
+                armed.add(action.unit)
             self._execute(action, None)
         self._reduce(self.units[ROOT])
         self._finish_reduce(None)
@@ -561,16 +461,13 @@ class Runner:
         self.units[ROOT].wait_gather()
         self._guarded(self._advance_evaluation)
         while True:
-            own = _FINISHED
-            if self._failure is not None:
-                own = _FAILED
-            elif self._microbatches and self._microbatches[0].parked is not None:
-                own = float(self._microbatches[0].parked.unit)
+            parked = [microbatch.parked for microbatch in self._microbatches] or [None]
+            own, _ = where(failed=self._failure is not None, parked=parked)
             rows = self.agreement.exchange([own, *note()])
             said = [row[0] for row in rows]
-            if _FAILED in said:
+            if FAILED in said:
                 self._give_up(doing)
-            wanted = [unit for unit in said if unit != _FINISHED]
+            wanted = [unit for unit in said if unit != FINISHED]
             if not wanted:
                 break
             unit = self.units[int(min(wanted))]

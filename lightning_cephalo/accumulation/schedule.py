@@ -120,7 +120,7 @@ def backward_actions(
     for position in order:
         final[visits[position].unit] = position
     gathered = {held} if visits else set()
-    if order and visits[order[0]].unit != held or (visits and not order):
+    if (order and visits[order[0]].unit != held) or (visits and not order):
         yield Action(Operation.FREE, held, len(visits) - 1)
         gathered.clear()
     for index, position in enumerate(order):

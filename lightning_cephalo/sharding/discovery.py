@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 # A run that is tiny beside the largest one (two heads beside forty blocks) is not worth a gather
 # of its own, and such modules are the ones that not every microbatch visits.
@@ -100,7 +101,7 @@ def _runs(prefix: str, module: nn.Module) -> Iterable[list[tuple[str, nn.Module]
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         run: list[tuple[str, nn.Module]] = []
         for name, child in [*module.named_children(), ("", None)]:
-            if run and type(child) is not type(run[0][1]):
+            if run and (child is None or _type_of(child) is not _type_of(run[0][1])):
                 if len(run) > 1:
                     inside.update(id(block) for _, block in run)
                     yield run
@@ -115,6 +116,11 @@ def _runs(prefix: str, module: nn.Module) -> Iterable[list[tuple[str, nn.Module]
 def _can_be_unit(module: nn.Module) -> bool:
     containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
     return not isinstance(module, containers) and _parameter_numel(module) > 0
+
+
+def _type_of(module: nn.Module) -> type[nn.Module]:
+    # weight_norm and the like give each instance a class of its own
+    return type_before_parametrizations(module)
 
 
 def _parameter_numel(module: nn.Module) -> int:
@@ -137,7 +143,7 @@ def _requested(
         found = {
             name: candidate
             for name, candidate in modules.items()
-            if name and (type(candidate).__name__ == wanted or type(candidate) is wanted)
+            if name and (_type_of(candidate).__name__ == wanted or _type_of(candidate) is wanted)
         }
         if not found:
             raise ValueError(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -68,18 +72,47 @@ def _initialise(top: nn.Module, module: nn.Module, buffers_only: bool) -> None:
         raise RuntimeError(
             f"{type(module).__name__} has parameters or buffers on the meta device and no"
             " reset_parameters() to initialise them with. Add one, or create the module on a real"
-            " device, or load its values from a checkpoint."
+            " device, or load its values from a checkpoint (ckpt_path=)."
         )
     if buffers_only:
-        parameters = dict(module._parameters)
         if not _has_meta_buffers(module):
             return
-        module.to_empty(device="cpu", recurse=False)
-        _run(module, reset, hugging_face)
+        parameters = dict(module._parameters)
+        with _kept(module):
+            _run(module, reset, hugging_face)
         module._parameters.update(parameters)
         return
-    module.to_empty(device="cpu", recurse=False)
-    _run(module, reset, hugging_face)
+    with _kept(module):
+        _run(module, reset, hugging_face)
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Put what is on meta on the CPU, and leave other values (of a checkpoint) as they are."""
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    real = [
+        (value, value.detach().clone())
+        for table in tables
+        for value in table.values()
+        if value is not None and not value.is_meta
+    ]
+    for table in tables:
+        for name, value in table.items():
+            if value is not None and value.is_meta:
+                table[name] = on_cpu(value)
+    yield
+    with torch.no_grad():
+        for value, kept in real:
+            value.copy_(kept)
+
+
+def on_cpu(value: torch.Tensor) -> torch.Tensor:
+    """Return an empty CPU tensor, or parameter with the same tags, for one on meta."""
+    empty = torch.empty_like(value, device="cpu", requires_grad=False)
+    if isinstance(value, nn.Parameter):
+        empty = nn.Parameter(empty, requires_grad=value.requires_grad)
+        empty.__dict__.update(value.__dict__)
+    return empty
 
 
 def _run(module: nn.Module, reset: object, hugging_face: object) -> None:

@@ -105,8 +105,8 @@ def relative_error(found: dict[str, Tensor | None], expected: dict[str, Tensor |
         got = found[name]
         assert (got is None) == (wanted is None), f"{name}: {got is None} against {wanted is None}"
         if wanted is not None and got is not None:
-            difference += float((got - wanted).detach().double().square().sum())
-            norm += float(wanted.double().square().sum())
+            difference += float((got - wanted).detach().abs().double().square().sum())
+            norm += float(wanted.abs().double().square().sum())
     return (difference / norm) ** 0.5 if norm else difference**0.5
 
 

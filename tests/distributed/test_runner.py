@@ -1,18 +1,14 @@
-"""Gradients of one device, whatever a model does around its units; and how often ranks talk."""
+"""Gradients are those of one device, whatever a model does with its units."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from harness import (
-    Allocation,
     batch_size_of,
     full_gradients,
     make_runner,
@@ -22,53 +18,7 @@ from harness import (
 )
 from launch import run_ranks
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-
-from lightning_cephalo.accumulation.runner import MicrobatchCall, Runner
-from lightning_cephalo.sharding.unit import Unit, UnitState
-
-UNEVEN = Allocation(((2, 1), (1,), ()), (0.6, 0.0, 0.4))
-WIDTH = 6
-
-
-class Block(nn.Module):
-    def __init__(self, inputs: int = 1) -> None:
-        super().__init__()
-        self.linears = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(inputs)])
-
-    def forward(self, *values: Tensor) -> Tensor:
-        pairs = zip(self.linears, values, strict=True)
-        return torch.tanh(sum(linear(value) for linear, value in pairs))
-
-
-class Base(nn.Module):
-    """Embedding, three blocks and a head; subclasses say how the blocks are used."""
-
-    blocks_of = staticmethod(lambda: [Block() for _ in range(3)])
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList(self.blocks_of())
-        self.head = nn.Linear(WIDTH, 1)
-
-    def through(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.through(self.embed(x)))
-
-
-def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch["x"]), batch["y"])
-
-
-def make_batch(samples: int) -> dict[str, Tensor]:
-    torch.manual_seed(11)
-    return {"x": torch.randn(samples, 4), "y": torch.randn(samples, 1)}
-
+from toys import UNEVEN, WIDTH, Base, Block, assert_idle, make_batch, mean_loss
 
 # -- ways to use units ------------------------------------------------------------------------
 
@@ -112,9 +62,9 @@ class SharedBias(Base):
         self.raw = nn.Parameter(torch.randn(4, WIDTH))
 
     def through(self, x):
-        shared = torch.sin(self.bias) * x.mean()
+        shared = torch.sin(self.bias)
         for index, block in enumerate(self.blocks):
-            x = block(x, shared.expand_as(x) if index else self.raw[: len(x)])
+            x = block(x, shared.expand_as(x) if index else self.raw.sum(0).expand_as(x))
         return x
 
 
@@ -185,8 +135,15 @@ class NoGradEmbedding(Base):
         return self.head(self.through(x))
 
 
+class LinearBlock(Block):
+    def forward(self, x):
+        return self.linears[0](torch.tanh(x))
+
+
 class SkipsInPlace(Base):
     """Glue that changes a unit's output in place, as much code does."""
+
+    blocks_of = staticmethod(lambda: [LinearBlock() for _ in range(3)])
 
     def through(self, x):
         for block in self.blocks:
@@ -438,7 +395,7 @@ def _equals(rank: int, name: str, recompute: bool) -> None:
     parts = microbatches_of(batch, UNEVEN, rank)
     for step in range(3):
         if step == 2:  # the third adds to the second
-            expected_before = {key: p.grad.clone() for key, p in with_gradient(single)}
+            before = {k: p.grad.clone() for k, p in single.named_parameters() if p.grad is not None}
         else:
             model.zero_grad()
             single.zero_grad()
@@ -451,23 +408,8 @@ def _equals(rank: int, name: str, recompute: bool) -> None:
         wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
         assert relative_error(found, wanted) <= 1e-5
         assert_idle(runner)
-    for key, gradient in expected_before.items():
+    for key, gradient in before.items():
         torch.testing.assert_close(found[key], 2 * gradient)
-
-
-def with_gradient(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in module.named_parameters() if p.grad is not None]
-
-
-def assert_idle(runner: Runner) -> None:
-    """Nothing is gathered or armed and torch's modes are as they always are."""
-    for unit in runner.units:
-        assert unit.state is UnitState.SHARDED
-        for flat in unit.flats:
-            assert flat.full.untyped_storage().nbytes() == 0
-            assert flat.grad_full is None or flat.grad_full.untyped_storage().nbytes() == 0
-    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "kept"])

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cephalo import CephaloStrategy, Plan, RankPlan
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-from launch import RankFailure as RankFailure  # noqa: E402
-from launch import run_ranks  # noqa: E402
+from launch import RankFailure as RankFailure
+from launch import run_ranks
 
 GLOBAL_BATCH = 8
 

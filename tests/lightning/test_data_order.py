@@ -15,7 +15,6 @@ from recording import (
     PLANS,
     Recorder,
     assert_same_weights,
-    batch_size,
     hook_indices,
     joined,
     loader,

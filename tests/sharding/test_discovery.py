@@ -149,6 +149,13 @@ def test_blocks_in_a_sequential_are_units_and_a_different_neighbour_is_not():
     assert list(units_of(model)) == ["", "1", "2"]
 
 
+def test_parametrised_blocks_of_one_type_are_units_though_each_has_its_own_class():
+    model = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)) for _ in "ab"))
+    assert type(model[0]) is not type(model[1])
+    assert list(units_of(model)) == ["", "0", "1"]
+    assert list(units_of(model, unit_types=["Linear"])) == ["", "0", "1"]
+
+
 def test_a_run_that_is_tiny_beside_the_largest_one_stays_in_the_root():
     model = Model()
     model.blocks = nn.ModuleList([Block(32) for _ in range(3)])
