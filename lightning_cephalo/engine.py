@@ -151,7 +151,7 @@ class Engine:
         return {id(p): name for unit in self.units for name, p in unit.named_sharded()}
 
     def restore_full(self) -> None:
-        """Give the module plain full parameters on the CPU again and remove the cuts; collective."""
+        """Give the module plain full parameters on the CPU again, without cuts; collective."""
         self.runner.reshard()
         self.runner.uninstall()
         for unit in self.units:

@@ -39,11 +39,11 @@ class LastWords:
     """Two small servers, on the first and on the last rank, which take a failing rank's message.
 
     Attributes:
-        rank: This rank.
+        agreement: Knows what was told to all ranks already.
         addresses: Rank, host and port of the servers.
     """
 
-    rank: int
+    agreement: Agreement
     addresses: tuple[tuple[int, str, int], ...]
     _own: dist.TCPStore | None = field(default=None, repr=False)
 
@@ -51,7 +51,7 @@ class LastWords:
     def create(cls, agreement: Agreement) -> LastWords:
         """Start the servers; collective."""
         if agreement.world_size == 1:
-            return cls(agreement.rank, ())
+            return cls(agreement, ())
         own = None
         if agreement.rank in (0, agreement.world_size - 1):
             own = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -64,11 +64,16 @@ class LastWords:
             for rank, host, port in said
             if port is not None
         )
-        return cls(agreement.rank, addresses, own)
+        return cls(agreement, addresses, own)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.agreement.rank
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave a message, or, if the connection was lost, add the other rank's to the exception."""
-        if isinstance(exception, RemoteRankError):
+        """Leave a message; if the connection was lost, add another rank's to the exception."""
+        if isinstance(exception, RemoteRankError) or exception is self.agreement.told:
             return
         if isinstance(exception, RuntimeError) and any(s in str(exception) for s in _LOST):
             self._explain(exception)
@@ -86,7 +91,8 @@ class LastWords:
             "Another rank has gone: its process ended or was killed (perhaps it was out of memory)."
             " Its own output says more."
         )
-        for rank, host, port in self.addresses:
+        # its own first, which cannot have gone
+        for rank, host, port in sorted(self.addresses, key=lambda a: a[0] != self.rank):
             try:
                 own = rank == self.rank and self._own is not None
                 store = self._own if own else _connect(host, port)
@@ -100,4 +106,6 @@ class LastWords:
 
 
 def _connect(host: str, port: int) -> dist.TCPStore:
+    # a store would try again and again to reach a process that has gone
+    socket.create_connection((host, port), _PATIENCE.total_seconds()).close()
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)

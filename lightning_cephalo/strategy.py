@@ -361,13 +361,13 @@ class CephaloStrategy(RanksStrategy):
     ) -> Any:
         with ExitStack() as after_backward:
 
-            def closure_before_plain_norms() -> Any:
+            def closure_and_rules() -> Any:
                 outcome = closure()
-                # from here on user code sees gradients: on_before_optimizer_step logs their norms
-                after_backward.enter_context(support.PlainNorms())
+                # from here on hooks and the optimizer see gradients, as DTensors
+                after_backward.enter_context(support.RowsArithmetic())
                 return outcome
 
-            result = super().optimizer_step(optimizer, closure_before_plain_norms, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure_and_rules, model, **kwargs)
         if self.root_device.type == "cpu":
             end_s = synchronized_clock(self.root_device)()
         else:

@@ -22,12 +22,16 @@ class Agreement:
 
     Args:
         group: A group of all ranks that takes CPU tensors (gloo).
+
+    Attributes:
+        told: What this rank has failed with, if the other ranks know it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.told: BaseException | None = None
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return every rank's numbers; all ranks give equally many."""
@@ -76,6 +80,7 @@ class Agreement:
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
         messages = self.exchange_objects(message)
         if failure is not None:
+            self.told = failure
             raise failure
         failed = [(rank, text) for rank, text in enumerate(messages) if text is not None]
         if failed:

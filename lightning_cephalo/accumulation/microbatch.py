@@ -28,6 +28,12 @@ from lightning_cephalo.accumulation.nesting import Structure, flatten
 from lightning_cephalo.accumulation.replay import ChangingBuffers, RandomState, ThreadState
 from lightning_cephalo.accumulation.schedule import Visit
 
+_MAX_PARKS_WHILE_STOPPING = 100
+_CHANGED_INPUT = (
+    "An input of a unit is changed in place, by the unit or by the code after it, so that the"
+    " unit's backward cannot be computed. Write `x = x + y` instead of `x += y` there."
+)
+
 
 class UnitUseError(RuntimeError):
     """A unit is used in a way that cannot be cut into microbatches."""
@@ -43,6 +49,10 @@ class _Passed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return gradient
+
+
+# where the glue's graph ends: at parameters and other leaves, and at outputs of units
+_ENDS = ("AccumulateGrad", "_PassedBackward")
 
 
 @dataclass
@@ -87,6 +97,8 @@ class Microbatch:
         device: This rank's device.
         recompute: Keep only what enters a unit and compute its inside again in the backward.
         clock: Returns seconds after all work issued so far is done; None: nothing is timed.
+        inside: Ids of the units' parameters, in a step that looks for tensors which leave a unit
+            other than as its outputs; None: nobody looks.
     """
 
     def __init__(
@@ -95,7 +107,9 @@ class Microbatch:
         device: torch.device,
         recompute: bool,
         clock: Callable[[], float] | None = None,
+        inside: frozenset[int] | None = None,
     ) -> None:
+        self._inside = inside
         self._device = device
         self._device_types = tuple({"cpu", device.type})
         self._recompute = recompute
@@ -128,7 +142,10 @@ class Microbatch:
         """Stop the step where it is and drop what it keeps."""
         before = ThreadState.capture(self._device_types)
         try:
-            if not self._greenlet.dead:
+            # code that cleans up may call units again and park there
+            for _ in range(_MAX_PARKS_WHILE_STOPPING):
+                if self._greenlet.dead:
+                    break
                 self._greenlet.throw(greenlet.GreenletExit)
         finally:
             before.restore()
@@ -204,12 +221,13 @@ class Microbatch:
         if self._recompute:
             record.random, record.modes = RandomState(self._device), modes
             versions, kept = buffers.versions(), buffers.keep()
-            with torch.no_grad():
-                result = body(*args, **kwargs)
+            # whoever looks for tensors that leave otherwise needs their graph; it is dropped below
+            with torch.no_grad() if self._inside is None else nullcontext():
+                result = self._result_of(body, args, kwargs)
             record.buffers = buffers.changed_since(versions, kept)
             self._refuse_changed_inputs(record)
         else:
-            result = body(*args, **kwargs)
+            result = self._result_of(body, args, kwargs)
         _refuse_changed_containers(args, kwargs, inputs)
         outputs, output_structure = flatten(result)
         if not self._recompute:
@@ -225,6 +243,15 @@ class Microbatch:
             self._outputs[id(shown)] = _Output(shown, shown.grad_fn, leaf)
         return output_structure.unflatten(outputs)
 
+    @staticmethod
+    def _result_of(body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return body(*args, **kwargs)
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" in str(error):
+                raise UnitUseError(_CHANGED_INPUT) from error
+            raise
+
     def _leaf_of(self, value: Any, position: int) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
@@ -233,16 +260,27 @@ class Microbatch:
             return output.leaf
         known = self._leaves.get(id(value))
         if known is None:
+            self._refuse_leaks(value)
             known = _Leaf(value, value.detach().requires_grad_(), position)
             self._leaves[id(value)] = known
         return known.leaf
 
     def _refuse_changed_inputs(self, record: _Record) -> None:
         if any(value._version != version for value, version in record.input_versions):
+            raise UnitUseError(_CHANGED_INPUT)
+
+    def _refuse_leaks(self, tensor: Tensor) -> None:
+        """Refuse what was computed inside a unit and came out other than as its output."""
+        if self._inside is None:
+            return
+        variables = _variables([tensor.grad_fn])
+        leaves = {id(entry.leaf) for entry in self._leaves.values()} if self._recompute else set()
+        if not variables.isdisjoint(self._inside | leaves):
             raise UnitUseError(
-                "An input of a unit is changed in place, by the unit or by the code after it, so"
-                " the unit cannot be computed again in the backward. Write `x = x + y` instead of"
-                " `x += y` there, or use recompute=False."
+                "The loss depends on a tensor that was computed inside a unit and is not one of"
+                " its outputs: it was stored on a module or recorded by a hook (an auxiliary loss,"
+                " router logits), or the unit's parameters are used outside of it. Its gradient"
+                " would be lost. Return it from the unit's forward, or leave it out of the loss."
             )
 
     # -- backward, in the scheduler -----------------------------------------------------------
@@ -259,6 +297,7 @@ class Microbatch:
                 " tensor computed from trainable parameters. Is every parameter frozen, or was"
                 " the loss detached?"
             )
+        self._refuse_leaks(loss)
         torch.autograd.backward([loss], retain_graph=self._shares_glue(loss))
 
     def _shares_glue(self, loss: Tensor) -> bool:
@@ -323,16 +362,26 @@ class Microbatch:
 
 
 def _reachable(roots: Sequence[Any]) -> set[Any]:
-    """Nodes of the graph that hold buffers, from these on."""
-    without = ("AccumulateGrad", "_PassedBackward")
+    """Nodes of the graph that hold buffers, from these on, down to the leaves of outputs."""
+    return {node for node in _nodes(roots) if type(node).__name__ not in _ENDS}
+
+
+def _variables(roots: Sequence[Any]) -> set[int]:
+    """Ids of the leaves that these nodes lead to, but for the leaves of outputs."""
+    ends = (node for node in _nodes(roots) if type(node).__name__ == "AccumulateGrad")
+    return {id(node.variable) for node in ends}
+
+
+def _nodes(roots: Sequence[Any]) -> set[Any]:
     seen: set[Any] = set()
     stack = [node for node in roots if node is not None]
     while stack:
         node = stack.pop()
-        if node in seen or type(node).__name__ in without:
+        if node in seen:
             continue
         seen.add(node)
-        stack.extend(following for following, _ in node.next_functions if following is not None)
+        if type(node).__name__ not in _ENDS:
+            stack.extend(following for following, _ in node.next_functions if following is not None)
     return seen
 
 

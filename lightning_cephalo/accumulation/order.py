@@ -74,11 +74,14 @@ class Order:
 
     @staticmethod
     def _differ(found: Sequence[str], expected: str) -> UnitUseError:
+        why = ""
+        if any("(without gradient)" in place for place in (*found, expected)):
+            why = " Without gradient: under torch.no_grad, or in reentrant torch.utils.checkpoint."
         return UnitUseError(
             "Microbatches must visit the same units in the same order, in every step and on every"
             f" rank; expected {expected}, but {'; '.join(found)}. Modules that only some samples"
             " pass cannot be units: choose others with CephaloStrategy(unit_types=...) or"
-            " unit_names=..."
+            f" unit_names=...{why}"
         )
 
 

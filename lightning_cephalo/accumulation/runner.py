@@ -194,13 +194,15 @@ class Runner:
         """
         trainable = tuple(unit.trainable for unit in self.units)
         order = self._orders.get(trainable)
+        inside = self._inside_units() if order is None else None
         self._failure, self.times = None, None
         self._loss_scale = loss_factor / 2.0 ** round(math.log2(max(self._total_weight, 1e-30)))
         self._loss_factor = loss_factor
         self._calls = list(calls)
         self._weights: list[float] = [0.0] * len(calls)
         self._microbatches = [
-            Microbatch(call.step, self.device, self.recompute, self.clock) for call in calls
+            Microbatch(call.step, self.device, self.recompute, self.clock, inside)
+            for call in calls
         ]
         self._outer_s = 0.0
         root = self.units[ROOT]
@@ -217,6 +219,10 @@ class Runner:
         outcome = self._agree(note())
         self._orders[trainable] = self._visits
         return outcome
+
+    def _inside_units(self) -> frozenset[int]:
+        flats = [flat for unit in self.units[1:] for flat in unit.flats]
+        return frozenset(id(parameter) for flat in flats for parameter in flat.parameters)
 
     def _advance_and_tail(self, index: int) -> None:
         if not self._microbatches:

@@ -376,6 +376,7 @@ def _changes_arguments(rank):
     parts = microbatches_of(make_batch(4), UNEVEN, rank)
     for make, recompute, message in (
         (InPlace, True, "changed in place, by the unit or by the code after it"),
+        (InPlace, False, "changed in place, by the unit or by the code after it"),
         (Appending, True, "changes a list, dict or dataclass"),
         (Appending, False, "changes a list, dict or dataclass"),
     ):
@@ -388,3 +389,48 @@ def _changes_arguments(rank):
 
 def test_a_unit_that_changes_what_it_is_called_with_is_refused():
     run_ranks(3, _changes_arguments)
+
+
+# -- tensors that leave a unit other than as its output -----------------------------------------
+
+
+class AuxiliaryBlock(Block):
+    """Stores something of its result, or of its input, or of its parameters, on itself."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.of_result = y.square().mean()
+        self.of_input = x.square().mean()
+        self.of_parameters = self.linears[0].weight.square().mean()
+        return y
+
+
+class Auxiliary(Base):
+    blocks_of = staticmethod(lambda: [AuxiliaryBlock() for _ in range(3)])
+    used = "of_result"
+    by_units = False
+
+    def through(self, x):
+        y = super().through(x)
+        extra = sum(getattr(block, self.used) for block in self.blocks)
+        return self.blocks[0](y + extra) if self.by_units else y + extra
+
+
+def _leaks(rank):
+    parts = microbatches_of(make_batch(4), UNEVEN, rank)
+    for used in ("of_result", "of_input", "of_parameters"):
+        for recompute in (True, False):
+            for by_units in (True, False):
+                model = Auxiliary()
+                model.used, model.by_units = used, by_units
+                runner = make_runner(model, UNEVEN.fractions, recompute)
+                if used == "of_input" and not recompute:
+                    sharded_step(runner, model, mean_loss, parts)  # reaches leaves that are flushed
+                    continue
+                with pytest.raises(RuntimeError, match="is not one of its outputs"):
+                    sharded_step(runner, model, mean_loss, parts)
+                assert_idle(runner)
+
+
+def test_a_loss_that_uses_what_a_unit_did_not_return_is_refused_rather_than_wrong():
+    run_ranks(3, _leaks, timeout_s=30)

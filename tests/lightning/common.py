@@ -194,7 +194,11 @@ def assert_same_tensors(found: dict[str, Any], wanted: dict[str, Any], tolerance
             assert found[name].shape == value.shape, name
             assert found[name].dtype == value.dtype, name
             torch.testing.assert_close(
-                found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+                found[name],
+                value,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m, n=name: f"{n}: {m}",
             )
         else:
             assert found[name] == value, name

@@ -205,4 +205,3 @@ def assert_same_weights(found: nn.Module, wanted: nn.Module, tolerance: float = 
         torch.testing.assert_close(
             values[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
-

@@ -87,7 +87,11 @@ def _fit_saving(plan, path, step, shuffle, resume=None, epochs=3):
     model = Net()
     save = _SaveDuringFit(path, step)
     trainer(plan, max_epochs=epochs, callbacks=[save]).fit(
-        model, loader(shuffle=shuffle), loader(8), ckpt_path=resume, weights_only=True if resume else None
+        model,
+        loader(shuffle=shuffle),
+        loader(8),
+        ckpt_path=resume,
+        weights_only=True if resume else None,
     )
     return model.losses, values_of(model), save.had_gradients
 
@@ -179,7 +183,9 @@ def _stages(plan, path):
     runs.save_checkpoint(path)
     runs.fit_loop.max_epochs = 3
     runs.fit(model, loader(), loader(8))
-    moved = any(not torch.equal(a, b) for a, b in zip(before.parameters(), model.parameters()))
+    moved = any(
+        not torch.equal(a, b) for a, b in zip(before.parameters(), model.parameters(), strict=True)
+    )
     return {
         "direct": direct.detach(),
         "gradients": gradients,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,7 @@ ORDERS: dict[str, Any] = {
     ),
     "with replacement": lambda plan: loader(
         plan,
-        sampler=RandomSampler(
-            range(22), replacement=True, num_samples=19, generator=seeded()
-        ),
+        sampler=RandomSampler(range(22), replacement=True, num_samples=19, generator=seeded()),
     ),
     "own sampler": lambda plan: loader(plan, sampler=OddsFirst(22)),
     "one worker": lambda plan: loader(plan, num_workers=1),
@@ -117,7 +116,7 @@ def test_lists_of_a_batch_sampler_are_taken_in_order(exact: bool, tmp_path: Path
             lists = BatchSampler(OddsFirst(22), size, True)
         elif size == GLOBAL_BATCH:
             fours = list(lists)
-            lists = [sum(fours[i : i + 2], []) for i in range(0, len(fours), 2)]
+            lists = [list(chain(*fours[i : i + 2])) for i in range(0, len(fours), 2)]
         return DataLoader(data, batch_sampler=lists)
 
     wanted = joined(run("fit", None, Recorder(tmp_path), batches(8)))
@@ -131,7 +130,7 @@ def test_shuffling_without_a_generator_covers_every_sample_in_a_new_order_each_e
     tmp_path: Path,
 ) -> None:
     ranks = run("fit", "3:1", Recorder(tmp_path), loader("3:1", 24, shuffle=True), max_epochs=2)
-    order = sum(joined(ranks), [])
+    order = list(chain(*joined(ranks)))
     assert sorted(order[:24]) == sorted(order[24:]) == list(range(24))
     assert order[:24] != order[24:]
 
@@ -289,7 +288,7 @@ def test_nested_batches_with_strings_are_cut_alike(per_microbatch: bool, tmp_pat
     class Microbatches(OfNested):
         def indices(self, batch: Any) -> list[int]:
             if isinstance(batch, list):  # what hooks see when each microbatch is collated alone
-                return [index for part in batch for index in super(Microbatches, self).indices(part)]
+                return list(chain(*(super(Microbatches, self).indices(part) for part in batch)))
             return super().indices(batch)
 
     alone, together = OfNested(tmp_path), Microbatches(tmp_path)
@@ -368,7 +367,7 @@ def time_major(rows: list[Any]) -> Any:
 
 def test_batches_cut_by_the_users_own_function(tmp_path: Path) -> None:
     def split(batch: Any, sizes: list[int]) -> list[Any]:
-        return [tuple(column) for column in zip(*(part.split(sizes, 1) for part in batch))]
+        return [tuple(column) for column in zip(*(p.split(sizes, 1) for p in batch), strict=True)]
 
     class TimeMajor(Recorder):
         def parts(self, batch: Any) -> Any:
@@ -379,7 +378,8 @@ def test_batches_cut_by_the_users_own_function(tmp_path: Path) -> None:
 
     wanted = joined(run("fit", None, TimeMajor(tmp_path), data(8)))
     options = {"split_batch": split}
-    assert joined(run("fit", "even", TimeMajor(tmp_path), data(4), strategy_options=options)) == wanted
+    ranks = run("fit", "even", TimeMajor(tmp_path), data(4), strategy_options=options)
+    assert joined(ranks) == wanted
 
 
 def test_without_lightnings_sampler_every_rank_deals_for_itself(tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_a_global_batch_size_of_ones_own(tmp_path: Path) -> None:
         "fit", plan, Recorder(tmp_path), loader("3:1"), strategy_options={"global_batch_size": 5}
     )
     assert [len(step) for step in joined(ranks)] == [5, 5, 5, 5, 2]
-    assert sum(joined(ranks), []) == list(range(22))
+    assert list(chain(*joined(ranks))) == list(range(22))
 
 
 class Reads(Dataset[Any]):

@@ -291,9 +291,7 @@ class Unequal(IterableDataset[Any]):
 
 @pytest.mark.parametrize("lengths", [(7, 2), (1, 8), (0, 3)])
 def test_streams_are_evaluated_to_the_last_rank(lengths: tuple[int, int], tmp_path: Path) -> None:
-    ranks = run(
-        "validate", "even", Evaluated(tmp_path), DataLoader(Unequal(lengths), batch_size=2)
-    )
+    ranks = run("validate", "even", Evaluated(tmp_path), DataLoader(Unequal(lengths), batch_size=2))
     wanted = [*range(lengths[0]), *range(50, 50 + lengths[1])]
     assert every(ranks, "validate 0") == wanted
     assert ranks[0].notes["metrics"] == ranks[1].notes["metrics"]

@@ -129,7 +129,9 @@ def test_the_command_line_takes_class_and_arguments(command_line, plan_file, one
     _assert_trained(*_fit_launched(interface.model, interface.trainer), one_device)
 
 
-def test_the_command_line_reads_class_path_and_init_args_from_yaml(command_line, plan_file, tmp_path):
+def test_the_command_line_reads_class_path_and_init_args_from_yaml(
+    command_line, plan_file, tmp_path
+):
     config = tmp_path / "config.yaml"
     config.write_text(
         textwrap.dedent(
@@ -287,9 +289,7 @@ def plan(*ranks):
 
 @pytest.mark.slow
 def test_torchrun_starts_two_ranks(tmp_path, wanted):
-    script = _write(
-        tmp_path, "plan(((3, 3), 0.75), ((2,), 0.25)), devices=2, batch_size=8", _GIVEN
-    )
+    script = _write(tmp_path, "plan(((3, 3), 0.75), ((2,), 0.25)), devices=2, batch_size=8", _GIVEN)
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     _run([[*run, script, tmp_path]])
     _assert_said(tmp_path, wanted, 2)

@@ -117,3 +117,42 @@ def test_an_optimizer_that_cannot_work_on_rows_is_refused_by_name_on_every_rank(
         assert kind == "UnsupportedError"
         assert f"{name} cannot work on shards" in message
         assert "Use an element-wise one" in message or "Leave fused=True out" in message
+
+
+class _ByItsMean(torch.optim.SGD):
+    """A user's own optimizer, of which no name is known: it divides gradients by their mean."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            size = parameter.grad.abs().mean() + parameter.grad.norm()
+            parameter.sub_(parameter.grad / size * 1e-2)
+        return loss
+
+
+class _ByItsRows(torch.optim.SGD):
+    """Another one, which multiplies matrices."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.ndim == 2:
+                parameter.sub_(parameter.grad @ parameter.grad.T @ parameter.grad)
+        return loss
+
+
+@pytest.mark.parametrize("plan", ["3:1", "three"])
+def test_an_unknown_optimizer_that_takes_means_of_gradients_equals_one_device(plan):
+    _, values, _ = by_plan(plan, _fit, _ByItsMean)
+    _, wanted, _ = by_plan(None, _fit, _ByItsMean)
+    assert_same_tensors(values, wanted, TOLERANCE)
+
+
+def test_an_unknown_optimizer_that_mixes_rows_is_stopped_in_its_first_step_on_every_rank():
+    for kind, message in in_ranks(2, _fit_refused, "3:1", _ByItsRows):
+        assert kind == "UnsupportedError"
+        assert message.startswith("matmul() of whole gradients") and "AdamW" in message

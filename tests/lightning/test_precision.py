@@ -72,7 +72,9 @@ BFLOAT16 = 2e-2
 @pytest.mark.parametrize("plan", ["3:1", "three"])
 def test_bf16_mixed_keeps_full_precision_weights_and_follows_one_device(plan):
     losses, values, seen, val = by_plan(plan, _fit, {"precision": "bf16-mixed"})
-    wanted_losses, wanted, wanted_seen, wanted_val = by_plan(None, _fit, {"precision": "bf16-mixed"})
+    wanted_losses, wanted, wanted_seen, wanted_val = by_plan(
+        None, _fit, {"precision": "bf16-mixed"}
+    )
     torch.testing.assert_close(losses, wanted_losses, rtol=BFLOAT16, atol=0.0)
     assert val == pytest.approx(wanted_val, rel=BFLOAT16)
     assert {name: v.dtype for name, v in values.items()} == {n: v.dtype for n, v in wanted.items()}

@@ -1,0 +1,451 @@
+"""How often ranks talk in a step, what is held in memory meanwhile, and whose gradients count."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import (
+    Allocation,
+    full_gradients,
+    make_runner,
+    microbatches_of,
+    relative_error,
+    sharded_step,
+)
+from launch import run_ranks
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from toys import UNEVEN, WIDTH, Base, Block, assert_idle, make_batch, mean_loss
+
+from lightning_cephalo.accumulation.runner import MicrobatchCall, Runner
+from lightning_cephalo.sharding.collectives import Pending
+
+# -- collectives and buffers --------------------------------------------------------------------
+
+
+class Deep(Base):
+    blocks_of = staticmethod(lambda: [Block() for _ in range(6)])
+
+
+class Observer:
+    """Counts a runner's collectives; looks at the storages whenever one begins or ends."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.gathers: Counter[int] = Counter()
+        self.reduces: Counter[int] = Counter()
+        self.order: list[str] = []
+        self.most_full = self.most_gradients = 0
+        self.units = runner.units
+        for index, unit in enumerate(runner.units):
+            for flat in unit.flats:
+                self._watch(flat, index)
+
+    def _watch(self, flat, index) -> None:
+        gather, reduce = flat.gather, flat.reduce
+        arm, free, disarm = flat.arm, flat.free, flat.disarm
+
+        def watched_gather() -> Pending:
+            self.gathers[index] += 1
+            self.order.append(f"gather {index}")
+            pending = gather()
+            self._look()
+            return pending
+
+        def watched_reduce(scale: float) -> Pending:
+            self.reduces[index] += 1
+            self.order.append(f"reduce {index}")
+            pending = reduce(scale)
+            self._look()
+            return pending
+
+        def watched(function):
+            def call() -> None:
+                self._look()
+                function()
+                self._look()
+
+            return call
+
+        flat.gather, flat.reduce = watched_gather, watched_reduce
+        flat.arm, flat.free, flat.disarm = watched(arm), watched(free), watched(disarm)
+
+    def _look(self) -> None:
+        flats = [flat for unit in self.units[1:] for flat in unit.flats]
+        full = sum(flat.full.untyped_storage().nbytes() > 0 for flat in flats)
+        self.most_full = max(self.most_full, full)
+        gradients = [flat.grad_full for flat in flats if flat.grad_full is not None]
+        armed = sum(gradient.untyped_storage().nbytes() > 0 for gradient in gradients)
+        self.most_gradients = max(self.most_gradients, armed)
+
+
+def _counts(rank: int, recompute: bool) -> list[tuple]:
+    model = Deep()
+    runner = make_runner(model, UNEVEN.fractions, recompute)
+    orders = []
+    for sizes in (((1,), (1,), ()), ((1, 1, 1, 1), (1,), (2,)), ((), (3,), ())):
+        allocation = Allocation(sizes, UNEVEN.fractions)
+        parts = microbatches_of(make_batch(8), allocation, rank)
+        sharded_step(runner, model, mean_loss, parts)  # the first step discovers the order
+        observer = Observer(runner)
+        sharded_step(runner, model, mean_loss, parts)
+        assert observer.gathers == {0: 1, **dict.fromkeys(range(1, 6), 2), 6: 1}
+        assert observer.reduces == dict.fromkeys(range(7), 1)
+        assert observer.most_full == 2
+        assert observer.most_gradients <= 2
+        orders.append(tuple(observer.order))
+        for unit in runner.units:
+            for flat in unit.flats:
+                for name in ("gather", "reduce", "arm", "free", "disarm"):
+                    del flat.__dict__[name]
+    return orders
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "kept"])
+def test_two_gathers_and_one_reduce_per_unit_whatever_the_microbatches(recompute):
+    found = run_ranks(3, _counts, recompute)
+    assert len({order for orders in found for order in orders}) == 1, "ranks or batches differ"
+
+
+def _discovers(rank: int) -> None:
+    model = Deep()
+    runner = make_runner(model, UNEVEN.fractions, True)
+    parts = microbatches_of(make_batch(4), UNEVEN, rank)
+    observer = Observer(runner)
+    sharded_step(runner, model, mean_loss, parts)
+    assert observer.gathers == {0: 1, **dict.fromkeys(range(1, 6), 2), 6: 1}
+    assert observer.reduces == dict.fromkeys(range(7), 1)
+    assert observer.most_full <= 2
+
+
+def test_the_first_step_gathers_no_more_often_than_later_ones():
+    run_ranks(3, _discovers)
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+
+class WideTail(Base):
+    """Remembers the storages of its logits; its loss keeps them for its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits: list[StorageWeakRef] = []
+
+    def forward(self, x):
+        logits = self.through(self.embed(x)) * self.head.weight.exp()
+        squared = logits * logits
+        self.logits.append(StorageWeakRef(squared.untyped_storage()))
+        return (squared * squared).sum(1, keepdim=True)
+
+
+def _tail(rank: int) -> None:
+    model = WideTail()
+    kept = []
+    for recompute in (True, False):
+        runner = make_runner(copy.deepcopy(model), UNEVEN.fractions, recompute)
+        twin = runner.units[0].module
+        alive = []
+
+        def loss_of(model, part):
+            alive.append(sum(not ref.expired() for ref in model.logits))  # noqa: B023
+            loss = mean_loss(model, part)
+            kept.append(loss)  # users keep losses for their plots
+            return loss
+
+        for _ in range(3):
+            sharded_step(runner, twin, loss_of, microbatches_of(make_batch(4), UNEVEN, rank))
+        assert all(ref.expired() for ref in twin.logits)
+        assert len(twin.logits) == 3 * len(UNEVEN.microbatches[rank])
+        assert not any(alive)
+
+
+def test_a_loss_that_the_user_keeps_does_not_keep_the_buffers_of_its_graph():
+    run_ranks(3, _tail)
+
+
+class Activations(Base):
+    """Remembers the storages of what its blocks compute inside."""
+
+    class Inside(Block):
+        def __init__(self):
+            super().__init__()
+            self.inside: list[StorageWeakRef] = []
+
+        def forward(self, x):
+            y = self.linears[0](x)
+            self.inside.append(StorageWeakRef(y.untyped_storage()))
+            return torch.sin(y) * 2
+
+    blocks_of = staticmethod(lambda: [Activations.Inside() for _ in range(3)])
+
+    def alive(self) -> int:
+        return sum(not ref.expired() for block in self.blocks for ref in block.inside)
+
+
+def _activations(rank: int) -> None:
+    for recompute in (True, False):
+        model = Activations()
+        runner = make_runner(model, UNEVEN.fractions, recompute)
+        parts = microbatches_of(make_batch(4), UNEVEN, rank)
+        calls = [
+            MicrobatchCall(lambda part=part: mean_loss(model, part), lambda loss: (loss, 1.0))
+            for part in parts
+        ]
+        for _ in range(2):
+            runner.forward(calls)
+            assert model.alive() == (0 if recompute else 3 * len(parts))
+            runner.backward()
+            assert model.alive() == 0
+
+
+def test_recompute_keeps_nothing_from_inside_units_and_nothing_outlives_the_step():
+    run_ranks(3, _activations)
+
+
+# -- whose gradients count ------------------------------------------------------------------------
+
+
+class Sometimes(Base):
+    """Uses some parameters only for samples with a large first value."""
+
+    def __init__(self):
+        super().__init__()
+        self.rare = nn.Parameter(torch.ones(WIDTH))
+        self.never = nn.Parameter(torch.ones(2))
+        for block in self.blocks:
+            block.rare = nn.Parameter(torch.ones(WIDTH, 1))
+
+    class Rare(Block):
+        def forward(self, x):
+            y = super().forward(x)
+            return y * self.rare.sum() if (x[:, 0] > 5).any() else y
+
+    blocks_of = staticmethod(lambda: [Sometimes.Rare() for _ in range(3)])
+
+    def through(self, x):
+        x = super().through(x + torch.zeros_like(x))
+        return x * self.rare if (x[:, 0] > 5).any() else x
+
+    def forward(self, x):
+        use = x[:, 0] > 5
+        y = self.embed(x)
+        y = torch.cat([torch.where(use, 6.0, 0.0)[:, None], y[:, 1:]], 1)
+        z = self.through(y)
+        return self.head(z * self.rare if use.any() else z)
+
+
+def _used_on_one_rank(rank: int) -> None:
+    torch.manual_seed(3)
+    model = Sometimes()
+    single = copy.deepcopy(model)
+    runner = make_runner(model, UNEVEN.fractions, True)
+    batch = make_batch(4)
+    allocation = Allocation(((1, 1), (1,), (1,)), UNEVEN.fractions)
+    for use in (False, True):
+        if use:
+            batch["x"][1, 0] = 10.0  # the second microbatch of rank 0 only
+        model.zero_grad()
+        single.zero_grad()
+        sharded_step(runner, model, mean_loss, microbatches_of(batch, allocation, rank))
+        for start in range(4):
+            one = {key: value[start : start + 1] for key, value in batch.items()}
+            (mean_loss(single, one) / 4).backward()
+        wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
+        assert (wanted["rare"] is not None) is use
+        assert (wanted["blocks.0.rare"] is not None) is use
+        assert wanted["never"] is None
+        assert relative_error(full_gradients(model), wanted) <= 1e-5
+
+
+def test_a_parameter_used_on_one_rank_has_a_gradient_on_all_and_an_unused_one_on_none():
+    run_ranks(3, _used_on_one_rank)
+
+
+def _tags(rank: int) -> None:
+    model = Base()
+    for name, parameter in model.named_parameters():
+        parameter.no_decay = "bias" in name
+    runner = make_runner(model, UNEVEN.fractions, True)
+    seen = []
+
+    def loss_of(model, part):
+        seen.append([p.no_decay for _, p in model.blocks[0].named_parameters()])
+        return mean_loss(model, part)
+
+    sharded_step(runner, model, loss_of, microbatches_of(make_batch(4), UNEVEN, rank))
+    assert seen == [[False, True]] * len(seen)
+    for name, parameter in model.named_parameters():
+        assert parameter.no_decay is ("bias" in name)
+
+
+def test_attributes_that_users_hang_on_parameters_are_there_sharded_and_gathered():
+    run_ranks(3, _tags)
+
+
+def _freezes(rank: int) -> None:
+    torch.manual_seed(3)
+    model = Base()
+    single = copy.deepcopy(model)
+    runner = make_runner(model, UNEVEN.fractions, True)
+    batch = make_batch(4)
+    parts = microbatches_of(batch, UNEVEN, rank)
+    for frozen in ((), ("embed", "blocks.0", "blocks.1"), ("blocks.2",), ("head", "embed"), ()):
+        for twin in (model, single):
+            twin.zero_grad()
+            for name, parameter in twin.named_parameters():
+                parameter.requires_grad_(not name.startswith(frozen or "-"))
+        sharded_step(runner, model, mean_loss, parts)
+        mean_loss(single, batch).backward()
+        wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
+        assert relative_error(full_gradients(model), wanted) <= 1e-5
+        assert_idle(runner)
+
+
+def test_users_may_freeze_and_unfreeze_between_steps():
+    run_ranks(3, _freezes)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+class Tokens(Base):
+    """Predicts one of five classes at each of three places, some of which do not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x):
+        return self.head(self.through(self.embed(x)))
+
+
+def token_loss(model, batch):
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), ignore_index=-100)
+
+
+def _tokens(rank: int) -> None:
+    torch.manual_seed(3)
+    model = Tokens()
+    single = copy.deepcopy(model)
+    runner = make_runner(model, UNEVEN.fractions, True)
+    torch.manual_seed(11)
+    batch = {"x": torch.randn(4, 3, 4), "y": torch.randint(0, 5, (4, 3))}
+    batch["y"][0] = -100
+    batch["y"][1, 1:] = -100
+    batch["y"][2] = -100  # a microbatch without any token: its mean is 0/0
+    parts = microbatches_of(batch, UNEVEN, rank)
+
+    for scale in (1.0, 1024.0):
+        model.zero_grad()
+        single.zero_grad()
+        calls = [
+            MicrobatchCall(
+                lambda part=part: token_loss(model, part),
+                lambda loss, part=part: (loss, float((part["y"] != -100).sum())),
+            )
+            for part in parts
+        ]
+        outcome = runner.forward(calls, loss_factor=scale)
+        runner.backward(divisor=4.0)
+        assert outcome.total_weight == 4.0
+        expected = token_loss(single, batch)
+        (expected * scale / 4.0).backward()
+        wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
+        assert relative_error(full_gradients(model), wanted) <= 1e-5
+
+
+def test_weights_of_tokens_give_the_gradient_of_the_mean_over_all_tokens():
+    run_ranks(3, _tokens)
+
+
+# -- evaluation -----------------------------------------------------------------------------------
+
+
+def _evaluates(rank: int) -> None:
+    torch.manual_seed(3)
+    model = Base()
+    single = copy.deepcopy(model)
+    runner = make_runner(model, UNEVEN.fractions, True)
+    x = make_batch(4)["x"]
+
+    def generate(net: nn.Module, rounds: int) -> torch.Tensor:
+        y = x[rank : rank + 1]
+        for _ in range(rounds):
+            y = torch.cat([y[:, 1:], net(y)], 1)
+        return y
+
+    for rounds in ((3, 1, 0), (0, 0, 2), (1, 1, 1)):
+        for mode in (torch.no_grad, torch.inference_mode):
+            call = None
+            if rounds[rank]:
+                call = MicrobatchCall(lambda: generate(model, rounds[rank]), lambda _: (_, 0.0))  # noqa: B023
+            with mode():
+                outcome = runner.evaluate(call, "validating")
+                assert torch.is_inference_mode_enabled() is (mode is torch.inference_mode)
+            runner.reshard()
+            assert_idle(runner)
+            if call is None:
+                assert outcome.results == ()
+            else:
+                (found,) = outcome.results
+                with torch.no_grad():
+                    torch.testing.assert_close(found.clone(), generate(single, rounds[rank]))
+    # training goes on after evaluation in inference mode
+    sharded_step(runner, model, mean_loss, microbatches_of(make_batch(4), UNEVEN, rank))
+    mean_loss(single, make_batch(4)).backward()
+    wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
+    assert relative_error(full_gradients(model), wanted) <= 1e-5
+
+
+def test_ranks_may_evaluate_units_differently_often_or_not_at_all():
+    run_ranks(3, _evaluates, timeout_s=30)
+
+
+def _evaluation_fails(rank: int) -> None:
+    from lightning_cephalo.accumulation.agreement import RemoteRankError
+
+    model = Base()
+    runner = make_runner(model, UNEVEN.fractions, True)
+
+    def step() -> torch.Tensor:
+        y = model(torch.ones(2, 4))
+        if rank == 1:
+            raise KeyError("no such label")
+        return model(torch.ones(2, 4)) + y
+
+    for _ in range(2):
+        with pytest.raises(KeyError if rank == 1 else RemoteRankError, match="no such label"):
+            runner.evaluate(
+                None if rank == 2 else MicrobatchCall(step, lambda _: (_, 0.0)), "validating"
+            )
+        assert_idle(runner)
+    sharded_step(runner, model, mean_loss, microbatches_of(make_batch(4), UNEVEN, rank))
+
+
+def test_a_failing_evaluation_is_raised_on_all_ranks():
+    run_ranks(3, _evaluation_fails, timeout_s=30)
+
+
+def _outside(rank: int) -> None:
+    torch.manual_seed(3)
+    model = Base()
+    single = copy.deepcopy(model)
+    runner = make_runner(model, UNEVEN.fractions, True)
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), single(x))
+    sharded_step(runner, model, mean_loss, microbatches_of(make_batch(4), UNEVEN, rank))
+    assert_idle(runner)
+    runner.reshard()
+    runner.uninstall()
+    assert all("forward" not in block.__dict__ for block in model.blocks)
+    dist.barrier()
+
+
+def test_a_model_may_be_called_outside_of_a_step_by_all_ranks():
+    run_ranks(3, _outside)

@@ -1,0 +1,372 @@
+"""Whatever goes wrong on one rank is raised on all of them, soon, and the next step is right."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from harness import full_gradients, make_runner, microbatches_of, relative_error
+from launch import run_ranks
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from toys import UNEVEN, Base, Block, assert_idle, make_batch, mean_loss
+
+from lightning_cephalo.accumulation.agreement import RemoteRankError
+from lightning_cephalo.accumulation.microbatch import UnitUseError
+from lightning_cephalo.accumulation.runner import MicrobatchCall, Runner
+
+# ranks 0 and 1 have two microbatches and one, rank 2 none
+SECONDS = 5.0
+
+
+class Broken(RuntimeError):
+    """What the user's code raises here."""
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise Broken("in a backward")
+
+
+Fault = Callable[[str, Tensor], Tensor]
+
+
+class FaultyBlock(Block):
+    fault: Fault = staticmethod(lambda place, x: x)
+
+    def forward(self, x):
+        return super().forward(self.fault("unit", x))
+
+
+class Faulty(Base):
+    """Calls ``fault`` in its glue, in its second unit and in its tail."""
+
+    blocks_of = staticmethod(lambda: [FaultyBlock() for _ in range(3)])
+    fault: Fault = staticmethod(lambda place, x: x)
+    order = staticmethod(lambda: (0, 1, 2))
+    call = staticmethod(lambda block, x: block(x))
+
+    def through(self, x):
+        for index in self.order():
+            x = self.call(self.blocks[index], x)
+            if index == 1:
+                x = self.fault("glue", x)
+        return self.fault("tail", x)
+
+    def break_with(self, fault: Fault) -> None:
+        self.fault = self.blocks[1].fault = fault
+
+    def mend(self) -> None:
+        for module in (self, self.blocks[1]):
+            for name in ("fault", "order", "call"):
+                module.__dict__.pop(name, None)
+
+
+def raising(where: str, *, when: Callable[[], bool] = lambda: True) -> Fault:
+    def fault(place: str, x: Tensor) -> Tensor:
+        if place == where and when():
+            raise Broken(f"in the {where}")
+        return x
+
+    return fault
+
+
+def raising_in_backward(where: str) -> Fault:
+    return lambda place, x: RaisesInBackward.apply(x) if place == where else x
+
+
+def out_of_memory(place: str, x: Tensor) -> Tensor:
+    if place == "unit":
+        raise torch.OutOfMemoryError("no memory left")
+    return x
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One thing to go wrong.
+
+    Attributes:
+        breaks: Changes the model so that it fails.
+        message: Of the error on the ranks that fail.
+        ranks: Which ranks the change is made on.
+        error: Class of the error on these ranks.
+        fails: Ranks that see ``error``; the others see RemoteRankError. None: those of ``ranks``.
+        recompute: Whether it can only happen with recompute (None: with and without).
+    """
+
+    breaks: Callable[[Faulty], None]
+    message: str
+    ranks: tuple[int, ...] = (0,)
+    error: type[Exception] = Broken
+    fails: tuple[int, ...] | None = None
+    recompute: bool | None = None
+
+
+def orders(*wanted: tuple[int, ...]) -> Callable[[Faulty], None]:
+    """The microbatches of a rank visit units in these orders, in turn."""
+
+    def breaks(model: Faulty) -> None:
+        remaining = list(wanted)
+        model.order = lambda: remaining.pop(0) if len(remaining) > 1 else remaining[0]
+
+    return breaks
+
+
+def checkpointed(**kwargs: Any) -> Callable[[Faulty], None]:
+    def breaks(model: Faulty) -> None:
+        model.call = lambda block, x: checkpoint(block, x, **kwargs)
+
+    return breaks
+
+
+DIFFERENT = "must visit the same units in the same order"
+
+SCENARIOS = {
+    "raises in the glue": Scenario(lambda m: m.break_with(raising("glue")), "in the glue"),
+    "raises in a unit": Scenario(lambda m: m.break_with(raising("unit")), "in the unit", (1,)),
+    "raises in the tail": Scenario(lambda m: m.break_with(raising("tail")), "in the tail"),
+    "raises on several ranks": Scenario(
+        lambda m: m.break_with(raising("unit")), "in the unit", (0, 1)
+    ),
+    "raises in the recompute": Scenario(
+        lambda m: m.break_with(raising("unit", when=torch.is_grad_enabled)),
+        "in the unit",
+        (1,),
+        recompute=True,
+    ),
+    "raises in the backward of a unit": Scenario(
+        lambda m: m.break_with(raising_in_backward("unit")), "in a backward"
+    ),
+    "raises in the backward of the glue": Scenario(
+        lambda m: m.break_with(raising_in_backward("glue")), "in a backward", (1,)
+    ),
+    "raises in the backward of the tail": Scenario(
+        lambda m: m.break_with(raising_in_backward("tail")), "in a backward"
+    ),
+    "runs out of memory": Scenario(
+        lambda m: m.break_with(out_of_memory), "no memory", (1,), torch.OutOfMemoryError
+    ),
+    "a loss without gradient": Scenario(
+        lambda m: m.break_with(lambda place, x: x),  # see LOSSES
+        "does not require a gradient",
+        error=UnitUseError,
+    ),
+    "a second microbatch skips a unit": Scenario(
+        orders((0, 1, 2), (0, 2)), DIFFERENT, error=UnitUseError
+    ),
+    "a second microbatch stops early": Scenario(
+        orders((0, 1, 2), (0, 1)), DIFFERENT, error=UnitUseError
+    ),
+    "a second microbatch goes on": Scenario(
+        orders((0, 1, 2), (0, 1, 2, 0)), DIFFERENT, error=UnitUseError
+    ),
+    "a second microbatch visits nothing": Scenario(
+        orders((0, 1, 2), ()), DIFFERENT, error=UnitUseError
+    ),
+    "recomputation around a unit": Scenario(
+        checkpointed(use_reentrant=False), "torch.utils.checkpoint", (0, 1), UnitUseError
+    ),
+    "reentrant recomputation around a unit": Scenario(
+        checkpointed(use_reentrant=True), "torch.utils.checkpoint", (0, 1), UnitUseError
+    ),
+}
+
+
+def calls_of(model: Faulty, parts: list[dict[str, Tensor]], scenario: str | None) -> list[Any]:
+    def loss(part: dict[str, Tensor]) -> Tensor:
+        value = mean_loss(model, part)
+        return value.detach() if scenario == "a loss without gradient" else value
+
+    return [
+        MicrobatchCall(
+            lambda part=part: loss(part), lambda loss, n=len(part["x"]): (loss, float(n))
+        )
+        for part in parts
+    ]
+
+
+def good_step(runner: Runner, model: Faulty, single: Faulty, rank: int) -> None:
+    batch = make_batch(4)
+    model.zero_grad()
+    single.zero_grad()
+    runner.forward(calls_of(model, microbatches_of(batch, UNEVEN, rank), None))
+    runner.backward()
+    mean_loss(single, batch).backward()
+    wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
+    assert relative_error(full_gradients(model), wanted) <= 1e-5
+    assert_idle(runner)
+
+
+def expect(
+    runner: Runner, step: Callable[[], None], rank: int, fails: tuple[int, ...], error, message: str
+) -> None:
+    start = time.monotonic()
+    if rank in fails:
+        with pytest.raises(error, match=message):
+            step()
+    else:
+        with pytest.raises(RemoteRankError, match=rf"(?s)Rank {min(fails)} .*{message}"):
+            step()
+    assert time.monotonic() - start < SECONDS
+    assert_idle(runner)
+
+
+def _fails(rank: int, name: str, good_steps_before: int) -> None:
+    scenario = SCENARIOS[name]
+    for recompute in (True, False):
+        if scenario.recompute not in (None, recompute):
+            continue
+        torch.manual_seed(3)
+        model = Faulty()
+        single = copy.deepcopy(model)
+        runner = make_runner(model, UNEVEN.fractions, recompute)
+        for _ in range(good_steps_before):
+            good_step(runner, model, single, rank)
+        parts = microbatches_of(make_batch(4), UNEVEN, rank)
+        broken = rank in scenario.ranks
+        if broken:
+            scenario.breaks(model)
+
+        def bad_step(model=model, runner=runner, parts=parts, broken=broken) -> None:
+            runner.forward(calls_of(model, parts, name if broken else None))
+            runner.backward()
+
+        fails = scenario.ranks if scenario.fails is None else scenario.fails
+        for _ in range(2):  # the second time from what the first has left
+            if broken:
+                model.mend()
+                scenario.breaks(model)
+            expect(runner, bad_step, rank, fails, scenario.error, scenario.message)
+        model.mend()
+        good_step(runner, model, single, rank)
+
+
+@pytest.mark.parametrize("good_steps_before", [0, 1], ids=["first step", "later step"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_failure_is_raised_on_all_ranks_and_the_next_step_is_right(name, good_steps_before):
+    run_ranks(3, _fails, name, good_steps_before, timeout_s=30)
+
+
+# -- ranks that differ ------------------------------------------------------------------------
+
+
+def _ranks_differ(rank: int, good_steps_before: int) -> None:
+    for order in ((0, 2), (0, 1), (0, 1, 2, 2), ()):
+        model = Faulty()
+        single = copy.deepcopy(model)
+        runner = make_runner(model, UNEVEN.fractions, True)
+        torch.manual_seed(3)
+        for _ in range(good_steps_before):
+            good_step(runner, model, single, rank)
+        if rank == 1:
+            orders(order)(model)
+        parts = microbatches_of(make_batch(4), UNEVEN, rank)
+        with pytest.raises((UnitUseError, RemoteRankError), match=DIFFERENT):
+            runner.forward(calls_of(model, parts, None))
+        assert_idle(runner)
+        model.mend()
+        good_step(runner, model, single, rank)
+
+
+@pytest.mark.parametrize("good_steps_before", [0, 1], ids=["first step", "later step"])
+def test_ranks_that_visit_different_units_are_told_so(good_steps_before):
+    run_ranks(3, _ranks_differ, good_steps_before, timeout_s=30)
+
+
+# -- weights ----------------------------------------------------------------------------------
+
+
+def _zero_weights(rank: int) -> None:
+    model = Faulty()
+    single = copy.deepcopy(model)
+    runner = make_runner(model, UNEVEN.fractions, True)
+    parts = microbatches_of(make_batch(4), UNEVEN, rank)
+    for weight in (0.0, float("nan")):
+        calls = [
+            MicrobatchCall(
+                lambda part=part: mean_loss(model, part), lambda loss, w=weight: (loss, w)
+            )
+            for part in parts
+        ]
+        with pytest.raises(ValueError, match="weights of all microbatches of this step sum to"):
+            runner.forward(calls)
+        assert_idle(runner)
+        good_step(runner, model, single, rank)
+    with pytest.raises(ValueError, match="did no rank get a sample"):
+        runner.forward([])
+    good_step(runner, model, single, rank)
+
+
+def test_weights_that_sum_to_zero_or_are_not_numbers_are_refused_on_all_ranks():
+    run_ranks(3, _zero_weights)
+
+
+def _bad_weight_of(rank: int) -> None:
+    model = Faulty()
+    single = copy.deepcopy(model)
+    runner = make_runner(model, UNEVEN.fractions, True)
+    parts = microbatches_of(make_batch(4), UNEVEN, rank)
+
+    def weight_of(loss: Tensor) -> tuple[Tensor, float]:
+        raise Broken("no weight")
+
+    calls = [MicrobatchCall(lambda part=part: mean_loss(model, part), weight_of) for part in parts]
+    expect(runner, lambda: runner.forward(calls), rank, (0, 1), Broken, "no weight")
+    good_step(runner, model, single, rank)
+
+
+def test_a_failing_weight_is_raised_on_all_ranks():
+    run_ranks(3, _bad_weight_of)
+
+
+# -- steps that are stopped where they are ------------------------------------------------------
+
+
+class CleansUp(Faulty):
+    """Opens modes and, when stopped, calls a unit once more."""
+
+    cleaned: tuple[str, ...] = ()
+
+    def through(self, x):
+        try:
+            with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                y = self.blocks[0](x)
+            return super().through(x) + y.float()
+        finally:
+            self.cleaned = (*self.cleaned, "once")
+            if self.fault.__name__ == "fault":
+                self.blocks[2](x)
+
+
+def _stopped(rank: int) -> None:
+    torch.manual_seed(3)
+    model = CleansUp()
+    single = copy.deepcopy(model)
+    runner = make_runner(model, UNEVEN.fractions, True)
+    good_step(runner, model, single, rank)
+    calls = calls_of(model, microbatches_of(make_batch(4), UNEVEN, rank), None)
+    if rank == 0:  # its second microbatch is parked when the first one fails
+        model.break_with(raising("glue"))
+    before = len(model.cleaned)
+
+    def step() -> None:
+        runner.forward(calls)
+
+    expect(runner, step, rank, (0,), Broken, "in the glue")
+    assert len(model.cleaned) - before == len(calls)
+    model.mend()
+    good_step(runner, model, single, rank)
+
+
+def test_a_step_that_is_stopped_may_clean_up_and_leaves_no_mode_behind():
+    run_ranks(3, _stopped, timeout_s=30)
