@@ -187,27 +187,21 @@ class StepLog:
         if differ or idle or any(row[1] for row in notes):
             self._share(own, agreement, samples)
 
-    def _combined(
-        self, key: str, calls: Sequence[_Logged], weights: Sequence[float]
-    ) -> _Combined:
+    def _combined(self, key: str, calls: Sequence[_Logged], weights: Sequence[float]) -> _Combined:
         values = torch.stack([call.value.detach().double().reshape(()) for call in calls])
         reduce_fx = self._results[key].meta.reduce_fx
         samples = sum(int(call.batch_size) for call in calls)
         if reduce_fx is not torch.mean:
             return _Combined(reduce_fx(values), 1.0, samples, True)
         given = not all(isinstance(call.batch_size, _Samples) for call in calls)
-        shares = [
-            float(call.batch_size) if given else weights[call.microbatch] for call in calls
-        ]
+        shares = [float(call.batch_size) if given else weights[call.microbatch] for call in calls]
         weight = sum(shares)
         if not weight:
             return _Combined(values.mean(), 0.0, samples, given)
         share = torch.tensor(shares, dtype=torch.float64).to(values.device, non_blocking=True)
         return _Combined((values * share).sum() / weight, weight, samples, given)
 
-    def _combine_metric(
-        self, key: str, values: dict[int, Any], weights: Sequence[float]
-    ) -> None:
+    def _combine_metric(self, key: str, values: dict[int, Any], weights: Sequence[float]) -> None:
         found = {
             index: value
             for index, value in values.items()
@@ -248,9 +242,7 @@ class StepLog:
         if not metric.meta.on_epoch:
             metric.value = metric._forward_cache
 
-    def _share(
-        self, own: dict[str, _Combined], agreement: Agreement, samples: float
-    ) -> None:
+    def _share(self, own: dict[str, _Combined], agreement: Agreement, samples: float) -> None:
         """Values of the step over all ranks, for those that want or lack them."""
         tensors = [key for key, metric in self._live().items() if metric.is_tensor]
         if not tensors:
@@ -320,9 +312,7 @@ class StepLog:
             value = module.get_submodule(item.metric_attribute)
         else:
             neutral = {"max": float("-inf"), "min": float("inf")}
-            value = torch.tensor(
-                neutral.get(item.options["reduce_fx"], 0.0), device=module.device
-            )
+            value = torch.tensor(neutral.get(item.options["reduce_fx"], 0.0), device=module.device)
         previous = self._results.batch_size, self._results.dataloader_idx
         self._results.dataloader_idx = item.dataloader_idx
         self._results.log(

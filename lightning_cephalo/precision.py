@@ -50,16 +50,17 @@ class RanksGradScaler(torch.amp.GradScaler):
 def adapt(plugin: Precision | None) -> Precision | None:
     """Make a precision plugin fit for sharded gradients, in place."""
     scaler = getattr(plugin, "scaler", None)
-    if isinstance(plugin, MixedPrecision) and scaler is not None:
-        if not isinstance(scaler, RanksGradScaler):
-            plugin.scaler = RanksGradScaler(
-                plugin.device,
-                init_scale=scaler.get_scale(),
-                growth_factor=scaler.get_growth_factor(),
-                backoff_factor=scaler.get_backoff_factor(),
-                growth_interval=scaler.get_growth_interval(),
-                enabled=scaler.is_enabled(),
-            )
+    if not isinstance(plugin, MixedPrecision) or scaler is None:
+        return plugin
+    if not isinstance(scaler, RanksGradScaler):
+        plugin.scaler = RanksGradScaler(
+            plugin.device,
+            init_scale=scaler.get_scale(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
+            enabled=scaler.is_enabled(),
+        )
     return plugin
 
 

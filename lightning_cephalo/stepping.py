@@ -87,9 +87,7 @@ def _collated_apart(batch: MicrobatchList, layout: BatchLayout) -> list[tuple[An
     return [(piece, n) for piece, n in zip(batch, counts, strict=True) if n > 0]
 
 
-def _cut_alike(
-    batch: Any, layout: BatchLayout, shares: Sequence[int]
-) -> list[tuple[Any, int]]:
+def _cut_alike(batch: Any, layout: BatchLayout, shares: Sequence[int]) -> list[tuple[Any, int]]:
     """Cut one loader's batch into as many pieces as another's was, some perhaps without rows."""
     if isinstance(batch, MicrobatchList):
         pieces = _collated_apart(batch, layout)

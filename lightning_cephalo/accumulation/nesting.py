@@ -1,4 +1,4 @@
-"""Tensors in nested arguments and results, also in dataclasses, which torch's pytree takes whole."""
+"""Tensors in nested arguments and results; torch's pytree takes dataclass objects whole."""
 
 from __future__ import annotations
 

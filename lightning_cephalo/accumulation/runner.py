@@ -99,7 +99,7 @@ class Runner:
             self._outside_depth += 1
 
     def _root_left(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Show the shards again after a call outside of a step: callbacks change or measure them."""
+        """Show the shards again after a call outside of a step: callbacks read or change them."""
         if self._in_step or not self._outside_depth:
             return
         self._outside_depth -= 1
@@ -201,8 +201,7 @@ class Runner:
         self._calls = list(calls)
         self._weights: list[float] = [0.0] * len(calls)
         self._microbatches = [
-            Microbatch(call.step, self.device, self.recompute, self.clock, inside)
-            for call in calls
+            Microbatch(call.step, self.device, self.recompute, self.clock, inside) for call in calls
         ]
         self._outer_s = 0.0
         root = self.units[ROOT]

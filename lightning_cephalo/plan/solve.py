@@ -40,9 +40,9 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
 
     Decides for every rank its microbatch sizes and their number (none is allowed: a rank that only
     holds state) and its share of the state. Of the plans with that step time, one with even memory
-    headroom is taken, and every rank gives the same part of its free memory to state. While the combinations are few, microbatches of a rank may be of any sizes;
-    otherwise of one size with a ragged last one, or an even split. The optimum, and ``bound_s``,
-    are among those.
+    headroom is taken, and every rank gives the same part of its free memory to state. While the
+    combinations are few, microbatches of a rank may be of any sizes; otherwise of one size with a
+    ragged last one, or an even split. The optimum, and ``bound_s``, are among those.
 
     Args:
         problem: what there is.

@@ -8,6 +8,7 @@ to 8 times slower (this project's runtime notes, section B).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,11 +66,11 @@ def gather_slices(full: torch.Tensor, sizes: Sequence[int], group: dist.ProcessG
         if len(set(sizes)) == 1:
             gather = _alias("all_gather_single", "all_gather_into_tensor")
             return Pending([gather(full, own, group=group, async_op=True)])
-        slices = [full[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
+        slices = [full[a:b] for a, b in itertools.pairwise(offsets)]
         return Pending([dist.all_gather(slices, own, group=group, async_op=True)])
     works = [
         dist.broadcast(full[a:b], group=group, group_src=source, async_op=True)
-        for source, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False))
+        for source, (a, b) in enumerate(itertools.pairwise(offsets))
         if b > a
     ]
     return Pending(works)

@@ -84,7 +84,7 @@ class FlatLayout:
             row_edges[-1] = slot.shape[0]
         else:
             row_edges = [edge // slot.row_numel for edge in edges]
-        return tuple(zip(row_edges, row_edges[1:], strict=False))
+        return tuple(itertools.pairwise(row_edges))
 
 
 class Divider:

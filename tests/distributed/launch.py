@@ -92,6 +92,4 @@ def _rank_main(
         payload = pickle.dumps((False, traceback.format_exc()))
     with open(os.path.join(folder, f"result{rank}.partial"), "wb") as file:
         file.write(payload)
-    os.replace(
-        os.path.join(folder, f"result{rank}.partial"), os.path.join(folder, f"result{rank}")
-    )
+    os.replace(os.path.join(folder, f"result{rank}.partial"), os.path.join(folder, f"result{rank}"))

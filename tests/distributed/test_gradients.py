@@ -32,9 +32,7 @@ def compare(rank: int, name: str, allocation: Allocation, recompute: bool) -> di
     single = copy.deepcopy(model)
     runner = make_runner(model, allocation.fractions, recompute)
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    single_adamw = torch.optim.AdamW(
-        [p for p in single.parameters() if p.requires_grad], lr=1e-3
-    )
+    single_adamw = torch.optim.AdamW([p for p in single.parameters() if p.requires_grad], lr=1e-3)
     parts = microbatches_of(batch, allocation, rank)
     errors = {"gradient": 0.0, "loss": 0.0, "norm": 0.0, "parameters": 0.0}
     for _ in range(3):

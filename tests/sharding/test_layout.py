@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -77,9 +78,9 @@ shapes = st.lists(
 empty_shapes = st.lists(
     st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6
 )
-weights = st.lists(
-    st.one_of(st.just(0.0), st.floats(0.001, 10.0)), min_size=1, max_size=6
-).filter(lambda values: sum(values) > 0)
+weights = st.lists(st.one_of(st.just(0.0), st.floats(0.001, 10.0)), min_size=1, max_size=6).filter(
+    lambda values: sum(values) > 0
+)
 fractions = weights.map(lambda values: [value / math.fsum(values) for value in values])
 
 
@@ -93,7 +94,7 @@ def check_layout(layout: FlatLayout, wanted: list[tuple[int, ...]]) -> None:
         # every row is somewhere, once, in rank order
         assert rows[0][0] == 0
         assert rows[-1][1] == shape[0]
-        assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(rows))
         assert all(first <= end for first, end in rows)
     for rank, size in enumerate(layout.sizes):
         held = [layout.rows(index)[rank] for index in range(len(wanted))]
