@@ -71,7 +71,7 @@ def _make_room(module: nn.Module, state: Mapping[str, Any]) -> None:
             room[id(value)] = on_cpu(value)
     for table, name, made in [(t, n, room.get(id(t[n]))) for _, t, n in places]:
         if made is not None:
-            table[name] = made  # type: ignore[assignment]
+            table[name] = made
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:

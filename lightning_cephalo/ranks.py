@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
-    _set_num_threads_if_needed,
+    _suggested_max_num_threads,
 )
 from lightning.fabric.utilities.distributed import group as _group
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
@@ -126,8 +127,9 @@ class RanksStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         # Lightning's launchers do this, but children of "popen" have none: without it every rank
-        # would use every core
-        _set_num_threads_if_needed(self.num_processes)
+        # would use every core. Lightning also writes the variable, which would outlive this run.
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(_suggested_max_num_threads(self.num_processes))
         self.set_world_ranks()
         self._process_group_backend = (
             self._process_group_backend

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+# Forked ranks hang in OpenMP if this process has ever run it with several threads.
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)

@@ -47,7 +47,7 @@ class _Passed(torch.autograd.Function):
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
@@ -237,7 +237,7 @@ class Microbatch:
                 continue
             if not self._recompute and not output.requires_grad:
                 continue
-            leaf = output.detach().requires_grad_()
+            leaf = _new_leaf(output)
             outputs[index] = shown = _Passed.apply(leaf)
             record.output_leaves.append((index, leaf, id(shown)))
             self._outputs[id(shown)] = _Output(shown, shown.grad_fn, leaf)
@@ -261,7 +261,7 @@ class Microbatch:
         known = self._leaves.get(id(value))
         if known is None:
             self._refuse_leaks(value)
-            known = _Leaf(value, value.detach().requires_grad_(), position)
+            known = _Leaf(value, _new_leaf(value), position)
             self._leaves[id(value)] = known
         return known.leaf
 
@@ -273,9 +273,10 @@ class Microbatch:
         """Refuse what was computed inside a unit and came out other than as its output."""
         if self._inside is None:
             return
-        variables = _variables([tensor.grad_fn])
-        leaves = {id(entry.leaf) for entry in self._leaves.values()} if self._recompute else set()
-        if not variables.isdisjoint(self._inside | leaves):
+        nodes = _nodes([tensor.grad_fn])
+        variables = [n.variable for n in nodes if type(n).__name__ == "AccumulateGrad"]
+        # any microbatch's leaves: what is stored on a module is the last microbatch's
+        if any(id(v) in self._inside or hasattr(v, "_leaf_of_unit") for v in variables):
             raise UnitUseError(
                 "The loss depends on a tensor that was computed inside a unit and is not one of"
                 " its outputs: it was stored on a module or recorded by a hook (an auxiliary loss,"
@@ -361,15 +362,15 @@ class Microbatch:
             del self._leaves[id(entry.original)]
 
 
+def _new_leaf(tensor: Tensor) -> Tensor:
+    leaf = tensor.detach().requires_grad_()
+    leaf._leaf_of_unit = True  # type: ignore[attr-defined]
+    return leaf
+
+
 def _reachable(roots: Sequence[Any]) -> set[Any]:
     """Nodes of the graph that hold buffers, from these on, down to the leaves of outputs."""
     return {node for node in _nodes(roots) if type(node).__name__ not in _ENDS}
-
-
-def _variables(roots: Sequence[Any]) -> set[int]:
-    """Ids of the leaves that these nodes lead to, but for the leaves of outputs."""
-    ends = (node for node in _nodes(roots) if type(node).__name__ == "AccumulateGrad")
-    return {id(node.variable) for node in ends}
 
 
 def _nodes(roots: Sequence[Any]) -> set[Any]:

@@ -82,6 +82,9 @@ def in_ranks(
             MASTER_PORT=str(port),
             GROUP_RANK="0",
             LOCAL_WORLD_SIZE=str(world_size),
+            # Lightning would give a lone rank all cores; OpenMP's threads, which the test process
+            # may have used, do not survive the fork, and a rank that wants them waits for ever
+            OMP_NUM_THREADS="1",
         )
         try:
             return function(*args)

@@ -39,6 +39,12 @@ def _fit(plan):
     return model.losses, values_of(model)
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    # OpenMP's threads do not survive a fork: a rank that wants them waits for ever
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(scope="module")
 def one_device():
     return by_plan(None, _fit)
