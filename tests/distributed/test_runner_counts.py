@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -193,7 +194,7 @@ def _activations(rank: int) -> None:
         runner = make_runner(model, UNEVEN.fractions, recompute)
         parts = microbatches_of(make_batch(4), UNEVEN, rank)
         calls = [
-            MicrobatchCall(lambda part=part: mean_loss(model, part), lambda loss: (loss, 1.0))
+            MicrobatchCall(partial(mean_loss, model, part), lambda loss: (loss, 1.0))
             for part in parts
         ]
         for _ in range(2):

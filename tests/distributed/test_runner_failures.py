@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -188,9 +189,7 @@ def calls_of(model: Faulty, parts: list[dict[str, Tensor]], scenario: str | None
         return value.detach() if scenario == "a loss without gradient" else value
 
     return [
-        MicrobatchCall(
-            lambda part=part: loss(part), lambda loss, n=len(part["x"]): (loss, float(n))
-        )
+        MicrobatchCall(partial(loss, part), lambda loss, part=part: (loss, float(len(part["x"]))))
         for part in parts
     ]
 
