@@ -128,7 +128,11 @@ class RanksStrategy(ParallelStrategy):
         reset_seed()
         # Lightning's launchers do this, but children of "popen" have none: without it every rank
         # would use every core. Lightning also writes the variable, which would outlive this run.
-        if "OMP_NUM_THREADS" not in os.environ:
+        if self._start_method == "fork":
+            # OpenMP's threads do not survive a fork: where the script (a notebook) has computed on
+            # several before, a rank that wanted them would wait for ever
+            torch.set_num_threads(1)
+        elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(_suggested_max_num_threads(self.num_processes))
         self.set_world_ranks()
         self._process_group_backend = (

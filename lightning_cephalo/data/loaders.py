@@ -92,7 +92,9 @@ def rebuild_train_loader(
         return lock_step(loader, all_have_next=all_have_next, idle=not sizes[rank], layout=layout)
     _reject_distributed_sampler(loader, len(sizes))
     total = global_batch_size or reading.global_batch_size(loader, len(sizes))
-    if total is not None and total != sum(sizes):
+    # A custom batch sampler's lists may have any lengths; dealing the first ones' here would only
+    # make the proportions coarser.
+    if total is not None and total != sum(sizes) and not reading.has_custom_lists(loader):
         sizes = deal(total, sizes)
     if microbatch_sizes is not None and sum(microbatch_sizes) != sizes[rank]:
         microbatch_sizes = deal(sizes[rank], microbatch_sizes)

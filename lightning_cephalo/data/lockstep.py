@@ -6,6 +6,7 @@ at different steps; a rank that goes on alone would wait for the others for ever
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -142,6 +143,8 @@ class LockStepLoader:
 
         high = 1
         while reached(high):
+            if high > sys.maxsize:  # no rank has an end: none of them takes samples
+                return None
             high *= 2
         low = high // 2
         while high - low > 1:

@@ -175,6 +175,12 @@ def is_standard(batch_sampler: Any) -> bool:
     )
 
 
+def has_custom_lists(loader: DataLoader[Any]) -> bool:
+    """Whether the user's own batch sampler decides how many samples a list has."""
+    batch_sampler = unwrapped_batch_sampler(loader)
+    return batch_sampler is not None and not is_standard(batch_sampler)
+
+
 def is_bulk(loader: Any) -> bool:
     """Whether the dataset is indexed by whole lists: ``sampler=BatchSampler, batch_size=None``."""
     return (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from harness import (
     relative_error,
     sharded_step,
 )
-from launch import run_ranks
+from launch import RankFailure, run_ranks
 from zoo import ZOO, build, hugging_face_loss
 
 
@@ -58,12 +60,29 @@ def compare(rank: int, name: str, allocation: Allocation, recompute: bool) -> di
     return errors
 
 
+def _compare_all(rank: int, name: str, plans: list[str]) -> dict[tuple[str, bool], dict]:
+    cases = itertools.product(plans, (True, False))
+    return {(p, again): compare(rank, name, ALLOCATIONS[p], again) for p, again in cases}
+
+
+@functools.cache
+def _errors(name: str, world_size: int) -> list[dict] | RankFailure:
+    """All plans of one number of ranks in one fork, which is most of the time of a case."""
+    plans = [key for key, plan in ALLOCATIONS.items() if plan.world_size == world_size]
+    try:
+        return run_ranks(world_size, _compare_all, name, plans)
+    except RankFailure as failure:
+        return failure
+
+
 @pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "kept"])
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
 @pytest.mark.parametrize("name", ZOO)
 def test_three_clipped_adamw_steps_equal_one_device(name, allocation, recompute):
-    plan = ALLOCATIONS[allocation]
-    for errors in run_ranks(plan.world_size, compare, name, plan, recompute):
+    found = _errors(name, ALLOCATIONS[allocation].world_size)
+    if isinstance(found, RankFailure):
+        raise found
+    for errors in (of_rank[allocation, recompute] for of_rank in found):
         assert errors["gradient"] <= 1e-5
         assert errors["loss"] <= 1e-5
         assert errors["norm"] <= 1e-5

@@ -152,9 +152,9 @@ def _tail(rank: int) -> None:
         twin = runner.units[0].module
         alive = []
 
-        def loss_of(model, part):
-            alive.append(sum(not ref.expired() for ref in model.logits))  # noqa: B023
-            loss = mean_loss(model, part)
+        def loss_of(net, part, alive=alive):
+            alive.append(sum(not ref.expired() for ref in net.logits))
+            loss = mean_loss(net, part)
             kept.append(loss)  # users keep losses for their plots
             return loss
 

@@ -39,12 +39,6 @@ def _fit(plan):
     return model.losses, values_of(model)
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    # OpenMP's threads do not survive a fork: a rank that wants them waits for ever
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def one_device():
     return by_plan(None, _fit)
@@ -60,7 +54,18 @@ def _assert_trained(values, metrics, one_device):
     assert metrics["loss_step"] == pytest.approx(one_device[0][-1], abs=TOLERANCE)
 
 
-def test_fork_gives_weights_and_metrics_back_to_the_script(one_device):
+@pytest.fixture
+def threads_in_use(monkeypatch):
+    """A notebook that has computed on two threads; they do not survive a fork."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.randn(600, 600) @ torch.randn(600, 600)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_fork_gives_weights_and_metrics_back_to_the_script(one_device, threads_in_use):
     runs = trainer("3:1", {"start_method": "fork"}, max_epochs=2)
     _assert_trained(*_fit_launched(Net(), runs), one_device)
     # the script goes on with the same objects, and its own processes are gone

@@ -1,0 +1,155 @@
+"""A rank without samples gets a batch of the usual shape, and microbatches can be collated apart."""
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from simulated_ranks import Numbers, rebuilt_for_ranks
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_cephalo.data import MicrobatchList, RankCollate
+from lightning_cephalo.data.collate import EmptyFetchDataset, tolerates_empty_fetch
+
+
+class Augmented(Dataset):
+    """Samples are dicts that draw from every global generator."""
+
+    def __init__(self, length=9):
+        self.length = length
+        self.reads = 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.reads += 1
+        noise = torch.rand(3) + np.random.rand() + random.random()
+        return {"x": noise.float(), "name": f"sample {index}"}
+
+
+class Fetched(Numbers):
+    """Reads many samples at once, and fails when asked for none."""
+
+    def __getitems__(self, indices):
+        return list(torch.stack([self[index] for index in indices]))
+
+
+class TolerantlyFetched(Numbers):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class BadlyFetched(Numbers):
+    """Answers a fetch of nothing with something else than no samples."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices] or {"x": []}
+
+
+class Opaque:
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+
+def popping_collate(samples):
+    """Changes the samples that it is given, as some do."""
+    names = [sample.pop("name") for sample in samples]
+    return {**default_collate(samples), "names": names}
+
+
+def test_an_empty_batch_has_the_keys_and_dimensions_of_a_full_one():
+    collate = RankCollate(popping_collate, Augmented())
+
+    assert collate([Augmented()[0]])["x"].shape == (1, 3)
+    empty = collate([])
+    assert empty["x"].shape == (0, 3)
+    assert empty["x"].dtype is torch.float32
+    assert empty["names"] == []
+
+
+def test_the_template_is_read_once_and_not_spoilt_by_a_hook():
+    dataset = Augmented()
+    collate = RankCollate(default_collate, dataset)
+    first = collate([])
+    reads = dataset.reads
+    del first["x"]
+
+    assert collate([])["x"].shape == (0, 3)
+    assert dataset.reads == reads
+
+
+def test_an_empty_batch_leaves_the_global_generators_alone():
+    collate = RankCollate(default_collate, Augmented())
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    collate([])
+
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert random.getstate() == before[2]
+
+
+def test_an_empty_batch_that_cannot_be_cut_has_no_microbatches():
+    assert RankCollate(Opaque, Numbers(3))([]) == MicrobatchList()
+
+
+def test_a_dataset_that_cannot_show_a_sample_is_named():
+    with pytest.raises(RuntimeError, match=r"dataset\[0\].*drop_last=True"):
+        RankCollate(default_collate, {"a": 1})([])
+
+
+def test_samples_are_collated_per_microbatch_by_the_planned_sizes():
+    collate = RankCollate(default_collate, Numbers(9), (4, 4, 3))
+
+    batch = collate([torch.tensor(i) for i in range(7)])
+
+    assert isinstance(batch, MicrobatchList)
+    assert batch.sizes == (4, 3)
+    assert [part.tolist() for part in batch] == [[0, 1, 2, 3], [4, 5, 6]]
+    assert collate([]) == [] and collate([]).sizes == ()
+
+
+def test_the_collate_pickles():
+    collate = pickle.loads(pickle.dumps(RankCollate(default_collate, Numbers(3), (2, 1))))
+
+    assert collate([torch.tensor(i) for i in range(3)]).sizes == (2, 1)
+
+
+@pytest.mark.parametrize("dataset", [Numbers, Fetched, TolerantlyFetched, BadlyFetched, Augmented])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_idle_ranks_and_ragged_steps_work_with_every_way_of_fetching(dataset, workers):
+    def rows(batch):
+        return len(batch["x"] if isinstance(batch, dict) else batch)
+
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(dataset(9), batch_size=2, num_workers=workers), (4, 4, 0), seed=1
+    )
+
+    sizes = [[rows(batch) for batch in loader] for loader in loaders]
+
+    assert sizes == [[3, 2], [3, 1], [0, 0]]
+
+
+def test_only_datasets_that_need_it_are_wrapped_and_pass_for_themselves():
+    (plain,) = rebuilt_for_ranks(lambda: DataLoader(TolerantlyFetched(4)), (1,))
+    (wrapped,) = rebuilt_for_ranks(lambda: DataLoader(Fetched(4)), (1,))
+
+    assert type(plain.dataset) is TolerantlyFetched
+    assert type(wrapped.dataset) is EmptyFetchDataset
+    assert isinstance(wrapped.dataset, Fetched)
+    assert wrapped.dataset.length == len(wrapped.dataset) == 4
+    copied = pickle.loads(pickle.dumps(wrapped.dataset))
+    assert copied.__getitems__([]) == []
+    assert copied[2] == 2
+
+
+def test_probing_for_empty_fetches_leaves_the_global_generators_alone():
+    class Drawing(Numbers):
+        def __getitems__(self, indices):
+            return torch.rand(3)
+
+    before = torch.get_rng_state()
+
+    assert not tolerates_empty_fetch(Drawing(3))
+    assert torch.equal(torch.get_rng_state(), before)

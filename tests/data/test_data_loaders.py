@@ -1,0 +1,398 @@
+"""Rebuilding the user's loaders for training and evaluation, and reading what they tell."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import _update_dataloader
+from simulated_ranks import (
+    Numbers,
+    alone,
+    joined,
+    rebuilt_for_ranks,
+    same,
+    single_device,
+    steps_of,
+)
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from lightning_cephalo.data import (
+    MicrobatchList,
+    agreed_seed,
+    global_batch_size,
+    learn_layout,
+    loader_batch_size,
+    original_of,
+    rank_batch_sampler,
+    rebuild_eval_loader,
+    rebuild_train_loader,
+    sample_batches,
+)
+
+
+class Bulk(Dataset):
+    """Indexed by lists; counts what it was asked for."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, indices):
+        return torch.tensor(indices, dtype=torch.long)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (torch.tensor(index) for index in range(5))
+
+
+def negated(samples):
+    return -torch.stack(samples)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [1, 12, 23])
+def test_evaluation_sees_every_sample_once_evenly_and_in_order(world_size, length):
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(length), batch_size=2), (1,) * world_size, evaluate=True
+    )
+
+    steps = steps_of(loaders)
+
+    one = DataLoader(Numbers(length), batch_size=2 * world_size)
+    assert joined(steps) == single_device(one)
+    for step in steps:
+        assert max(map(len, step)) - min(map(len, step)) <= 1
+
+
+def test_evaluation_can_be_dealt_by_shares():
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(10), batch_size=4), (1, 1), evaluate=True, shares=(3, 1)
+    )
+
+    assert steps_of(loaders) == [[[0, 1, 2, 3, 4, 5], [6, 7]], [[8, 9], []]]
+
+
+def test_evaluation_of_a_custom_batch_sampler():
+    lists = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(11), batch_sampler=lists), (1, 1), evaluate=True
+    )
+
+    assert steps_of(loaders) == [[[0, 1], [2, 3]], [[4, 5, 6], [7, 8, 9]], [[10], []]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.filterwarnings("ignore:You are using a custom batch sampler")
+def test_predict_records_the_indices_that_each_rank_saw(workers, custom):
+    def make():
+        if custom:
+            loader = DataLoader(
+                Numbers(7), batch_sampler=[[0, 1], [2, 3], [4, 5], [6]], num_workers=workers
+            )
+        else:
+            loader = DataLoader(Numbers(7), batch_size=2, drop_last=True, num_workers=workers)
+        # what Lightning does to a predict loader before the strategy sees it
+        return _update_dataloader(loader, loader.sampler, mode=RunningStage.PREDICTING)
+
+    loaders = rebuilt_for_ranks(make, (1, 1), evaluate=True)
+    steps = steps_of(loaders)
+
+    assert joined(steps) == [[0, 1, 2, 3], [4, 5, 6]]
+    for rank, loader in enumerate(loaders):
+        from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+
+        assert isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper)
+        assert loader.batch_sampler.seen_batch_indices == [step[rank] for step in steps]
+        assert len(loader) == 2
+        assert rank_batch_sampler(loader).rank == rank
+
+
+def test_a_second_loader_is_dealt_by_the_same_shares():
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(16), batch_size=2), (9, 3), microbatch_sizes=None
+    )
+
+    assert [tuple(map(len, step)) for step in steps_of(loaders)] == [(3, 1)] * 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_collating_per_microbatch_yields_lists_by_the_planned_sizes(workers):
+    def make():
+        return DataLoader(Numbers(13), batch_size=4, collate_fn=negated, num_workers=workers)
+
+    first, second = (
+        rebuild_train_loader(
+            make(),
+            rank=rank,
+            batch_sizes=(6, 2),
+            seed=0,
+            broadcast=same,
+            all_have_next=alone,
+            microbatch_sizes=sizes,
+        )
+        for rank, sizes in enumerate([(4, 2), (2,)])
+    )
+    found = [[part.tolist() for part in batch] for batch in first]
+
+    assert found == [[[0, -1, -2, -3], [-4, -5]], [[-8, -9, -10, -11]]]
+    batches = list(second)
+    assert all(isinstance(batch, MicrobatchList) for batch in batches)
+    assert [batch.sizes for batch in batches] == [(2,), (1,)]
+
+
+def test_microbatch_sizes_of_a_second_loader_keep_their_number():
+    loader = rebuild_train_loader(
+        DataLoader(Numbers(16), batch_size=4),
+        rank=0,
+        batch_sizes=(12, 4),
+        seed=0,
+        broadcast=same,
+        all_have_next=alone,
+        microbatch_sizes=(4, 4, 4),
+    )
+
+    assert [batch.sizes for batch in loader] == [(2, 2, 2), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_datasets_that_index_by_lists_are_dealt_lists(drop_last):
+    def make():
+        sampler = BatchSampler(SequentialSampler(range(19)), 4, drop_last)
+        return DataLoader(Bulk(), sampler=sampler, batch_size=None)
+
+    loaders = rebuilt_for_ranks(make, (6, 2, 4))
+
+    steps = [
+        list(step)
+        for step in zip(*[[b.tolist() for b in loader] for loader in loaders], strict=True)
+    ]
+    assert [tuple(map(len, step)) for step in steps] == [(6, 2, 4)] + [(4, 1, 2)] * (not drop_last)
+    assert [i for step in joined(steps) for i in step] == list(range(12 if drop_last else 19))
+    assert original_of(loaders[0]).sampler.batch_size == 4
+
+
+def test_ready_batches_of_a_map_style_dataset_are_refused_with_the_remedy():
+    loader = DataLoader(Numbers(4), batch_size=None)
+    options = {"rank": 0, "seed": 0, "broadcast": same, "all_have_next": alone}
+
+    with pytest.raises(ValueError, match=r"DataLoader\(batch_size=\.\.\.\)"):
+        rebuild_train_loader(loader, batch_sizes=(2,), **options)
+    with pytest.raises(ValueError, match=r"sampler=BatchSampler"):
+        rebuild_eval_loader(loader, world_size=1, **options)
+    bulk = DataLoader(Bulk(), sampler=BatchSampler(range(4), 2, False), batch_size=None)
+    with pytest.raises(ValueError, match="collate_per_microbatch=True needs single samples"):
+        rebuild_train_loader(bulk, batch_sizes=(2,), microbatch_sizes=(1, 1), **options)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_a_distributed_sampler_is_refused_with_the_remedy(inside, evaluate):
+    sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=0)
+    loader = (
+        DataLoader(Numbers(8), batch_sampler=BatchSampler(sampler, 2, False))
+        if inside
+        else DataLoader(Numbers(8), batch_size=2, sampler=sampler)
+    )
+
+    with pytest.raises(ValueError, match="DistributedSampler for 2 ranks.*Remove it"):
+        rebuilt_for_ranks(lambda: loader, (2, 2), evaluate=evaluate)
+
+
+def test_a_distributed_sampler_of_one_rank_is_a_seeded_shuffle():
+    def make(batch_size):
+        sampler = DistributedSampler(Numbers(8), num_replicas=1, rank=0, seed=4)
+        return DataLoader(Numbers(8), batch_size=batch_size, sampler=sampler)
+
+    loaders, one = rebuilt_for_ranks(lambda: make(2), (3, 1)), make(4)
+    for epoch in range(2):
+        one.sampler.set_epoch(epoch)
+        assert joined(steps_of(loaders, epoch)) == single_device(one)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (2, -1)])
+def test_impossible_batch_sizes_are_refused(sizes):
+    with pytest.raises(ValueError, match="not all 0"):
+        rebuilt_for_ranks(lambda: DataLoader(Numbers(4)), sizes)
+
+
+def test_a_rebuilt_loader_is_traced_back_to_the_users():
+    user = DataLoader(Numbers(12), batch_size=2)
+    combined = CombinedLoader([user])
+    for plan in ((3, 1), (2, 2)):
+        combined.flattened = [
+            rebuild_train_loader(
+                combined.flattened[0],
+                rank=0,
+                batch_sizes=plan,
+                seed=0,
+                broadcast=same,
+                all_have_next=alone,
+            )
+        ]
+        assert original_of(combined.flattened[0]) is user
+        assert [len(batch) for batch in combined.flattened[0]] == [plan[0]] * 3
+
+
+def test_the_seed_is_lightnings_or_rank_zeros(monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    assert agreed_seed(same) == torch.initial_seed()
+    assert agreed_seed(lambda _: 5) == 5
+    monkeypatch.setenv("PL_GLOBAL_SEED", "17")
+    assert agreed_seed(same) == 17
+
+
+def test_ranks_that_built_different_samplers_are_told():
+    generators = iter([torch.Generator(), None])
+    with pytest.raises(ValueError, match="Build the same sampler on every rank"):
+        rebuilt_for_ranks(
+            lambda: DataLoader(
+                Numbers(8),
+                batch_size=2,
+                sampler=RandomSampler(range(8), generator=next(generators)),
+            ),
+            (2, 2),
+        )
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        lambda seed: random.Random(seed),
+        lambda seed: np.random.default_rng(seed),
+        lambda seed: np.random.RandomState(seed),
+        lambda seed: torch.Generator().manual_seed(seed),
+    ],
+)
+def test_generators_of_a_custom_sampler_are_shared(generator):
+    class Own(SubsetRandomSampler):
+        def __init__(self, seed):
+            super().__init__(range(12))
+            self.own = generator(seed)
+
+        def __iter__(self):
+            draw = {
+                random.Random: lambda: self.own.randrange(12),
+                np.random.Generator: lambda: int(self.own.integers(12)),
+                np.random.RandomState: lambda: int(self.own.randint(12)),
+                torch.Generator: lambda: int(torch.randint(12, (), generator=self.own)),
+            }[type(self.own)]
+            return (draw() for _ in range(12))
+
+    seeds = iter([1, 2])
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(12), batch_size=3, sampler=Own(next(seeds))), (4, 2)
+    )
+
+    for _ in range(2):
+        one = joined(steps_of(loaders))
+        assert len(one) == 2
+    expected = DataLoader(Numbers(12), batch_size=6, sampler=Own(1))
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(12), batch_size=3, sampler=Own(1)), (4, 2)
+    )
+    assert joined(steps_of(loaders)) == single_device(expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (lambda: DataLoader(Numbers(9), batch_size=4), 4),
+        (lambda: DataLoader(Stream(), batch_size=3), 3),
+        (lambda: DataLoader(Stream(), batch_size=None), None),
+        (lambda: DataLoader(Numbers(9), batch_sampler=[[0, 1, 2], [3]]), 3),
+        (lambda: DataLoader(Numbers(9), batch_sampler=BatchSampler(range(9), 5, False)), 5),
+        (lambda: DataLoader(Bulk(), sampler=BatchSampler(range(9), 5, False), batch_size=None), 5),
+        (lambda: DataLoader(Numbers(9), batch_sampler=iter([[0, 1], [2]])), None),
+        (lambda: DataLoader(Numbers(9), batch_sampler=[]), None),
+        (lambda: [torch.ones(2)], None),
+    ],
+)
+def test_the_batch_size_that_a_loader_tells(make, size):
+    assert loader_batch_size(make()) == size
+    assert global_batch_size(make(), 3) == (None if size is None else 3 * size)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Numbers(9), batch_size=4, collate_fn=negated),
+        lambda: DataLoader(Numbers(9), batch_size=4, collate_fn=negated, shuffle=True),
+        lambda: DataLoader(Numbers(9), batch_sampler=[[0, 1], [2], [3, 4]], collate_fn=negated),
+        lambda: DataLoader(Stream(), batch_size=2, collate_fn=negated),
+    ],
+)
+def test_sample_batches_are_the_first_samples_collated(make):
+    assert [batch.tolist() for batch in sample_batches(make(), (3, 1))] == [[0, -1, -2], [0]]
+
+
+def test_sample_batches_repeat_a_small_dataset_and_refuse_an_empty_one():
+    small = sample_batches(DataLoader(Numbers(2)), (5,))
+
+    assert small[0].tolist() == [0, 1, 0, 1, 0]
+    with pytest.raises(ValueError, match="Numbers gave none"):
+        sample_batches(DataLoader(Numbers(0)), (1,))
+    with pytest.raises(ValueError, match="Empty gave none"):
+        sample_batches(
+            DataLoader(type("Empty", (IterableDataset,), {"__iter__": iter(())})()), (1,)
+        )
+
+
+def test_sample_batches_of_lists_and_of_ready_batches():
+    bulk = DataLoader(Bulk(), sampler=BatchSampler(range(4, 9), 2, False), batch_size=None)
+    ready = [torch.arange(6).reshape(3, 2)]
+
+    assert sample_batches(bulk, (3,))[0].tolist() == [4, 5, 6]
+    assert [batch.tolist() for batch in sample_batches(ready, (2, 1))] == [
+        [[0, 1], [2, 3]],
+        [[0, 1]],
+    ]
+    with pytest.raises(ValueError, match="batches of at least 4 samples"):
+        sample_batches(ready, (4,))
+
+
+def test_reading_leaves_every_generator_and_the_loaders_position_alone():
+    class Drawing(Numbers):
+        def __getitem__(self, index):
+            torch.rand(1), np.random.rand(), random.random()
+            return super().__getitem__(index)
+
+    generator = torch.Generator().manual_seed(2)
+    loader = DataLoader(
+        Drawing(9), batch_size=2, sampler=SubsetRandomSampler(range(9), generator=generator)
+    )
+    before = (
+        torch.get_rng_state(),
+        generator.get_state(),
+        np.random.get_state()[1].copy(),
+        random.getstate(),
+    )
+    sample_batches(loader, (4, 2))
+    learn_layout(loader)
+    loader_batch_size(loader)
+
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(generator.get_state(), before[1])
+    assert (np.random.get_state()[1] == before[2]).all()
+    assert random.getstate() == before[3]
+    assert loader._iterator is None
+
+
+def test_the_layout_is_learned_from_the_loader():
+    layout = learn_layout(DataLoader(Numbers(9), batch_size=2))
+
+    assert layout.batch_size(torch.arange(5)) == 5
+    assert layout.rows == {()}
+    assert learn_layout([torch.ones(3)], splitter=len).splitter is len

@@ -1,0 +1,433 @@
+"""The samples of every step, joined over ranks, are those of one device with the global batch."""
+
+import pickle
+import random
+from itertools import count, islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_ranks import Numbers, joined, rebuilt_for_ranks, single_device, steps_of
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_cephalo.data import GlobalOrder, RankBatchSampler
+from lightning_cephalo.data.randomness import preserved_randomness
+
+PLANS = [(4, 4), (6, 2), (8, 0), (5, 3, 0), (1, 6, 1)]
+
+
+class EveryThird(Sampler):
+    """A custom sampler without randomness."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return (index for start in range(3) for index in range(start, self.length, 3))
+
+    def __len__(self):
+        return self.length
+
+
+class GloballyRandom(Sampler):
+    """A custom sampler that draws from all three global generators."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        order = list(range(self.length))
+        random.shuffle(order)
+        for index in order:
+            yield (index + int(np.random.randint(3)) + int(torch.randint(3, ()))) % self.length
+
+    def __len__(self):
+        return self.length
+
+
+class EpochRecorder(SequentialSampler):
+    def __init__(self, dataset):
+        super().__init__(dataset)
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class Buckets(BatchSampler):
+    """A batch sampler of lists of unequal lengths."""
+
+    def __init__(self, length):
+        super().__init__(SequentialSampler(range(length)), 2, False)
+        self.length = length
+
+    def __iter__(self):
+        start, size = 0, 1
+        while start < self.length:
+            yield list(range(start, min(start + size, self.length)))
+            start, size = start + size, size % 4 + 1
+
+    def __len__(self):
+        return sum(1 for _ in self)
+
+
+def loader_of(length, plan, **options):
+    """A user's loader whose batch size times the number of ranks is the plan's global batch."""
+    return DataLoader(Numbers(length), **({"batch_size": sum(plan) // len(plan)} | options))
+
+
+def whole(plan):
+    """What the plan's loader is dealt in: its batch size times the ranks."""
+    return sum(plan) // len(plan) * len(plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("length", [64, 61, 9, 1])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_sequential_order_stays_sequential(plan, length, drop_last):
+    loaders = rebuilt_for_ranks(lambda: loader_of(length, plan, drop_last=drop_last), plan)
+    one = DataLoader(Numbers(length), batch_size=whole(plan), drop_last=drop_last)
+
+    steps = steps_of(loaders)
+
+    assert joined(steps) == single_device(one)
+    assert {len(loader) for loader in loaders} == {len(one)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_full_steps_have_the_planned_sizes_and_idle_ranks_none(plan):
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(3 * sum(plan) + 3), batch_size=1),
+        plan,
+        global_batch_size=sum(plan),
+    )
+
+    steps = steps_of(loaders)
+
+    assert [tuple(map(len, step)) for step in steps[:3]] == [plan] * 3
+    for rank, size in enumerate(plan):
+        if size == 0:
+            assert not any(step[rank] for step in steps)
+
+
+@pytest.mark.parametrize("plan", [(6, 2), (5, 3, 0)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_shuffle_with_a_generator_gives_the_order_of_one_device_in_every_epoch(plan, workers):
+    def make(batch_size):
+        return DataLoader(
+            Numbers(21),
+            batch_size=batch_size,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(3),
+            num_workers=workers,
+        )
+
+    loaders = rebuilt_for_ranks(lambda: make(sum(plan) // len(plan)), plan)
+    one = make(whole(plan))
+
+    for epoch in range(3):
+        assert joined(steps_of(loaders, epoch)) == single_device(one)
+
+
+def test_persistent_workers_give_the_order_of_one_device_in_every_epoch():
+    def make(batch_size):
+        return DataLoader(
+            Numbers(21),
+            batch_size=batch_size,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(3),
+            num_workers=1,
+            persistent_workers=True,
+        )
+
+    loaders, one = rebuilt_for_ranks(lambda: make(4), (6, 2)), make(8)
+
+    for epoch in range(2):
+        assert joined(steps_of(loaders, epoch)) == single_device(one)
+
+
+def test_ranks_whose_generators_differ_take_rank_zeros():
+    seeds = iter([11, 12])
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(
+            Numbers(20),
+            batch_size=4,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(next(seeds)),
+        ),
+        (6, 2),
+    )
+    one = DataLoader(
+        Numbers(20), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(11)
+    )
+
+    assert joined(steps_of(loaders)) == single_device(one)
+
+
+@pytest.mark.parametrize("length", [24, 19])
+def test_custom_samplers_are_honoured(length):
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(length), batch_size=4, sampler=EveryThird(length)), (6, 2)
+    )
+    one = DataLoader(Numbers(length), batch_size=8, sampler=EveryThird(length))
+
+    assert joined(steps_of(loaders)) == single_device(one)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_shuffle_without_a_generator_covers_all_samples_once_in_an_order_that_changes(workers):
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(23), batch_size=4, shuffle=True, num_workers=workers), (5, 3)
+    )
+
+    orders = [[i for step in joined(steps_of(loaders, epoch)) for i in step] for epoch in range(3)]
+
+    for order in orders:
+        assert sorted(order) == list(range(23))
+        assert order != sorted(order)
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_an_epoch_has_the_same_order_in_a_new_process():
+    def order(epoch):
+        loaders = rebuilt_for_ranks(
+            lambda: DataLoader(Numbers(23), batch_size=4, shuffle=True), (5, 3)
+        )
+        return joined(steps_of(loaders, epoch))
+
+    assert order(2) == order(2)
+    assert order(2) != order(1)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: WeightedRandomSampler([1.0, 2.0, 3.0] * 10, 26),
+        lambda: WeightedRandomSampler([1.0, 2.0, 3.0] * 10, 26, replacement=False),
+        lambda: SubsetRandomSampler(list(range(26))),
+        lambda: RandomSampler(range(30), replacement=True, num_samples=26),
+        lambda: GloballyRandom(26),
+    ],
+)
+def test_samplers_that_draw_globally_agree_between_ranks_that_trained_differently(sampler):
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(30), batch_size=4, sampler=sampler()), (6, 2, 4)
+    )
+    one_rank = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(30), batch_size=12, sampler=sampler()), (12,)
+    )
+
+    for epoch in range(2):
+        steps = joined(steps_of(loaders, epoch))
+        assert steps == joined(steps_of(one_rank, epoch))
+        assert [len(step) for step in steps] == [12, 12, 2]
+
+
+def test_drawing_the_order_leaves_the_global_generators_alone():
+    order = GlobalOrder(GloballyRandom(50), seed=1)
+    sampler = RankBatchSampler(order, rank=0, batch_sizes=(3, 2))
+    with preserved_randomness():
+        torch.manual_seed(5)
+        np.random.seed(5)
+        random.seed(5)
+        undisturbed = [(torch.rand(()).item(), np.random.rand(), random.random()) for _ in range(4)]
+    with preserved_randomness():
+        torch.manual_seed(5)
+        np.random.seed(5)
+        random.seed(5)
+        disturbed = [
+            (torch.rand(()).item(), np.random.rand(), random.random())
+            for _, _ in zip(sampler, range(4), strict=False)
+        ]
+
+    assert disturbed == undisturbed
+
+
+def test_the_order_does_not_depend_on_what_training_draws_in_between():
+    def drawn(disturbance):
+        order = GlobalOrder(GloballyRandom(40), seed=1)
+        keys = []
+        for step in RankBatchSampler(order, rank=1, batch_sizes=(3, 2)):
+            keys.append(step)
+            torch.rand(disturbance), np.random.rand(disturbance), random.random()
+        return keys
+
+    assert drawn(1) == drawn(7)
+
+
+def test_starting_again_within_an_epoch_draws_a_new_order_and_set_epoch_returns_to_the_first():
+    order = GlobalOrder(RandomSampler(range(30)), seed=1)
+    first, second = list(order), list(order)
+    order.set_epoch(0)
+    third = list(order)
+    order.set_epoch(1)
+    order.set_epoch(0)
+
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
+    assert list(order) == first
+
+
+def test_endless_samplers_are_read_lazily_and_have_no_length():
+    class Endless(Sampler):
+        def __iter__(self):
+            return count()
+
+    sampler = RankBatchSampler(GlobalOrder(Endless(), seed=0), rank=1, batch_sizes=(2, 1))
+
+    assert list(islice(sampler, 3)) == [[2], [5], [8]]
+    with pytest.raises(TypeError):
+        len(sampler)
+
+
+def test_set_epoch_reaches_the_users_sampler_through_lightning():
+    from lightning.fabric.utilities.data import _set_sampler_epoch
+
+    users = EpochRecorder(range(8))
+    (loader,) = rebuilt_for_ranks(lambda: DataLoader(Numbers(8), batch_size=2, sampler=users), (2,))
+    _set_sampler_epoch(loader, 3)
+
+    assert users.epochs == [3]
+    assert loader.batch_sampler.sampler.epoch == 3
+    assert loader.batch_sampler.sampler.data_source == range(
+        8
+    )  # the user's attributes show through
+
+
+@pytest.mark.parametrize("plan", [(4, 2), (3, 3), (6, 0)])
+@pytest.mark.parametrize("length", [24, 22, 20])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_exact_batch_sampler_is_one_device_with_the_global_batch(plan, length, drop_last):
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(
+            Numbers(length),
+            batch_sampler=BatchSampler(SequentialSampler(range(length)), 3, drop_last),
+        ),
+        plan,
+    )
+    one = DataLoader(Numbers(length), batch_size=6, drop_last=drop_last)
+
+    assert joined(steps_of(loaders)) == single_device(one)
+    assert {len(loader) for loader in loaders} == {len(one)}
+
+
+@pytest.mark.parametrize("plan", [(6, 2), (4, 4), (8, 0), (1, 2, 3)])
+@pytest.mark.parametrize("length", [24, 23, 2])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_custom_batch_sampler_gives_world_size_lists_per_step_in_proportion(
+    plan, length, as_list
+):
+    lists = list(Buckets(length))
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(
+            Numbers(length), batch_sampler=list(lists) if as_list else Buckets(length)
+        ),
+        plan,
+    )
+
+    steps = steps_of(loaders)
+
+    ranks = len(plan)
+    grouped = [lists[start : start + ranks] for start in range(0, len(lists), ranks)]
+    assert joined(steps) == [[i for part in group for i in part] for group in grouped]
+    assert {len(loader) for loader in loaders} == {len(grouped)}
+    for step in steps:
+        total = sum(map(len, step))
+        for part, share in zip(step, plan, strict=True):
+            assert abs(len(part) - total * share / sum(plan)) < 1
+
+
+def test_a_global_batch_that_no_whole_lists_make_is_refused():
+    with pytest.raises(ValueError, match="multiple of the batch sampler's lists"):
+        rebuilt_for_ranks(
+            lambda: DataLoader(Numbers(9), batch_sampler=[[0, 1], [2, 3]]),
+            (2, 1),
+            global_batch_size=3,
+        )
+
+
+def test_a_global_batch_of_several_lists_per_rank():
+    loaders = rebuilt_for_ranks(
+        lambda: DataLoader(Numbers(8), batch_sampler=[[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (6, 2),
+        global_batch_size=8,
+    )
+
+    assert steps_of(loaders) == [[[0, 1, 2, 3, 4, 5], [6, 7]]]
+
+
+def test_batch_sizes_can_be_replaced_between_passes():
+    sampler = RankBatchSampler(GlobalOrder(range(8), seed=0), rank=0, batch_sizes=(3, 1))
+    running = iter(sampler)
+    assert next(running) == [0, 1, 2]
+
+    sampler.batch_sizes = (1, 3)
+
+    assert next(running) == [4, 5, 6]
+    assert list(sampler) == [[0], [4]]
+    assert list(sampler.counts) == [1, 1]
+    with pytest.raises(ValueError, match="one batch size per rank"):
+        sampler.batch_sizes = (4,)
+
+
+@pytest.mark.parametrize(("rank", "sizes"), [(2, (1, 1)), (0, (0, 0)), (0, (2, -1)), (0, ())])
+def test_impossible_batch_sizes_are_refused(rank, sizes):
+    with pytest.raises(ValueError, match="batch size"):
+        RankBatchSampler(GlobalOrder(range(4), seed=0), rank=rank, batch_sizes=sizes)
+
+
+def test_the_sampler_pickles_and_goes_on_the_same():
+    sampler = RankBatchSampler(GlobalOrder(GloballyRandom(20), seed=3), rank=1, batch_sizes=(3, 2))
+    copy = pickle.loads(pickle.dumps(sampler))
+
+    assert list(copy) == list(sampler)
+
+
+@given(
+    length=st.integers(0, 60),
+    sizes=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any),
+    drop_last=st.booleans(),
+)
+def test_slices_partition_every_step_in_order(length, sizes, drop_last):
+    samplers = [
+        RankBatchSampler(
+            GlobalOrder(range(length), seed=0), rank=rank, batch_sizes=sizes, drop_last=drop_last
+        )
+        for rank in range(len(sizes))
+    ]
+    steps = list(zip(*map(list, samplers), strict=True))
+
+    whole_order = [index for step in steps for part in step for index in part]
+    kept = length // sum(sizes) * sum(sizes) if drop_last else length
+    assert whole_order == list(range(kept))
+    assert {len(sampler) for sampler in samplers} == {len(steps)}
+
+
+def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def build():
+        return rebuilt_for_ranks(
+            lambda: stateful.StatefulDataLoader(Numbers(40), batch_size=4, shuffle=True), (6, 2)
+        )
+
+    uninterrupted = steps_of(build(), 1)
+    for rank, loader in enumerate(build()):
+        loader.batch_sampler.sampler.set_epoch(1)
+        batches = iter(loader)
+        for _ in range(2):
+            next(batches)
+        state = loader.state_dict()
+        again = build()[rank]
+        again.batch_sampler.sampler.set_epoch(1)
+        again.load_state_dict(state)
+        assert [batch.tolist() for batch in again] == [step[rank] for step in uninterrupted[2:]]

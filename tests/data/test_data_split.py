@@ -1,0 +1,315 @@
+"""Cutting a collated batch gives what collating the parts would, or says why it cannot."""
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import default_collate
+
+from lightning_cephalo.data import BatchLayout, BatchSplitError, MicrobatchList, zero_rows
+from lightning_cephalo.data.nesting import children_of, is_array
+
+Pair = namedtuple("Pair", "inputs targets")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    inputs: torch.Tensor
+    names: list
+    temperature: float = 1.0
+
+
+class Upper(dict):
+    """A dict subclass with a constructor of its own."""
+
+    def __init__(self, label):
+        super().__init__()
+        self.label = label
+
+
+class TensorBox:
+    def __init__(self, count):
+        self.tensor = torch.zeros(count)
+
+
+def rows(count, *shape):
+    return torch.arange(count * max(1, int(np.prod(shape)))).reshape(count, *shape)
+
+
+def nested(count):
+    """A batch of ``count`` samples with every kind of container and leaf."""
+    upper = Upper("kept")
+    upper["x"] = rows(count, 2)
+    lists = defaultdict(list)
+    lists["names"] = [f"name {i}" for i in range(count)]
+    return {
+        "pair": Pair(rows(count, 4), rows(count)),
+        "tuple": (rows(count, 2, 3), np.arange(count * 2).reshape(count, 2)),
+        "record": Record(rows(count, 1), [f"r{i}" for i in range(count)]),
+        "ordered": OrderedDict(b=rows(count), a=torch.tensor(3.5)),
+        "user": UserDict({"mask": rows(count, 5)}),
+        "upper": upper,
+        "lists": lists,
+        "ragged": [rows(i + 1) for i in range(count)],
+        "per_sample": tuple({"box": rows(i + 1, 4)} for i in range(count)),
+        "fixed": [rows(7), rows(7, 7)],
+        "constants": (None, "a string", 3, torch.tensor(1), np.float32(2), torch.float32),
+    }
+
+
+def same(left, right):
+    """Whether two batches agree in types, structure and values."""
+    if type(left) is not type(right):
+        return False
+    if is_array(left):
+        return left.shape == right.shape and bool((left == right).all())
+    inside, other = children_of(left), children_of(right)
+    if inside is None:
+        return left == right
+    return [key for key, _ in inside] == [key for key, _ in other] and all(
+        same(a, b) for (_, a), (_, b) in zip(inside, other, strict=True)
+    )
+
+
+def learned(make):
+    return BatchLayout.learn(make(3), make(2))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+def test_a_nested_batch_is_cut_where_the_samples_are(sizes):
+    layout = learned(nested)
+    batch = nested(sum(sizes))
+
+    parts = layout.split(batch, sizes)
+
+    assert layout.batch_size(batch) == sum(sizes)
+    assert len(parts) == len(sizes)
+    start = 0
+    for part, size in zip(parts, sizes, strict=True):
+        assert layout.batch_size(part) == size
+        assert same(part, layout.take(batch, start, start + size))
+        start += size
+    assert same(layout.take(batch, 0, sizes[0]), _first(sizes[0], sum(sizes)))
+
+
+def _first(size, total):
+    """``nested(size)``, whose samples do not depend on the number of samples."""
+    assert size <= total
+    return nested(size)
+
+
+def test_parts_are_views_of_the_same_containers():
+    batch = nested(5)
+    first, second = learned(nested).split(batch, (3, 2))
+
+    first["pair"].inputs[0, 0] = 99
+    assert batch["pair"].inputs[0, 0] == 99
+    assert second["upper"].label == "kept"
+    assert second["lists"].default_factory is list
+    assert second["constants"][3] is batch["constants"][3]
+
+
+def test_a_leaf_with_as_many_rows_as_samples_by_chance_is_not_cut():
+    layout = learned(lambda count: {"x": rows(count, 2), "classes": rows(4)})
+
+    first, second = layout.split({"x": rows(4, 2), "classes": rows(4)}, (3, 1))
+
+    assert first["classes"].shape == second["classes"].shape == (4,)
+
+
+def test_padding_of_the_whole_batch_is_kept():
+    def padded(count):
+        return {"ids": torch.zeros(count, 10 - count), "lengths": rows(count)}
+
+    parts = learned(padded).split({"ids": torch.zeros(6, 17), "lengths": rows(6)}, (4, 2))
+
+    assert [tuple(part["ids"].shape) for part in parts] == [(4, 17), (2, 17)]
+
+
+@pytest.mark.parametrize("name", ["BatchEncoding", "BatchFeature"])
+def test_hugging_face_encodings_stay_encodings(name):
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+
+    def collate(count):
+        return kind({"input_ids": rows(count, 6), "attention_mask": torch.ones(count, 6)})
+
+    batch = collate(5)
+    parts = learned(collate).split(batch, (3, 2))
+
+    assert [type(part) for part in parts] == [kind, kind]
+    assert torch.equal(parts[1]["input_ids"], batch["input_ids"][3:])
+    assert parts[0].input_ids.shape == (3, 6)
+    assert batch["input_ids"].shape == (5, 6)
+
+
+def test_hugging_face_model_outputs_stay_what_they_are():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    def collate(count):
+        return outputs.BaseModelOutput(last_hidden_state=rows(count, 3))
+
+    first, _ = learned(collate).split(collate(4), (1, 3))
+
+    assert type(first) is outputs.BaseModelOutput
+    assert first.last_hidden_state.shape == first["last_hidden_state"].shape == (1, 3)
+
+
+def test_objects_that_slice_like_lists_are_cut():
+    layout = learned(lambda count: (rows(count), range(count)))
+
+    assert layout.split((rows(4), range(4)), (1, 3))[1][1] == range(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda n: {"x": torch.zeros(9, n, 4)}, "dimension 1, not 0"),
+        (lambda n: {"x": rows(n), "s": torch.zeros(n, n)}, "pairs every sample"),
+        (lambda n: (torch.zeros(5 * n, 4), rows(n)), "not one row per sample"),
+        (lambda n: pack_sequence([torch.zeros(n - i) for i in range(n)]), "PackedSequence"),
+        (lambda n: {"x": rows(n).to_sparse()}, "sparse tensor"),
+        (lambda n: {str(i): torch.zeros(2) for i in range(n)}, "for 3 samples"),
+        (lambda n: (rows(n), TensorBox(n)), "TensorBox"),
+        (lambda n: TensorBox(n), "TensorBox"),
+        (lambda n: object(), "no tensor or list"),
+        (lambda n: torch.tensor(1.0), "no tensor or list"),
+        (lambda n: {"x": rows(n) if n == 3 else [1.0] * n}, "for 2"),
+        (lambda n: torch.zeros(n, *(1,) * n), "has shape"),
+    ],
+)
+def test_what_cannot_be_cut_says_why_and_names_the_ways_out(make, reason):
+    with pytest.raises(BatchSplitError, match=reason) as caught:
+        learned(make)
+
+    assert "collate_per_microbatch=True" in str(caught.value)
+    assert "split_batch=" in str(caught.value)
+
+
+def test_nested_tensors_are_refused():
+    def make(count):
+        parts = [torch.zeros(i + 1) for i in range(count)]
+        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+    with pytest.raises(BatchSplitError, match="nested tensor"):
+        learned(make)
+
+
+def test_an_object_that_cannot_keep_its_promise_is_found_out_when_learning():
+    class Lying(UserDict):
+        def __copy__(self):
+            raise RuntimeError("no copies")
+
+    with pytest.raises(BatchSplitError, match="no copies"):
+        learned(lambda count: Lying({"x": rows(count)}))
+
+
+def test_the_users_function_replaces_cutting_and_its_mistakes_are_named():
+    def halves(batch, sizes):
+        return [("part", size) for size in sizes]
+
+    layout = BatchLayout.learn(TensorBox(3), TensorBox(2), splitter=halves)
+
+    assert layout.split(TensorBox(5), (4, 1)) == [("part", 4), ("part", 1)]
+    with pytest.raises(BatchSplitError, match="returned 0 parts for the 1 sizes"):
+        BatchLayout(splitter=lambda batch, sizes: []).split(rows(2), (2,))
+
+
+def test_an_unknown_batch_is_guessed_from_its_first_tensor():
+    batch = [torch.tensor(2.0), rows(4, 3), {"y": rows(4), "names": list("abcd"), "w": rows(3)}]
+    layout = BatchLayout()
+
+    assert layout.batch_size(batch) == 4
+    first, second = layout.split(batch, (1, 3))
+    assert first[2]["names"] == ["a"]
+    assert second[1].shape == (3, 3)
+    assert second[2]["w"].shape == (3,)
+
+
+def test_two_tensors_in_a_list_are_not_taken_for_two_samples():
+    first, second = BatchLayout().split([rows(2, 3), rows(2)], (1, 1))
+
+    assert len(first) == len(second) == 2
+    assert first[1].shape == (1,)
+
+
+@pytest.mark.parametrize("batch", [["a", "b", "c"], (["a", "b", "c"], ["d", "e", "f"])])
+def test_batches_of_strings_are_guessed_by_their_lists(batch):
+    assert BatchLayout().batch_size(batch) == 3
+    assert BatchLayout().batch_size(BatchLayout().take(batch, 1, 3)) == 2
+
+
+def test_a_batch_that_a_hook_changed_is_guessed():
+    layout = learned(lambda count: (rows(count, 2), rows(count)))
+
+    parts = layout.split({"x": rows(5, 2), "y": rows(5)}, (2, 3))
+
+    assert [part["y"].tolist() for part in parts] == [[0, 1], [2, 3, 4]]
+
+
+def test_leaves_that_disagree_are_an_error():
+    layout = learned(lambda count: {"x": rows(count), "y": rows(count)})
+
+    with pytest.raises(BatchSplitError, match=r"batch\['x'\] 3, batch\['y'\] 2"):
+        layout.batch_size({"x": rows(3), "y": rows(2)})
+
+
+def test_sizes_that_do_not_sum_to_the_samples_are_an_error():
+    with pytest.raises(BatchSplitError, match="has 4 samples, but the microbatches"):
+        BatchLayout().split(rows(4), (3, 2))
+
+
+def test_nothing_to_cut_is_an_error():
+    with pytest.raises(BatchSplitError, match="no tensor or list"):
+        BatchLayout().batch_size(3.0)
+
+
+def test_zero_rows_keep_everything_but_the_samples():
+    layout = learned(nested)
+    empty = zero_rows(nested(1), layout)
+
+    assert layout.batch_size(empty) == 0
+    assert empty["pair"].inputs.shape == (0, 4)
+    assert empty["ragged"] == []
+    assert empty["per_sample"] == ()
+    assert zero_rows({"x": rows(3, 2)})["x"].shape == (0, 2)
+    assert layout.split(empty, ()) == []
+
+
+def test_a_list_of_microbatches_is_its_own_split():
+    batch = MicrobatchList([rows(3), rows(2)], (3, 2))
+    layout = BatchLayout()
+
+    assert layout.batch_size(batch) == 5
+    assert layout.batch_size(MicrobatchList(list(batch))) == 5
+    assert layout.batch_size(MicrobatchList()) == 0
+    assert [part.tolist() for part in layout.split(batch, (3, 2))] == [[0, 1, 2], [0, 1]]
+    assert batch.map(lambda part: part + 1).sizes == (3, 2)
+    assert zero_rows(batch) == []
+    with pytest.raises(BatchSplitError, match="collated as 2 microbatches, but 3"):
+        layout.split(batch, (2, 2, 1))
+
+
+def test_graph_batches_tell_their_size():
+    class Graphs:
+        num_graphs = 4
+
+    assert BatchLayout().batch_size(Graphs()) == 4
+
+
+def test_default_collate_of_tuples_and_dicts_is_learned():
+    samples = [({"x": torch.ones(2) * i}, i, f"n{i}") for i in range(6)]
+    layout = BatchLayout.learn(default_collate(samples[:3]), default_collate(samples[:2]))
+
+    whole = default_collate(samples)
+    for part, expected in zip(
+        layout.split(whole, (4, 2)),
+        (default_collate(samples[:4]), default_collate(samples[4:])),
+        strict=True,
+    ):
+        assert same(part, expected)
