@@ -1,4 +1,4 @@
-"""A rank without samples gets a batch of the usual shape, and microbatches can be collated apart."""
+"""A rank without samples gets a batch of the usual shape; microbatches can be collated apart."""
 
 import pickle
 import random

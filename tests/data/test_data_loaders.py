@@ -24,6 +24,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
 )
@@ -55,6 +56,21 @@ class Bulk(Dataset):
 class Stream(IterableDataset):
     def __iter__(self):
         return (torch.tensor(index) for index in range(5))
+
+
+class Empty(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+class Pairs(Sampler):
+    """A custom batch sampler."""
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3], [4, 5], [6]])
+
+    def __len__(self):
+        return 4
 
 
 def negated(samples):
@@ -99,9 +115,7 @@ def test_evaluation_of_a_custom_batch_sampler():
 def test_predict_records_the_indices_that_each_rank_saw(workers, custom):
     def make():
         if custom:
-            loader = DataLoader(
-                Numbers(7), batch_sampler=[[0, 1], [2, 3], [4, 5], [6]], num_workers=workers
-            )
+            loader = DataLoader(Numbers(7), batch_sampler=Pairs(), num_workers=workers)
         else:
             loader = DataLoader(Numbers(7), batch_size=2, drop_last=True, num_workers=workers)
         # what Lightning does to a predict loader before the strategy sees it
@@ -207,7 +221,7 @@ def test_a_distributed_sampler_is_refused_with_the_remedy(inside, evaluate):
         else DataLoader(Numbers(8), batch_size=2, sampler=sampler)
     )
 
-    with pytest.raises(ValueError, match="DistributedSampler for 2 ranks.*Remove it"):
+    with pytest.raises(ValueError, match=r"DistributedSampler for 2 ranks.*Remove it"):
         rebuilt_for_ranks(lambda: loader, (2, 2), evaluate=evaluate)
 
 
@@ -345,9 +359,7 @@ def test_sample_batches_repeat_a_small_dataset_and_refuse_an_empty_one():
     with pytest.raises(ValueError, match="Numbers gave none"):
         sample_batches(DataLoader(Numbers(0)), (1,))
     with pytest.raises(ValueError, match="Empty gave none"):
-        sample_batches(
-            DataLoader(type("Empty", (IterableDataset,), {"__iter__": iter(())})()), (1,)
-        )
+        sample_batches(DataLoader(Empty()), (1,))
 
 
 def test_sample_batches_of_lists_and_of_ready_batches():
