@@ -198,9 +198,10 @@ def joined_result(
 
 def _weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Tensor:
     losses = [value["loss"] if isinstance(value, Mapping) else value for value in values]
-    total = sum(weights)
-    if not total:
+    # a microbatch without weight may have a loss of 0/0, which no factor of 0 would remove
+    chosen = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
+    if not chosen:
         return losses[-1].detach().reshape(())
-    stacked = torch.stack([loss.detach().reshape(()).float() for loss in losses])
-    share = torch.tensor(weights, dtype=torch.float32, device=stacked.device) / total
-    return (stacked * share).sum().to(losses[0].dtype)
+    stacked = torch.stack([loss.detach().reshape(()).double() for loss, _ in chosen])
+    share = torch.tensor([weight for _, weight in chosen], dtype=torch.float64).to(stacked.device)
+    return ((stacked * share).sum() / share.sum()).to(losses[0].dtype)
