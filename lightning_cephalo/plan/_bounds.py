@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._columns import RankType, step_seconds, usable_sizes
-from .problem import Problem
+from .cost import Mode, host_bytes, modes, peak_curve, sample_bytes, time_curves
+from .problem import Problem, RankProfile
 
 
 @dataclass(frozen=True)
@@ -85,33 +86,56 @@ def _least_times(
 ) -> tuple[np.ndarray, np.ndarray]:
     """``least_s`` as in TimeBounds, and the least time per sample, of shape (types, 4)."""
     longest = max(kind.profile.largest_microbatch_size for kind in types)
-    # One microbatch: shape (types, 4, longest), infinite where that size cannot run.
-    single = np.full((len(types), 4, longest), np.inf)
-    held = np.zeros((len(types), largest + 1), dtype=bool)
-    held[:, 0] = True
-    batches = np.arange(largest + 1)
-    for row, kind in enumerate(types):
-        sizes = usable_sizes(problem, kind.profile)
-        if not sizes:
-            continue
-        curves = (kind.profile.forward_s, kind.profile.backward_s, kind.profile.tail_s)
-        times = np.array(curves)[:, np.array(sizes) - 1]
-        single[row, :3, np.array(sizes) - 1] = times.T
-        combined = problem.units * (times[0] + times[1]) + times[2]
-        single[row, 3, np.array(sizes) - 1] = combined
-        peak = kind.profile.compute_bytes[sizes[0] - 1]
-        used = problem.gathered_bytes + peak + problem.boundary_bytes * problem.units * batches
-        held[row] |= used <= kind.profile.capacity_bytes
     least = np.full((len(types), 4, largest + 1), np.inf)
-    least[:, :, 0] = 0.0
-    backwards = single[:, :, ::-1]
+    rates = np.full((len(types), 4), np.inf)
+    for row, kind in enumerate(types):
+        for mode in modes(problem, kind.profile):
+            single = _single_times(problem, kind.profile, mode, longest)
+            held = _held(problem, kind.profile, mode, largest)
+            np.minimum(least[row], _knapsack(single, held), out=least[row])
+            np.minimum(rates[row], (single / np.arange(1, longest + 1)).min(axis=1), out=rates[row])
+    return least, rates
+
+
+def _single_times(problem: Problem, profile: RankProfile, mode: Mode, longest: int) -> np.ndarray:
+    """Times of one microbatch of shape (4, longest), infinite where that size cannot run.
+
+    Copies of offloaded boundaries are left out, which keeps the bound below.
+    """
+    single = np.full((4, longest), np.inf)
+    sizes = np.array(usable_sizes(problem, profile, mode), dtype=int)
+    if len(sizes):
+        times = np.array(time_curves(profile, mode))[:, sizes - 1]
+        single[:3, sizes - 1] = times
+        single[3, sizes - 1] = problem.units * (times[0] + times[1]) + times[2]
+    return single
+
+
+def _held(problem: Problem, profile: RankProfile, mode: Mode, largest: int) -> np.ndarray:
+    """Mask of shape (largest + 1,) of the batches that the rank's own memory can hold."""
+    batches = np.arange(largest + 1)
+    held = batches == 0
+    sizes = usable_sizes(problem, profile, mode)
+    if sizes:
+        peak = peak_curve(profile, mode)[sizes[0] - 1]
+        used = problem.gathered_bytes + peak + sample_bytes(problem, mode) * batches
+        on_host = host_bytes(problem, 1, mode) * batches
+        held |= (used <= profile.capacity_bytes) & (on_host <= profile.host_capacity_bytes)
+    return held
+
+
+def _knapsack(single: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Least times of every batch over all multisets of sizes, of shape (4, largest + 1)."""
+    longest, largest = single.shape[1], len(held) - 1
+    least = np.full((4, largest + 1), np.inf)
+    least[:, 0] = 0.0
+    backwards = single[:, ::-1]
     for batch in range(1, largest + 1):
         reach = min(longest, batch)
-        window = least[:, :, batch - reach : batch] + backwards[:, :, longest - reach :]
-        least[:, :, batch] = window.min(axis=2)
-    least[~held[:, None, :].repeat(4, axis=1)] = np.inf
-    rates = (single / np.arange(1, longest + 1)).min(axis=2, initial=np.inf)
-    return least, rates
+        window = least[:, batch - reach : batch] + backwards[:, longest - reach :]
+        least[:, batch] = window.min(axis=1, initial=np.inf)
+    least[:, ~held] = np.inf
+    return least
 
 
 def _least_slowest(least: np.ndarray, rates: np.ndarray, counts: np.ndarray, batch: int) -> float:

@@ -1,19 +1,30 @@
 """Columns: the ways in which one rank of a type can run a batch, with all that can never be best
 left out.
 
-A column is a multiset of microbatch sizes with its batch, its three times and its bytes. For every
-batch size the columns kept are those that no other column of that batch beats in forward, backward,
-tail and bytes at once.
+A column is a multiset of microbatch sizes and a mode (recompute, offload) with its batch, its three
+times and its bytes. For every batch size the columns kept are those that no other column of that
+batch beats in forward, backward, tail and bytes at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from .cost import working_bytes
+from .cost import (
+    Mode,
+    copy_time,
+    host_bytes,
+    modes,
+    peak_curve,
+    sample_bytes,
+    time_curves,
+    working_bytes,
+)
 from .problem import Problem, RankProfile
 
 # Sums of the same numbers in another order differ by rounding: without a tolerance every order
@@ -55,8 +66,9 @@ class Limits:
 class Columns:
     """Columns of one type, row by row: ``batch`` and ``count`` (of microbatches) of shape
     (columns,), ``times_s`` of shape (columns, 3) with forward and backward per unit and tail per
-    step, ``used_bytes`` beside the state of shape (columns,), and ``copies`` of each microbatch
-    size, of shape (columns, largest microbatch size).
+    step, ``used_bytes`` beside the state of shape (columns,), ``copies`` of each microbatch size,
+    of shape (columns, largest microbatch size), and ``mode`` of shape (columns,), which counts
+    along :func:`~lightning_cephalo.plan.cost.modes`.
     """
 
     batch: np.ndarray
@@ -64,6 +76,7 @@ class Columns:
     times_s: np.ndarray
     used_bytes: np.ndarray
     copies: np.ndarray
+    mode: np.ndarray
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -76,6 +89,7 @@ class Columns:
             self.times_s[rows],
             self.used_bytes[rows],
             self.copies[rows],
+            self.mode[rows],
         )
 
     def sizes(self, row: int) -> tuple[int, ...]:
@@ -87,23 +101,24 @@ class Columns:
 
 def group_types(problem: Problem) -> tuple[RankType, ...]:
     """Group equal ranks, in order of first appearance; the name does not count."""
-    members: dict[tuple, list[int]] = {}
+    members: dict[RankProfile, list[int]] = {}
     for index, rank in enumerate(problem.ranks):
-        curves = (rank.forward_s, rank.backward_s, rank.tail_s, rank.compute_bytes)
-        members.setdefault((*curves, rank.capacity_bytes), []).append(index)
+        members.setdefault(dataclasses.replace(rank, name=""), []).append(index)
     return tuple(
         RankType(problem.ranks[indices[0]], tuple(indices)) for indices in members.values()
     )
 
 
-def usable_sizes(problem: Problem, profile: RankProfile) -> list[int]:
-    """Microbatch sizes that this rank could run at all, by increasing peak."""
+def usable_sizes(problem: Problem, profile: RankProfile, mode: Mode) -> list[int]:
+    """Microbatch sizes that this rank could run at all in this mode, by increasing peak."""
+    curve = peak_curve(profile, mode)
     sizes = [
         size
         for size in range(problem.minimum_microbatch_size, profile.largest_microbatch_size + 1)
-        if working_bytes(problem, profile, (size,)) <= profile.capacity_bytes
+        if working_bytes(problem, profile, (size,), mode) <= profile.capacity_bytes
+        and host_bytes(problem, size, mode) <= profile.host_capacity_bytes
     ]
-    return sorted(sizes, key=lambda size: (profile.compute_bytes[size - 1], size))
+    return sorted(sizes, key=lambda size: (curve[size - 1], size))
 
 
 def step_seconds(
@@ -117,20 +132,22 @@ def step_seconds(
 
 
 def build_columns(problem: Problem, profile: RankProfile, limits: Limits) -> Columns:
-    """The ways of one rank to run every batch within ``limits`` and its own capacity that no other
-    one beats.
+    """The ways of one rank to run every batch within ``limits`` and its own capacities that no
+    other one beats.
 
     Row 0 is the empty column (no samples) unless ``limits`` want some. While they are few, all
     multisets of microbatch sizes are tried. Where there are too many (measured curves are noisy,
     and thousands of mixtures differ by less than the noise), those of one size with a ragged last
     one, as in (4, 4, 2), and the even splits, as in (4, 3, 3).
     """
-    sizes = usable_sizes(problem, profile)
-    if len(sizes) * limits.largest_batch <= _FEW_COMBINATIONS:
-        columns = _all_mixtures(problem, profile, limits, sizes)
-        if columns is not None:
-            return columns.take(columns.batch >= limits.smallest_batch)
-    return _ragged_and_even(problem, profile, limits, sizes)
+    found = None
+    for index, mode in enumerate(modes(problem, profile)):
+        columns = _Builder(problem, profile, limits, mode, index).columns()
+        found = columns if found is None else _joined(found, columns)
+    assert found is not None
+    if len(found) and found.mode.any():
+        found = found.take(_unbeaten_columns(problem, found))
+    return found
 
 
 def unbeaten(batch: np.ndarray, costs: np.ndarray) -> np.ndarray:
@@ -163,133 +180,163 @@ def unbeaten(batch: np.ndarray, costs: np.ndarray) -> np.ndarray:
     return mask
 
 
-def _empty_column(problem: Problem, profile: RankProfile) -> Columns:
-    return Columns(
-        batch=np.zeros(1, dtype=np.int64),
-        count=np.zeros(1, dtype=np.int64),
-        times_s=np.zeros((1, 3)),
-        used_bytes=np.full(1, float(problem.gathered_bytes)),
-        copies=np.zeros((1, profile.largest_microbatch_size), dtype=np.int32),
-    )
+@dataclass(frozen=True)
+class _Builder:
+    """Builds the columns of one rank in one mode; see :func:`build_columns`."""
 
+    problem: Problem
+    profile: RankProfile
+    limits: Limits
+    mode: Mode
+    mode_index: int
 
-def _all_mixtures(
-    problem: Problem, profile: RankProfile, limits: Limits, sizes: list[int]
-) -> Columns | None:
-    """Every multiset of ``sizes`` that is not beaten, or None when they are too many.
+    @cached_property
+    def sizes(self) -> list[int]:
+        return usable_sizes(self.problem, self.profile, self.mode)
 
-    Sizes come by increasing peak and are added 1, 2, 4, ... times, so that any number of copies is
-    reached in a few rounds, and what was beaten before can be dropped: adding the same microbatch
-    to both cannot turn the tables.
-    """
-    curves = _curves(profile)
-    per_sample = problem.boundary_bytes * problem.units
-    columns = _empty_column(problem, profile)
-    for size in sizes:
-        doubled = 1
-        while doubled * size <= limits.largest_batch:
-            grown = columns.take(columns.batch + doubled * size <= limits.largest_batch)
-            batch = grown.batch + doubled * size
-            peak = profile.compute_bytes[size - 1]
-            copies = grown.copies.copy()
-            copies[:, size - 1] += doubled
-            grown = Columns(
-                batch,
-                grown.count + doubled,
-                grown.times_s + doubled * curves[size - 1],
-                problem.gathered_bytes + peak + per_sample * batch,
-                copies,
-            )
-            grown = grown.take(_within(problem, profile, limits, grown))
-            if not len(grown):
-                break
-            merged = _joined(columns, grown)
-            keep = _unbeaten_columns(problem, merged)
-            # No new one is of use: by induction no larger number of copies is either.
-            if not keep[len(columns) :].any():
-                break
-            columns = merged.take(keep)
-            if len(columns) > _FEW_COLUMNS:
-                return None
-            doubled *= 2
-    return columns
+    @cached_property
+    def curves(self) -> np.ndarray:
+        return np.array(time_curves(self.profile, self.mode)).T
 
+    @cached_property
+    def peaks(self) -> np.ndarray:
+        return np.array(peak_curve(self.profile, self.mode), dtype=float)
 
-def _ragged_and_even(
-    problem: Problem, profile: RankProfile, limits: Limits, sizes: list[int]
-) -> Columns:
-    """One size and a ragged rest, and even splits, of every batch."""
-    batches = np.arange(max(1, limits.smallest_batch), limits.largest_batch + 1)
-    # Rows of (first size, its copies, second size, its copies), kept only within the limits: with
-    # every count of microbatches at once they would be as many as the square of the batch.
-    kept = []
-    for size in sizes:
-        rest = batches % size
-        pairs = np.column_stack([size + 0 * batches, batches // size, rest, rest > 0])
-        kept.append(_usable_pairs(problem, profile, limits, sizes, pairs))
-    counts: list[tuple[np.ndarray, Any]]
-    if problem.equal_microbatches:
-        every_count = range(1, limits.largest_batch + 1)
-        counts = [(batches[batches >= count], count) for count in every_count]
-    else:
-        counts = [(batches, -(-batches // size)) for size in sizes]
-    for split, count in counts:
-        floor, larger = split // count, split % count
-        pairs = np.column_stack([floor + 1, larger, floor, count - larger])
-        kept.append(_usable_pairs(problem, profile, limits, sizes, pairs))
-    pairs = np.concatenate(kept)
-    columns = _columns_of_pairs(problem, profile, pairs)
-    if len(columns):
-        rows = np.flatnonzero(_unbeaten_columns(problem, columns))
-        columns, pairs = columns.take(rows), pairs[rows]
-    copies = np.zeros((len(columns), profile.largest_microbatch_size + 1), dtype=np.int32)
-    every = np.arange(len(columns))
-    np.add.at(copies, (every, pairs[:, 0]), pairs[:, 1])
-    np.add.at(copies, (every, pairs[:, 2]), pairs[:, 3])
-    columns = Columns(
-        columns.batch, columns.count, columns.times_s, columns.used_bytes, copies[:, 1:]
-    )
-    if limits.smallest_batch > 0:
+    def columns(self) -> Columns:
+        found = None
+        if len(self.sizes) * self.limits.largest_batch <= _FEW_COMBINATIONS:
+            found = self._all_mixtures()
+        if found is None:
+            found = self._ragged_and_even()
+        found = found.take(found.batch >= self.limits.smallest_batch)
+        if not self.mode.offload:
+            return found
+        # Only now: what is added to two columns of one batch must not hide behind their copies.
+        copies_s = copy_time(self.problem, self.profile, 1, self.mode) * found.batch
+        times_s = found.times_s.copy()
+        times_s[:, :2] = np.maximum(times_s[:, :2], copies_s[:, None])
+        found = dataclasses.replace(found, times_s=times_s)
+        return found.take(self._within(found))
+
+    def _empty_column(self) -> Columns:
+        return Columns(
+            batch=np.zeros(1, dtype=np.int64),
+            count=np.zeros(1, dtype=np.int64),
+            times_s=np.zeros((1, 3)),
+            used_bytes=np.full(1, float(self.problem.gathered_bytes)),
+            copies=np.zeros((1, self.profile.largest_microbatch_size), dtype=np.int32),
+            mode=np.full(1, self.mode_index),
+        )
+
+    def _used_bytes(self, peaks: np.ndarray | float, batch: np.ndarray) -> np.ndarray:
+        per_sample = sample_bytes(self.problem, self.mode)
+        return self.problem.gathered_bytes + peaks + per_sample * batch
+
+    def _all_mixtures(self) -> Columns | None:
+        """Every multiset of the sizes that is not beaten, or None when they are too many.
+
+        Sizes come by increasing peak and are added 1, 2, 4, ... times, so that any number of copies
+        is reached in a few rounds, and what was beaten before can be dropped: adding the same
+        microbatch to both cannot turn the tables.
+        """
+        columns = self._empty_column()
+        for size in self.sizes:
+            doubled = 1
+            while doubled * size <= self.limits.largest_batch:
+                fitting = columns.batch + doubled * size <= self.limits.largest_batch
+                grown = columns.take(fitting)
+                batch = grown.batch + doubled * size
+                copies = grown.copies.copy()
+                copies[:, size - 1] += doubled
+                grown = Columns(
+                    batch,
+                    grown.count + doubled,
+                    grown.times_s + doubled * self.curves[size - 1],
+                    self._used_bytes(self.peaks[size - 1], batch),
+                    copies,
+                    grown.mode,
+                )
+                grown = grown.take(self._within(grown))
+                if not len(grown):
+                    break
+                merged = _joined(columns, grown)
+                keep = _unbeaten_columns(self.problem, merged)
+                # No new one is of use: by induction no larger number of copies is either.
+                if not keep[len(columns) :].any():
+                    break
+                columns = merged.take(keep)
+                if len(columns) > _FEW_COLUMNS:
+                    return None
+                doubled *= 2
         return columns
-    return _joined(_empty_column(problem, profile), columns)
 
+    def _ragged_and_even(self) -> Columns:
+        """One size and a ragged rest, and even splits, of every batch."""
+        limits = self.limits
+        batches = np.arange(max(1, limits.smallest_batch), limits.largest_batch + 1)
+        # Rows of (first size, its copies, second size, its copies), kept only within the limits:
+        # with every count of microbatches at once they would be as many as the square of the batch.
+        kept = []
+        for size in self.sizes:
+            rest = batches % size
+            pairs = np.column_stack([size + 0 * batches, batches // size, rest, rest > 0])
+            kept.append(self._usable_pairs(pairs))
+        counts: list[tuple[np.ndarray, Any]]
+        if self.problem.equal_microbatches:
+            every_count = range(1, limits.largest_batch + 1)
+            counts = [(batches[batches >= count], count) for count in every_count]
+        else:
+            counts = [(batches, -(-batches // size)) for size in self.sizes]
+        for split, count in counts:
+            floor, larger = split // count, split % count
+            pairs = np.column_stack([floor + 1, larger, floor, count - larger])
+            kept.append(self._usable_pairs(pairs))
+        pairs = np.concatenate([np.zeros((0, 4), dtype=np.int64), *kept])
+        columns = self._columns_of_pairs(pairs)
+        if len(columns):
+            rows = np.flatnonzero(_unbeaten_columns(self.problem, columns))
+            columns, pairs = columns.take(rows), pairs[rows]
+        copies = np.zeros((len(columns), self.profile.largest_microbatch_size + 1), dtype=np.int32)
+        every = np.arange(len(columns))
+        np.add.at(copies, (every, pairs[:, 0]), pairs[:, 1])
+        np.add.at(copies, (every, pairs[:, 2]), pairs[:, 3])
+        columns = dataclasses.replace(columns, copies=copies[:, 1:])
+        if limits.smallest_batch > 0:
+            return columns
+        return _joined(self._empty_column(), columns)
 
-def _usable_pairs(
-    problem: Problem, profile: RankProfile, limits: Limits, sizes: list[int], pairs: np.ndarray
-) -> np.ndarray:
-    """The rows of ``pairs`` (rows, 4) that this rank can run within ``limits``."""
-    usable = np.zeros(profile.largest_microbatch_size + 1, dtype=bool)
-    usable[[0, *sizes]] = True
-    # A size without copies counts as size 0.
-    pairs = pairs * np.repeat(pairs[:, 1::2] > 0, 2, axis=1)
-    pairs = pairs[pairs[:, ::2].max(axis=1, initial=0) < len(usable)]
-    pairs = pairs[usable[pairs[:, 0]] & usable[pairs[:, 2]]]
-    return pairs[_within(problem, profile, limits, _columns_of_pairs(problem, profile, pairs))]
+    def _usable_pairs(self, pairs: np.ndarray) -> np.ndarray:
+        """The rows of ``pairs`` (rows, 4) that this rank can run within the limits."""
+        usable = np.zeros(self.profile.largest_microbatch_size + 1, dtype=bool)
+        usable[[0, *self.sizes]] = True
+        # A size without copies counts as size 0.
+        pairs = pairs * np.repeat(pairs[:, 1::2] > 0, 2, axis=1)
+        pairs = pairs[pairs[:, ::2].max(axis=1, initial=0) < len(usable)]
+        pairs = pairs[usable[pairs[:, 0]] & usable[pairs[:, 2]]]
+        return pairs[self._within(self._columns_of_pairs(pairs))]
 
+    def _columns_of_pairs(self, pairs: np.ndarray) -> Columns:
+        """Columns whose ``copies`` are still the pairs."""
+        first, first_copies, second, second_copies = pairs.T
+        curves = np.vstack([np.zeros(3), self.curves.reshape(-1, 3)])
+        peaks = np.r_[0.0, self.peaks]
+        batch = first * first_copies + second * second_copies
+        return Columns(
+            batch,
+            first_copies + second_copies,
+            first_copies[:, None] * curves[first] + second_copies[:, None] * curves[second],
+            self._used_bytes(np.maximum(peaks[first], peaks[second]), batch),
+            pairs,
+            np.full(len(pairs), self.mode_index),
+        )
 
-def _columns_of_pairs(problem: Problem, profile: RankProfile, pairs: np.ndarray) -> Columns:
-    """Columns whose ``copies`` are still the pairs."""
-    first, first_copies, second, second_copies = pairs.T
-    curves = np.vstack([np.zeros(3), _curves(profile)])
-    peaks = np.r_[0.0, profile.compute_bytes]
-    batch = first * first_copies + second * second_copies
-    per_sample = problem.boundary_bytes * problem.units
-    return Columns(
-        batch,
-        first_copies + second_copies,
-        first_copies[:, None] * curves[first] + second_copies[:, None] * curves[second],
-        problem.gathered_bytes + np.maximum(peaks[first], peaks[second]) + per_sample * batch,
-        pairs,
-    )
-
-
-def _curves(profile: RankProfile) -> np.ndarray:
-    return np.array([profile.forward_s, profile.backward_s, profile.tail_s]).T
-
-
-def _within(problem: Problem, profile: RankProfile, limits: Limits, columns: Columns) -> np.ndarray:
-    fits = columns.used_bytes <= profile.capacity_bytes
-    return fits & (step_seconds(problem, columns.times_s, limits.floors_s) <= limits.step_s)
+    def _within(self, columns: Columns) -> np.ndarray:
+        fits = columns.used_bytes <= self.profile.capacity_bytes
+        if self.mode.offload:
+            host = host_bytes(self.problem, 1, self.mode) * columns.batch
+            fits &= host <= self.profile.host_capacity_bytes
+        steps = step_seconds(self.problem, columns.times_s, self.limits.floors_s)
+        return fits & (steps <= self.limits.step_s)
 
 
 def _unbeaten_columns(problem: Problem, columns: Columns) -> np.ndarray:
@@ -301,9 +348,8 @@ def _unbeaten_columns(problem: Problem, columns: Columns) -> np.ndarray:
 
 def _joined(first: Columns, second: Columns) -> Columns:
     return Columns(
-        np.concatenate([first.batch, second.batch]),
-        np.concatenate([first.count, second.count]),
-        np.concatenate([first.times_s, second.times_s]),
-        np.concatenate([first.used_bytes, second.used_bytes]),
-        np.concatenate([first.copies, second.copies]),
+        *(
+            np.concatenate([getattr(first, field.name), getattr(second, field.name)])
+            for field in dataclasses.fields(Columns)
+        )
     )

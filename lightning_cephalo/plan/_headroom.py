@@ -37,6 +37,14 @@ class Headroom:
         """Of all ranks together."""
         return math.fsum(rank.capacity_bytes for rank in self.problem.ranks)
 
+    def least(self, pool: Pool, chosen: np.ndarray) -> float:
+        """The part of its capacity that the fullest rank keeps free once the state is shared."""
+        capacity = np.array([kind.profile.capacity_bytes for kind in self.types])[pool.kind]
+        free = capacity - pool.used_bytes
+        total = float((chosen * free).sum())
+        left = 1 - self.problem.state_bytes / total if total > 0 else 0.0
+        return left * float((free / capacity)[chosen > 0].min())
+
     def most_even(self, pool: Pool, needs: Needs) -> tuple[np.ndarray, Pool] | None:
         """How many ranks run each column of the returned pool (a part of ``pool``); None when
         ``needs`` cannot be met.

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ._columns import RankType, usable_sizes
-from .cost import working_bytes
+from ._remedies import remedies
+from .cost import modes, peak_curve, sample_bytes, working_bytes
 from .errors import InfeasibleError
 from .problem import Problem, RankProfile
 
@@ -29,16 +30,14 @@ def refuse(problem: Problem, types: Sequence[RankType]) -> NoReturn:
     if problem.minimum_microbatch_size > 1:
         options.append(f"minimum_microbatch_size={problem.minimum_microbatch_size}")
     under = f" under {' and '.join(options)}" if options else ""
-    without = f", drop {' or '.join(options)}" if options else ""
+    without = f" Or drop {' or '.join(options)}." if options else ""
     left = _capacity(problem) - _buffers(problem) - problem.state_bytes
-    roomiest = _roomiest(types)
     raise InfeasibleError(
         f"Memory binds: no split of the global batch of {problem.global_batch_size} over "
         f"{len(problem.ranks)} ranks fits{under}. Beside the state "
         f"({_bytes(problem.state_bytes)}) and the gathered buffers ({_bytes(_buffers(problem))}) "
         f"all ranks together have {_bytes(left)} left, and whole samples in whole microbatches "
-        f"need more, in all or on some rank. Lower global_batch_size{without}, or add a rank: one "
-        f"more {roomiest.name!r} brings {_bytes(_room(problem, roomiest))}."
+        f"need more, in all or on some rank. {remedies(problem, types)}{without}"
     )
 
 
@@ -58,7 +57,7 @@ def _refuse_idle(problem: Problem, types: Sequence[RankType]) -> None:
     if not problem.equal_microbatches:
         return
     for kind in types:
-        if not usable_sizes(problem, kind.profile):
+        if not _every_usable_size(problem, kind.profile):
             raise InfeasibleError(
                 f"Samples bind on rank {_members(kind)}: it can take none "
                 f"({_why_none(problem, kind.profile)}), but equal_microbatches=True wants as many "
@@ -89,19 +88,19 @@ def _refuse_samples(problem: Problem, types: Sequence[RankType]) -> None:
             f"Samples bind: no rank can take any of the global batch of {asked} ({reasons}). "
             f"Profile a rank that can, or raise its capacity_bytes."
         )
-    best = max(range(len(types)), key=most.__getitem__)
-    more = math.ceil((asked - total) / most[best])
+    on = ", ".join(
+        f"rank {_members(kind)} {samples:.0f}{' each' if kind.count > 1 else ''}"
+        for kind, samples in zip(types[:8], most, strict=False)
+    )
     raise InfeasibleError(
         f"Samples bind: the global batch is {asked}, but beside the gathered buffers all ranks "
-        f"together have memory for {total:.0f} samples, {asked - total:.0f} too few, even without "
-        f"any state. Lower global_batch_size to {total:.0f} or less, lower boundary_bytes "
-        f"(offload), or add {more} more {types[best].profile.name!r}, {most[best]:.0f} samples "
-        f"each."
+        f"together have memory for {total:.0f} samples ({on}), {asked - total:.0f} too few, even "
+        f"without any state. {remedies(problem, types)}"
     )
 
 
 def _refuse_sizes(problem: Problem, types: Sequence[RankType]) -> None:
-    sizes = sorted({size for kind in types for size in usable_sizes(problem, kind.profile)})
+    sizes = sorted({size for kind in types for size in _every_usable_size(problem, kind.profile)})
     batch = problem.global_batch_size
     if 1 in sizes:
         return
@@ -126,9 +125,6 @@ def _refuse_memory(problem: Problem, types: Sequence[RankType]) -> None:
     # Rounding of a sum of this size must not refuse what fits to the byte: the search decides.
     if math.isinf(capacity) or missing <= 1e-12 * capacity:
         return
-    roomiest = _roomiest(types)
-    room = _room(problem, roomiest)
-    more = f", or add {math.ceil(missing / room)} more {roomiest.name!r}" if room > 0 else ""
     ranks = ", ".join(
         f"rank {_members(kind)} {_bytes(kind.profile.capacity_bytes)}"
         f"{' each' if kind.count > 1 else ''}"
@@ -138,33 +134,45 @@ def _refuse_memory(problem: Problem, types: Sequence[RankType]) -> None:
         f"Memory binds over all {len(problem.ranks)} ranks together: the state needs "
         f"{_bytes(problem.state_bytes)}, the gathered buffers {_bytes(_buffers(problem))}, the "
         f"samples at least {_bytes(samples)}, but the capacity is {_bytes(capacity)} ({ranks}): at "
-        f"least {_bytes(missing)} are missing. Lower global_batch_size, lower boundary_bytes "
-        f"(offload), shrink the state{more}."
+        f"least {_bytes(missing)} are missing. {remedies(problem, types)}"
     )
 
 
 def _least_sample_bytes(problem: Problem, types: Sequence[RankType]) -> float:
     """A bound below what the samples need over all ranks: boundaries, and the smallest peak."""
-    peaks = [
-        kind.profile.compute_bytes[sizes[0] - 1]
+    kinds = [
+        (peak_curve(kind.profile, mode)[sizes[0] - 1], sample_bytes(problem, mode))
         for kind in types
-        if (sizes := usable_sizes(problem, kind.profile))
+        for mode in modes(problem, kind.profile)
+        if (sizes := usable_sizes(problem, kind.profile, mode))
     ]
-    boundaries = problem.boundary_bytes * problem.units * problem.global_batch_size
-    return boundaries + min(peaks, default=0.0)
+    least = min((kept for _, kept in kinds), default=0.0)
+    return least * problem.global_batch_size + min((peak for peak, _ in kinds), default=0.0)
 
 
 def _most_samples(problem: Problem, profile: RankProfile) -> float:
     """Samples that a rank without state could hold; infinite where they need no lasting memory."""
-    sizes = usable_sizes(problem, profile)
-    if not sizes:
-        return 0
-    per_sample = problem.boundary_bytes * problem.units
-    left = _room(problem, profile) - profile.compute_bytes[sizes[0] - 1]
-    if math.isinf(left) or per_sample == 0:
-        return math.inf
-    # The rounding of a division must not refuse a batch that fits to the byte.
-    return math.floor(left / per_sample * (1 + 1e-12))
+    most = 0.0
+    for mode in modes(problem, profile):
+        sizes = usable_sizes(problem, profile, mode)
+        if not sizes:
+            continue
+        per_sample = sample_bytes(problem, mode)
+        left = _room(problem, profile) - peak_curve(profile, mode)[sizes[0] - 1]
+        held = math.inf
+        if per_sample > 0 and not math.isinf(left):
+            held = left / per_sample
+        if mode.offload:
+            held = min(held, profile.host_capacity_bytes / (problem.boundary_bytes * problem.units))
+        # The rounding of a division must not refuse a batch that fits to the byte.
+        most = max(most, held if math.isinf(held) else math.floor(held * (1 + 1e-12)))
+    return most
+
+
+def _every_usable_size(problem: Problem, profile: RankProfile) -> set[int]:
+    return {
+        size for mode in modes(problem, profile) for size in usable_sizes(problem, profile, mode)
+    }
 
 
 def _why_none(problem: Problem, profile: RankProfile) -> str:
@@ -174,7 +182,11 @@ def _why_none(problem: Problem, profile: RankProfile) -> str:
     least = problem.minimum_microbatch_size
     if longest < least:
         return f"profiled up to size {longest}, below minimum_microbatch_size={least}"
-    needed = min(working_bytes(problem, profile, (size,)) for size in range(least, longest + 1))
+    needed = min(
+        working_bytes(problem, profile, (size,), mode)
+        for mode in modes(problem, profile)
+        for size in range(least, longest + 1)
+    )
     return (
         f"one microbatch needs {_bytes(needed)}, its capacity is "
         f"{_bytes(profile.capacity_bytes)}, {_bytes(needed - profile.capacity_bytes)} are missing"
@@ -191,10 +203,6 @@ def _buffers(problem: Problem) -> float:
 
 def _room(problem: Problem, profile: RankProfile) -> float:
     return profile.capacity_bytes - problem.gathered_bytes
-
-
-def _roomiest(types: Sequence[RankType]) -> RankProfile:
-    return max((kind.profile for kind in types), key=lambda profile: profile.capacity_bytes)
 
 
 def _members(kind: RankType) -> str:

@@ -26,12 +26,17 @@ _SCALES = (1.0, 1.001, 1.003, 1.01, 1.03, 1.1, 1.3, 2.0, 5.0)
 _HALVINGS = 3
 _SHARE = 0.7
 _EXACT = 1e-9
+# Plans whose step is longer by no more than this count as equally fast ...
+_EQUAL = 1e-3
+# ... where they leave the fullest rank at least this part of its capacity more.
+_ROOMIER = 1e-3
 
 
 @dataclass(frozen=True)
 class Found:
-    """How many ranks run each column of ``pool``; its step and the bound below all steps, optimizer
-    left out.
+    """How many ranks run each column of ``pool``; the shortest step found and the bound below all
+    steps, what no plan changes left out. The step of the columns chosen may be longer by a
+    thousandth, for headroom.
 
     ``columns`` are those that ``pool`` refers to, per type.
     """
@@ -51,11 +56,57 @@ class Search:
     types: Sequence[RankType]
     deadline: float
 
+    @property
+    def bound_s(self) -> float:
+        """What no plan can beat, without any search."""
+        return time_bounds(self.problem, self.types, first_largest(self.problem, self.types)).step_s
+
     def run(self) -> Found | None:
-        """The optimum, or the best found in time; None when there is no plan.
+        """The optimum, or the best found in time, with the most headroom among its equals; None
+        when there is no plan.
 
         Raises SolverError when time is up without any plan.
         """
+        found = self._fastest()
+        if found is None or found.step_s > found.bound_s * (1 + _EXACT):
+            return found
+        return self._roomiest(found)
+
+    def _roomiest(self, fastest: Found) -> Found:
+        """Of the plans within a thousandth of the fastest, the one that leaves the fullest rank the
+        most room. The thousandth is spent on all phases alike, or on one of them.
+        """
+        headroom = Headroom(self.problem, self.types, self.deadline)
+        if math.isinf(headroom.capacity_bytes):
+            return fastest
+        limit_s = fastest.step_s * (1 + _EQUAL)
+        bounds = self._wider(
+            time_bounds(self.problem, self.types, first_largest(self.problem, self.types)), limit_s
+        )
+        equals = _Round(self, bounds, limit_s)
+        used = fastest.pool.take(fastest.chosen > 0)
+        slowest = np.maximum(used.times_s.max(axis=0), bounds.floors_s)
+        scales = np.array([self.problem.units, self.problem.units, 1.0])
+        alone = np.diag(fastest.step_s * _EQUAL / scales)
+        seen = {len(equals.inside(slowest))}
+        best, room = fastest, headroom.least(fastest.pool, fastest.chosen)
+        for extra in (slowest * _EQUAL, *alone):
+            rows = equals.inside(slowest + extra)
+            if len(rows) in seen or time.perf_counter() > self.deadline:
+                continue
+            seen.add(len(rows))
+            even = headroom.most_even(equals.pool.take(rows), equals.strict)
+            if even is None:
+                continue
+            chosen, reached = even
+            if headroom.least(reached, chosen) > room + _ROOMIER:
+                room = headroom.least(reached, chosen)
+                best = dataclasses.replace(
+                    fastest, pool=reached, chosen=chosen, columns=equals.columns
+                )
+        return best
+
+    def _fastest(self) -> Found | None:
         bounds = time_bounds(self.problem, self.types, first_largest(self.problem, self.types))
         if math.isinf(bounds.step_s):
             bounds = self._wider(bounds, math.inf)
@@ -131,18 +182,8 @@ class _Round:
         pool, floors = self.pool, np.array(self.bounds.floors_s)
         if not all_types_in(pool):
             return None
-        budget = self.headroom.capacity_bytes - self.problem.state_bytes
-        worst = sum(
-            ranks * float(pool.used_bytes[pool.kind == kind].max())
-            for kind, ranks in enumerate(pool.ranks.tolist())
-        )
-        shared = worst > budget
-        strict = Needs(
-            batch=self.problem.global_batch_size,
-            exact=True,
-            used_bytes=budget if shared else math.inf,
-            equal_counts=self.problem.equal_microbatches,
-        )
+        strict = self.strict
+        shared = math.isfinite(strict.used_bytes)
         loose = dataclasses.replace(strict, exact=False)
         known = None
         raised = raised_floors(pool, strict, floors) if shared else floors
@@ -165,6 +206,25 @@ class _Round:
             if settled:
                 return found
         return self._fastest(pool, strict, strict, floors, known)[1]
+
+    @property
+    def strict(self) -> Needs:
+        """All that a plan must meet; the memory that all share only where it can bind."""
+        budget = self.headroom.capacity_bytes - self.problem.state_bytes
+        worst = sum(
+            ranks * float(self.pool.used_bytes[self.pool.kind == kind].max())
+            for kind, ranks in enumerate(self.pool.ranks.tolist())
+        )
+        return Needs(
+            batch=self.problem.global_batch_size,
+            exact=True,
+            used_bytes=budget if worst > budget else math.inf,
+            equal_counts=self.problem.equal_microbatches,
+        )
+
+    def inside(self, slowest_s: np.ndarray) -> np.ndarray:
+        """Indices of the columns that are no slower than this in any phase."""
+        return np.flatnonzero((self.pool.times_s <= slowest_s * (1 + 1e-12)).all(axis=1))
 
     def _fastest(
         self,

@@ -4,11 +4,17 @@ simulator.
 A gather is a rendezvous: every rank waits there for the slowest. So per unit and pass the slowest
 rank counts, and forward, backward and tail each have their own slowest (DESIGN, "Step time")::
 
-    T = U * (max(G, max_i F_i) + max(G + R, max_i B_i)) + max_i tail_i + optimizer + overhead
+    T = U * (max(G, max_i F_i) + max(G + R, max_i B_i)) + max_i tail_i
+        + root gather + root reduce + optimizer + overhead
 
-with F_i, B_i, tail_i the sums over rank i's microbatches. A rank holds its share of the state, the
-gathered buffers, the peak of its largest microbatch, and one boundary per unit for every sample of
-its batch.
+with F_i, B_i, tail_i the sums over rank i's microbatches. The maxima are the overlap: the next unit
+is gathered, and the last one reduced, while this one computes. G and R are those of uneven shards,
+or of even ones where all ranks hold equal shares.
+
+A rank holds its share of the state, the gathered buffers, the peak of its largest microbatch, and
+one boundary per unit for every sample of its batch, or of two units where it offloads them: the one
+in use and the one on its way. Copies run beside the compute, so a rank that offloads needs at least
+the time of its copies.
 """
 
 from __future__ import annotations
@@ -21,17 +27,21 @@ from .errors import PlanError
 from .plan import RankPlan
 from .problem import Problem, RankProfile
 
+_UNITS_ON_DEVICE = 2
+_EVEN = 1e-9
+
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """What one rank does in a step: seconds per unit (tail: per step) over its microbatches, and
-    its peak bytes.
+    """What one rank does in a step: seconds per unit (tail: per step) over its microbatches, its
+    peak bytes, and its bytes of host memory.
     """
 
     forward_s: float
     backward_s: float
     tail_s: float
     memory_bytes: float
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,26 @@ class StepPrediction:
 
     step_s: float
     ranks: tuple[RankPrediction, ...]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a rank treats activations; the defaults are those of ``RankPlan``."""
+
+    recompute: bool | None = None
+    offload: bool = False
+
+
+PLAIN = Mode()
+
+
+def modes(problem: Problem, profile: RankProfile) -> tuple[Mode, ...]:
+    """The modes that a rank may choose between; the fastest on the device comes first."""
+    found = [Mode(recompute=False), Mode(recompute=True)] if profile.kept_backward_s else [PLAIN]
+    boundaries = problem.boundary_bytes * problem.units
+    if profile.host_capacity_bytes > 0 and boundaries > 0:
+        found.append(Mode(found[-1].recompute, offload=True))
+    return tuple(found)
 
 
 def predict(problem: Problem, ranks: Sequence[RankPlan]) -> StepPrediction:
@@ -51,7 +81,8 @@ def predict(problem: Problem, ranks: Sequence[RankPlan]) -> StepPrediction:
         ranks: one :class:`RankPlan` per rank of the problem, in rank order; ``plan.ranks`` will do.
 
     Raises:
-        PlanError: another number of ranks, or a microbatch size that was not profiled.
+        PlanError: another number of ranks, a microbatch size that was not profiled, or a mode that
+            the rank's profile does not know.
     """
     if len(ranks) != len(problem.ranks):
         raise PlanError(
@@ -60,48 +91,127 @@ def predict(problem: Problem, ranks: Sequence[RankPlan]) -> StepPrediction:
         )
     predictions = []
     for index, (profile, rank) in enumerate(zip(problem.ranks, ranks, strict=True)):
+        where = f"rank {index} ({profile.name!r})"
         for size in rank.microbatch_sizes:
             if size > profile.largest_microbatch_size:
                 raise PlanError(
-                    f"rank {index} ({profile.name!r}): microbatch size {size} was not profiled, "
+                    f"{where}: microbatch size {size} was not profiled, "
                     f"the largest is {profile.largest_microbatch_size}. "
                     f"Use smaller microbatches or profile larger ones."
                 )
-        work = rank_work(profile, rank.microbatch_sizes)
+        if rank.recompute is False and not profile.kept_backward_s:
+            raise PlanError(
+                f"{where}: the plan says recompute: false, but the profile has no "
+                f"kept_backward_s. Profile it, or leave recompute out of the plan."
+            )
+        mode = Mode(rank.recompute, rank.offload)
+        work = rank_work(problem, profile, rank.microbatch_sizes, mode)
         held = rank.state_fraction * problem.state_bytes
-        memory = held + working_bytes(problem, profile, rank.microbatch_sizes)
-        predictions.append(RankPrediction(*work, memory_bytes=memory))
+        memory = held + working_bytes(problem, profile, rank.microbatch_sizes, mode)
+        host = host_bytes(problem, sum(rank.microbatch_sizes), mode)
+        predictions.append(RankPrediction(*work, memory_bytes=memory, host_bytes=host))
     step_s = step_time(
         problem,
         max(rank.forward_s for rank in predictions),
         max(rank.backward_s for rank in predictions),
         max(rank.tail_s for rank in predictions),
+        even=shares_are_even([rank.state_fraction for rank in ranks]),
     )
     return StepPrediction(step_s=step_s, ranks=tuple(predictions))
 
 
-def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: float) -> float:
+def step_time(
+    problem: Problem, forward_s: float, backward_s: float, tail_s: float, *, even: bool = False
+) -> float:
     """Seconds of a step whose slowest rank needs ``forward_s`` and ``backward_s`` per unit and
-    ``tail_s`` once.
+    ``tail_s`` once; ``even`` where all ranks hold equal shares of the state.
     """
-    forward = max(problem.gather_s, forward_s)
-    backward = max(problem.gather_s + problem.reduce_s, backward_s)
-    beside = problem.optimizer_s + problem.step_overhead_s
-    return problem.units * (forward + backward) + tail_s + beside
+    gather_s, reduce_s = collective_times(problem, even=even)
+    forward = max(gather_s, forward_s)
+    backward = max(gather_s + reduce_s, backward_s)
+    return problem.units * (forward + backward) + tail_s + fixed_time(problem)
 
 
-def rank_work(profile: RankProfile, microbatch_sizes: Sequence[int]) -> tuple[float, float, float]:
+def fixed_time(problem: Problem) -> float:
+    """Seconds of a step that no plan changes."""
+    root = problem.root_gather_s + problem.root_reduce_s
+    return root + problem.optimizer_s + problem.step_overhead_s
+
+
+def collective_times(problem: Problem, *, even: bool) -> tuple[float, float]:
+    """Seconds of gathering and of reducing one unit."""
+    if not even:
+        return problem.gather_s, problem.reduce_s
+    # What moves uneven shares moves even ones as well: these never cost more.
+    gather_s, reduce_s = (
+        uneven_s if even_s is None else min(even_s, uneven_s)
+        for even_s, uneven_s in (
+            (problem.even_gather_s, problem.gather_s),
+            (problem.even_reduce_s, problem.reduce_s),
+        )
+    )
+    return gather_s, reduce_s
+
+
+def shares_are_even(state_fractions: Sequence[float]) -> bool:
+    """Whether all ranks hold equal shares of the state."""
+    return max(state_fractions) - min(state_fractions) <= _EVEN
+
+
+def rank_work(
+    problem: Problem,
+    profile: RankProfile,
+    microbatch_sizes: Sequence[int],
+    mode: Mode = PLAIN,
+) -> tuple[float, float, float]:
     """Seconds of one unit's forward and backward, and of the tail, over all microbatches."""
     forward, backward, tail = (
         # fsum is exact, so that the order of the microbatches cannot change a figure.
         math.fsum(curve[size - 1] for size in microbatch_sizes)
-        for curve in (profile.forward_s, profile.backward_s, profile.tail_s)
+        for curve in time_curves(profile, mode)
     )
-    return forward, backward, tail
+    copy = copy_time(problem, profile, sum(microbatch_sizes), mode)
+    return max(forward, copy), max(backward, copy), tail
 
 
-def working_bytes(problem: Problem, profile: RankProfile, microbatch_sizes: Sequence[int]) -> float:
+def time_curves(profile: RankProfile, mode: Mode) -> tuple[tuple[float, ...], ...]:
+    """The curves of forward, backward and tail in this mode."""
+    backward = profile.kept_backward_s if mode.recompute is False else profile.backward_s
+    return profile.forward_s, backward, profile.tail_s
+
+
+def peak_curve(profile: RankProfile, mode: Mode) -> tuple[float, ...]:
+    """The curve of the bytes beside the state in this mode."""
+    return profile.kept_compute_bytes if mode.recompute is False else profile.compute_bytes
+
+
+def copy_time(problem: Problem, profile: RankProfile, samples: int, mode: Mode) -> float:
+    """Seconds of copying one unit's boundaries in one direction; 0 where they stay."""
+    if not mode.offload:
+        return 0.0
+    return samples * problem.boundary_bytes / profile.offload_bytes_per_s
+
+
+def sample_bytes(problem: Problem, mode: Mode) -> float:
+    """Bytes on the device that every sample of a rank's batch keeps until its backward."""
+    units = min(problem.units, _UNITS_ON_DEVICE) if mode.offload else problem.units
+    kept = problem.kept_bytes * problem.units if mode.recompute is False else 0.0
+    return problem.boundary_bytes * units + kept
+
+
+def working_bytes(
+    problem: Problem,
+    profile: RankProfile,
+    microbatch_sizes: Sequence[int],
+    mode: Mode = PLAIN,
+) -> float:
     """Bytes of a rank beside its share of the state."""
-    peak = max((profile.compute_bytes[size - 1] for size in microbatch_sizes), default=0.0)
-    boundaries = problem.boundary_bytes * problem.units * sum(microbatch_sizes)
-    return problem.gathered_bytes + peak + boundaries
+    curve = peak_curve(profile, mode)
+    peak = max((curve[size - 1] for size in microbatch_sizes), default=0.0)
+    kept = sample_bytes(problem, mode) * sum(microbatch_sizes)
+    return problem.gathered_bytes + peak + kept
+
+
+def host_bytes(problem: Problem, samples: int, mode: Mode) -> float:
+    """Bytes of host memory that a rank's offloaded boundaries take."""
+    return problem.boundary_bytes * problem.units * samples if mode.offload else 0.0

@@ -17,6 +17,7 @@ from . import _fields, _files
 from .errors import PlanError
 
 _FRACTION_TOLERANCE = 1e-6
+_PREDICTED = ("forward_s", "backward_s", "tail_s", "memory_bytes", "capacity_bytes", "host_bytes")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class RankPlan:
         tail_s: predicted time of the root over this rank's microbatches, forward and backward.
         memory_bytes: predicted peak of this rank, state included.
         capacity_bytes: what the plan was allowed to use.
+        recompute: whether this rank recomputes activations inside units; None: as the strategy
+            says.
+        offload: whether this rank moves boundary activations to host memory.
+        host_bytes: predicted host memory of what is offloaded.
 
     Raises:
         PlanError: a field is not what is expected; the message names it.
@@ -46,6 +51,9 @@ class RankPlan:
     tail_s: float | None = None
     memory_bytes: float | None = None
     capacity_bytes: float | None = None
+    recompute: bool | None = None
+    offload: bool = False
+    host_bytes: float | None = None
 
     def __post_init__(self) -> None:
         _fields.text("RankPlan.name", self.name)
@@ -65,9 +73,14 @@ class RankPlan:
                 f"but got {self.state_fraction!r}. Write 0.75, not 75."
             )
         object.__setattr__(self, "state_fraction", fraction)
-        for name in ("forward_s", "backward_s", "tail_s", "memory_bytes"):
+        for name in ("forward_s", "backward_s", "tail_s", "memory_bytes", "host_bytes"):
             value = _fields.optional_real(f"{where}{name}", getattr(self, name))
             object.__setattr__(self, name, value)
+        for name, others in (("recompute", (None,)), ("offload", ())):
+            if not isinstance(getattr(self, name), bool) and getattr(self, name) not in others:
+                raise PlanError(
+                    f"{where}{name}: expected true or false, but got {getattr(self, name)!r}."
+                )
         capacity = _fields.optional_real(
             f"{where}capacity_bytes", self.capacity_bytes, above_minimum=True, infinite=True
         )
@@ -83,10 +96,14 @@ class RankPlan:
         data: dict[str, Any] = {"name": self.name} if self.name else {}
         data["microbatch_sizes"] = list(self.microbatch_sizes)
         data["state_fraction"] = self.state_fraction
-        for name in ("forward_s", "backward_s", "tail_s", "memory_bytes", "capacity_bytes"):
+        for name in _PREDICTED:
             value = getattr(self, name)
             if value is not None:
                 data[name] = "inf" if math.isinf(value) else value
+        if self.recompute is not None:
+            data["recompute"] = self.recompute
+        if self.offload:
+            data["offload"] = True
         return data
 
     @classmethod

@@ -17,6 +17,7 @@ from . import _fields, _files
 from .errors import PlanError
 
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
+_KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class RankProfile:
             together.
         compute_bytes: peak beside the state while a microbatch of that size runs.
         capacity_bytes: what this rank may hold in all; ``math.inf`` for no limit.
+        kept_backward_s: ``backward_s`` when activations inside the unit are kept instead of
+            recomputed. Empty: recomputation is not this rank's to choose. Given, the plan says
+            which, and ``backward_s`` and ``compute_bytes`` are those with recomputation.
+        kept_compute_bytes: ``compute_bytes`` beside ``kept_bytes`` of the problem, likewise.
+        host_capacity_bytes: host memory for boundary activations; 0: they stay on the device.
+        offload_bytes_per_s: rate of copies between device and host, each way.
 
     Raises:
         PlanError: NaN, infinite or negative entries, curves of different lengths, no capacity.
@@ -47,11 +54,16 @@ class RankProfile:
     tail_s: tuple[float, ...]
     compute_bytes: tuple[float, ...]
     capacity_bytes: float
+    _: KW_ONLY
+    kept_backward_s: tuple[float, ...] = ()
+    kept_compute_bytes: tuple[float, ...] = ()
+    host_capacity_bytes: float = 0.0
+    offload_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
         _fields.text("RankProfile.name", self.name)
         where = f"rank {self.name!r}"
-        for curve in _CURVES:
+        for curve in (*_CURVES, *_KEPT_CURVES):
             field = f"{where}: {curve}"
             entries = _fields.items(field, getattr(self, curve), of="numbers")
             checked = tuple(
@@ -59,17 +71,29 @@ class RankProfile:
                 for size, entry in enumerate(entries, start=1)
             )
             object.__setattr__(self, curve, checked)
-        lengths = {curve: len(getattr(self, curve)) for curve in _CURVES}
+        kept = _KEPT_CURVES if self.kept_backward_s or self.kept_compute_bytes else ()
+        lengths = {curve: len(getattr(self, curve)) for curve in (*_CURVES, *kept)}
         if len(set(lengths.values())) > 1:
             came = ", ".join(f"{curve} {length}" for curve, length in lengths.items())
             raise PlanError(
                 f"{where}: expected one entry per microbatch size in every curve, "
-                f"but got lengths {came}. Profile the same sizes for all four."
+                f"but got lengths {came}. Profile the same sizes for all."
             )
         capacity = _fields.real(
             f"{where}: capacity_bytes", self.capacity_bytes, above_minimum=True, infinite=True
         )
         object.__setattr__(self, "capacity_bytes", capacity)
+        host = _fields.real(
+            f"{where}: host_capacity_bytes", self.host_capacity_bytes, infinite=True
+        )
+        object.__setattr__(self, "host_capacity_bytes", host)
+        rate = _fields.real(
+            f"{where}: offload_bytes_per_s",
+            self.offload_bytes_per_s,
+            above_minimum=True,
+            infinite=True,
+        )
+        object.__setattr__(self, "offload_bytes_per_s", rate)
 
     @property
     def largest_microbatch_size(self) -> int:
@@ -77,18 +101,33 @@ class RankProfile:
         return len(self.forward_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for YAML and JSON; an infinite capacity becomes ``"inf"``."""
-        data = dataclasses.asdict(self)
-        data.update({curve: list(data[curve]) for curve in _CURVES})
-        if math.isinf(self.capacity_bytes):
-            data["capacity_bytes"] = "inf"
+        """Plain lists and numbers, for YAML and JSON; infinities become ``"inf"``, and options
+        that the rank does not have are left out.
+        """
+        data = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
+        }
+        for name, value in data.items():
+            if isinstance(value, tuple):
+                data[name] = list(value)
+            elif isinstance(value, float) and math.isinf(value):
+                data[name] = "inf"
         return data
 
     @classmethod
     def from_dict(cls, data: Any, *, where: str = "rank profile") -> RankProfile:
         """Inverse of :meth:`to_dict`. Raises PlanError on unknown or missing keys."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**_fields.mapping(where, data, known=names, required=names))
+        fields = dataclasses.fields(cls)
+        return cls(
+            **_fields.mapping(
+                where,
+                data,
+                known=[field.name for field in fields],
+                required=[field.name for field in fields if field.default is dataclasses.MISSING],
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -99,8 +138,8 @@ class Problem:
     Args:
         ranks: one :class:`RankProfile` per rank, in rank order.
         units: how many repeated units the model has.
-        gather_s: time to gather one unit's parameters.
-        reduce_s: time to reduce one unit's gradients.
+        gather_s: time to gather one unit's parameters from uneven shards.
+        reduce_s: time to reduce one unit's gradients into uneven shards.
         state_bytes: parameters, gradients and optimizer state of the whole model, all of it
             sharded.
         global_batch_size: samples of one step, over all ranks.
@@ -113,6 +152,11 @@ class Problem:
         equal_microbatches: every rank runs the same number of microbatches (modules with
             collectives of their own).
         step_overhead_s: what a step costs beside all of this.
+        even_gather_s: ``gather_s`` when all ranks hold equal shares; None: the same.
+        even_reduce_s: ``reduce_s`` when all ranks hold equal shares; None: the same.
+        root_gather_s: gather of the root unit, before anything is computed.
+        root_reduce_s: reduce of the root unit, after everything.
+        kept_bytes: kept per sample and unit, beside the boundary, on ranks that do not recompute.
 
     Raises:
         PlanError: a field is not what is expected; the message names it.
@@ -131,6 +175,11 @@ class Problem:
     minimum_microbatch_size: int = 1
     equal_microbatches: bool = False
     step_overhead_s: float = 0.0
+    even_gather_s: float | None = None
+    even_reduce_s: float | None = None
+    root_gather_s: float = 0.0
+    root_reduce_s: float = 0.0
+    kept_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         ranks = _fields.items("Problem.ranks", self.ranks, of="RankProfile")
@@ -154,8 +203,14 @@ class Problem:
             "optimizer_s",
             "gathered_bytes",
             "step_overhead_s",
+            "root_gather_s",
+            "root_reduce_s",
+            "kept_bytes",
         ):
             object.__setattr__(self, name, _fields.real(f"Problem.{name}", getattr(self, name)))
+        for name in ("even_gather_s", "even_reduce_s"):
+            even_s = _fields.optional_real(f"Problem.{name}", getattr(self, name))
+            object.__setattr__(self, name, even_s)
         if not isinstance(self.equal_microbatches, bool):
             raise PlanError(
                 f"Problem.equal_microbatches: expected True or False, "
@@ -163,8 +218,12 @@ class Problem:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for YAML and JSON."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Plain lists and numbers, for YAML and JSON; what is None is left out."""
+        data = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) is not None
+        }
         data["ranks"] = [rank.to_dict() for rank in self.ranks]
         return data
 

@@ -2,14 +2,18 @@
 state shared last.
 
 1. Bounds below the step time without a solver (``_bounds``), which also say how large a rank's
-batch can get. 2. Columns (``_columns``): how one rank of a type may run a batch, within a limit on
-the step time. 3. ``fastest``: choose columns for all ranks. First with *at least* the global batch,
-where a column with fewer samples
-   and no less cost is of no use: few columns remain, and the optimum is a bound. Only if the exact
-   batch cannot be had within the three slowest times found (curves that fall with size), again with
-   the exact batch.
-4. ``cheapest``: within those slowest times, the exact batch with the most even memory headroom.
+   batch can get.
+2. Columns (``_columns``): how one rank of a type may run a batch, within a limit on the step time.
+3. ``fastest``: choose columns for all ranks. First with *at least* the global batch, where a column
+   with fewer samples and no less cost is of no use: few columns remain, and the optimum is a bound.
+   Only if the exact batch cannot be had within the three slowest times found (curves that fall with
+   size), again with the exact batch.
+4. ``cheapest``: within those slowest times, stretched by a thousandth, the exact batch with the
+   most even memory headroom (``_headroom``).
 5. The state in proportion to what memory is then free (``_state``).
+
+Where even shares travel faster than uneven ones, all of this is done a second time with an equal
+share of the state on every rank, and the faster plan is taken.
 
 The limit of step 2 starts just above the bound and is raised until the optimum lies within it, so
 that what it cuts off is provably slower.
@@ -17,8 +21,11 @@ that what it cuts off is provably slower.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,8 +34,16 @@ from ._columns import RankType, group_types
 from ._infeasible import refuse, refuse_early
 from ._search import Found, Search
 from ._state import share_state
-from .cost import predict, working_bytes
-from .errors import PlanError
+from .cost import (
+    PLAIN,
+    Mode,
+    collective_times,
+    fixed_time,
+    modes,
+    predict,
+    working_bytes,
+)
+from .errors import PlanError, SolverError
 from .plan import Plan, RankPlan
 from .problem import Problem
 
@@ -39,7 +54,8 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
     """The plan with the shortest step: the global batch exactly, every rank within its capacity.
 
     Decides for every rank its microbatch sizes and their number (none is allowed: a rank that only
-    holds state) and its share of the state. Of the plans with that step time, one with even memory
+    holds state), whether it recomputes and offloads where its profile leaves that open, and its
+    share of the state. Of the plans within a thousandth of that step time, one with even memory
     headroom is taken, and every rank gives the same part of its free memory to state. While the
     combinations are few, microbatches of a rank may be of any sizes; otherwise of one size with a
     ragged last one, or an even split. The optimum, and ``bound_s``, are among those.
@@ -49,8 +65,8 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
         time_limit_s: after this long, the best plan so far is returned with its gap.
 
     Returns:
-        The plan, with every prediction filled in by :func:`~lightning_cephalo.plan.predict`, and
-        ``gap`` 0 when it is proven the fastest.
+        The plan, with every prediction filled in by :func:`~lightning_cephalo.plan.predict`;
+        ``gap`` is 0 when ``bound_s`` is proven to be the fastest step there is.
 
     Raises:
         InfeasibleError: there is no plan; the message says which resource binds and what would
@@ -62,62 +78,127 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
     if not isinstance(problem, Problem):
         raise PlanError(f"solve: expected a Problem, but got {_fields.shortened(problem)}.")
     limit = _fields.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
+    deadline = started + limit
     types = group_types(problem)
     refuse_early(problem, types)
-    found = Search(problem, types, started + limit).run()
-    if found is None:
+    best, bound_s = None, math.inf
+    for variant in _variants(problem):
+        kinds = group_types(variant.problem)
+        search = Search(variant.problem, kinds, deadline)
+        try:
+            found = search.run()
+        except SolverError:
+            if best is None:
+                raise
+            bound_s = min(bound_s, search.bound_s)
+            continue
+        if found is None:
+            continue
+        bound_s = min(bound_s, found.bound_s)
+        if best is None or found.step_s < best.found.step_s:
+            best = _Best(variant, kinds, found)
+    if best is None:
         refuse(problem, types)
-    return _as_plan(problem, types, found, started)
+    return _as_plan(problem, best, bound_s, started)
 
 
-def _as_plan(
-    problem: Problem,
-    types: Sequence[RankType],
-    found: Found,
-    started: float,
-) -> Plan:
-    sizes: list[tuple[int, ...]] = [()] * len(problem.ranks)
-    for index, kind in enumerate(types):
+@dataclass(frozen=True)
+class _Variant:
+    """A problem to search; with ``even``, one without state whose ranks have lost an equal share of
+    it from their capacity.
+    """
+
+    problem: Problem
+    even: bool
+
+
+@dataclass(frozen=True)
+class _Best:
+    """What was found for a variant with these types of ranks."""
+
+    variant: _Variant
+    types: Sequence[RankType]
+    found: Found
+
+
+def _variants(problem: Problem) -> list[_Variant]:
+    variants = [_Variant(problem, even=False)]
+    gather_s, reduce_s = collective_times(problem, even=True)
+    share = problem.state_bytes / len(problem.ranks)
+    fits = all(share < rank.capacity_bytes for rank in problem.ranks)
+    if fits and (gather_s < problem.gather_s or reduce_s < problem.reduce_s):
+        ranks = tuple(
+            dataclasses.replace(rank, capacity_bytes=rank.capacity_bytes - share)
+            for rank in problem.ranks
+        )
+        even = dataclasses.replace(
+            problem, ranks=ranks, state_bytes=0.0, gather_s=gather_s, reduce_s=reduce_s
+        )
+        variants.append(_Variant(even, even=True))
+    return variants
+
+
+def _as_plan(problem: Problem, best: _Best, bound_s: float, started: float) -> Plan:
+    found = best.found
+    runs: list[tuple[tuple[int, ...], Mode]] = [((), PLAIN)] * len(problem.ranks)
+    for index, kind in enumerate(best.types):
         rows = np.flatnonzero((found.pool.kind == index) & (found.chosen > 0))
         rows = rows[np.lexsort((found.pool.count[rows], -found.pool.batch[rows]))]
         members = iter(kind.members)
+        known = modes(problem, kind.profile)
         for row in rows:
-            run = found.columns[index].sizes(int(found.pool.row[row]))
+            place = int(found.pool.row[row])
+            columns = found.columns[index]
+            run = (columns.sizes(place), known[int(columns.mode[place])])
             for _ in range(int(found.chosen[row])):
-                sizes[next(members)] = run
-    used = [
-        working_bytes(problem, profile, run)
-        for profile, run in zip(problem.ranks, sizes, strict=True)
+                runs[next(members)] = run
+    if best.variant.even:
+        fractions: tuple[float, ...] = (1 / len(runs),) * len(runs)
+    else:
+        used = [
+            working_bytes(problem, profile, sizes, mode)
+            for profile, (sizes, mode) in zip(problem.ranks, runs, strict=True)
+        ]
+        capacities = [profile.capacity_bytes for profile in problem.ranks]
+        fractions = share_state(problem.state_bytes, used, capacities)
+    bare = [
+        RankPlan(sizes, fraction, recompute=mode.recompute, offload=mode.offload)
+        for (sizes, mode), fraction in zip(runs, fractions, strict=True)
     ]
-    fractions = share_state(
-        problem.state_bytes, used, [profile.capacity_bytes for profile in problem.ranks]
+    gap = (found.step_s - bound_s) / found.step_s if found.step_s > bound_s else 0.0
+    plan = priced(problem, bare, backend="cvxpy/HiGHS")
+    assert plan.step_s is not None
+    return dataclasses.replace(
+        plan,
+        bound_s=min(bound_s + fixed_time(problem), plan.step_s),
+        gap=0.0 if gap <= _EXACT else gap,
+        solve_s=time.perf_counter() - started,
     )
-    bare = [RankPlan(run, fraction) for run, fraction in zip(sizes, fractions, strict=True)]
-    prediction = predict(problem, bare)
-    ranks = tuple(
-        RankPlan(
-            run,
-            fraction,
+
+
+def priced(problem: Problem, ranks: Sequence[RankPlan], *, backend: str) -> Plan:
+    """A plan of these parts, with every prediction filled in.
+
+    Args:
+        problem: what there is.
+        ranks: microbatches, fractions and modes, in rank order.
+        backend: what chose them.
+
+    Raises:
+        PlanError: as :func:`~lightning_cephalo.plan.predict` and :class:`Plan` do.
+    """
+    prediction = predict(problem, ranks)
+    filled = tuple(
+        dataclasses.replace(
+            rank,
             name=profile.name,
             forward_s=part.forward_s,
             backward_s=part.backward_s,
             tail_s=part.tail_s,
             memory_bytes=part.memory_bytes,
             capacity_bytes=profile.capacity_bytes,
+            host_bytes=part.host_bytes if rank.offload else None,
         )
-        for run, fraction, profile, part in zip(
-            sizes, fractions, problem.ranks, prediction.ranks, strict=True
-        )
+        for rank, profile, part in zip(ranks, problem.ranks, prediction.ranks, strict=True)
     )
-    beside = problem.optimizer_s + problem.step_overhead_s
-    step = prediction.step_s
-    gap = (found.step_s - found.bound_s) / found.step_s if found.step_s > 0 else 0.0
-    gap = 0.0 if gap <= _EXACT else gap
-    return Plan(
-        ranks,
-        step_s=step,
-        bound_s=min(found.bound_s + beside, step) if gap else step,
-        gap=gap,
-        solve_s=time.perf_counter() - started,
-        backend="cvxpy/HiGHS",
-    )
+    return Plan(filled, step_s=prediction.step_s, backend=backend)

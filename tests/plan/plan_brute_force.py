@@ -6,7 +6,16 @@ import itertools
 import math
 
 from lightning_cephalo.plan import Problem, RankProfile
-from lightning_cephalo.plan.cost import rank_work, step_time, working_bytes
+from lightning_cephalo.plan.cost import (
+    Mode,
+    host_bytes,
+    modes,
+    rank_work,
+    step_time,
+    working_bytes,
+)
+
+Way = tuple[tuple[int, ...], Mode]
 
 
 def partitions(total: int, sizes: list[int]) -> list[tuple[int, ...]]:
@@ -25,18 +34,20 @@ def least_step(problem: Problem) -> float | None:
     """The shortest step of any feasible plan, or None when there is none."""
     batch = problem.global_batch_size
 
-    def runs(profile: RankProfile) -> dict[int, list[tuple[int, ...]]]:
+    def ways(profile: RankProfile) -> dict[int, list[Way]]:
         sizes = list(range(problem.minimum_microbatch_size, profile.largest_microbatch_size + 1))
         return {
             own: [
-                run
+                (run, mode)
                 for run in partitions(own, sizes)
-                if working_bytes(problem, profile, run) <= profile.capacity_bytes
+                for mode in modes(problem, profile)
+                if working_bytes(problem, profile, run, mode) <= profile.capacity_bytes
+                and host_bytes(problem, own, mode) <= profile.host_capacity_bytes
             ]
             for own in range(batch + 1)
         }
 
-    options = [runs(profile) for profile in problem.ranks]
+    options = [ways(profile) for profile in problem.ranks]
     best = None
     for split in itertools.product(range(batch + 1), repeat=len(options)):
         if sum(split) != batch:
@@ -44,17 +55,21 @@ def least_step(problem: Problem) -> float | None:
         for choice in itertools.product(
             *(own[part] for own, part in zip(options, split, strict=True))
         ):
-            if problem.equal_microbatches and len({len(run) for run in choice}) > 1:
+            if problem.equal_microbatches and len({len(run) for run, _ in choice}) > 1:
                 continue
-            room = math.fsum(
-                profile.capacity_bytes - working_bytes(problem, profile, run)
-                for profile, run in zip(problem.ranks, choice, strict=True)
-            )
-            if room < problem.state_bytes:
-                continue
-            work = [
-                rank_work(profile, run) for profile, run in zip(problem.ranks, choice, strict=True)
+            left = [
+                profile.capacity_bytes - working_bytes(problem, profile, run, mode)
+                for profile, (run, mode) in zip(problem.ranks, choice, strict=True)
             ]
-            step = step_time(problem, *(max(part) for part in zip(*work, strict=True)))
-            best = step if best is None else min(best, step)
+            work = [
+                rank_work(problem, profile, run, mode)
+                for profile, (run, mode) in zip(problem.ranks, choice, strict=True)
+            ]
+            slowest = [max(part) for part in zip(*work, strict=True)]
+            steps = []
+            if math.fsum(left) >= problem.state_bytes:
+                steps.append(step_time(problem, *slowest))
+            if min(left) >= problem.state_bytes / len(left):
+                steps.append(step_time(problem, *slowest, even=True))
+            best = min([*steps, *([] if best is None else [best])], default=None)
     return best
