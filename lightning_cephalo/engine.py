@@ -81,6 +81,7 @@ class Engine:
         context = ShardingContext(
             device, default_mesh(device.type), groups.gather, groups.reduce, compute_dtype
         )
+        self.fractions = tuple(fractions)
         divider = Divider(fractions)
         self.units: list[Unit] = []
         members_of_units = find_units(module, units.types, units.names)
@@ -142,6 +143,7 @@ class Engine:
     def change_fractions(self, fractions: Sequence[float]) -> None:
         """Move the shards to other fractions; collective; before optimizers are made."""
         self.runner.reshard()
+        self.fractions = tuple(fractions)
         divider = Divider(fractions)
         for unit in self.units:
             unit.change_fractions(divider)

@@ -155,6 +155,9 @@ def prepare(
 def _preparation(
     engine: Engine, plan: Plan, layouts: Sequence[BatchLayout], loaders: Loaders, rank: int
 ) -> Preparation:
+    recompute = plan.ranks[rank].recompute
+    if recompute is not None:
+        engine.runner.recompute = recompute
     sizes = plan.ranks[rank].microbatch_sizes
     return Preparation(engine, plan, BatchCutter(tuple(layouts), loaders.spec, sizes))
 
@@ -213,6 +216,13 @@ def _layouts(loaders: Loaders, options: PlanningOptions) -> list[BatchLayout]:
 def _given_plan(plan: Plan | str | PathLike[str], world_size: int, batch_size: int | None) -> Plan:
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     found.check(world_size=world_size, global_batch_size=batch_size)
+    offloading = [index for index, rank in enumerate(found.ranks) if rank.offload]
+    if offloading:
+        raise PlanError(
+            f"The plan says offload: true for rank {', '.join(map(str, offloading))}, which training"
+            " cannot do yet: boundary activations stay on the device. Plan without host memory, or"
+            " take offload out of the plan if the rank has the memory."
+        )
     return found
 
 

@@ -17,6 +17,8 @@ from lightning_cephalo.sharding.unit import Unit
 
 # Units beside the root that are timed, and how often; a unit is much like the next.
 _UNITS, _REPEATS, _LONG_S = 4, 5, 0.25
+# Shares that differ by less are even; times that differ by less are noise.
+_EVEN, _NOISE = 1e-9, 0.05
 # Elements of the tensor that stands for a shard when the optimizer is timed.
 _SAMPLE_NUMEL = 2**18
 
@@ -26,49 +28,105 @@ class NetworkTimes:
     """Seconds beside compute, the slowest rank's.
 
     Attributes:
-        gather_s: Gather of a mean unit.
-        reduce_s: Reduce of a mean unit.
-        root_s: Gather and reduce of the root unit.
+        gather_s: Gather of a mean unit from uneven shards.
+        reduce_s: Reduce of a mean unit into uneven shards.
+        even_gather_s: Likewise from even shards; None where they save nothing worth having, or
+            have no place.
+        even_reduce_s: Likewise into even shards.
+        root_gather_s: Gather of the root unit.
+        root_reduce_s: Reduce of the root unit.
         exchange_s: One exchange of small messages.
         optimizer_s: AdamW over an even share of the parameters.
     """
 
     gather_s: float
     reduce_s: float
-    root_s: float
+    even_gather_s: float | None
+    even_reduce_s: float | None
+    root_gather_s: float
+    root_reduce_s: float
     exchange_s: float
     optimizer_s: float
 
     @property
     def step_overhead_s(self) -> float:
-        """What a step waits for whatever the ranks compute.
+        """What a step waits for whatever the ranks compute, the root unit apart.
 
-        The root unit is gathered before and reduced after everything, the first unit's gather and
-        the last one's reduce have no compute to hide behind, and there are two exchanges.
+        The first unit's gather and the last one's reduce have no compute to hide behind, and there
+        are two exchanges.
         """
-        return self.root_s + self.gather_s + self.reduce_s + 2 * self.exchange_s
+        return self.gather_s + self.reduce_s + 2 * self.exchange_s
 
 
-def measure_network(engine: Engine, clock: Callable[[], float]) -> NetworkTimes:
+def measure_network(
+    engine: Engine, clock: Callable[[], float], capacity_bytes: float
+) -> NetworkTimes:
     """Time the collectives of a step on the groups that the step uses; collective.
 
-    Leaves no gradients and nothing gathered behind.
+    With the shares that the ranks have, and with shares of the other kind, even or uneven, where
+    every rank has memory for those. Leaves no gradients and nothing gathered behind, and the shares
+    as they were.
 
     Args:
         engine: The sharded model; has run a step.
         clock: Seconds, when all work issued to the device is done.
+        capacity_bytes: What this rank may hold.
     """
     engine.runner.reshard()
-    others = _spread([unit for unit in engine.units[1:] if unit.flats], _UNITS)
-    timed = [_unit_times(engine, unit, clock) for unit in others]
     root_gather_s, root_reduce_s = _unit_times(engine, engine.units[ROOT], clock)
+    first = _mean_times(engine, clock)
+    second = None
+    fractions = engine.fractions
+    was_even = max(fractions) - min(fractions) < _EVEN
+    other = _uneven(len(fractions)) if was_even else [1 / len(fractions)] * len(fractions)
+    if engine.units[1:] and len(fractions) > 1 and _have_room(engine, other, capacity_bytes):
+        engine.change_fractions(other)
+        second = _mean_times(engine, clock)
+        engine.change_fractions(fractions)
+    even, uneven = (first, second or first) if was_even else (second, first)
     return NetworkTimes(
-        gather_s=statistics.fmean(gather_s for gather_s, _ in timed) if timed else 0.0,
-        reduce_s=statistics.fmean(reduce_s for _, reduce_s in timed) if timed else 0.0,
-        root_s=root_gather_s + root_reduce_s,
+        gather_s=uneven[0],
+        reduce_s=uneven[1],
+        even_gather_s=_saved(even and even[0], uneven[0]),
+        even_reduce_s=_saved(even and even[1], uneven[1]),
+        root_gather_s=root_gather_s,
+        root_reduce_s=root_reduce_s,
         exchange_s=_exchange_time(engine),
         optimizer_s=_optimizer_time(engine, clock),
     )
+
+
+def _uneven(world_size: int) -> list[float]:
+    """Shares of which every other is three times as large."""
+    weights = [3.0 if rank % 2 else 1.0 for rank in range(world_size)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def _have_room(engine: Engine, fractions: Sequence[float], capacity_bytes: float) -> bool:
+    """Whether every rank could hold its parameters and gradients by these shares."""
+    held = sum(
+        flat.numel * flat.master_dtype.itemsize * (2 if flat.trainable else 1)
+        for unit in engine.units
+        for flat in unit.flats
+    )
+    # Twice: the old shards go only when the new ones have been filled.
+    needed = engine.gathered_bytes + 2 * held * fractions[engine.agreement.rank]
+    return all(row[0] for row in engine.agreement.exchange([float(needed < capacity_bytes)]))
+
+
+def _saved(even_s: float | None, uneven_s: float) -> float | None:
+    """``even_s`` where it is less by more than noise."""
+    return even_s if even_s is not None and even_s < (1 - _NOISE) * uneven_s else None
+
+
+def _mean_times(engine: Engine, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of gathering and of reducing a mean unit beside the root."""
+    units = _spread([unit for unit in engine.units[1:] if unit.flats], _UNITS)
+    times = [_unit_times(engine, unit, clock) for unit in units]
+    if not times:
+        return 0.0, 0.0
+    gathers, reduces = zip(*times, strict=True)
+    return statistics.fmean(gathers), statistics.fmean(reduces)
 
 
 def _spread(units: Sequence[Unit], count: int) -> list[Unit]:

@@ -128,7 +128,7 @@ def measure(
         progress.say("profiling: memory")
         kept = measure_peaks(prober, measured, sweep)
         progress.say("profiling: network")
-        network = measure_network(engine, clock)
+        network = measure_network(engine, clock, device.capacity_bytes)
 
     for unit in engine.units:
         for flat in unit.flats:
@@ -142,6 +142,9 @@ def measure(
     own = _profile(device, measured, units, float(engine.gathered_bytes), kept)
     profiles = pooled(_exchanged(agreement, own))
     reduced = len({visit.unit for visit in visits if engine.units[visit.unit].trainable})
+    even_reduce_s = network.even_reduce_s
+    if even_reduce_s is not None:
+        even_reduce_s *= reduced / units
     problem = Problem(
         ranks=tuple(profiles),
         units=units,
@@ -155,6 +158,10 @@ def measure(
         minimum_microbatch_size=smallest,
         equal_microbatches=options.equal_microbatches,
         step_overhead_s=network.step_overhead_s,
+        even_gather_s=network.even_gather_s if visits else None,
+        even_reduce_s=even_reduce_s,
+        root_gather_s=network.root_gather_s,
+        root_reduce_s=network.root_reduce_s,
     )
     largest = [profile.largest_microbatch_size for profile in profiles]
     progress.done(largest, time.perf_counter() - started_s)

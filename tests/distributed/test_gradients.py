@@ -87,3 +87,14 @@ def test_three_clipped_adamw_steps_equal_one_device(name, allocation, recompute)
         assert errors["loss"] <= 1e-5
         assert errors["norm"] <= 1e-5
         assert errors["parameters"] <= 1e-4, errors  # AdamW divides by tiny second moments
+
+
+def _compare_mixed(rank: int, name: str) -> dict[str, float]:
+    return compare(rank, name, ALLOCATIONS["3:1"], recompute=rank == 0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_ranks_choose_recomputation_each_for_itself(name):
+    for errors in run_ranks(2, _compare_mixed, name):
+        assert errors["gradient"] <= 1e-5
+        assert errors["loss"] <= 1e-5

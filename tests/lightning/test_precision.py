@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from common import (
+    PLANS,
     Net,
     assert_same_tensors,
     by_plan,
+    in_ranks,
     loader,
     run_ranks,
     trainer,
     values_of,
 )
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning
+
+from lightning_cephalo import CephaloStrategy, Plan
 
 TOLERANCE = 1e-5
 CLOSE = {"rtol": TOLERANCE, "atol": TOLERANCE}
@@ -90,6 +96,38 @@ def test_recompute_changes_nothing_in_any_precision(precision):
     ]
     assert runs[0][0] == runs[1][0]
     assert_same_tensors(runs[0][1], runs[1][1], 0.0)
+
+
+def _recomputing(chosen):
+    plan = Plan(
+        tuple(
+            replace(rank, recompute=own)
+            for rank, own in zip(PLANS["3:1"].ranks, chosen, strict=True)
+        )
+    )
+    runs = Trainer(
+        strategy=CephaloStrategy(plan=plan, global_batch_size=8, verbose=False),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Watched()
+    used = []
+    model.on_train_batch_start = lambda *_: used.append(runs.strategy._engine.runner.recompute)
+    runs.fit(model, loader(16), loader(8))
+    return model.losses, set(used)
+
+
+def test_a_plan_chooses_recomputation_rank_by_rank():
+    mixed = in_ranks(2, _recomputing, (True, False))
+    assert [used for _, used in mixed] == [{True}, {False}]
+    by_strategy = in_ranks(2, _recomputing, (None, None))
+    assert [used for _, used in by_strategy] == [{True}, {True}]
+    assert mixed[0][0] == by_strategy[0][0]
 
 
 def test_bf16_true_computes_in_bfloat16_and_updates_in_full_precision():

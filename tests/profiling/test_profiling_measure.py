@@ -28,6 +28,35 @@ def test_every_rank_gets_the_same_problem_with_dense_curves():
     assert first["gather_s"] > 0 and first["reduce_s"] > 0 and first["step_overhead_s"] > 0
 
 
+def both_kinds_of_shares(capacity_bytes):
+    """What one of the two kinds of shares saves, by a clock that counts bytes moved."""
+    from lightning_cephalo.profiling import network
+
+    seen = []
+    timed = network._mean_times
+
+    def recorded(engine, clock):
+        seen.append(engine.fractions)
+        return (1.0, 2.0) if len(set(engine.fractions)) == 1 else (3.0, 2.01)
+
+    network._mean_times = recorded
+    try:
+        problem = profile(GPT(), loader(), capacity_bytes=capacity_bytes)
+    finally:
+        network._mean_times = timed
+    return seen, problem.gather_s, problem.even_gather_s, problem.even_reduce_s
+
+
+def test_even_and_uneven_shares_are_both_timed():
+    seen, gather_s, even_gather_s, even_reduce_s = in_ranks(2, both_kinds_of_shares, None)[0]
+    assert seen == [(0.5, 0.5), (0.25, 0.75)]
+    assert (gather_s, even_gather_s) == (3.0, 1.0)
+    assert even_reduce_s is None  # less than noise
+    seen, gather_s, even_gather_s, _ = in_ranks(2, both_kinds_of_shares, (3 * 10**8, 10**8))[0]
+    assert seen == [(0.75, 0.25), (0.5, 0.5)]
+    assert (gather_s, even_gather_s) == (3.0, 1.0)
+
+
 def on_unequal_ranks(total_flops_per_s):
     strategy = {"profile_budget_s": 30.0}
     problem = profile(
