@@ -219,9 +219,9 @@ def _given_plan(plan: Plan | str | PathLike[str], world_size: int, batch_size: i
     offloading = [index for index, rank in enumerate(found.ranks) if rank.offload]
     if offloading:
         raise PlanError(
-            f"The plan says offload: true for rank {', '.join(map(str, offloading))}, which training"
-            " cannot do yet: boundary activations stay on the device. Plan without host memory, or"
-            " take offload out of the plan if the rank has the memory."
+            f"The plan says offload: true for rank {', '.join(map(str, offloading))}, which"
+            " training cannot do yet: boundary activations stay on the device. Plan without host"
+            " memory, or take offload out of the plan if the rank has the memory."
         )
     return found
 

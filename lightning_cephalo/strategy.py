@@ -21,22 +21,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cephalo import checkpoint, precision, support
-from lightning_cephalo.accumulation.runner import ForwardOutcome, MicrobatchCall
+from lightning_cephalo.accumulation.runner import MicrobatchCall
 from lightning_cephalo.cluster import synchronized_clock
-from lightning_cephalo.data import BatchLayout, rebuild_eval_loader, rebuild_train_loader
-from lightning_cephalo.data.split import BatchSplitError
+from lightning_cephalo.data import rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.engine import Engine, UnitOptions
 from lightning_cephalo.metrics import StepLog, metrics_of
 from lightning_cephalo.plan import Plan
-from lightning_cephalo.planning import PlanningOptions, Preparation, prepare
-from lightning_cephalo.ranks import RanksStrategy
+from lightning_cephalo.planning import PlanningOptions, prepare
+from lightning_cephalo.sharded import ShardedStrategy
 from lightning_cephalo.stepping import (
     BatchCutter,
-    empty_like,
-    evaluation_weight,
     joined_result,
     loss_and_weight,
 )
+from lightning_cephalo.user_gathers import UserGathers
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 _WARM_UP_STEPS = 3
 
 
-class CephaloStrategy(RanksStrategy):
+class CephaloStrategy(ShardedStrategy):
     """Trains on unequal devices with uneven batches, uneven shards and layered accumulation.
 
     Args:
@@ -116,16 +114,10 @@ class CephaloStrategy(RanksStrategy):
             profile_budget_s=profile_budget_s,
             verbose=verbose,
         )
-        self._engine: Engine | None = None
-        self._preparation: Preparation | None = None
         self._cutter: BatchCutter | None = None
         self._users_sampler_flag: bool | None = None
         self._caches: support.SwitchedOffCaches | None = None
-        self._combining_log = False
-        self._gathers_inside: set[str] = set()
         self._microbatch_count = 0
-        self._metrics: list[tuple[str, Any]] = []
-        self._empty_predictions: dict[tuple[Any, ...], Any] = {}
         self._step_started_s = 0.0
         self._step_times_s: list[float] = []
 
@@ -138,22 +130,10 @@ class CephaloStrategy(RanksStrategy):
         self._precision_plugin = precision.adapt(precision_plugin)
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan of the running or last training, known after ``setup``."""
-        return self._preparation.plan if self._preparation is not None else None
-
-    @property
     def measured_step_s(self) -> float | None:
         """Median time of a training step on this rank, without the first few; None before."""
         times = self._step_times_s[_WARM_UP_STEPS:] or self._step_times_s
         return sorted(times)[len(times) // 2] if times else None
-
-    @property
-    def engine(self) -> Engine:
-        """The sharded model; between ``setup`` and ``teardown``."""
-        if self._engine is None:
-            raise RuntimeError("The model is not sharded now: this works only while training runs.")
-        return self._engine
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -182,7 +162,6 @@ class CephaloStrategy(RanksStrategy):
         self._prepare(trainer, fitting)
         self._metrics = metrics_of(self.lightning_module)
         support.refuse_synchronising_metrics(self._metrics)
-        self._gathers_inside = set()
         self.model = self.lightning_module
         if fitting:
             self.setup_optimizers(trainer)
@@ -204,7 +183,10 @@ class CephaloStrategy(RanksStrategy):
 
         def make_engine(fractions: list[float]) -> Engine:
             assert self._groups is not None and self.lightning_module is not None
-            # known at once: what the step asks of the strategy while it is profiled depends on it
+            # known at once: what the step asks of the strategy while it is profiled depends on them
+            self._user_gathers = UserGathers(
+                self._groups.agreement, self._planning.equal_microbatches
+            )
             self._engine = Engine(
                 self.lightning_module,
                 self._groups,
@@ -292,8 +274,8 @@ class CephaloStrategy(RanksStrategy):
             calls = [MicrobatchCall(partial(_raise, failure), partial(loss_and_weight, samples=1))]
             counts.clear()
         self._microbatch_count = len(counts) if counts or not calls else -1
-        if "training" in self._gathers_inside:
-            self._exchange_counts(self._microbatch_count)
+        assert self._user_gathers is not None
+        self._user_gathers.before_step("training", self._microbatch_count)
         factor = precision.loss_factor(self.precision_plugin)
         with self.precision_plugin.train_step_context():
             outcome = self.engine.runner.forward(calls, factor, log.note)
@@ -323,26 +305,6 @@ class CephaloStrategy(RanksStrategy):
         return self.lightning_module.training_step(
             *support.step_arguments(self.lightning_module, batch)
         )
-
-    def _finish_log(
-        self, log: StepLog, outcome: ForwardOutcome, weights: tuple[float, ...]
-    ) -> None:
-        assert self.lightning_module is not None
-        self._combining_log = True
-        try:
-            # in the step's default dtype: a key that this rank takes over from others must have
-            # theirs, or the ranks would exchange numbers of different sizes
-            with self.precision_plugin.forward_context():
-                log.finish(
-                    weights,
-                    outcome.notes,
-                    self.engine.agreement,
-                    self.lightning_module,
-                    self.reduce,
-                    outcome.total_weight or None,  # evaluation knows none: it is in the notes
-                )
-        finally:
-            self._combining_log = False
 
     def _no_loss(self) -> Tensor:
         return torch.zeros((), device=self.root_device)
@@ -379,83 +341,6 @@ class CephaloStrategy(RanksStrategy):
         self.engine.runner.reshard()
         if self._preparation is not None and self._planning.verbose and self.is_global_zero:
             self._preparation.report_measured(self.measured_step_s)
-
-    # -- evaluation ---------------------------------------------------------------------------
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(
-            "validation_step", self.precision_plugin.val_step_context, args, kwargs
-        )
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(
-            "predict_step", self.precision_plugin.predict_step_context, args, kwargs
-        )
-
-    def _evaluate(
-        self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        assert self.lightning_module is not None
-        rows = _rows(args[0])
-        count = 1 if rows is None else rows
-        log = StepLog(self.lightning_module.trainer._results, [count], self._metrics)
-
-        def step() -> Any:
-            result = getattr(self.lightning_module, name)(*args, **kwargs)
-            log.weight = evaluation_weight(result, count)
-            return result
-
-        call = None
-        if count:
-            call = MicrobatchCall(
-                step,
-                partial(loss_and_weight, samples=count),
-                partial(log.resume, 0),
-                partial(log.pause, 0),
-            )
-        if "evaluation" in self._gathers_inside:
-            self._exchange_counts(1 if count else 0)
-        with context():
-            outcome = self.engine.runner.evaluate(call, f"running {name}", log.note)
-        self._finish_log(log, outcome, (log.weight,) if call else ())
-        result = outcome.results[0] if outcome.results else None
-        if name == "predict_step":
-            return self._prediction(result, count, tuple(args[2:]))
-        return result
-
-    def _prediction(self, result: Any, count: int, dataloader: tuple[Any, ...]) -> Any:
-        """A step's predictions; none, but of the same kind, from a rank without samples in it."""
-        if count and dataloader not in self._empty_predictions:
-            self._empty_predictions[dataloader] = empty_like(result, count)
-        return result if count else self._empty_predictions.get(dataloader)
-
-    def on_validation_start(self) -> None:
-        self._share_changed_buffers()
-
-    def on_test_start(self) -> None:
-        self._share_changed_buffers()
-
-    def on_validation_end(self) -> None:
-        self.engine.runner.reshard()
-
-    def on_test_end(self) -> None:
-        self.engine.runner.reshard()
-
-    def on_predict_start(self) -> None:
-        self._share_changed_buffers()
-        self._empty_predictions = {}
-
-    def on_predict_end(self) -> None:
-        self.engine.runner.reshard()
-
-    def _share_changed_buffers(self) -> None:
-        """Running statistics differ between ranks: those of one that has data count for all."""
-        if self.plan is not None and support.has_running_statistics(self.engine.module):
-            sizes = [rank.batch_size for rank in self.plan.ranks]
-            self.engine.share_buffers(sizes.index(max(sizes)))
 
     # -- data ---------------------------------------------------------------------------------
 
@@ -507,33 +392,17 @@ class CephaloStrategy(RanksStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         inside = self._engine is not None and self._engine.runner.inside_microbatch
         if inside:
-            self._check_counts()
+            assert self._user_gathers is not None and self.lightning_module is not None
+            training = self.lightning_module.trainer.training
+            counts = None
+            if self.plan is not None:
+                counts = [len(rank.microbatch_sizes) for rank in self.plan.ranks]
+            self._user_gathers.called(training, counts, self._microbatch_count)
         if sync_grads:
             return super().all_gather(tensor, group=group, sync_grads=True)
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(parts, tensor.detach().contiguous(), group=group)
         return torch.stack(parts)
-
-    def _check_counts(self) -> None:
-        """Refuse a collective in a microbatch that some rank would not join."""
-        assert self.lightning_module is not None
-        if not self.lightning_module.trainer.training:
-            # a step of evaluation is one call on each rank; on a rank without samples, none
-            self._gathers_inside.add("evaluation")
-        elif self.plan is None:  # while measuring
-            support.refuse_collectives_unless(self._planning.equal_microbatches)
-        else:
-            support.refuse_unequal_collectives([len(r.microbatch_sizes) for r in self.plan.ranks])
-            if "training" not in self._gathers_inside:
-                # The first one. Ranks are all in their first microbatch, so they can still talk;
-                # from now on they do so before each step, as a smaller last step may differ.
-                self._gathers_inside.add("training")
-                self._exchange_counts(self._microbatch_count)
-
-    def _exchange_counts(self, own: int) -> None:
-        counts = [int(row[0]) for row in self.engine.agreement.exchange([float(own)])]
-        if min(counts) >= 0:  # a rank whose batch could not be cut says so itself
-            support.refuse_unequal_collectives(counts)
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -568,11 +437,3 @@ class CephaloStrategy(RanksStrategy):
 
 def _raise(failure: BaseException) -> None:
     raise failure
-
-
-def _rows(batch: Any) -> int | None:
-    """Samples of an evaluation batch, None if it does not tell."""
-    try:
-        return BatchLayout().batch_size(batch)
-    except BatchSplitError:
-        return None

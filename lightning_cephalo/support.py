@@ -196,33 +196,6 @@ class RowsArithmetic(TorchFunctionMode):
         return result
 
 
-def refuse_unequal_collectives(counts: Sequence[int]) -> None:
-    """Raise if ranks run different numbers of microbatches.
-
-    Raises:
-        UnsupportedError: With the way out.
-    """
-    if len(set(counts)) > 1:
-        raise UnsupportedError(
-            f"all_gather() inside a step, but the ranks run {list(counts)} microbatches: it would"
-            " hang. Use CephaloStrategy(equal_microbatches=True), with DataLoader(drop_last=True)"
-            " if it is a smaller last step; or gather after the step, in a hook."
-        )
-
-
-def refuse_collectives_unless(equal_microbatches: bool) -> None:
-    """Raise for a collective in a step that is measured, before there is a plan.
-
-    Raises:
-        UnsupportedError: With the way out.
-    """
-    if not equal_microbatches:
-        raise UnsupportedError(
-            "all_gather() inside training_step, of which ranks may run different numbers: it would"
-            " hang. Use CephaloStrategy(equal_microbatches=True), or gather after the step."
-        )
-
-
 def has_running_statistics(module: nn.Module) -> bool:
     """Whether training changes buffers that differ between ranks (batch normalisation)."""
     return any(getattr(inner, "running_mean", None) is not None for inner in module.modules())

@@ -15,15 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall, StepTimes
-from lightning_cephalo.accumulation.cut import Cut
+from lightning_cephalo.accumulation.entrance import ROOT, Entrance
 from lightning_cephalo.accumulation.microbatch import Microbatch, UnitUseError
 from lightning_cephalo.accumulation.order import FAILED, FINISHED, Order, where
-from lightning_cephalo.accumulation.replay import ChangingBuffers
 from lightning_cephalo.accumulation.schedule import (
     Action,
     Operation,
@@ -33,10 +31,8 @@ from lightning_cephalo.accumulation.schedule import (
 )
 from lightning_cephalo.sharding.unit import Unit
 
-ROOT = 0
 
-
-class Runner:
+class Runner(Entrance):
     """Runs training and evaluation steps over units.
 
     Args:
@@ -53,7 +49,7 @@ class Runner:
         device: torch.device,
         recompute: bool = True,
     ) -> None:
-        self.units = list(units)
+        super().__init__(units)
         self.agreement = agreement
         self.device = device
         self.recompute = recompute
@@ -61,59 +57,11 @@ class Runner:
         self.times: StepTimes | None = None
         self._order = Order([unit.name for unit in self.units])
         self._orders: dict[tuple[bool, ...], tuple[Visit, ...]] = {}
-        self._running: Microbatch | None = None
-        self._outside_depth = 0
-        self._in_backward = False
         self._microbatches: list[Microbatch] = []
         self._visits: tuple[Visit, ...] = ()
         self._failure: BaseException | None = None
         self._loss_scale = 1.0
         self._total_weight = 1.0
-        self._hooks: list[RemovableHandle] = []
-        self._cuts: list[Cut] = []
-
-    # -- installation -------------------------------------------------------------------------
-
-    def install(self) -> None:
-        """Cut the model at its units; parameters of the root unit come when they are asked for."""
-        for index, unit in enumerate(self.units[1:], start=1):
-            self._cuts.append(Cut(unit.module, partial(self.enter_unit, index)))
-        root = self.units[ROOT]
-        # the top module too, so that one call of it outside of a step gathers the root once
-        modules = {id(module): module for module in [root.module, *root.owning_modules()]}
-        for module in modules.values():
-            self._hooks.append(module.register_forward_pre_hook(self._root_wanted))
-            self._hooks.append(module.register_forward_hook(self._root_left, always_call=True))
-
-    def uninstall(self) -> None:
-        """Undo :meth:`install`."""
-        for cut in self._cuts:
-            cut.remove()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._cuts = [], []
-
-    def _root_wanted(self, module: nn.Module, args: Any) -> None:
-        self.units[ROOT].wait_gather()
-        if not self._in_step:
-            self._outside_depth += 1
-
-    def _root_left(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Show the shards again after a call outside of a step: callbacks read or change them."""
-        if self._in_step or not self._outside_depth:
-            return
-        self._outside_depth -= 1
-        if not self._outside_depth:
-            self.units[ROOT].free()
-
-    @property
-    def _in_step(self) -> bool:
-        return self._running is not None or self._in_backward
-
-    def reshard(self) -> None:
-        """Free whatever is gathered: before anything reads or changes the shards."""
-        for unit in self.units:
-            unit.free()
 
     def forget_order(self) -> None:
         """Discover the order of visits anew in the next step."""
@@ -128,50 +76,6 @@ class Runner:
     def visits(self) -> tuple[Visit, ...]:
         """The order of visits of the last training step."""
         return self._visits
-
-    # -- a unit is called ---------------------------------------------------------------------
-
-    def enter_unit(
-        self,
-        index: int,
-        body: Callable[..., Any],
-        buffers: ChangingBuffers,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Called in place of a unit's forward."""
-        if self._in_backward:
-            raise UnitUseError(
-                f"Unit {self.units[index].name!r} is called during the backward: it lies inside"
-                " torch.utils.checkpoint. Cephalo recomputes units itself: switch gradient"
-                " checkpointing off in the model."
-            )
-        running = self._running
-        if running is not None:
-            unit = self.units[index]
-            return running.visit(index, unit.trainable, body, buffers, args, kwargs)
-        return self._outside(index, body, args, kwargs)
-
-    def _outside(
-        self, index: int, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A forward outside of a step (a callback that samples): every rank must do it."""
-        unit = self.units[index]
-        self._root_wanted(unit.module, args)
-        unit.wait_gather()
-        try:
-            with torch.no_grad():
-                return body(*args, **kwargs)
-        finally:
-            unit.free()
-            self._root_left(unit.module, args, None)
-
-    def _advance(self, microbatch: Microbatch) -> None:
-        self._running = microbatch
-        try:
-            microbatch.advance()
-        finally:
-            self._running = None
 
     # -- training: forward --------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_cephalo.accumulation.runner import ROOT
+from lightning_cephalo.accumulation.entrance import ROOT
 from lightning_cephalo.engine import Engine
 from lightning_cephalo.sharding.unit import Unit
 

@@ -1,0 +1,151 @@
+"""What every stage does with a sharded model: evaluation, and what steps log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning_cephalo import support
+from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall
+from lightning_cephalo.data import BatchLayout
+from lightning_cephalo.data.split import BatchSplitError
+from lightning_cephalo.engine import Engine
+from lightning_cephalo.metrics import StepLog
+from lightning_cephalo.plan import Plan
+from lightning_cephalo.planning import Preparation
+from lightning_cephalo.ranks import RanksStrategy
+from lightning_cephalo.stepping import empty_like, evaluation_weight, loss_and_weight
+from lightning_cephalo.user_gathers import UserGathers
+
+
+class ShardedStrategy(RanksStrategy):
+    """Validates, tests and predicts with a sharded model; arguments are those of its base."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._engine: Engine | None = None
+        self._preparation: Preparation | None = None
+        self._user_gathers: UserGathers | None = None
+        self._metrics: list[tuple[str, Any]] = []
+        self._combining_log = False
+        self._empty_predictions: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the running or last training, known after ``setup``."""
+        return self._preparation.plan if self._preparation is not None else None
+
+    @property
+    def engine(self) -> Engine:
+        """The sharded model; between ``setup`` and ``teardown``."""
+        if self._engine is None:
+            raise RuntimeError("The model is not sharded now: this works only while training runs.")
+        return self._engine
+
+    # -- evaluation ---------------------------------------------------------------------------
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(
+            "validation_step", self.precision_plugin.val_step_context, args, kwargs
+        )
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(
+            "predict_step", self.precision_plugin.predict_step_context, args, kwargs
+        )
+
+    def _evaluate(
+        self, name: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        assert self.lightning_module is not None
+        rows = _rows(args[0])
+        count = 1 if rows is None else rows
+        log = StepLog(self.lightning_module.trainer._results, [count], self._metrics)
+
+        def step() -> Any:
+            result = getattr(self.lightning_module, name)(*args, **kwargs)
+            log.weight = evaluation_weight(result, count)
+            return result
+
+        call = None
+        if count:
+            call = MicrobatchCall(
+                step,
+                partial(loss_and_weight, samples=count),
+                partial(log.resume, 0),
+                partial(log.pause, 0),
+            )
+        assert self._user_gathers is not None
+        self._user_gathers.before_step("evaluation", 1 if count else 0)
+        with context():
+            outcome = self.engine.runner.evaluate(call, f"running {name}", log.note)
+        self._finish_log(log, outcome, (log.weight,) if call else ())
+        result = outcome.results[0] if outcome.results else None
+        if name == "predict_step":
+            return self._prediction(result, count, tuple(args[2:]))
+        return result
+
+    def _prediction(self, result: Any, count: int, dataloader: tuple[Any, ...]) -> Any:
+        """A step's predictions; none, but of the same kind, from a rank without samples in it."""
+        if count and dataloader not in self._empty_predictions:
+            self._empty_predictions[dataloader] = empty_like(result, count)
+        return result if count else self._empty_predictions.get(dataloader)
+
+    def on_validation_start(self) -> None:
+        self._share_changed_buffers()
+
+    def on_test_start(self) -> None:
+        self._share_changed_buffers()
+
+    def on_validation_end(self) -> None:
+        self.engine.runner.reshard()
+
+    def on_test_end(self) -> None:
+        self.engine.runner.reshard()
+
+    def on_predict_start(self) -> None:
+        self._share_changed_buffers()
+        self._empty_predictions = {}
+
+    def on_predict_end(self) -> None:
+        self.engine.runner.reshard()
+
+    def _share_changed_buffers(self) -> None:
+        """Running statistics differ between ranks: those of one that has data count for all."""
+        if self.plan is not None and support.has_running_statistics(self.engine.module):
+            sizes = [rank.batch_size for rank in self.plan.ranks]
+            self.engine.share_buffers(sizes.index(max(sizes)))
+
+    # -- logs -----------------------------------------------------------------------------------
+
+    def _finish_log(
+        self, log: StepLog, outcome: ForwardOutcome, weights: tuple[float, ...]
+    ) -> None:
+        assert self.lightning_module is not None
+        self._combining_log = True
+        try:
+            # in the step's default dtype: a key that this rank takes over from others must have
+            # theirs, or the ranks would exchange numbers of different sizes
+            with self.precision_plugin.forward_context():
+                log.finish(
+                    weights,
+                    outcome.notes,
+                    self.engine.agreement,
+                    self.lightning_module,
+                    self.reduce,
+                    outcome.total_weight or None,  # evaluation knows none: it is in the notes
+                )
+        finally:
+            self._combining_log = False
+
+
+def _rows(batch: Any) -> int | None:
+    """Samples of an evaluation batch, None if it does not tell."""
+    try:
+        return BatchLayout().batch_size(batch)
+    except BatchSplitError:
+        return None
