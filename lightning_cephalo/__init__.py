@@ -15,6 +15,7 @@ from lightning_cephalo import _autoload
 
 if TYPE_CHECKING:
     from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, solve
+    from lightning_cephalo.slurm import UnevenSLURMEnvironment
     from lightning_cephalo.strategy import CephaloStrategy
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "Problem",
     "RankPlan",
     "RankProfile",
+    "UnevenSLURMEnvironment",
     "__version__",
     "solve",
 ]
@@ -35,6 +37,7 @@ _HOME_OF = {
     "Problem": "lightning_cephalo.plan",
     "RankPlan": "lightning_cephalo.plan",
     "RankProfile": "lightning_cephalo.plan",
+    "UnevenSLURMEnvironment": "lightning_cephalo.slurm",
     "solve": "lightning_cephalo.plan",
 }
 

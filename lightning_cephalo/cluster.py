@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,11 +67,25 @@ def synchronized_clock(device: torch.device) -> Callable[[], float]:
 
 def processes_on_this_host(fallback: int) -> int:
     """Ranks on this host, as the launcher says; ``fallback`` where it does not."""
-    for variable in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        value = os.environ.get(variable, "")
-        if value.isdigit():
-            return int(value)
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdigit():
+        return int(local)
+    tasks, node = tasks_per_node(), os.environ.get("SLURM_NODEID", "")
+    if tasks is not None and node.isdigit() and int(node) < len(tasks):
+        return tasks[int(node)]
     return fallback
+
+
+def tasks_per_node() -> list[int] | None:
+    """Tasks on every node of this job step, in order of the nodes; None outside of srun.
+
+    Source: srun's manual page, ``SLURM_TASKS_PER_NODE``: ``"2(x3),1"`` is 2, 2, 2, 1.
+    """
+    said = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("SLURM_TASKS_PER_NODE"))
+    if said is None or not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", said):
+        return None
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", said)
+    return [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
 
 
 def _host_share_bytes(processes_on_host: int) -> float:

@@ -17,6 +17,7 @@ ALLOWED = {
     "data": set(),
     "emulation": set(),
     "cluster": {"emulation"},
+    "slurm": {"cluster"},
     "report": {"plan"},
     "precision": {"sharding"},
     "stepping": {"data"},

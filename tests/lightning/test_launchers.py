@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from common import PLANS, Net, assert_same_tensors, by_plan, loader, trainer, values_of
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, UnevenSLURMEnvironment, cluster
 
 TOLERANCE = 1e-5
 
@@ -326,3 +327,87 @@ def test_torchrun_agents_with_one_and_two_ranks_are_nodes_of_different_size(tmp_
     _run(agents)
     said = _assert_said(tmp_path, wanted, 3)
     assert [(one["node"], one["local"]) for one in said] == [(0, 0), (1, 0), (1, 1)]
+
+
+def _slurm(ranks_of_nodes, even):
+    """The environment that srun gives to each rank, as SLURM 22.05 was seen to."""
+    rank = 0
+    for node, ranks in enumerate(ranks_of_nodes):
+        for local in range(ranks):
+            # even nodes are started with --ntasks-per-node, uneven ones with --ntasks alone
+            yield {
+                **({"SLURM_NTASKS_PER_NODE": str(ranks)} if even else {}),
+                "SLURM_JOB_ID": "4711",
+                "SLURM_JOB_NAME": "cephalo",
+                "SLURM_NTASKS": str(sum(ranks_of_nodes)),
+                "SLURM_NNODES": str(len(ranks_of_nodes)),
+                "SLURM_NODELIST": "na,nb",
+                "SLURM_TASKS_PER_NODE": ",".join(map(str, ranks_of_nodes)),
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(local),
+                "SLURM_NODEID": str(node),
+            }
+            rank += 1
+
+
+def _run_slurm(script, tmp_path, ranks_of_nodes, even):
+    port = str(_free_port())
+    _run(
+        [
+            [
+                "env",
+                *(f"{name}={value}" for name, value in rank.items()),
+                *("MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}"),
+                *(sys.executable, script, tmp_path),
+            ]
+            for rank in _slurm(ranks_of_nodes, even)
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_slurm_starts_two_ranks(tmp_path, wanted):
+    script = _write(tmp_path, "plan(((3, 3), 0.75), ((2,), 0.25)), devices=2, batch_size=8", _GIVEN)
+    _run_slurm(script, tmp_path, (2,), even=True)
+    _assert_said(tmp_path, wanted, 2)
+
+
+@pytest.mark.slow
+def test_slurm_starts_nodes_of_different_size(tmp_path, wanted):
+    script = _write(
+        tmp_path,
+        "plan(((2, 2), 0.5), ((3,), 0.5), ((1,), 0.0)), num_nodes=2, batch_size=8,"
+        " devices=1 + int(os.environ['SLURM_NODEID']), plugins=[UnevenSLURMEnvironment()]",
+        _GIVEN + "from lightning_cephalo import UnevenSLURMEnvironment\n",
+    )
+    _run_slurm(script, tmp_path, (1, 2), even=False)
+    said = _assert_said(tmp_path, wanted, 3)
+    assert [(one["node"], one["local"]) for one in said] == [(0, 0), (1, 0), (1, 1)]
+
+
+@pytest.fixture
+def uneven_slurm(monkeypatch):
+    """In rank 2 of three tasks on two nodes."""
+    for name, value in list(_slurm((1, 2), even=False))[2].items():
+        monkeypatch.setenv(name, value)
+
+
+def test_lightning_still_refuses_uneven_slurm_and_ours_does_not(uneven_slurm):
+    with pytest.raises(RuntimeError, match="--ntasks=3"):  # else ours is not needed any more
+        SLURMEnvironment()
+    environment = UnevenSLURMEnvironment()
+    environment.validate_settings(num_devices=2, num_nodes=2)
+    assert environment.world_size() == 3
+    with pytest.raises(ValueError, match=r"srun runs 2 tasks on node 1 .*1, 2.* Set devices=2"):
+        environment.validate_settings(num_devices=1, num_nodes=2)
+    with pytest.raises(ValueError, match=r"num_nodes=1\), but srun runs tasks on 2 nodes"):
+        environment.validate_settings(num_devices=2, num_nodes=1)
+
+
+def test_ranks_of_this_host_by_slurm(uneven_slurm, monkeypatch):
+    assert cluster.processes_on_this_host(7) == 2
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x3),1")
+    assert cluster.tasks_per_node() == [2, 2, 2, 1]
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "many")
+    assert cluster.tasks_per_node() is None
+    assert cluster.processes_on_this_host(7) == 7
