@@ -17,6 +17,7 @@ from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
 from lightning_cephalo.engine import Engine
 from lightning_cephalo.plan import Plan, PlanError, solve
 from lightning_cephalo.profiling.profile import ProfileOptions, measure
+from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.stepping import BatchCutter
 
 if TYPE_CHECKING:
@@ -141,11 +142,13 @@ def prepare(
             verbose=options.verbose,
         ),
     )
-    solved = support.together(
-        agreement,
-        "solving for the plan",
-        lambda: solve(problem) if agreement.rank == 0 else None,
-    )
+    with Progress(options.verbose and agreement.rank == 0) as progress:
+        progress.say("solving for the plan")
+        solved = support.together(
+            agreement,
+            "solving for the plan",
+            lambda: solve(problem) if agreement.rank == 0 else None,
+        )
     solved = agreement.broadcast(solved)
     engine.change_fractions([rank.state_fraction for rank in solved.ranks])
     _show(solved, options, agreement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 from typing import Any, Literal
@@ -147,6 +148,9 @@ class RanksStrategy(ParallelStrategy):
             timeout=self._timeout,
             device_id=device,
         )
+        # Lightning does this for NCCL only. Groups that are left to the interpreter's end may be
+        # taken apart while a thread of theirs runs, which aborts the process.
+        atexit.register(_leave)
         if self._groups is None:
             self._groups = Groups.create(self._timeout)
             self._last_words = LastWords.create(self._groups.agreement)
@@ -170,3 +174,8 @@ class RanksStrategy(ParallelStrategy):
         values = [obj]
         dist.broadcast_object_list(values, src, group=_group.WORLD)
         return values[0]
+
+
+def _leave() -> None:
+    if _distributed_is_initialized():
+        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""One line on the terminal while profiling, and one when it is done."""
+"""One line on the terminal while profiling and solving, and one when it is done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._console is not None and self._console.is_terminal:
-            self._status = self._console.status("profiling")
+            self._status = self._console.status("starting")
             self._status.start()
         return self
 
