@@ -5,7 +5,7 @@ A gather is a rendezvous: every rank waits there for the slowest. So per unit an
 rank counts, and forward, backward and tail each have their own slowest (DESIGN, "Step time")::
 
     T = U * (max(G, max_i F_i) + max(G + R, max_i B_i)) + max_i tail_i
-        + root gather + root reduce + optimizer + overhead
+        + root gather + root reduce + fill + optimizer + overhead
 
 with F_i, B_i, tail_i the sums over rank i's microbatches. The maxima are the overlap: the next unit
 is gathered, and the last one reduced, while this one computes. G and R are those of uneven shards,
@@ -135,7 +135,7 @@ def step_time(
 def fixed_time(problem: Problem) -> float:
     """Seconds of a step that no plan changes."""
     root = problem.root_gather_s + problem.root_reduce_s
-    return root + problem.optimizer_s + problem.step_overhead_s
+    return root + problem.fill_s + problem.optimizer_s + problem.step_overhead_s
 
 
 def collective_times(problem: Problem, *, even: bool) -> tuple[float, float]:

@@ -156,6 +156,8 @@ class Problem:
         even_reduce_s: ``reduce_s`` when all ranks hold equal shares; None: the same.
         root_gather_s: gather of the root unit, before anything is computed.
         root_reduce_s: reduce of the root unit, after everything.
+        fill_s: what has nothing to hide behind: the first unit's gather and the last one's reduce.
+            A simulation plays it out and leaves this out.
         kept_bytes: kept per sample and unit, beside the boundary, on ranks that do not recompute.
 
     Raises:
@@ -179,6 +181,7 @@ class Problem:
     even_reduce_s: float | None = None
     root_gather_s: float = 0.0
     root_reduce_s: float = 0.0
+    fill_s: float = 0.0
     kept_bytes: float = 0.0
 
     def __post_init__(self) -> None:
@@ -205,6 +208,7 @@ class Problem:
             "step_overhead_s",
             "root_gather_s",
             "root_reduce_s",
+            "fill_s",
             "kept_bytes",
         ):
             object.__setattr__(self, name, _fields.real(f"Problem.{name}", getattr(self, name)))

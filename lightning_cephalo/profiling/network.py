@@ -49,13 +49,14 @@ class NetworkTimes:
     optimizer_s: float
 
     @property
-    def step_overhead_s(self) -> float:
-        """What a step waits for whatever the ranks compute, the root unit apart.
+    def fill_s(self) -> float:
+        """The first unit's gather and the last one's reduce, which have no compute to hide behind."""
+        return self.gather_s + self.reduce_s
 
-        The first unit's gather and the last one's reduce have no compute to hide behind, and there
-        are two exchanges.
-        """
-        return self.gather_s + self.reduce_s + 2 * self.exchange_s
+    @property
+    def step_overhead_s(self) -> float:
+        """What a step waits for whatever the ranks compute: two exchanges."""
+        return 2 * self.exchange_s
 
 
 def measure_network(

@@ -162,6 +162,7 @@ def measure(
         even_reduce_s=even_reduce_s,
         root_gather_s=network.root_gather_s,
         root_reduce_s=network.root_reduce_s,
+        fill_s=network.fill_s,
     )
     largest = [profile.largest_microbatch_size for profile in profiles]
     progress.done(largest, time.perf_counter() - started_s)

@@ -25,7 +25,7 @@ def test_every_rank_gets_the_same_problem_with_dense_curves():
     for rank in first["ranks"]:
         assert len(rank["forward_s"]) >= 4
         assert all(seconds > 0 for seconds in rank["forward_s"] + rank["backward_s"])
-    assert first["gather_s"] > 0 and first["reduce_s"] > 0 and first["step_overhead_s"] > 0
+    assert first["gather_s"] > 0 and first["reduce_s"] > 0 and first["step_overhead_s"] > 0 and first["fill_s"] > 0
 
 
 def both_kinds_of_shares(capacity_bytes):

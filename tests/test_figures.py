@@ -1,0 +1,193 @@
+"""Figures: files that are whole, and what is written on them."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+
+from lightning_cephalo import figures
+from lightning_cephalo.figures import (
+    ComparisonRow,
+    comparison_figure,
+    memory_figure,
+    timeline_figure,
+)
+from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile
+from lightning_cephalo.simulate import Simulation, simulate
+
+ROWS = (
+    ComparisonRow("even", reason="rank 1 (T4) needs 20.1 GiB of 15.0 GiB"),
+    ComparisonRow("proportional", 2.0, 32.0, ((8.0, 10.0), (3.0, math.inf))),
+    ComparisonRow("cephalo", 1.0, 64.0),
+)
+
+
+def profile(name: str, speed: float = 1.0) -> RankProfile:
+    return RankProfile(
+        name,
+        [2 / speed],
+        [5 / speed],
+        [1 / speed],
+        [10],
+        60,
+        host_capacity_bytes=100,
+        offload_bytes_per_s=2,
+    )
+
+
+def case(names: str, *, offload: bool = False) -> tuple[Simulation, Problem, Plan]:
+    """One rank per letter; ranks of one letter are equal."""
+    problem = Problem(
+        [profile(name, 1 + ord(name) / 100) for name in names],
+        units=4,
+        gather_s=0.5,
+        reduce_s=0.5,
+        state_bytes=20 * len(names),
+        global_batch_size=2 * len(names),
+        boundary_bytes=2,
+        gathered_bytes=7,
+        optimizer_s=0.5,
+        step_overhead_s=0.25,
+    )
+    plan = Plan([RankPlan((1, 1), 1 / len(names), offload=offload)] * len(names))
+    return simulate(problem, plan), problem, plan
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are drawn, instead of files."""
+    pytest.importorskip("matplotlib")
+    found = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: found.append(figure))
+    return found
+
+
+def ticks(axes) -> list[str]:
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+def legend(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_every_figure_is_written_whole_and_nothing_beside_it(tmp_path, suffix, start):
+    pytest.importorskip("matplotlib")
+    simulation, problem, plan = case("ab", offload=True)
+    names = [f"{name}{suffix}" for name in ("comparison", "memory", "timeline")]
+    comparison_figure(ROWS, tmp_path / names[0])
+    memory_figure(simulation, problem, plan, tmp_path / names[1])
+    timeline_figure(simulation, problem, tmp_path / names[2])
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    for path in tmp_path.iterdir():
+        content = path.read_bytes()
+        assert content.startswith(start)
+        assert len(content) > 5000
+
+
+def test_a_figure_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    target = tmp_path / "a.png"
+    target.write_bytes(b"old")
+
+    def half(self, path, **options):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(matplotlib.Figure, "savefig", half)
+    with pytest.raises(OSError, match="disk full"):
+        comparison_figure(ROWS, target)
+    assert target.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+def test_a_timeline_has_a_row_for_each_rank(drawn):
+    simulation, problem, _ = case("ab" * 8)
+    timeline_figure(simulation, problem, "a.png")
+    (axes,) = drawn[0].axes
+    assert len(ticks(axes)) == 16
+    assert ticks(axes)[1].startswith("rank 1  b\n")
+    assert axes.get_xlabel() == "time in the step (s)"
+    assert axes.get_title(loc="left").startswith("One step of 16 ranks, ")
+    assert legend(drawn[0]) == [
+        *("forward", "tail", "backward", "optimizer", "gather", "reduce", "overhead")
+    ]
+
+
+def test_copies_are_in_the_legend_where_there_are_any(drawn):
+    simulation, problem, _ = case("ab", offload=True)
+    timeline_figure(simulation, problem, "a.png")
+    assert legend(drawn[0])[-2:] == ["offload", "fetch"]
+
+
+def test_beyond_16_ranks_equal_ones_share_a_row(drawn):
+    simulation, problem, plan = case("a" * 16 + "b" * 4)
+    timeline_figure(simulation, problem, "a.png")
+    memory_figure(simulation, problem, plan, "a.png")
+    assert [label.split("\n")[0] for label in ticks(drawn[0].axes[0])] == ["16 × a", "4 × b"]
+    assert ticks(drawn[1].axes[0]) == ["16 × a", "4 × b"]
+
+
+def test_beyond_16_kinds_the_busiest_are_drawn_and_the_figure_says_so(drawn):
+    simulation, problem, _ = case("abcdefghijklmnopqrst")
+    timeline_figure(simulation, problem, "a.png")
+    (axes,) = drawn[0].axes
+    # later letters are faster
+    assert [label.split("\n")[0] for label in ticks(axes)] == [
+        f"1 × {letter}" for letter in "abcdefghijklmnop"
+    ]
+    assert "the busiest 16 of 20 kinds" in axes.texts[0].get_text()
+
+
+def test_memory_bars_add_up_to_the_prediction_and_name_who_is_over_capacity(drawn):
+    _, problem, _ = case("ab")
+    plan = Plan([RankPlan((1, 1), 0.9), RankPlan((1, 1), 0.1)])
+    memory_figure(simulate(problem, plan), problem, plan, "a.png")
+    bars, lines = drawn[0].axes
+    ends = {patch.get_y(): patch.get_x() + patch.get_width() for patch in bars.patches}
+    # of 40 bytes of state, 7 gathered, 4 units x 2 samples x 2 bytes, a peak of 10; capacity 60
+    assert sorted(ends.values()) == [4 + 7 + 16 + 10, 36 + 7 + 16 + 10]
+    over, under = (label.get_color() for label in bars.get_yticklabels())
+    assert over != under == "black"
+    assert bars.get_xlabel() == "predicted memory (bytes)"
+    assert len(lines.lines) == 2
+    assert max(lines.lines[0].get_ydata()) == 36 + 7 + 16 + 10
+
+
+def test_equal_ranks_share_a_line(drawn):
+    memory_figure(*case("aab"), "a.png")
+    lines = drawn[0].axes[1]
+    assert [line.get_label() for line in lines.lines] == ["2 × a", "1 × b"]
+
+
+def test_a_comparison_shows_throughput_and_why_the_others_cannot_run(drawn):
+    comparison_figure(ROWS, "a.png")
+    (axes,) = drawn[0].axes
+    assert ticks(axes) == ["even", "proportional", "cephalo"]
+    said = [text.get_text() for text in axes.texts]
+    assert "cannot run: rank 1 (T4) needs 20.1 GiB of 15.0 GiB" in said
+    assert "32 samples/s\nstep 2 s, fullest rank 80%" in said
+    assert "64 samples/s\nstep 1 s" in said
+    assert [patch.get_width() for patch in axes.patches][1:] == [32, 64]
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-cephalo\[plot\]'"):
+        comparison_figure(ROWS, tmp_path / "a.png")
+
+
+def test_bad_input_is_refused(tmp_path):
+    simulation, problem, _ = case("ab")
+    _, other, other_plan = case("abc")
+    with pytest.raises(PlanError, match=r"\.png, \.svg, but got the suffix '\.pdf'"):
+        timeline_figure(simulation, problem, tmp_path / "a.pdf")
+    with pytest.raises(PlanError, match="the problem that was simulated, with 2 ranks, but got"):
+        timeline_figure(simulation, other, tmp_path / "a.png")
+    with pytest.raises(PlanError, match="the plan that was simulated, with 2 ranks, but got"):
+        memory_figure(simulation, problem, other_plan, tmp_path / "a.png")
+    with pytest.raises(PlanError, match="at least one row"):
+        comparison_figure([], tmp_path / "a.png")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,438 @@
+"""The simulated step: small ones by hand, all against the schedule and the closed form."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import math
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cephalo.accumulation.schedule import (
+    Operation,
+    Visit,
+    backward_actions,
+    forward_actions,
+)
+from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, cost, predict
+from lightning_cephalo.simulate import Activity, Event, Simulation, Stream, simulate
+
+_PATH = Path(__file__).parent.parent / "benchmarks" / "simulator.py"
+_SPEC = importlib.util.spec_from_file_location("benchmark_of_the_simulator", _PATH)
+benchmark = sys.modules[_SPEC.name] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(benchmark)
+
+FAST = RankProfile("fast", [1, 1.5], [3, 4], [1, 2], [10, 20], 1000)
+SLOW = RankProfile("slow", [2], [5], [1], [10], 500)
+PLAN = Plan([RankPlan((1,), 0.75), RankPlan((1,), 0.25)])
+
+seeds = st.integers(0, 2**32 - 1)
+fixed = settings(max_examples=40, derandomize=True, deadline=None)
+
+
+def problem(gather_s: float, reduce_s: float, **changes) -> Problem:
+    given = {
+        "ranks": [FAST, SLOW],
+        "units": 2,
+        "gather_s": gather_s,
+        "reduce_s": reduce_s,
+        "state_bytes": 100,
+        "global_batch_size": 2,
+        "boundary_bytes": 2,
+        "optimizer_s": 0.5,
+        "gathered_bytes": 7,
+        "step_overhead_s": 0.25,
+        "root_gather_s": 1,
+        "root_reduce_s": 1,
+    }
+    return Problem(**given | changes)
+
+
+def random_case(seed: int, units: int) -> tuple[Problem, Plan]:
+    return benchmark.random_case(np.random.default_rng(seed), units)
+
+
+def spans(simulation: Simulation, rank: int, stream: Stream) -> list[tuple[str, int, float, float]]:
+    return [
+        (event.name.value, event.unit, event.start_s, event.end_s)
+        for event in simulation.events
+        if event.rank == rank and event.stream is stream
+    ]
+
+
+def by_stream(simulation: Simulation) -> dict[tuple[int, Stream], list[Event]]:
+    found = defaultdict(list)
+    for event in simulation.events:
+        found[event.rank, event.stream].append(event)
+    return found
+
+
+# -- by hand ----------------------------------------------------------------------------------
+
+
+def test_compute_that_hides_all_communication_by_hand():
+    simulation = simulate(problem(1, 1), PLAN)
+    assert spans(simulation, 1, Stream.COMPUTE) == [
+        ("forward", 0, 2, 4),
+        ("forward", 1, 4, 6),
+        ("tail", -1, 6, 7),
+        ("backward", 1, 7, 12),
+        ("backward", 0, 12, 17),
+        ("optimizer", -1, 19, 19.5),
+    ]
+    assert spans(simulation, 0, Stream.COMPUTE) == [
+        ("forward", 0, 2, 3),
+        ("forward", 1, 3, 4),
+        ("tail", -1, 4, 5),
+        ("backward", 1, 5, 8),
+        ("backward", 0, 8, 11),
+        ("optimizer", -1, 19, 19.5),
+    ]
+    communication = [
+        ("gather", -1, 0, 1),
+        ("gather", 0, 1, 2),
+        ("gather", 1, 2, 3),
+        ("gather", 0, 7, 8),
+        ("reduce", 1, 12, 13),
+        ("reduce", 0, 17, 18),
+        ("reduce", -1, 18, 19),
+        ("overhead", -1, 19.5, 19.75),
+    ]
+    assert spans(simulation, 0, Stream.COMMUNICATION) == communication
+    assert spans(simulation, 1, Stream.COMMUNICATION) == communication
+    assert simulation.step_s == 19.75
+    # the closed form, and the fill: the first gather and the last reduce
+    assert simulation.step_s == predict(problem(1, 1), PLAN.ranks).step_s + 1 + 1
+
+
+def test_communication_that_sets_the_pace_by_hand():
+    simulation = simulate(problem(4, 3), PLAN)
+    assert spans(simulation, 1, Stream.COMPUTE) == [
+        ("forward", 0, 5, 7),
+        ("forward", 1, 9, 11),
+        ("tail", -1, 11, 12),
+        ("backward", 1, 12, 17),
+        ("backward", 0, 17, 22),
+        ("optimizer", -1, 26, 26.5),
+    ]
+    assert spans(simulation, 1, Stream.COMMUNICATION) == [
+        ("gather", -1, 0, 1),
+        ("gather", 0, 1, 5),
+        ("gather", 1, 5, 9),
+        ("gather", 0, 12, 16),
+        ("reduce", 1, 17, 20),
+        ("reduce", 0, 22, 25),
+        ("reduce", -1, 25, 26),
+        ("overhead", -1, 26.5, 26.75),
+    ]
+    assert simulation.step_s == 26.75
+
+
+def test_memory_by_hand():
+    timeline = simulate(problem(1, 1), PLAN).timeline(1)
+    # 25 state and 7 gathered; while computing 10 more; a boundary of 2 for each of two units
+    assert timeline.memory == ((0, 32), (2, 44), (4, 46), (12, 44), (17, 32))
+    assert timeline.host_memory == ((0, 0),)
+
+
+def test_busy_and_waiting_by_hand():
+    timeline = simulate(problem(1, 1), PLAN).timeline(0)
+    assert timeline.compute_s == 9.5
+    assert timeline.waiting_s == 19.75 - 9.5
+    assert timeline.communication_s == 8 - 0.75
+    assert timeline.copy_s == 0
+
+
+def test_equal_shares_use_the_times_of_even_collectives():
+    case = problem(4, 3, even_gather_s=1, even_reduce_s=1)
+    even = Plan([dataclasses.replace(rank, state_fraction=0.5) for rank in PLAN.ranks])
+    assert simulate(case, even).step_s == 19.75
+    assert simulate(case, PLAN).step_s == 26.75
+
+
+def test_a_rank_without_samples_only_communicates():
+    simulation = simulate(problem(1, 1), Plan([RankPlan((), 0.5), RankPlan((1,), 0.5)]))
+    assert [event[0] for event in spans(simulation, 0, Stream.COMPUTE)] == ["optimizer"]
+    assert spans(simulation, 0, Stream.COMMUNICATION) == spans(simulation, 1, Stream.COMMUNICATION)
+    assert simulation.memory[0] == ((0, 57),)
+
+
+def test_copies_by_hand():
+    copying = dataclasses.replace(SLOW, host_capacity_bytes=100, offload_bytes_per_s=0.5)
+    case = problem(
+        0, 0, ranks=[copying], units=4, boundary_bytes=3, root_gather_s=0, root_reduce_s=0
+    )
+    simulation = simulate(case, Plan([RankPlan((1,), 1.0, offload=True)]))
+    # a copy takes 6: unit 2 waits for the room of unit 0's boundary; the last two units' stay
+    assert spans(simulation, 0, Stream.COMPUTE) == [
+        ("forward", 0, 0, 2),
+        ("forward", 1, 2, 4),
+        ("forward", 2, 8, 10),
+        ("forward", 3, 14, 16),
+        ("tail", -1, 16, 17),
+        ("backward", 3, 17, 22),
+        ("backward", 2, 22, 27),
+        ("backward", 1, 28, 33),
+        ("backward", 0, 34, 39),
+        ("optimizer", -1, 39, 39.5),
+    ]
+    assert spans(simulation, 0, Stream.COPY) == [
+        ("offload", 0, 2, 8),
+        ("offload", 1, 8, 14),
+        ("fetch", 1, 22, 28),
+        ("fetch", 0, 28, 34),
+    ]
+    timeline = simulation.timeline(0)
+    assert max(size for _, size in timeline.memory) == 100 + 7 + 10 + 2 * 3
+    assert timeline.host_memory == ((0, 0), (2, 3), (8, 6), (28, 3), (34, 0))
+
+
+# -- the order --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("units", "microbatches"), [(1, 2), (2, 1), (5, 3)])
+def test_the_order_is_that_of_the_schedule(units, microbatches):
+    case = problem(1, 1, units=units)
+    simulation = simulate(case, Plan([RankPlan((1,) * microbatches, 0.5), RankPlan((), 0.5)]))
+    visits = [Visit(unit) for unit in range(units)]
+    actions = [
+        *forward_actions(visits, microbatches),
+        *backward_actions(visits, microbatches, [True] * units),
+    ]
+    collectives = (Operation.GATHER, Operation.REDUCE)
+    streams = by_stream(simulation)
+    computed = [(e.name.value, e.unit, e.microbatch) for e in streams[0, Stream.COMPUTE]]
+    assert computed[:-1] == [
+        (action.operation.value, action.unit, action.microbatch)
+        for action in actions
+        if action.operation not in (*collectives, Operation.FREE)
+    ]
+    communicated = [(e.name.value, e.unit) for e in streams[0, Stream.COMMUNICATION]]
+    assert communicated == [
+        ("gather", -1),
+        *((a.operation.value, a.unit) for a in actions if a.operation in collectives),
+        ("reduce", -1),
+        ("overhead", -1),
+    ]
+
+
+@fixed
+@given(seeds, st.integers(1, 12))
+def test_no_unit_is_gathered_more_than_one_ahead(seed, units):
+    simulation = simulate(*random_case(seed, units))
+    for rank in range(simulation.world_size):
+        finished = defaultdict(float)
+        gathers = []
+        for event in simulation.events_of(rank):
+            if event.name is Activity.FORWARD:
+                finished[event.unit] = event.end_s
+            if event.name is Activity.GATHER and event.unit >= 0:
+                gathers.append(event)
+        for event in gathers[:units]:
+            assert event.start_s >= finished[event.unit - 2]
+
+
+@fixed
+@given(seeds, st.integers(1, 12))
+def test_collectives_are_rendezvous_and_compute_waits_for_its_unit(seed, units):
+    simulation = simulate(*random_case(seed, units))
+    streams = by_stream(simulation)
+    shared = [
+        (event.name, event.unit, event.start_s, event.end_s)
+        for event in streams[0, Stream.COMMUNICATION]
+    ]
+    for rank in range(simulation.world_size):
+        own = streams[rank, Stream.COMMUNICATION]
+        assert [(e.name, e.unit, e.start_s, e.end_s) for e in own] == shared
+        gathered = {e.unit: e for e in own if e.name is Activity.GATHER}  # the later of two
+        computed = streams[rank, Stream.COMPUTE]
+        for event in computed:
+            if event.name is Activity.BACKWARD:
+                assert event.start_s >= gathered[event.unit].end_s
+        for event in own:
+            if event.name is Activity.REDUCE and event.unit >= 0:
+                backward = [
+                    e.end_s
+                    for e in computed
+                    if e.name is Activity.BACKWARD and e.unit == event.unit
+                ]
+                assert event.start_s >= max(backward, default=0.0)
+
+
+@fixed
+@given(seeds, st.integers(1, 12))
+def test_events_of_a_stream_do_not_overlap_and_the_step_ends_with_the_last(seed, units):
+    simulation = simulate(*random_case(seed, units), steps=2)
+    for events in by_stream(simulation).values():
+        for before, after in itertools.pairwise(events):
+            assert before.start_s < before.end_s <= after.start_s + 1e-12
+    last = max(event.end_s for event in simulation.events)
+    assert last == pytest.approx(2 * simulation.step_s)
+
+
+# -- what must come out whatever the plan is --------------------------------------------------
+
+
+@fixed
+@given(seeds, st.integers(1, 12))
+def test_a_stream_is_busy_for_the_work_that_it_has(seed, units):
+    case, plan = random_case(seed, units)
+    simulation = simulate(case, plan)
+    even = cost.shares_are_even([rank.state_fraction for rank in plan.ranks])
+    gather_s, reduce_s = cost.collective_times(case, even=even)
+    for rank, (profile, part) in enumerate(zip(case.ranks, plan.ranks, strict=True)):
+        mode = cost.Mode(part.recompute, part.offload)
+        one_pass = [
+            math.fsum(curve[size - 1] for size in part.microbatch_sizes)
+            for curve in cost.time_curves(profile, mode)
+        ]
+        timeline = simulation.timeline(rank)
+        assert timeline.compute_s == pytest.approx(
+            units * (one_pass[0] + one_pass[1]) + one_pass[2] + case.optimizer_s
+        )
+        assert timeline.communication_s == pytest.approx(
+            (2 * units - 1) * gather_s + units * reduce_s + case.root_gather_s + case.root_reduce_s
+        )
+        assert timeline.copy_s == pytest.approx(
+            2 * max(units - 2, 0) * cost.copy_time(case, profile, part.batch_size, mode)
+        )
+        assert timeline.compute_s + timeline.waiting_s == pytest.approx(simulation.step_s)
+
+
+@fixed
+@given(seeds, st.integers(1, 12))
+def test_memory_is_what_the_cost_function_says(seed, units):
+    case, plan = random_case(seed, units)
+    simulation = simulate(case, plan)
+    for rank, (part, predicted) in enumerate(
+        zip(plan.ranks, predict(case, plan.ranks).ranks, strict=True)
+    ):
+        most = max(size for _, size in simulation.memory[rank])
+        sizes = part.microbatch_sizes
+        if not sizes or max(sizes) in (sizes[0], sizes[-1]):
+            assert most == pytest.approx(predicted.memory_bytes, rel=1e-12)
+        unit_bytes = case.boundary_bytes + (case.kept_bytes if part.recompute is False else 0)
+        assert most <= predicted.memory_bytes * (1 + 1e-12)
+        assert most >= predicted.memory_bytes - unit_bytes * part.batch_size
+        on_host = max(size for _, size in simulation.timeline(rank).host_memory)
+        staying = 2 * case.boundary_bytes * part.batch_size if part.offload else 0
+        assert on_host == max(predicted.host_bytes - staying, 0)
+        assert simulation.memory[rank][-1][1] == simulation.memory[rank][0][1]
+
+
+def test_a_peak_in_the_middle_comes_before_the_last_boundaries():
+    tall = RankProfile("tall", [1, 1], [1, 1], [1, 1], [1, 100], 1000)
+    case = problem(0, 0, ranks=[tall])
+    plan = Plan([RankPlan((1, 2, 1), 1.0)])
+    most = max(size for _, size in simulate(case, plan).memory[0])
+    assert most == predict(case, plan.ranks).ranks[0].memory_bytes - 1 * 2
+
+
+# -- against the closed form ------------------------------------------------------------------
+
+
+@fixed
+@given(seeds, st.integers(24, 96))
+def test_from_24_units_on_the_closed_form_is_within_3_per_cent(seed, units):
+    assert abs(benchmark.difference(*random_case(seed, units))) < benchmark.CLAIM
+
+
+@fixed
+@given(seeds, st.integers(1, 24))
+def test_no_step_is_longer_than_the_closed_form_and_the_fill(seed, units):
+    case, plan = random_case(seed, units)
+    even = cost.shares_are_even([rank.state_fraction for rank in plan.ranks])
+    fill_s = sum(cost.collective_times(case, even=even))
+    longest_s = predict(case, plan.ranks).step_s + fill_s
+    assert simulate(case, plan).step_s <= longest_s * (1 + 1e-12)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(*[st.integers(0, 40)] * 4, st.integers(2, 6))
+def test_the_difference_of_equal_ranks_is_that_of_the_docstring(
+    gather, reduce, forward, backward, units
+):
+    profile = RankProfile("a", [forward], [backward], [3], [1], math.inf)
+    case = problem(gather, reduce, ranks=[profile] * 3, units=units)
+    plan = Plan([RankPlan((1,), 1 / 3)] * 3)
+    expected = (
+        min(gather, forward)
+        + max(gather, backward)
+        + max(reduce, backward)
+        + reduce
+        - 2 * max(gather + reduce, backward)
+    )
+    assert -gather <= expected <= gather + reduce
+    found = simulate(case, plan).step_s - predict(case, plan.ranks).step_s
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+# -- many ranks, many steps, bad input --------------------------------------------------------
+
+
+def test_equal_ranks_are_played_once_and_as_if_alone():
+    def named(names: str) -> Problem:
+        ranks = [dataclasses.replace(FAST, name=name) for name in names]
+        return problem(1, 1, ranks=[*ranks, SLOW], units=3)
+
+    plan = Plan([*[RankPlan((2, 1), 0.25)] * 3, RankPlan((1,), 0.25)])
+    together, apart = simulate(named("aaa"), plan), simulate(named("abc"), plan)
+    assert [timeline.ranks for timeline in together.timelines] == [(0, 1, 2), (3,)]
+    assert len(apart.timelines) == 4
+    assert together.events == apart.events
+    assert together.memory == apart.memory
+    assert together.step_s == apart.step_s
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        RankPlan((1,), 0.4),
+        RankPlan((2,), 0.3),
+        RankPlan((1,), 0.3, offload=True),
+        RankPlan((1,), 0.3, recompute=False),
+    ],
+)
+def test_a_rank_that_is_planned_otherwise_is_another_kind(part):
+    choosing = dataclasses.replace(FAST, kept_backward_s=[1, 2], kept_compute_bytes=[1, 2])
+    rest = RankPlan((1,), 1 - 0.3 - part.state_fraction)
+    case = problem(1, 1, ranks=[choosing] * 3)
+    simulation = simulate(case, Plan([RankPlan((1,), 0.3), part, rest]))
+    assert simulation.timeline(0).ranks == (0,)
+    assert simulation.timeline(1).ranks == (1,)
+
+
+def test_every_step_is_like_the_first():
+    one, three = simulate(problem(1, 1), PLAN), simulate(problem(1, 1), PLAN, steps=3)
+    assert three.step_s == one.step_s
+    assert len(three.events) == 3 * len(one.events)
+    assert three.events_of(1)[: len(one.events_of(1))] == one.events_of(1)
+    assert three.memory[1][-1] == (2 * 19.75 + 17, 32)
+    assert [time_s for time_s, _ in three.memory[1]] == sorted(
+        {time_s for time_s, _ in three.memory[1]}
+    )
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.0, True, "2"])
+def test_steps_must_be_a_positive_whole_number(steps):
+    with pytest.raises(PlanError, match="steps: expected a whole number of at least 1, but got"):
+        simulate(problem(1, 1), PLAN, steps=steps)
+
+
+def test_a_plan_for_other_ranks_is_refused():
+    with pytest.raises(PlanError, match=r"problem's 2 ranks, but got 1"):
+        simulate(problem(1, 1), Plan([RankPlan((1,), 1.0)]))
+
+
+def test_what_was_not_profiled_is_refused():
+    with pytest.raises(PlanError, match=r"rank 1 \('slow'\): microbatch size 2 was not profiled"):
+        simulate(problem(1, 1), Plan([RankPlan((1,), 0.5), RankPlan((2,), 0.5)]))
+    with pytest.raises(PlanError, match="kept_backward_s"):
+        simulate(problem(1, 1), Plan([RankPlan((1,), 0.5, recompute=False), RankPlan((), 0.5)]))

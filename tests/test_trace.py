@@ -1,0 +1,126 @@
+"""The trace: JSON as Perfetto reads it, with the numbers of the simulation."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile
+from lightning_cephalo.simulate import simulate
+from lightning_cephalo.trace import write_trace
+
+PROFILE = RankProfile(
+    "T4",
+    [1e-3, 2e-3],
+    [3e-3, 5e-3],
+    [1e-3, 1e-3],
+    [10, 20],
+    1000,
+    host_capacity_bytes=1000,
+    offload_bytes_per_s=3e3,
+)
+
+
+def case(ranks: int, **changes) -> tuple[Problem, Plan]:
+    problem = Problem(
+        [PROFILE] * ranks,
+        units=4,
+        gather_s=1e-3 / 3,
+        reduce_s=2e-3 / 3,
+        state_bytes=100,
+        global_batch_size=3 * ranks,
+        boundary_bytes=1,
+    )
+    return problem, Plan([RankPlan((2, 1), 1 / ranks, **changes)] * ranks)
+
+
+def written(path, problem: Problem, plan: Plan, steps: int = 1) -> list[dict]:
+    write_trace(simulate(problem, plan, steps=steps), problem, path)
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def test_complete_events_are_those_of_the_simulation(tmp_path):
+    problem, plan = case(2, offload=True)
+    entries = [e for e in written(tmp_path / "a.json", problem, plan, 2) if e["ph"] == "X"]
+    events = simulate(problem, plan, steps=2).events
+    assert len(entries) == len(events)
+    for entry, event in zip(entries, events, strict=True):
+        assert entry["pid"] == event.rank
+        assert entry["ts"] == pytest.approx(event.start_s * 1e6, abs=1e-3)
+        assert entry["dur"] == pytest.approx((event.end_s - event.start_s) * 1e6, abs=2e-3)
+        assert entry["cat"] == event.name.value
+    assert {entry["cat"] for entry in entries} >= {"forward", "gather", "offload", "fetch"}
+    assert entries[0]["name"] == "gather 0"
+
+
+def test_events_of_a_thread_do_not_overlap(tmp_path):
+    threads = defaultdict(list)
+    for entry in written(tmp_path / "a.json", *case(2, offload=True), steps=3):
+        if entry["ph"] == "X":
+            threads[entry["pid"], entry["tid"]].append((entry["ts"], entry["dur"]))
+    assert len(threads) == 6
+    for spans in threads.values():
+        end = 0.0
+        for start, duration in spans:
+            assert duration > 0
+            assert start >= end - 1e-6
+            end = start + duration
+
+
+def test_memory_counters_rise_and_fall_as_simulated(tmp_path):
+    problem, plan = case(2, offload=True)
+    simulation = simulate(problem, plan)
+    entries = written(tmp_path / "a.json", problem, plan)
+    for name, function in (
+        ("memory", simulation.memory_of(1)),
+        ("host memory", simulation.host_memory_of(1)),
+    ):
+        found = [e for e in entries if e["ph"] == "C" and e["pid"] == 1 and e["name"] == name]
+        assert [e["args"]["bytes"] for e in found] == [size for _, size in function]
+        assert [e["ts"] for e in found] == sorted(e["ts"] for e in found)
+
+
+def test_host_memory_is_left_out_where_nothing_is_offloaded(tmp_path):
+    entries = written(tmp_path / "a.json", *case(2))
+    assert {entry["name"] for entry in entries if entry["ph"] == "C"} == {"memory"}
+
+
+def test_processes_and_threads_have_names(tmp_path):
+    named = {
+        (entry["pid"], entry["tid"], entry["args"]["name"])
+        for entry in written(tmp_path / "a.json", *case(1))
+        if entry["ph"] == "M" and "name" in entry["args"]
+    }
+    assert named == {
+        (0, 0, "rank 0 (T4)"),
+        (0, 0, "compute"),
+        (0, 1, "communication"),
+        (0, 2, "copy"),
+    }
+
+
+def test_beyond_64_ranks_equal_ones_share_a_process(tmp_path):
+    assert {e["pid"] for e in written(tmp_path / "a.json", *case(64))} == set(range(64))
+    entries = written(tmp_path / "b.json", *case(65))
+    assert {entry["pid"] for entry in entries} == {0}
+    assert entries[0]["args"]["name"] == "65 × T4 (rank 0 and alike)"
+
+
+def test_nothing_is_left_beside_the_file(tmp_path):
+    written(tmp_path / "a.json", *case(1))
+    written(tmp_path / "a.json", *case(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_another_suffix_is_refused(tmp_path):
+    problem, plan = case(1)
+    with pytest.raises(PlanError, match=r"ends in \.json, but got the suffix '\.yaml'"):
+        write_trace(simulate(problem, plan), problem, tmp_path / "a.yaml")
+
+
+def test_another_problem_is_refused(tmp_path):
+    problem, plan = case(2)
+    with pytest.raises(PlanError, match="with 2 ranks, but got one with 3"):
+        write_trace(simulate(problem, plan), case(3)[0], tmp_path / "a.json")
