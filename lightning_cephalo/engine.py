@@ -78,6 +78,7 @@ class Engine:
         self.module = module
         self.device = device
         self.agreement = groups.agreement
+        self.compute_dtype = compute_dtype
         context = ShardingContext(
             device, default_mesh(device.type), groups.gather, groups.reduce, compute_dtype
         )

@@ -1,10 +1,24 @@
 """What every test shares: slow tests go last, and tests that need a GPU are skipped without one."""
 
+import os
+
 import pytest
 import torch
 
 # Forked ranks hang in OpenMP if this process has ever run it with several threads.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_the_tests(tmp_path_factory):
+    """What is measured in tests is not to be planned with later."""
+    before = os.environ.get("LIGHTNING_CEPHALO_CACHE")
+    os.environ["LIGHTNING_CEPHALO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["LIGHTNING_CEPHALO_CACHE"]
+    else:
+        os.environ["LIGHTNING_CEPHALO_CACHE"] = before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -50,7 +50,7 @@ class NetworkTimes:
 
     @property
     def fill_s(self) -> float:
-        """The first unit's gather and the last one's reduce, which have no compute to hide behind."""
+        """The first unit's gather and the last one's reduce: no compute hides them."""
         return self.gather_s + self.reduce_s
 
     @property

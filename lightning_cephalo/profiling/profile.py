@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.cluster import Device, synchronized_clock
 from lightning_cephalo.data import sample_batches
+from lightning_cephalo.emulation import active_device
 from lightning_cephalo.engine import Engine
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.profiling.compute import (
@@ -35,6 +36,7 @@ from lightning_cephalo.profiling.memory import (
 )
 from lightning_cephalo.profiling.network import measure_network
 from lightning_cephalo.profiling.progress import Progress
+from lightning_cephalo.profiling.remember import remember
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -164,6 +166,16 @@ def measure(
         root_reduce_s=network.root_reduce_s,
         fill_s=network.fill_s,
     )
+    if agreement.rank == 0 and active_device() is None:  # an emulated device is none to plan with
+        lost = remember(
+            problem,
+            model=type(engine.module).__name__,
+            dtype=engine.compute_dtype,
+            recompute=engine.runner.recompute,
+            batch=batches.held,
+        )
+        if lost is not None:
+            progress.warn(f"The measured times were not kept for later: {lost}")
     largest = [profile.largest_microbatch_size for profile in profiles]
     progress.done(largest, time.perf_counter() - started_s)
     return problem
@@ -276,6 +288,11 @@ class _Batches:
         if self._held[0] != size:
             self._held = (0, None)  # let go of the last one first
             self._held = (size, self._move(self._read(size)))
+        return self._held[1]
+
+    @property
+    def held(self) -> Any:
+        """The last batch that was asked for."""
         return self._held[1]
 
     def _read(self, size: int) -> Any:

@@ -35,6 +35,11 @@ class Progress:
         if self._status is not None:
             self._status.update(text)
 
+    def warn(self, text: str) -> None:
+        """Print a line that stays."""
+        if self._console is not None:
+            self._console.print(text, markup=False, highlight=False)
+
     def timing(self, size: int, ranks: Sequence[int]) -> None:
         """Say what is being timed."""
         who = "all ranks" if not ranks else f"ranks {', '.join(map(str, ranks))}"

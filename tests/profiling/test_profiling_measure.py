@@ -11,6 +11,7 @@ from profiled import GPT, BatchNormNet, fit, in_ranks, loader, profile
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_cephalo import solve
+from lightning_cephalo.estimate import cached_tables
 
 
 def problem_of_a_gpt(**options):
@@ -25,7 +26,37 @@ def test_every_rank_gets_the_same_problem_with_dense_curves():
     for rank in first["ranks"]:
         assert len(rank["forward_s"]) >= 4
         assert all(seconds > 0 for seconds in rank["forward_s"] + rank["backward_s"])
-    assert first["gather_s"] > 0 and first["reduce_s"] > 0 and first["step_overhead_s"] > 0 and first["fill_s"] > 0
+    assert (
+        first["gather_s"] > 0
+        and first["reduce_s"] > 0
+        and first["step_overhead_s"] > 0
+        and first["fill_s"] > 0
+    )
+
+
+def test_what_was_measured_is_kept_for_plans_of_other_clusters(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path))
+    problem = in_ranks(2, problem_of_a_gpt)[0]
+    (table,) = cached_tables().tables
+    assert (table.model, table.dtype, table.sequence_length) == ("GPT", "fp32", 16)
+    curves = table.find("cpu")
+    assert curves.source == "measured"
+    assert list(curves.forward_s) == problem["ranks"][0]["forward_s"]
+    assert list(curves.backward_s) == problem["ranks"][0]["backward_s"]
+    assert list(curves.compute_bytes) == problem["ranks"][0]["compute_bytes"]
+
+
+def test_emulated_devices_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path / "cache"))
+    in_ranks(2, lambda: problem_of_a_gpt(speeds=(2.0, 1.0)))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_cache_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch, capfd):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path / "file" / "cache"))
+    in_ranks(2, lambda: problem_of_a_gpt(strategy={"verbose": True}))
+    assert "not kept for later" in capfd.readouterr().out
 
 
 def both_kinds_of_shares(capacity_bytes):

@@ -1,0 +1,116 @@
+"""Estimates from datasheets, and fits to measured curves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_cephalo.estimate.analytic import (
+    KINDS,
+    Efficiency,
+    Measurement,
+    estimate,
+    find_efficiency,
+    fit,
+    kind_of,
+    relative_errors,
+)
+from lightning_cephalo.estimate.devices import CATALOGUE, find_device
+from lightning_cephalo.estimate.efficiencies import FITTED
+from lightning_cephalo.estimate.work import Linear, ModelWork, Pass
+from lightning_cephalo.plan import PlanError
+
+WORK = ModelWork(
+    model="block",
+    dtype="fp16",
+    sequence_length=512,
+    units=24,
+    unit_kinds=1,
+    unit_parameters=50e6,
+    largest_unit_parameters=50e6,
+    root_parameters=100e6,
+    forward=Pass(Linear(0.0, 54e9), Linear(1e6, 0.3e9), 30),
+    backward=Pass(Linear(0.0, 108e9), Linear(0.3e9, 0.5e9), 60),
+    tail=Pass(Linear(0.0, 310e9), Linear(0.6e9, 1e9), 40),
+    boundary_bytes=2e6,
+    kept_bytes=60e6,
+    unit_peak_bytes=Linear(5e6, 80e6),
+    root_peak_bytes=Linear(1e6, 200e6),
+)
+
+
+@pytest.mark.parametrize("device", CATALOGUE, ids=lambda device: device.name)
+def test_more_samples_take_longer_and_more(device):
+    curves = estimate(WORK, device, 8)
+    for curve in (curves.forward_s, curves.backward_s, curves.tail_s, curves.compute_bytes):
+        assert list(curve) == sorted(curve)
+        assert curve[0] > 0
+    assert curves.source == "estimate"
+    assert "% off, 9 in 10 within" in curves.detail
+    assert device.source in curves.detail
+
+
+def test_recompute_adds_a_forward_and_keeps_less():
+    device = find_device("RTX 4090")
+    again, kept = (estimate(WORK, device, 4, recompute=recompute) for recompute in (True, False))
+    assert again.backward_s == tuple(
+        f + b for f, b in zip(kept.forward_s, kept.backward_s, strict=True)
+    )
+    assert kept.compute_bytes <= again.compute_bytes
+
+
+def test_faster_devices_take_less():
+    times = [estimate(WORK, find_device(name), 4).forward_s[3] for name in ("A100", "V100", "T4")]
+    assert times == sorted(times)
+
+
+def test_a_small_pass_is_bound_by_launches():
+    tiny = replace(WORK, forward=Pass(Linear(0.0, 1e3), Linear(0.0, 1e3), 30))
+    assert estimate(tiny, find_device("H100"), 2).forward_s == (30 * 5e-6,) * 2
+
+
+def test_default_efficiencies_cover_every_kind_and_are_sane():
+    pools = {entry.kind for entry in FITTED if not entry.device}
+    assert pools == set(KINDS)
+    for entry in FITTED:
+        assert 0.2 < entry.compute < 1.1
+        assert 0.2 < entry.bandwidth < 2
+        assert entry.error is not None
+        assert 0 < entry.error.median < entry.error.most < 0.6
+        assert not entry.device or find_device(entry.device).name == entry.device
+
+
+def test_a_device_uses_its_own_fit_or_its_chips_or_the_pool():
+    assert find_efficiency(find_device("A6000"), "fp16").device == "A6000"
+    assert find_efficiency(find_device("V100 32GB"), "fp16").device == "V100 16GB"
+    assert find_efficiency(find_device("RTX 4090"), "bf16").device == ""
+    assert kind_of(find_device("RTX 4090"), "fp32") == "fp32 shared"
+    assert kind_of(find_device("A100"), "fp32") == "fp32"
+    assert kind_of(find_device("A100"), "tf32") == "half"
+    with pytest.raises(PlanError, match="'half'"):
+        find_efficiency(find_device("T4"), "fp16", ())
+
+
+def test_a_fit_finds_the_efficiencies_that_made_the_curves():
+    made = [
+        Efficiency("A100 40GB", "half", 0.8, 0.6),
+        Efficiency("T4", "half", 0.4, 0.5),
+    ]
+    measurements = [
+        Measurement(
+            find_device(truth.device),
+            work,
+            estimate(work, find_device(truth.device), 8, efficiencies=[truth]),
+        )
+        for truth in made
+        # another balance of arithmetic and memory, so that both can be told
+        for work in (WORK, replace(WORK, forward=Pass(Linear(0.0, 20e9), Linear(0.0, 1e9), 30)))
+    ]
+    fitted = fit(measurements)
+    assert [entry.device for entry in fitted] == ["", "A100 40GB", "T4"]
+    assert 0.4 < fitted[0].compute < 0.8
+    for entry, truth in zip(fitted[1:], made, strict=True):
+        assert entry.compute == pytest.approx(truth.compute, rel=0.1)
+        assert entry.bandwidth == pytest.approx(truth.bandwidth, rel=0.1)
+    assert max(relative_errors(measurements[0], fitted[1])) < 0.1

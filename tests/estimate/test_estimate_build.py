@@ -1,0 +1,155 @@
+"""From a cluster and a model to a problem: sources in their order, and a whole plan."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lightning_cephalo.estimate import (
+    Cluster,
+    Curves,
+    CurveTable,
+    build_problem,
+    save_measured,
+    work_of,
+)
+from lightning_cephalo.plan import PlanError, Problem, predict, solve
+
+pytest.importorskip("transformers")
+
+CLUSTER = """
+nodes: [{devices: {RTX 4090: 2, RTX 3090: 1}, link: 25 GB/s, host_memory: 96 GiB}]
+"""
+
+
+@pytest.fixture(scope="module")
+def work():
+    return work_of(
+        "gpt2", sequence_length=512, dtype="fp16", n_layer=24, n_embd=1024, n_head=16, name="mine"
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    return Cluster.from_yaml(CLUSTER)
+
+
+def _table(device: str, seconds: float, source: str, **more) -> CurveTable:
+    curves = Curves(device, (seconds, 2 * seconds), (3 * seconds, 6 * seconds), source=source)
+    return CurveTable("mine", "fp16", 512, (curves,))
+
+
+def test_two_4090s_and_a_3090_get_a_plan(cluster, work, tmp_path):
+    estimate = build_problem(cluster, work, global_batch_size=64, cache_folder=tmp_path)
+    problem = estimate.problem
+    assert Problem.from_yaml(problem.to_yaml()) == problem
+    assert [rank.name for rank in problem.ranks] == ["RTX 4090", "RTX 4090", "RTX 3090"]
+    assert problem.units == 24
+    assert problem.state_bytes == pytest.approx(16 * work.parameters, rel=0.05)
+    assert problem.gather_s == pytest.approx(2 / 3 * 2 * work.unit_parameters / 25e9 * 1.1, rel=0.1)
+    assert problem.reduce_s > problem.gather_s
+    assert problem.even_gather_s < problem.gather_s
+    assert 0 < problem.optimizer_s < 0.1
+    assert {source.source for source in estimate.sources} == {"estimate"}
+    assert all("% off" in source.detail for source in estimate.sources)
+    plan = solve(problem)
+    samples = [sum(rank.microbatch_sizes) for rank in plan.ranks]
+    assert sum(samples) == 64
+    assert samples[2] < min(samples[:2])
+    prediction = predict(problem, plan.ranks)
+    for rank, profile in zip(prediction.ranks, problem.ranks, strict=True):
+        assert rank.memory_bytes <= profile.capacity_bytes
+
+
+def test_options_are_given_only_where_asked(cluster, work, tmp_path):
+    def ranks(**options):
+        built = build_problem(cluster, work, global_batch_size=16, cache_folder=tmp_path, **options)
+        return built.problem, built.problem.ranks[0]
+
+    problem, plain = ranks()
+    assert (plain.kept_backward_s, plain.host_capacity_bytes, problem.kept_bytes) == ((), 0.0, 0.0)
+    problem, choosing = ranks(choose_recompute=True)
+    assert problem.kept_bytes == work.kept_bytes
+    assert choosing.kept_backward_s[0] < choosing.backward_s[0]
+    assert problem.boundary_bytes == work.boundary_bytes
+    problem, kept = ranks(recompute=False)
+    assert kept.backward_s == choosing.kept_backward_s[: len(kept.backward_s)]
+    assert problem.boundary_bytes == work.boundary_bytes + work.kept_bytes
+    _, offloading = ranks(allow_offload=True)
+    assert offloading.host_capacity_bytes == pytest.approx(0.9 * 32 * 2**30)
+    assert 20e9 < offloading.offload_bytes_per_s < 31.5e9
+
+
+def test_measured_comes_before_tables_and_tables_before_estimates(cluster, work, tmp_path):
+    def sources():
+        estimate = build_problem(
+            cluster,
+            work,
+            global_batch_size=16,
+            cache_folder=tmp_path,
+            tables=[_table("NVIDIA GeForce RTX 3090", 0.5, "table"), _table("T4", 9.0, "table")],
+        )
+        last = estimate.problem.ranks[2]
+        return [source.source for source in estimate.sources], last
+
+    names, last = sources()
+    assert names == ["estimate", "estimate", "table"]
+    assert last.forward_s == (0.5, 1.0)
+    save_measured(_table("RTX 3090", 0.25, "measured"), tmp_path)
+    names, last = sources()
+    assert names == ["estimate", "estimate", "measured"]
+    assert last.forward_s == (0.25, 0.5)
+
+
+def test_what_a_table_leaves_out_is_filled_in_and_said(cluster, work, tmp_path):
+    def tail(seconds):
+        estimate = build_problem(
+            cluster,
+            work,
+            global_batch_size=16,
+            cache_folder=tmp_path,
+            tables=[_table("RTX 3090", seconds, "table")],
+        )
+        assert "tail_s and compute_bytes estimated" in estimate.sources[2].detail
+        return estimate.problem.ranks[2].tail_s
+
+    assert tail(0.2)[1] == pytest.approx(2 * tail(0.1)[1])
+
+
+def test_tables_of_other_models_do_not_count(cluster, work, tmp_path):
+    for model, dtype, length in (
+        ("other", "fp16", 512),
+        ("mine", "fp32", 512),
+        ("mine", "fp16", 1),
+    ):
+        table = CurveTable(model, dtype, length, _table("RTX 3090", 1.0, "table").curves)
+        estimate = build_problem(
+            cluster, work, global_batch_size=16, cache_folder=tmp_path, tables=[table]
+        )
+        assert estimate.sources[2].source == "estimate"
+
+
+def test_a_broken_cache_file_is_told_and_stops_nothing(cluster, work, tmp_path):
+    (tmp_path / "torn.yaml").write_text("model: [")
+    estimate = build_problem(cluster, work, global_batch_size=16, cache_folder=tmp_path)
+    assert len(estimate.broken_files) == 1
+    assert "torn.yaml" in estimate.broken_files[0]
+
+
+def test_a_device_too_small_for_one_sample_takes_none(work, tmp_path):
+    cluster = Cluster.from_yaml(
+        "nodes: [{devices: {RTX 4090: 1, Small: 1}, link: 10 GB/s}]\n"
+        "devices: {Small: {memory: 0.7 GiB, fp32: 8 TFLOP/s, bandwidth: 300 GB/s}}"
+    )
+    problem = build_problem(cluster, work, global_batch_size=8, cache_folder=tmp_path).problem
+    assert problem.ranks[0].largest_microbatch_size == 8
+    assert problem.ranks[1].largest_microbatch_size == 0
+    assert math.isfinite(problem.ranks[1].capacity_bytes)
+
+
+def test_a_device_that_lacks_the_dtype_is_refused(tmp_path):
+    work = work_of("gpt2", sequence_length=64, dtype="bf16", n_layer=2, n_embd=64, n_head=2)
+    cluster = Cluster.from_yaml("nodes: [{devices: {V100: 1}}]")
+    with pytest.raises(PlanError, match=r"'V100 16GB'.*'bf16'"):
+        build_problem(cluster, work, global_batch_size=8, cache_folder=tmp_path)

@@ -1,0 +1,156 @@
+"""cluster.yaml: what it says, and every way to get it wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_cephalo import cluster as running
+from lightning_cephalo.estimate.cluster import USABLE_SHARE, Cluster, Link
+from lightning_cephalo.estimate.collective import even_collective_s, uneven_collective_s
+from lightning_cephalo.estimate.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS
+from lightning_cephalo.plan import PlanError
+
+GIB = 2**30
+EXAMPLE = """
+nodes:
+  - {devices: {RTX 4090: 2, NVIDIA GeForce RTX 3090: 1}, link: 25 GB/s}
+  - {count: 4, devices: {v100: 4}, link: {bandwidth: 130 GB/s, latency: 5 us}, host_memory: 256 GiB}
+between_nodes: 100 Gb/s
+devices:
+  MyCard: {memory: 20 GiB, fp32: 30 TFLOP/s, fp16: 60 TFLOP/s, bandwidth: 600 GB/s}
+  L4: {memory: 20 GiB}
+"""
+
+
+def test_a_cluster_is_read_in_rank_order():
+    cluster = Cluster.from_yaml(EXAMPLE)
+    assert cluster.node_count == 5
+    names = [rank.device.name for rank in cluster.ranks]
+    assert names == ["RTX 4090", "RTX 4090", "RTX 3090"] + 16 * ["V100 16GB"]
+    assert [rank.node for rank in cluster.ranks][2:8] == [0, 1, 1, 1, 1, 2]
+    assert cluster.ranks[3].host_memory_bytes == 64 * GIB
+    assert cluster.nodes[1].link == Link(130e9, 5e-6)
+    assert cluster.between_nodes.bandwidth_bytes_per_s == 12.5e9
+    assert cluster.capacity_bytes(cluster.ranks[0].device) == pytest.approx(0.9 * 24 * GIB)
+
+
+def test_a_cluster_survives_its_file(tmp_path):
+    cluster = Cluster.from_yaml(EXAMPLE + "reserve: 0.2\n")
+    cluster.save(tmp_path / "cluster.yaml")
+    assert Cluster.load(tmp_path / "cluster.yaml") == cluster
+
+
+def test_own_devices_and_corrections():
+    mine, corrected = Cluster.from_yaml(EXAMPLE).own_devices
+    assert (mine.memory_bytes, mine.peak_flops_per_s("fp16")) == (20 * GIB, 60e12)
+    with pytest.raises(PlanError, match="'bf16'"):
+        mine.peak_flops_per_s("bf16")
+    assert (corrected.memory_bytes, corrected.bandwidth_bytes_per_s) == (20 * GIB, 300e9)
+    cluster = Cluster.from_yaml("nodes: [{devices: {l4: 1}}]\ndevices: {L4: {memory: 20 GiB}}")
+    assert cluster.ranks[0].device.memory_bytes == 20 * GIB
+
+
+def test_a_node_without_link_has_its_slowest_pcie():
+    cluster = Cluster.from_yaml("nodes: [{devices: {A100: 1, T4: 1}}]")
+    assert cluster.nodes[0].inner_link.bandwidth_bytes_per_s == 15.75e9
+
+
+def test_the_usable_share_is_the_strategys():
+    assert running.USABLE_SHARE == USABLE_SHARE
+
+
+NODE = "nodes: [{devices: {T4: 1}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["expected a mapping"]),
+        ("nodes: []", ["nodes", "at least one"]),
+        ("nodes: T4", ["nodes", "'T4'"]),
+        ("nodes: [T4]", ["nodes[0]", "'T4'"]),
+        ("nodes: [{devices: [T4]}]", ["nodes[0]: devices", "['T4']"]),
+        ("nodes: [{devices: {}}]", ["nodes[0]: devices", "none"]),
+        ("nodes: [{devices: {T4: 0}}]", ["nodes[0]: devices: T4", "at least 1", "0"]),
+        ("nodes: [{devices: {T4: two}}]", ["nodes[0]: devices: T4", "'two'"]),
+        ("nodes: [{devices: {T4: 1}, count: 0}]", ["nodes[0]: count", "0"]),
+        ("nodes: [{devices: {T4: 1}, speed: 1}]", ["nodes[0]", "unknown key 'speed'"]),
+        ("nodes: [{devices: {RTX 4900: 1}}]", ["'RTX 4900'", "Did you mean", "RTX 4090"]),
+        ("nodes: [{devices: {T4: 1}, link: 25}]", ["nodes[0]: link", "25", "GB/s"]),
+        ("nodes: [{devices: {T4: 1}, link: 25 GB}]", ["nodes[0]: link", "'25 GB'"]),
+        ("nodes: [{devices: {T4: 1}, link: -1 GB/s}]", ["nodes[0]: link", "'-1 GB/s'"]),
+        (
+            "nodes: [{devices: {T4: 1}, link: {bandwidth: 1 GB/s, latency: 3 GB}}]",
+            ["nodes[0]: link: latency", "'3 GB'"],
+        ),
+        ("nodes: [{devices: {T4: 1}, link: {latency: 3 us}}]", ["missing 'bandwidth'"]),
+        ("nodes: [{devices: {T4: 1}, host_memory: 20 GB/s}]", ["host_memory", "'20 GB/s'"]),
+        ("nodes: [{devices: {T4: 1}, count: 2}]", ["between_nodes", "2 nodes", "100 Gb/s"]),
+        (NODE + "between: 1 GB/s", ["unknown key 'between'", "between_nodes"]),
+        (NODE + "between_nodes: fast", ["between_nodes", "'fast'"]),
+        (NODE + "devices: [X]", ["devices", "['X']"]),
+        (NODE + "devices: {X: {memory: 20 GB/s}}", ["devices: X", "missing"]),
+        (NODE + "devices: {T4: {memory: 20 GB/s}}", ["devices: T4: memory", "'20 GB/s'", "GiB"]),
+        (NODE + "devices: {T4: {fp32: 8 TB/s}}", ["devices: T4: fp32", "'8 TB/s'"]),
+        (NODE + "devices: {T4: {ram: 20 GB}}", ["devices: T4", "unknown key 'ram'"]),
+        (NODE + "reserve: 1.5", ["reserve", "1.5"]),
+        (NODE + "reserve: some", ["reserve", "'some'"]),
+    ],
+)
+def test_a_bad_cluster_is_refused_by_name(tmp_path, text, words):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        Cluster.load(path)
+    for word in [str(path), *words]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dimension", "text", "number"),
+    [
+        (BYTES_PER_S, "100 Gb/s", 12.5e9),
+        (BYTES_PER_S, "100 GB/s", 100e9),
+        (BYTES_PER_S, "1.5e3 MB/s", 1.5e9),
+        (BYTES, "24GiB", 24 * GIB),
+        (BYTES, "24 GB", 24e9),
+        (FLOPS_PER_S, "30 TFLOP/s", 30e12),
+        (SECONDS, "5 us", 5e-6),
+        (SECONDS, ".5 ms", 5e-4),
+    ],
+)
+def test_quantities(dimension, text, number):
+    assert dimension.parse("field", text) == pytest.approx(number, rel=1e-12)
+    assert dimension.parse("field", dimension.text(number)) == number
+
+
+@pytest.mark.parametrize("number", [1 / 3, 123456789.123, 0.9 * 24 * GIB, 7e-7])
+def test_odd_quantities_are_written_exactly(number):
+    assert BYTES.parse("field", BYTES.text(number)) == number
+
+
+def test_collectives_take_what_the_slowest_link_takes():
+    one = Cluster.from_yaml("nodes: [{devices: {T4: 1}}]")
+    assert even_collective_s(one, 1e9) == 0.0
+    node = Cluster.from_yaml(
+        "nodes: [{devices: {T4: 4}, link: {bandwidth: 10 GB/s, latency: 0 s}}]"
+    )
+    assert even_collective_s(node, 1e9) == pytest.approx(0.75 * 0.1)
+    assert uneven_collective_s(node, 1e9, uneven_factor=1.25) == pytest.approx(1.25 * 0.075)
+    nodes = Cluster.from_yaml(
+        "nodes: [{count: 2, devices: {T4: 4}, link: 10 GB/s}]\nbetween_nodes: 8 Gb/s"
+    )
+    # 2 levels inside at 10 us, 1 between at 30 us
+    assert even_collective_s(nodes, 1e9) == pytest.approx(7 / 8 + 50e-6)
+
+
+def test_reading_a_cluster_does_not_load_torch():
+    code = (
+        "import sys; from lightning_cephalo.estimate import Cluster;"
+        "Cluster.from_yaml('nodes: [{devices: {T4: 1}}]');"
+        "sys.exit('torch' in sys.modules or 'cvxpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
