@@ -125,7 +125,8 @@ def _variants(problem: Problem) -> list[_Variant]:
     variants = [_Variant(problem, even=False)]
     gather_s, reduce_s = collective_times(problem, even=True)
     share = problem.state_bytes / len(problem.ranks)
-    fits = all(share < rank.capacity_bytes for rank in problem.ranks)
+    fixed = share + problem.gathered_bytes
+    fits = all(fixed < rank.capacity_bytes for rank in problem.ranks)
     if fits and (gather_s < problem.gather_s or reduce_s < problem.reduce_s):
         ranks = tuple(
             dataclasses.replace(rank, capacity_bytes=rank.capacity_bytes - share)

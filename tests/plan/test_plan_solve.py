@@ -324,6 +324,21 @@ def test_even_shares_are_taken_where_they_travel_enough_faster():
     assert fractions(18.0, capacity=55) != [0.5, 0.5]  # half of the state does not fit
 
 
+def test_even_shares_count_the_buffers_of_an_idle_rank():
+    ranks = [affine("small", 1, 13), affine("large", 1, 60)]
+    problem = Problem(
+        ranks,
+        units=1,
+        gather_s=20.0,
+        even_gather_s=1.0,
+        state_bytes=23,
+        gathered_bytes=2,
+        global_batch_size=2,
+    )
+    plan = checked(problem, solve(problem))
+    assert plan.ranks[0].state_fraction < 0.5  # half is 11.5 of the 11 that the buffers leave
+
+
 def test_a_thousandth_is_spent_on_headroom_and_no_more():
     # one microbatch of 4 is the fastest by a hair, and fills the rank; four of 1 leave it room
     def curve(hair: float) -> RankProfile:
