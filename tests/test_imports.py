@@ -37,6 +37,7 @@ ALLOWED = {
         "data",
         "emulation",
         "engine",
+        "estimate",
         "plan",
         "sharding",
         "stepping",

@@ -12,8 +12,8 @@ from ._search import Search
 from .errors import SolverError
 from .problem import Problem, RankProfile
 
-_TIME_S = 5.0
-_MOST_RANKS = 1024
+_TIME_S = 3.0
+_MOST_RANKS = 256
 
 
 def remedies(problem: Problem, types: Sequence[RankType]) -> str:
@@ -86,9 +86,9 @@ def _largest_batch(problem: Problem, deadline: float) -> int:
         smaller = dataclasses.replace(problem, global_batch_size=max(batch, 1))
         return batch > 0 and _known_to_fit(smaller, deadline)
 
-    if enough(problem.global_batch_size - 1):
-        return problem.global_batch_size - 1
-    return _last(enough, problem.global_batch_size - 1)
+    if not enough(1):
+        return 0
+    return _last(enough, problem.global_batch_size)
 
 
 def _offload_helps(problem: Problem, deadline: float) -> bool:
@@ -105,6 +105,8 @@ def _more_ranks(problem: Problem, profile: RankProfile, deadline: float) -> int:
         ranks = (*problem.ranks, *(profile,) * count)
         return not _known_to_fit(dataclasses.replace(problem, ranks=ranks), deadline)
 
+    if profile.capacity_bytes <= problem.gathered_bytes:
+        return 0
     count = 1
     while fails(count):
         count *= 2

@@ -1,0 +1,405 @@
+"""The published planner, restated from its facts to compare with: Guo, Anand, Chen, Daudjee,
+"Cephalo", ICS 2025, and the authors' release ``benson-guo/cephalo`` (``split_workload.py``).
+
+Rank i runs n_i microbatches of one size m_i. In the published model, per unit and with recompute::
+
+    F_i = n_i f_i(m_i)            B_i = F_i + n_i g_i(m_i) + (n_i - 1) * 10 ms
+    t_i = max(s_i AG, F_i) + max(s_i (AG + RS), B_i)      T = units * max_i t_i
+
+s_i is 1.25 where m_i does not fit beside an even share of the state, else 1. A rank holds the peak
+of m_i and 2 GiB, within 0.75 of its capacity; all ranks together hold the state too, within 0.75 of
+all capacities. For every sum of the ranks' microbatch sizes, a dynamic program over ranks, batch
+and that sum finds the least T; of those sums the fastest one whose memory fits in all is taken.
+
+The release tabulates every combination. Here the table is cut to those that a bound on T allows,
+and the bound is raised until a plan lies within it: what is cut off is slower than that plan, so
+that the answer, ties included, is that of the whole table.
+
+Two things differ. The release returns its first plan even where that one does not fit; here it is
+refused. And the state is shared by free memory, unless the release's own split is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from ._allocation import GIB, checked_plan, even_batches
+from ._state import share_state
+from .cost import Mode, collective_times, host_bytes, modes, predict, working_bytes
+from .errors import InfeasibleError, PlanError, SolverError
+from .plan import Plan, RankPlan
+from .problem import Problem, RankProfile
+
+# How far above the least conceivable T the table reaches, in turn.
+_REACHES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, np.inf)
+_MOST_UPDATES = 3e9
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """The constants of the published cost model.
+
+    Args:
+        memory_share: part of a rank's capacity that a plan may use.
+        overhead_bytes: held by every rank beside state and compute; takes the place of the
+            problem's ``gathered_bytes``.
+        uneven_factor: how much longer collectives take for a rank that needs an uneven share.
+        between_microbatches_s: lost between two microbatches of a unit's backward.
+    """
+
+    memory_share: float = 0.75
+    overhead_bytes: float = 2 * GIB
+    uneven_factor: float = 1.25
+    between_microbatches_s: float = 0.010
+
+    def step_s(self, problem: Problem, ranks: Sequence[RankPlan]) -> float:
+        """Seconds of a step of this allocation in the published model: U * max_i t_i, without
+        tail, optimizer and overhead.
+
+        Raises:
+            PlanError: as :func:`~lightning_cephalo.plan.predict`, or a rank whose microbatches
+                differ in size, which the model does not know.
+        """
+        predict(problem, ranks)
+        slowest = 0.0
+        for profile, rank in zip(problem.ranks, ranks, strict=True):
+            sizes = rank.microbatch_sizes
+            if len(set(sizes)) > 1:
+                raise PlanError(
+                    f"PublishedModel.step_s: expected microbatches of one size on every rank, but "
+                    f"got {sizes} on {profile.name!r}. Use predict() for this plan."
+                )
+            if sizes:
+                uneven = sizes[0] > self.fitting_sizes(problem, profile, even_state=True)
+                slowest = max(
+                    slowest, self.unit_s(problem, profile, sizes[0], len(sizes), uneven=uneven)
+                )
+        return problem.units * slowest
+
+    def unit_s(
+        self, problem: Problem, profile: RankProfile, size: int, count: int, *, uneven: bool
+    ) -> float:
+        """t_i: seconds of one unit for ``count`` microbatches of ``size``."""
+        factor = self.uneven_factor if uneven else 1.0
+        gather_s, reduce_s = (factor * seconds for seconds in collective_times(problem, even=True))
+        forward = count * profile.forward_s[size - 1]
+        between = (count - 1) * self.between_microbatches_s
+        backward = count * profile.backward_s[size - 1] + between
+        return max(gather_s, forward) + max(gather_s + reduce_s, backward)
+
+    def fitting_sizes(
+        self, problem: Problem, profile: RankProfile, *, even_state: bool = False
+    ) -> int:
+        """The largest microbatch size up to which all fit, beside an even share of the state or
+        beside none; 0: none fits.
+        """
+        room = self.memory_share * profile.capacity_bytes - self.overhead_bytes
+        if even_state:
+            room -= problem.state_bytes / len(problem.ranks)
+        fits = np.asarray(profile.compute_bytes) <= room
+        return len(fits) if fits.all() else int(np.argmin(fits))
+
+
+def published(
+    problem: Problem,
+    model: PublishedModel | None = None,
+    *,
+    even_batch: bool = False,
+    even_state: bool = False,
+    accumulate_gradients: bool = True,
+    released_state_split: bool = False,
+) -> Plan:
+    """The plan that the published program makes, priced by :func:`~lightning_cephalo.plan.predict`.
+
+    Every rank takes at least one sample, as there. Sizes beyond a rank's curves are not available.
+
+    Args:
+        problem: what there is; activations are recomputed, and offloaded where ranks can.
+        model: the published constants; None: as released.
+        even_batch: every rank gets the same batch; only state is balanced.
+        even_state: every rank holds the same share; only compute is balanced.
+        accumulate_gradients: False: one microbatch per rank.
+        released_state_split: share the state as the release does, with its mistake: it takes the
+            *number* of a rank's microbatches for their *size*.
+
+    Raises:
+        InfeasibleError: the program finds no plan, or the plan exceeds a rank's capacity.
+        SolverError: the table would be too large to fill.
+    """
+    started = time.perf_counter()
+    model = model or PublishedModel()
+    options = _options(problem, model, even_batch, even_state, accumulate_gradients)
+    chosen = _choose(problem, model, options)
+    names = ["published program"]
+    names += ["even batch"] * even_batch + ["even state"] * even_state
+    ranks = [
+        _bare(problem, profile, int(own.size[row]), int(own.count[row]))
+        for profile, own, row in zip(problem.ranks, options, chosen, strict=True)
+    ]
+    if even_state:
+        fractions: Sequence[float] = [1 / len(ranks)] * len(ranks)
+    elif released_state_split:
+        fractions = _released_split(problem, model, ranks)
+    else:
+        used = [
+            working_bytes(
+                problem, profile, rank.microbatch_sizes, Mode(rank.recompute, rank.offload)
+            )
+            for profile, rank in zip(problem.ranks, ranks, strict=True)
+        ]
+        fractions = share_state(
+            problem.state_bytes, used, [profile.capacity_bytes for profile in problem.ranks]
+        )
+        missing = sum(used) + problem.state_bytes
+        missing -= sum(profile.capacity_bytes for profile in problem.ranks)
+        if missing > 0:
+            raise InfeasibleError(
+                f"{', '.join(names)}: its batches leave {missing / GIB:.2f} GiB of the state "
+                f"without a place. Let solve() choose the batches."
+            )
+    shared = [
+        RankPlan(rank.microbatch_sizes, fraction, recompute=rank.recompute, offload=rank.offload)
+        for rank, fraction in zip(ranks, fractions, strict=True)
+    ]
+    return checked_plan(problem, shared, backend=", ".join(names), started_s=started)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What one rank may run, in the order in which the release tries it (by size, then count);
+    every array has shape (options,), and ``memory_bytes`` is peak and overhead.
+    """
+
+    size: np.ndarray
+    count: np.ndarray
+    batch: np.ndarray
+    seconds: np.ndarray
+    memory_bytes: np.ndarray
+
+
+def _options(
+    problem: Problem,
+    model: PublishedModel,
+    even_batch: bool,
+    even_state: bool,
+    accumulate_gradients: bool,
+) -> list[_Options]:
+    batches = even_batches(problem) if even_batch else [0] * len(problem.ranks)
+    known: dict[tuple[RankProfile, int], _Options] = {}
+    found = []
+    for index, (profile, batch) in enumerate(zip(problem.ranks, batches, strict=True)):
+        key = (profile, batch)
+        if key not in known:
+            known[key] = _rank_options(
+                problem, model, profile, batch, even_state, accumulate_gradients
+            )
+        if not len(known[key].size):
+            beside = "an even share of the state and " if even_state else ""
+            raise InfeasibleError(
+                f"published program: rank {index} ({profile.name!r}) can run no microbatch beside "
+                f"{beside}{model.overhead_bytes / GIB:.2f} GiB of overhead within "
+                f"{model.memory_share:.0%} of its {profile.capacity_bytes / GIB:.2f} GiB, but "
+                f"every rank must take a sample there. Let solve() leave it without samples."
+            )
+        found.append(known[key])
+    return found
+
+
+def _rank_options(
+    problem: Problem,
+    model: PublishedModel,
+    profile: RankProfile,
+    batch: int,
+    even_state: bool,
+    accumulate_gradients: bool,
+) -> _Options:
+    largest = model.fitting_sizes(problem, profile, even_state=even_state)
+    beside_even = model.fitting_sizes(problem, profile, even_state=True)
+    most = batch or problem.global_batch_size
+    rows = [
+        (size, count)
+        for size in range(problem.minimum_microbatch_size, min(largest, most) + 1)
+        for count in range(1, most // size + 1)
+        if (not batch or size * count == batch) and (accumulate_gradients or count == 1)
+    ]
+    size, count = np.array(rows, dtype=int).reshape(-1, 2).T
+    seconds = [
+        model.unit_s(problem, profile, own, copies, uneven=own > beside_even)
+        for own, copies in rows
+    ]
+    peaks = np.asarray(profile.compute_bytes)[size - 1] + model.overhead_bytes
+    return _Options(size, count, size * count, np.array(seconds), peaks)
+
+
+def _choose(problem: Problem, model: PublishedModel, options: Sequence[_Options]) -> list[int]:
+    """The row of every rank's options that the published program chooses."""
+    capacity = model.memory_share * sum(profile.capacity_bytes for profile in problem.ranks)
+    room = capacity - problem.state_bytes
+    least = sum(float(own.memory_bytes.min()) for own in options)
+    if least >= room:
+        raise InfeasibleError(
+            f"published program: state and the smallest microbatches need "
+            f"{(least + problem.state_bytes) / GIB:.2f} GiB, but all ranks together may hold "
+            f"{capacity / GIB:.2f} GiB. Lower the model's memory, or add a rank."
+        )
+    start_s = _least_seconds(problem, options)
+    for reach in _REACHES:
+        # the factor keeps the options that set the bound
+        within = [own.seconds <= start_s * reach * (1 + 1e-12) for own in options]
+        chosen = _search(problem.global_batch_size, options, within, room)
+        if chosen is not None:
+            return chosen
+    raise InfeasibleError(
+        f"published program: no plan found fits {capacity / GIB:.2f} GiB in all with the state of "
+        f"{problem.state_bytes / GIB:.2f} GiB. Lower global_batch_size, or add a rank."
+    )
+
+
+def _least_seconds(problem: Problem, options: Sequence[_Options]) -> float:
+    """The least t at which the options of all ranks can sum to the global batch, memory aside."""
+    batch = problem.global_batch_size
+
+    def spans(limit_s: float) -> bool:
+        batches = [own.batch[own.seconds <= limit_s] for own in options]
+        if not all(len(own) for own in batches):
+            return False
+        return (
+            sum(int(own.min()) for own in batches)
+            <= batch
+            <= sum(int(own.max()) for own in batches)
+        )
+
+    seconds = np.unique(np.concatenate([own.seconds for own in options]))
+    if not spans(float(seconds[-1])):
+        raise InfeasibleError(
+            f"published program: the {len(options)} ranks cannot take {batch} samples in all, at "
+            f"least one each and within their memory. Change global_batch_size."
+        )
+    low, high = 0, len(seconds) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if spans(float(seconds[middle])):
+            high = middle
+        else:
+            low = middle + 1
+    return float(seconds[low])
+
+
+def _search(
+    batch: int, options: Sequence[_Options], within: Sequence[np.ndarray], room_bytes: float
+) -> list[int] | None:
+    """The dynamic program over the options ``within`` reach: the chosen rows, or None."""
+    rows = [np.flatnonzero(mask) for mask in within]
+    largest = [int(own.batch[row].max()) for own, row in zip(options, rows, strict=True)]
+    smallest = [int(own.batch[row].min()) for own, row in zip(options, rows, strict=True)]
+    widest = [int(own.size[row].max()) for own, row in zip(options, rows, strict=True)]
+    # After i ranks the batch so far is at least ``low[i]`` and at most ``high[i]``.
+    up_to, from_below = _sums(largest), _sums(smallest)
+    low = [
+        max(less, batch - up_to[-1] + more) for less, more in zip(from_below, up_to, strict=True)
+    ]
+    high = [
+        min(more, batch - from_below[-1] + less)
+        for less, more in zip(from_below, up_to, strict=True)
+    ]
+    sums = _sums(widest)
+    updates = sum(
+        len(row) * (high[index] - low[index] + 1) * (sums[index] + 1.0)
+        for index, row in enumerate(rows)
+    )
+    if updates > _MOST_UPDATES:
+        raise SolverError(
+            f"published program: its table for {len(options)} ranks and a global batch of {batch} "
+            f"needs {updates:.1e} updates, more than {_MOST_UPDATES:.0e}. Compare on a smaller "
+            f"cluster or batch."
+        )
+    times, choices = np.zeros((1, 1)), []
+    for index, (own, row) in enumerate(zip(options, rows, strict=True)):
+        table = np.full((high[index + 1] - low[index + 1] + 1, sums[index + 1] + 1), np.inf)
+        choice = np.full(table.shape, -1, dtype=np.int32)
+        for option in row:
+            size, taken = int(own.size[option]), int(own.batch[option])
+            first = max(low[index + 1], low[index] + taken)
+            last = min(high[index + 1], high[index] + taken)
+            if first > last:
+                continue
+            before = times[first - taken - low[index] : last - taken - low[index] + 1]
+            into = np.s_[
+                first - low[index + 1] : last - low[index + 1] + 1, size : size + before.shape[1]
+            ]
+            reached = np.maximum(before, own.seconds[option])
+            better = reached < table[into]
+            np.copyto(table[into], reached, where=better)
+            np.copyto(choice[into], option, where=better)
+        times = table
+        choices.append(choice)
+    # Faster sums first and, of equal ones, the smaller sum: the first that fits is the answer.
+    for end in np.argsort(times[0], kind="stable"):
+        if np.isinf(times[0, end]):
+            return None
+        chosen = _trace(choices, options, low, int(end))
+        memory = sum(float(own.memory_bytes[row]) for own, row in zip(options, chosen, strict=True))
+        if memory < room_bytes:
+            return chosen
+    return None
+
+
+def _trace(
+    choices: Sequence[np.ndarray], options: Sequence[_Options], low: Sequence[int], end: int
+) -> list[int]:
+    chosen = []
+    batch, size = low[-1], end
+    for index in range(len(choices) - 1, -1, -1):
+        row = int(choices[index][batch - low[index + 1], size])
+        chosen.append(row)
+        batch -= int(options[index].batch[row])
+        size -= int(options[index].size[row])
+    return chosen[::-1]
+
+
+def _sums(values: Sequence[int]) -> list[int]:
+    return list(accumulate(values, initial=0))
+
+
+def _bare(problem: Problem, profile: RankProfile, size: int, count: int) -> RankPlan:
+    """The microbatches of one rank, without state, as the release runs them."""
+    # the leanest mode comes last: recomputed, and offloaded where the rank can
+    mode = modes(problem, profile)[-1]
+    if host_bytes(problem, size * count, mode) > profile.host_capacity_bytes:
+        mode = Mode(mode.recompute)
+    return RankPlan((size,) * count, 0.0, recompute=mode.recompute, offload=mode.offload)
+
+
+def _released_split(
+    problem: Problem, model: PublishedModel, ranks: Sequence[RankPlan]
+) -> list[float]:
+    """State fractions as the release shares them: an even share each, less what a rank is thought
+    not to have room for, which goes to the others in equal parts, the fullest first.
+    """
+    even = problem.state_bytes / len(ranks)
+    room = []
+    for profile, rank in zip(problem.ranks, ranks, strict=True):
+        # the mistake: the number of microbatches, where their size is meant
+        mistaken = min(len(rank.microbatch_sizes), profile.largest_microbatch_size)
+        used = profile.compute_bytes[mistaken - 1] + model.overhead_bytes
+        room.append(model.memory_share * profile.capacity_bytes - used - even)
+    held = [even + min(own, 0.0) for own in room]
+    to_move = -sum(min(own, 0.0) for own in room)
+    roomy = sorted((own, index) for index, own in enumerate(room) if own > 0)
+    filled = 0.0
+    for position, (own, _) in enumerate(roomy):
+        if to_move <= 0:
+            break
+        more = min(own - filled, to_move / (len(roomy) - position))
+        for _, index in roomy[position:]:
+            held[index] += more
+        to_move -= more * (len(roomy) - position)
+        filled = own
+    held = [max(own, 0.0) for own in held]
+    total = sum(held)
+    return [own / total for own in held] if total else [1 / len(ranks)] * len(ranks)
