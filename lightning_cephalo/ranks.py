@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import time
+import weakref
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -30,6 +33,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_cephalo.engine import Groups
 from lightning_cephalo.last_words import LastWords
+
+_FAREWELL_S = 0.02
 
 
 class RanksStrategy(ParallelStrategy):
@@ -148,12 +153,17 @@ class RanksStrategy(ParallelStrategy):
             timeout=self._timeout,
             device_id=device,
         )
-        # Lightning does this for NCCL only. Groups that are left to the interpreter's end may be
-        # taken apart while a thread of theirs runs, which aborts the process.
-        atexit.register(_leave)
+        # Lightning does this for NCCL only. A thread of gloo that lets go of a tensor while the
+        # interpreter ends aborts the process (pytorch #190489): its threads must end before.
+        atexit.register(_leave, weakref.ref(self))
         if self._groups is None:
             self._groups = Groups.create(self._timeout)
             self._last_words = LastWords.create(self._groups.agreement)
+
+    def forget_groups(self) -> None:
+        """Let go of everything that refers to a process group; nothing can be run after it."""
+        self._groups = None
+        self._last_words = None
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -176,6 +186,12 @@ class RanksStrategy(ParallelStrategy):
         return values[0]
 
 
-def _leave() -> None:
+def _leave(strategy: weakref.ref[RanksStrategy]) -> None:
+    known = strategy()
+    if known is not None:
+        known.forget_groups()
     if _distributed_is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # a group's threads end with the last reference to it
+    # The default group outlives this in the caches of torch's DTensor: let its threads finish.
+    time.sleep(_FAREWELL_S)

@@ -43,6 +43,10 @@ class ShardedStrategy(RanksStrategy):
             raise RuntimeError("The model is not sharded now: this works only while training runs.")
         return self._engine
 
+    def forget_groups(self) -> None:
+        super().forget_groups()
+        self._engine = self._preparation = self._user_gathers = None
+
     # -- evaluation ---------------------------------------------------------------------------
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
