@@ -300,7 +300,7 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
     best = rows[-1].samples_per_s
     table = Table(title="Comparison", caption_justify="left")
     table.add_column("allocation")
-    for heading in ("step", "samples/s", f"{_OURS} is faster by", "fullest rank"):
+    for heading in ("step", "samples/s", f"of {_OURS}'s", "fullest rank"):
         table.add_column(heading, justify="right")
     notes = []
     for row in rows:
@@ -308,13 +308,13 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
             notes.append(f"{row.name}: {row.reason}")
             table.add_row(row.name, "–", "cannot run", "–", "–")
             continue
-        faster = f"{best / row.samples_per_s:.2f} ×" if best else "–"
+        share = f"{row.samples_per_s / best:.0%}" if best else "–"
         fullest = max(used / capacity for used, capacity in row.memory) if row.memory else 0.0
         table.add_row(
             row.name,
             format_seconds(row.step_s),
             f"{row.samples_per_s:.3g}",
-            faster,
+            share,
             f"{fullest:.0%}",
         )
     table.caption = "\n".join(notes) or None

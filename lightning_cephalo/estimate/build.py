@@ -138,6 +138,7 @@ def build_problem(
         root_gather_s=uneven_factor * even_collective_s(cluster, compute * work.root_parameters),
         root_reduce_s=uneven_factor
         * even_collective_s(cluster, _GRADIENT_BYTES * work.root_parameters),
+        fill_s=uneven_factor * (gather_s + reduce_s),
         state_bytes=state_bytes(work),
         global_batch_size=global_batch_size,
         boundary_bytes=kept_always,

@@ -115,13 +115,20 @@ def _work_of_config(
 
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config = type(config)(**(config.to_dict() | {"decoder_start_token_id": 0}))
-    return count_work(
-        lambda: _auto_class(config).from_config(config),
-        run,
-        model=name or config.model_type,
-        dtype=dtype,
-        sequence_length=length,
-    )
+    # What transformers says of a config that was cut down for counting is of no use to anyone.
+    logging = _transformers().logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        return count_work(
+            lambda: _auto_class(config).from_config(config),
+            run,
+            model=name or config.model_type,
+            dtype=dtype,
+            sequence_length=length,
+        )
+    finally:
+        logging.set_verbosity(before)
 
 
 def _labels(module: nn.Module, tokens: Tensor) -> dict[str, Any]:
