@@ -15,7 +15,7 @@ from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.cluster import Device, describe_device, processes_on_this_host
 from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
 from lightning_cephalo.engine import Engine
-from lightning_cephalo.plan import Plan, PlanError, solve
+from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
 from lightning_cephalo.profiling.profile import ProfileOptions, measure
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.stepping import BatchCutter
@@ -147,12 +147,22 @@ def prepare(
         solved = support.together(
             agreement,
             "solving for the plan",
-            lambda: solve(problem) if agreement.rank == 0 else None,
+            lambda: _solved(problem, engine.runner.recompute) if agreement.rank == 0 else None,
         )
     solved = agreement.broadcast(solved)
     engine.change_fractions([rank.state_fraction for rank in solved.ranks])
     _show(solved, options, agreement)
     return _preparation(engine, solved, layouts, loaders, agreement.rank)
+
+
+def _solved(problem: Problem, recompute: bool) -> Plan:
+    try:
+        return solve(problem)
+    except InfeasibleError as error:
+        if recompute:
+            raise
+        hint = "Recomputation is off: CephaloStrategy(recompute=True) takes less memory."
+        raise InfeasibleError(f"{error} {hint}") from None
 
 
 def _preparation(

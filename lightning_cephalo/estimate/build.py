@@ -12,7 +12,7 @@ from lightning_cephalo.plan import Problem, RankProfile
 from .analytic import Efficiency, find_efficiency
 from .analytic import compute_bytes as peak_bytes
 from .cluster import Cluster, ClusterRank
-from .collective import UNEVEN_FACTOR, even_collective_s
+from .collective import UNEVEN_FACTOR, uneven_collective_s
 from .devices import Device
 from .sources import curves_of
 from .table import Curves, CurveTable, cached_tables
@@ -126,19 +126,21 @@ def build_problem(
         for rank in cluster.ranks
     ]
     compute = _COMPUTE_BYTES[work.dtype]
-    gather_s = even_collective_s(cluster, compute * work.unit_parameters)
-    reduce_s = even_collective_s(cluster, _GRADIENT_BYTES * work.unit_parameters)
+
+    def collective_s(nbytes: float) -> float:
+        # Cuts lie between rows, so that even shares of the state are hardly ever even slices.
+        return uneven_collective_s(cluster, nbytes, uneven_factor=uneven_factor)
+
+    gather_s = collective_s(compute * work.unit_parameters)
+    reduce_s = collective_s(_GRADIENT_BYTES * work.unit_parameters)
     problem = Problem(
         ranks=tuple(profiles),
         units=work.units,
-        gather_s=uneven_factor * gather_s,
-        reduce_s=uneven_factor * reduce_s,
-        even_gather_s=gather_s,
-        even_reduce_s=reduce_s,
-        root_gather_s=uneven_factor * even_collective_s(cluster, compute * work.root_parameters),
-        root_reduce_s=uneven_factor
-        * even_collective_s(cluster, _GRADIENT_BYTES * work.root_parameters),
-        fill_s=uneven_factor * (gather_s + reduce_s),
+        gather_s=gather_s,
+        reduce_s=reduce_s,
+        root_gather_s=collective_s(compute * work.root_parameters),
+        root_reduce_s=collective_s(_GRADIENT_BYTES * work.root_parameters),
+        fill_s=gather_s + reduce_s,
         state_bytes=state_bytes(work),
         global_batch_size=global_batch_size,
         boundary_bytes=kept_always,

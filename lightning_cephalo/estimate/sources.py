@@ -39,7 +39,7 @@ def curves_of(
         efficiencies: for estimates.
     """
     for table in (*measured, *tables):
-        if not table.matches(work.model, work.dtype, work.sequence_length):
+        if not table.matches(work.model, work.dtype, work.sequence_length, work.parameters):
             continue
         for curves in table.curves:
             if same_name(curves.device, device.name):

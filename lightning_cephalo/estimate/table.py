@@ -22,6 +22,8 @@ from lightning_cephalo.plan import PlanError, _fields, _files
 SOURCES = ("measured", "table", "estimate")
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
 _OPTIONAL = ("tail_s", "compute_bytes")
+# A head of another size or a padded vocabulary does not make another model of it.
+_SAME_MODEL = 0.01
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -107,6 +109,8 @@ class CurveTable:
         dtype: compute dtype: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         sequence_length: tokens (or patches) of one sample.
         curves: one :class:`Curves` per device.
+        parameters: of the whole model, which tells models of one name apart; None: not known, the
+            name alone counts. What is measured always has it.
 
     Raises:
         PlanError: a field is not what is expected, or a device comes twice.
@@ -116,12 +120,16 @@ class CurveTable:
     dtype: str
     sequence_length: int
     curves: tuple[Curves, ...]
+    parameters: int | None = None
 
     def __post_init__(self) -> None:
         _filled_text("CurveTable.model", self.model)
         _filled_text("CurveTable.dtype", self.dtype)
         length = _fields.whole("CurveTable.sequence_length", self.sequence_length, minimum=1)
         object.__setattr__(self, "sequence_length", length)
+        if self.parameters is not None:
+            count = _fields.whole("CurveTable.parameters", self.parameters, minimum=1)
+            object.__setattr__(self, "parameters", count)
         curves = _fields.items("CurveTable.curves", self.curves, of="Curves")
         if not curves:
             raise PlanError("CurveTable.curves: expected at least one Curves, but got none.")
@@ -145,8 +153,16 @@ class CurveTable:
         wanted = device.casefold()
         return next((entry for entry in self.curves if entry.device.casefold() == wanted), None)
 
-    def matches(self, model: str, dtype: str, sequence_length: int) -> bool:
-        """Whether this table is of that model, dtype and sequence length."""
+    def matches(
+        self, model: str, dtype: str, sequence_length: int, parameters: float | None = None
+    ) -> bool:
+        """Whether this table is of that model, dtype and sequence length; parameters within 1 %,
+        where both sides know them.
+        """
+        if self.parameters is not None and parameters is not None:
+            apart = abs(self.parameters - parameters)
+            if apart > _SAME_MODEL * max(self.parameters, parameters):
+                return False
         return (
             self.model.casefold() == model.casefold()
             and self.dtype == dtype
@@ -159,9 +175,11 @@ class CurveTable:
         return dataclasses.replace(self, curves=kept + newer.curves)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for YAML and JSON."""
+        """Plain lists and numbers, for YAML and JSON; what is unknown is left out."""
         data: dict[str, Any] = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) is not None
         }
         data["curves"] = [entry.to_dict() for entry in self.curves]
         return data
@@ -173,7 +191,8 @@ class CurveTable:
         """
         what = f"{_fields.in_source(source)}curve table"
         known = [field.name for field in dataclasses.fields(cls)]
-        values = _fields.mapping(what, data, known=known, required=known)
+        required = [name for name in known if name != "parameters"]
+        values = _fields.mapping(what, data, known=known, required=required)
         entries = _fields.items(f"{what}: curves", values["curves"], of="curves")
         values["curves"] = tuple(
             Curves.from_dict(entry, where=f"{what}: curves[{index}]")
@@ -249,8 +268,8 @@ def cached_tables(folder: str | PathLike[str] | None = None) -> CachedTables:
 def save_measured(table: CurveTable, folder: str | PathLike[str] | None = None) -> Path:
     """Put measured curves into the folder (default :func:`cache_folder`) and return the file.
 
-    One file per model, dtype and sequence length. Devices that the file holds already are kept
-    unless ``table`` has them too; a file that is broken is replaced.
+    One file per model, number of parameters, dtype and sequence length. Devices that the file holds
+    already are kept unless ``table`` has them too; a file that is broken is replaced.
 
     Raises:
         PlanError: some of the curves are not measured, or the folder cannot be written.
@@ -263,7 +282,8 @@ def save_measured(table: CurveTable, folder: str | PathLike[str] | None = None) 
             )
     root = Path(folder) if folder is not None else cache_folder()
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", table.model).strip("-.") or "model"
-    path = root / f"{stem.lower()}_{table.dtype}_{table.sequence_length}.yaml"
+    size = "" if table.parameters is None else f"_{table.parameters}"
+    path = root / f"{stem.lower()}{size}_{table.dtype}_{table.sequence_length}.yaml"
     try:
         root.mkdir(parents=True, exist_ok=True)
         _merged_with(path, table).save(path)
@@ -283,7 +303,7 @@ def _merged_with(path: Path, table: CurveTable) -> CurveTable:
     except PlanError:
         return table
     # names that differ in punctuation only share a file name
-    same = before.matches(table.model, table.dtype, table.sequence_length)
+    same = before.matches(table.model, table.dtype, table.sequence_length, table.parameters)
     return before.merged(table) if same else table
 
 

@@ -35,7 +35,10 @@ def real(
             number = None
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise PlanError(f"{field}: expected {expected}, but got {value!r}.")
-    number = float(number)
+    try:
+        number = float(number)
+    except OverflowError:
+        number = math.inf
     if (
         math.isnan(number)
         or number < minimum

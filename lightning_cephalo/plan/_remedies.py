@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ._columns import RankType, group_types
 from ._search import Search
@@ -17,120 +17,124 @@ _MOST_RANKS = 256
 
 
 def remedies(problem: Problem, types: Sequence[RankType]) -> str:
-    """Sentences that name every single change after which there is a plan.
+    """Sentences that name single changes after which there is a plan.
 
-    Tried are a smaller batch, offloading boundary activations where no rank may, and more ranks of
-    each type. What could not be settled within a few seconds is left out.
+    Tried are a smaller batch, host memory for boundary activations on every rank, and more ranks of
+    each type. What could not be settled within a few seconds is said to be open.
     """
-    deadline = time.perf_counter() + _TIME_S
+    trials = _Trials(time.perf_counter() + _TIME_S)
     found = []
-    batch = _largest_batch(problem, deadline)
+    batch = trials.largest_batch(problem)
     if batch:
-        found.append(f"lower global_batch_size to {batch} or less")
-    if _offload_helps(problem, deadline):
+        found.append(f"lower global_batch_size to {batch}")
+    if trials.offload_helps(problem):
         host = problem.boundary_bytes * problem.units * problem.global_batch_size
         found.append(
-            f"offload boundary activations to host memory ({host / 2**30:.3f} GiB in all; give "
-            f"host_capacity_bytes)"
+            f"offload boundary activations to host memory, {host / 2**30:.3f} GiB in all "
+            f"(host_capacity_bytes of each rank; in cluster.yaml host_memory, and --offload)"
         )
-    for kind in types:
-        more = _more_ranks(problem, kind.profile, deadline)
+    for name, profile in {kind.profile.name: kind.profile for kind in types}.items():
+        more = trials.more_ranks(problem, profile)
         if more:
-            found.append(f"add {more} more {kind.profile.name!r}")
-    if not found:
-        return (
-            "No smaller batch, offload or further rank of these types alone would do: use ranks "
-            "with more memory, smaller units, or a smaller model."
-        )
-    choices = "; or ".join(found)
-    return f"What would do: {choices}. (Recomputation helps too where it is off.)"
-
-
-def fits(problem: Problem, deadline: float) -> bool:
-    """Whether there is any plan at all, however slow.
-
-    Raises SolverError when time is up.
-    """
-    # Without times all that is left of the search is the question of memory.
-    ranks: list[RankProfile] = []
-    for rank in problem.ranks:
-        none = (0.0,) * rank.largest_microbatch_size
-        kept = none if rank.kept_backward_s else ()
-        ranks.append(
-            dataclasses.replace(
-                rank,
-                forward_s=none,
-                backward_s=none,
-                tail_s=none,
-                kept_backward_s=kept,
-                offload_bytes_per_s=math.inf,
-            )
-        )
-    timeless = dataclasses.replace(
-        problem,
-        ranks=tuple(ranks),
-        gather_s=0.0,
-        reduce_s=0.0,
-        even_gather_s=None,
-        even_reduce_s=None,
+            found.append(f"add {more} more {name!r}")
+    if found:
+        return f"What would do: {'; or '.join(found)}."
+    remote = "use ranks with more memory, smaller units, or a smaller model"
+    if trials.settled:
+        return f"No smaller batch, offload or further rank of these types alone would do: {remote}."
+    return (
+        f"Which smaller batch or how many further ranks would do was not found out within "
+        f"{_TIME_S:g} s: lower global_batch_size, add ranks, or {remote}."
     )
-    if any(rank.capacity_bytes < problem.gathered_bytes for rank in ranks):
-        return False
-    return Search(timeless, group_types(timeless), deadline).run() is not None
 
 
-def _largest_batch(problem: Problem, deadline: float) -> int:
-    """The largest smaller global batch that fits; 0 when none is known to."""
+class _Trials:
+    """Tries changes until ``deadline`` (of time.perf_counter).
 
-    def enough(batch: int) -> bool:
-        smaller = dataclasses.replace(problem, global_batch_size=max(batch, 1))
-        return batch > 0 and _known_to_fit(smaller, deadline)
+    ``settled`` says whether every question so far was answered in time.
+    """
 
-    if not enough(1):
-        return 0
-    return _last(enough, problem.global_batch_size)
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.settled = True
 
-
-def _offload_helps(problem: Problem, deadline: float) -> bool:
-    if any(rank.host_capacity_bytes > 0 for rank in problem.ranks) or not problem.boundary_bytes:
-        return False
-    ranks = tuple(dataclasses.replace(rank, host_capacity_bytes=math.inf) for rank in problem.ranks)
-    return _known_to_fit(dataclasses.replace(problem, ranks=ranks), deadline)
-
-
-def _more_ranks(problem: Problem, profile: RankProfile, deadline: float) -> int:
-    """The fewest further ranks like this one with which the batch fits; 0 when no number helps."""
-
-    def fails(count: int) -> bool:
-        ranks = (*problem.ranks, *(profile,) * count)
-        return not _known_to_fit(dataclasses.replace(problem, ranks=ranks), deadline)
-
-    if profile.capacity_bytes <= problem.gathered_bytes:
-        return 0
-    count = 1
-    while fails(count):
-        count *= 2
-        if count > _MOST_RANKS:
+    def largest_batch(self, problem: Problem) -> int:
+        """The largest smaller global batch that is known to fit; 0 when none is."""
+        ranks = len(problem.ranks) if problem.equal_microbatches else 1
+        batch = ranks * problem.minimum_microbatch_size
+        if batch >= problem.global_batch_size or not self._batch_fits(problem, batch):
             return 0
-    return _last(fails, count) + 1
+        step = batch
+        while batch + step < problem.global_batch_size and self._batch_fits(problem, batch + step):
+            batch += step
+            step *= 2
+        while step > 1:
+            step //= 2
+            larger = batch + step
+            if larger < problem.global_batch_size and self._batch_fits(problem, larger):
+                batch = larger
+        return batch
+
+    def offload_helps(self, problem: Problem) -> bool:
+        """Whether there is a plan if every rank may offload as much as it likes."""
+        if not problem.boundary_bytes:
+            return False
+        ranks = tuple(
+            dataclasses.replace(rank, host_capacity_bytes=math.inf) for rank in problem.ranks
+        )
+        return self._fits(dataclasses.replace(problem, ranks=ranks))
+
+    def more_ranks(self, problem: Problem, profile: RankProfile) -> int:
+        """The fewest further ranks like this one that are enough; 0 when none is known."""
+        if profile.capacity_bytes <= problem.gathered_bytes:
+            return 0
+        failed, count = 0, 1
+        while not self._fits(_with_more(problem, profile, count)):
+            failed, count = count, 2 * count
+            if count > _MOST_RANKS or not self.settled:
+                return 0
+        while count - failed > 1:
+            middle = (failed + count) // 2
+            if self._fits(_with_more(problem, profile, middle)):
+                count = middle
+            else:
+                failed = middle
+        return count
+
+    def _batch_fits(self, problem: Problem, batch: int) -> bool:
+        return self._fits(dataclasses.replace(problem, global_batch_size=batch))
+
+    def _fits(self, problem: Problem) -> bool:
+        """Whether there is any plan at all, however slow; False when that is not known in time."""
+        if any(rank.capacity_bytes < problem.gathered_bytes for rank in problem.ranks):
+            return False
+        # Without times all that is left of the search is the question of memory.
+        timeless = dataclasses.replace(
+            problem,
+            ranks=tuple(_timeless(rank) for rank in problem.ranks),
+            gather_s=0.0,
+            reduce_s=0.0,
+        )
+        try:
+            if time.perf_counter() > self.deadline:
+                raise SolverError("no time left")
+            return Search(timeless, group_types(timeless), self.deadline).run() is not None
+        except SolverError:
+            self.settled = False
+            return False
 
 
-def _last(holds: Callable[[int], bool], beyond: int) -> int:
-    """The largest number below ``beyond`` for which it holds, which it does up to some number."""
-    low, high = 0, beyond
-    while high - low > 1:
-        middle = (low + high) // 2
-        if holds(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+def _with_more(problem: Problem, profile: RankProfile, count: int) -> Problem:
+    return dataclasses.replace(problem, ranks=(*problem.ranks, *(profile,) * count))
 
 
-def _known_to_fit(problem: Problem, deadline: float) -> bool:
-    if time.perf_counter() > deadline:
-        return False
-    try:
-        return fits(problem, deadline)
-    except SolverError:
-        return False
+def _timeless(rank: RankProfile) -> RankProfile:
+    none = (0.0,) * rank.largest_microbatch_size
+    return dataclasses.replace(
+        rank,
+        forward_s=none,
+        backward_s=none,
+        tail_s=none,
+        kept_backward_s=none if rank.kept_backward_s else (),
+        offload_bytes_per_s=math.inf,
+    )

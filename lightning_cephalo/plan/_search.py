@@ -27,9 +27,9 @@ _HALVINGS = 3
 _SHARE = 0.7
 _EXACT = 1e-9
 # Plans whose step is longer by no more than this count as equally fast ...
-_EQUAL = 1e-3
+EQUAL = 1e-3
 # ... where they leave the fullest rank at least this part of its capacity more.
-_ROOMIER = 1e-3
+ROOMIER = 1e-3
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Search:
         headroom = Headroom(self.problem, self.types, self.deadline)
         if math.isinf(headroom.capacity_bytes):
             return fastest
-        limit_s = fastest.step_s * (1 + _EQUAL)
+        limit_s = fastest.step_s * (1 + EQUAL)
         bounds = self._wider(
             time_bounds(self.problem, self.types, first_largest(self.problem, self.types)), limit_s
         )
@@ -87,10 +87,10 @@ class Search:
         used = fastest.pool.take(fastest.chosen > 0)
         slowest = np.maximum(used.times_s.max(axis=0), bounds.floors_s)
         scales = np.array([self.problem.units, self.problem.units, 1.0])
-        alone = np.diag(fastest.step_s * _EQUAL / scales)
+        alone = np.diag(fastest.step_s * EQUAL / scales)
         seen = {len(equals.inside(slowest))}
         best, room = fastest, headroom.least(fastest.pool, fastest.chosen)
-        for extra in (slowest * _EQUAL, *alone):
+        for extra in (slowest * EQUAL, *alone):
             rows = equals.inside(slowest + extra)
             if len(rows) in seen or time.perf_counter() > self.deadline:
                 continue
@@ -99,7 +99,7 @@ class Search:
             if even is None:
                 continue
             chosen, reached = even
-            if headroom.least(reached, chosen) > room + _ROOMIER:
+            if headroom.least(reached, chosen) > room + ROOMIER:
                 room = headroom.least(reached, chosen)
                 best = dataclasses.replace(
                     fastest, pool=reached, chosen=chosen, columns=equals.columns

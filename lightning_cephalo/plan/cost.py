@@ -68,7 +68,7 @@ def modes(problem: Problem, profile: RankProfile) -> tuple[Mode, ...]:
     found = [Mode(recompute=False), Mode(recompute=True)] if profile.kept_backward_s else [PLAIN]
     boundaries = problem.boundary_bytes * problem.units
     if profile.host_capacity_bytes > 0 and boundaries > 0:
-        found.append(Mode(found[-1].recompute, offload=True))
+        found += [Mode(mode.recompute, offload=True) for mode in found]
     return tuple(found)
 
 

@@ -130,8 +130,10 @@ class Plan:
     Args:
         ranks: the parts; fractions sum to 1 within 1e-6, and at least one rank takes a sample.
         step_s: predicted time of one step.
-        bound_s: no plan can be faster than this.
-        gap: (step_s - bound_s) / step_s; 0 when the plan is proven the fastest.
+        bound_s: no plan of those that :func:`~lightning_cephalo.plan.solve` chooses among is
+            faster.
+        gap: how far below the fastest step that was found ``bound_s`` is, as a part of it; 0 when
+            ``bound_s`` is that step. The plan's own may be longer by a thousandth, for headroom.
         solve_s: how long the solver took.
         backend: what solved it.
 

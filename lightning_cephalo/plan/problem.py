@@ -249,7 +249,10 @@ class Problem:
             RankProfile.from_dict(rank, where=f"{what}: ranks[{index}]")
             for index, rank in enumerate(ranks)
         ]
-        return cls(**values)
+        try:
+            return cls(**values)
+        except PlanError as error:
+            raise PlanError(f"{_fields.in_source(source)}{error}") from None
 
     def to_yaml(self) -> str:
         """This problem as YAML text."""

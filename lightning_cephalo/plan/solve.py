@@ -13,7 +13,7 @@ state shared last.
 5. The state in proportion to what memory is then free (``_state``).
 
 Where even shares travel faster than uneven ones, all of this is done a second time with an equal
-share of the state on every rank, and the faster plan is taken.
+share of the state on every rank, and the better plan is taken.
 
 The limit of step 2 starts just above the bound and is raised until the optimum lies within it, so
 that what it cuts off is provably slower.
@@ -32,7 +32,7 @@ import numpy as np
 from . import _fields
 from ._columns import RankType, group_types
 from ._infeasible import refuse, refuse_early
-from ._search import Found, Search
+from ._search import EQUAL, ROOMIER, Found, Search
 from ._state import share_state
 from .cost import (
     PLAIN,
@@ -81,25 +81,25 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
     deadline = started + limit
     types = group_types(problem)
     refuse_early(problem, types)
-    best, bound_s = None, math.inf
+    candidates: list[_Candidate] = []
+    bound_s, failure = math.inf, None
     for variant in _variants(problem):
         kinds = group_types(variant.problem)
         search = Search(variant.problem, kinds, deadline)
         try:
             found = search.run()
-        except SolverError:
-            if best is None:
-                raise
+        except SolverError as error:
+            failure = error
             bound_s = min(bound_s, search.bound_s)
             continue
-        if found is None:
-            continue
-        bound_s = min(bound_s, found.bound_s)
-        if best is None or found.step_s < best.found.step_s:
-            best = _Best(variant, kinds, found)
-    if best is None:
+        if found is not None:
+            bound_s = min(bound_s, found.bound_s)
+            candidates.append(_Candidate(variant, kinds, found))
+    if not candidates:
+        if failure is not None:
+            raise failure
         refuse(problem, types)
-    return _as_plan(problem, best, bound_s, started)
+    return _best_plan(problem, candidates, bound_s, started)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _Variant:
 
 
 @dataclass(frozen=True)
-class _Best:
+class _Candidate:
     """What was found for a variant with these types of ranks."""
 
     variant: _Variant
@@ -121,12 +121,46 @@ class _Best:
     found: Found
 
 
+def _best_plan(
+    problem: Problem, candidates: Sequence[_Candidate], bound_s: float, started: float
+) -> Plan:
+    """The fastest plan, or one with more headroom among those within a thousandth of it."""
+    fixed_s = fixed_time(problem)
+    fastest_s = min(candidate.found.step_s for candidate in candidates) + fixed_s
+    bound_s += fixed_s
+    plans = [_as_plan(problem, candidate) for candidate in candidates]
+    equals = [plan for plan in plans if _step_s(plan) <= fastest_s * (1 + EQUAL + _EXACT)]
+    best = min(equals, key=_step_s)
+    for plan in equals:
+        if _headroom(plan) > _headroom(best) + ROOMIER:
+            best = plan
+    gap = (fastest_s - bound_s) / fastest_s if fastest_s > 0 else 0.0
+    return dataclasses.replace(
+        best,
+        bound_s=min(bound_s, _step_s(best)),
+        gap=0.0 if gap <= _EXACT else gap,
+        solve_s=time.perf_counter() - started,
+    )
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.step_s is not None
+    return plan.step_s
+
+
+def _headroom(plan: Plan) -> float:
+    """The part of its capacity that the fullest rank keeps free."""
+    return min(
+        1 - (rank.memory_bytes or 0.0) / (rank.capacity_bytes or math.inf) for rank in plan.ranks
+    )
+
+
 def _variants(problem: Problem) -> list[_Variant]:
     variants = [_Variant(problem, even=False)]
     gather_s, reduce_s = collective_times(problem, even=True)
     share = problem.state_bytes / len(problem.ranks)
     fixed = share + problem.gathered_bytes
-    fits = all(fixed < rank.capacity_bytes for rank in problem.ranks)
+    fits = all(fixed <= rank.capacity_bytes > share for rank in problem.ranks)
     if fits and (gather_s < problem.gather_s or reduce_s < problem.reduce_s):
         ranks = tuple(
             dataclasses.replace(rank, capacity_bytes=rank.capacity_bytes - share)
@@ -139,7 +173,7 @@ def _variants(problem: Problem) -> list[_Variant]:
     return variants
 
 
-def _as_plan(problem: Problem, best: _Best, bound_s: float, started: float) -> Plan:
+def _as_plan(problem: Problem, best: _Candidate) -> Plan:
     found = best.found
     runs: list[tuple[tuple[int, ...], Mode]] = [((), PLAIN)] * len(problem.ranks)
     for index, kind in enumerate(best.types):
@@ -166,15 +200,7 @@ def _as_plan(problem: Problem, best: _Best, bound_s: float, started: float) -> P
         RankPlan(sizes, fraction, recompute=mode.recompute, offload=mode.offload)
         for (sizes, mode), fraction in zip(runs, fractions, strict=True)
     ]
-    gap = (found.step_s - bound_s) / found.step_s if found.step_s > bound_s else 0.0
-    plan = priced(problem, bare, backend="cvxpy/HiGHS")
-    assert plan.step_s is not None
-    return dataclasses.replace(
-        plan,
-        bound_s=min(bound_s + fixed_time(problem), plan.step_s),
-        gap=0.0 if gap <= _EXACT else gap,
-        solve_s=time.perf_counter() - started,
-    )
+    return priced(problem, bare, backend="cvxpy/HiGHS")
 
 
 def priced(problem: Problem, ranks: Sequence[RankPlan], *, backend: str) -> Plan:

@@ -139,15 +139,19 @@ def _spread(units: Sequence[Unit], count: int) -> list[Unit]:
 def _unit_times(engine: Engine, unit: Unit, clock: Callable[[], float]) -> tuple[float, float]:
     """Median seconds of gathering and of reducing a unit, each the slowest rank's."""
     gathers, reduces = [], []
-    for _ in range(_REPEATS):
-        gathers.append(_slowest(engine, clock, unit.wait_gather))
+    for repeat in range(1 + _REPEATS):
+        gather_s, reduce_s = _slowest(engine, clock, unit.wait_gather), 0.0
         if unit.trainable:
             unit.arm()
-            reduces.append(_slowest(engine, clock, lambda: _reduce(unit)))
+            reduce_s = _slowest(engine, clock, lambda: _reduce(unit))
         unit.free()
-        if gathers[-1] + sum(reduces[-1:]) > _LONG_S:
+        if not repeat:
+            continue  # the first collective of a kind may make connections
+        gathers.append(gather_s)
+        reduces.append(reduce_s)
+        if gather_s + reduce_s > _LONG_S:
             break  # agreed: all ranks have the slowest one's time
-    return statistics.median(gathers), statistics.median(reduces) if reduces else 0.0
+    return statistics.median(gathers), statistics.median(reduces)
 
 
 def _reduce(unit: Unit) -> None:

@@ -170,6 +170,7 @@ def measure(
         lost = remember(
             problem,
             model=type(engine.module).__name__,
+            parameters=engine.parameter_count,
             dtype=engine.compute_dtype,
             recompute=engine.runner.recompute,
             batch=batches.held,

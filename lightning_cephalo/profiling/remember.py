@@ -9,19 +9,26 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.estimate.table import Curves, CurveTable, save_measured
-from lightning_cephalo.plan import PlanError, Problem
+from lightning_cephalo.plan import Problem
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
 def remember(
-    problem: Problem, *, model: str, dtype: torch.dtype | None, recompute: bool, batch: Any
+    problem: Problem,
+    *,
+    model: str,
+    parameters: int,
+    dtype: torch.dtype | None,
+    recompute: bool,
+    batch: Any,
 ) -> str | None:
     """Put the curves of every kind of device into the user's cache.
 
     Args:
         problem: what was measured.
         model: class name of the model.
+        parameters: how many it has, in all.
         dtype: compute dtype; None: that of the parameters, taken to be fp32.
         recompute: whether the measured backward recomputes; the cache always counts that in.
         batch: a batch like those that were measured, for the length of a sample.
@@ -29,13 +36,24 @@ def remember(
     Returns:
         None, or why nothing was kept: that must not stop a training.
     """
-    name = _NAMES.get(dtype, "fp32") if dtype is not None else "fp32"
-    curves = {}
+    try:
+        curves = _curves(problem, recompute)
+        if curves:
+            name = _NAMES.get(dtype, "fp32") if dtype is not None else "fp32"
+            length = _sample_length(batch)
+            save_measured(CurveTable(model, name, length, curves, parameters=parameters))
+    except Exception as error:  # this happens on one rank only, where the others go on
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _curves(problem: Problem, recompute: bool) -> tuple[Curves, ...]:
+    found = {}
     for rank in problem.ranks:
-        if not rank.forward_s or rank.name in curves:
+        if not rank.forward_s or rank.name in found:
             continue
         again = [0.0] * len(rank.forward_s) if recompute else rank.forward_s
-        curves[rank.name] = Curves(
+        found[rank.name] = Curves(
             rank.name,
             rank.forward_s,
             tuple(b + f for b, f in zip(rank.backward_s, again, strict=True)),
@@ -45,12 +63,7 @@ def remember(
             source="measured",
             detail=f"on the running job, torch {torch.__version__}",
         )
-    try:
-        if curves:
-            save_measured(CurveTable(model, name, _sample_length(batch), tuple(curves.values())))
-    except PlanError as error:
-        return str(error)
-    return None
+    return tuple(found.values())
 
 
 def _sample_length(batch: Any) -> int:

@@ -21,9 +21,11 @@ from lightning_cephalo.plan import (
     Problem,
     RankProfile,
     SolverError,
+    _remedies,
     predict,
     solve,
 )
+from lightning_cephalo.plan._search import Search
 
 PACKAGE = Path(plan_package.__file__).parents[1]
 
@@ -339,6 +341,83 @@ def test_even_shares_count_the_buffers_of_an_idle_rank():
     assert plan.ranks[0].state_fraction < 0.5  # half is 11.5 of the 11 that the buffers leave
 
 
+def test_even_shares_may_fill_a_rank_to_the_last_byte():
+    ranks = [affine("full", 1, 30), affine("large", 1, 100)]
+    problem = Problem(
+        ranks,
+        units=1,
+        gather_s=20.0,
+        even_gather_s=1.0,
+        state_bytes=40,
+        gathered_bytes=10,
+        global_batch_size=2,
+    )
+    plan = checked(problem, solve(problem))
+    assert plan.ranks[0].state_fraction == 0.5
+    assert plan.ranks[0].memory_bytes == 30
+
+
+def test_a_hair_of_time_is_given_for_headroom_between_even_and_uneven_shares():
+    ranks = [affine("small", 1, 105), affine("large", 1, 1000)]
+
+    def fractions(even_gather_s: float) -> list[float]:
+        problem = Problem(
+            ranks,
+            units=1,
+            gather_s=20.0,
+            even_gather_s=even_gather_s,
+            state_bytes=200,
+            global_batch_size=2,
+        )
+        plan = checked(problem, solve(problem))
+        assert plan.gap == 0
+        return [rank.state_fraction for rank in plan.ranks]
+
+    assert fractions(19.49)[0] < 0.2  # even shares would take 41.08 s, these take 41.1 s
+    assert fractions(19.0) == [0.5, 0.5]
+
+
+def test_boundaries_may_be_offloaded_without_recomputation():
+    rank = dataclasses.replace(
+        affine("a", 1, 40, longest=2),
+        kept_backward_s=[0.5, 1.0],
+        kept_compute_bytes=[5.0, 6.0],
+        host_capacity_bytes=1000,
+    )
+    problem = Problem(
+        [rank],
+        units=8,
+        state_bytes=18,
+        global_batch_size=2,
+        boundary_bytes=1,
+        kept_bytes=0.1,
+    )
+    plan = checked(problem, solve(problem))
+    assert (plan.ranks[0].recompute, plan.ranks[0].offload) == (False, True)
+
+
+def test_a_variant_without_time_does_not_hide_the_other(monkeypatch):
+    run = Search.run
+
+    def fails_for_uneven(self):
+        if self.problem.state_bytes:
+            raise SolverError("no time")
+        return run(self)
+
+    monkeypatch.setattr(Search, "run", fails_for_uneven)
+    problem = Problem(
+        [affine("a", 1), affine("b", 2)],
+        units=4,
+        gather_s=20.0,
+        even_gather_s=10.0,
+        state_bytes=100,
+        global_batch_size=6,
+    )
+    plan = solve(problem)
+    assert [rank.state_fraction for rank in plan.ranks] == [0.5, 0.5]
+    assert plan.gap == 0 or plan.bound_s < plan.step_s
+
+
 def test_a_thousandth_is_spent_on_headroom_and_no_more():
     # one microbatch of 4 is the fastest by a hair, and fills the rank; four of 1 leave it room
     def curve(hair: float) -> RankProfile:
@@ -374,7 +453,7 @@ def test_refusal_when_samples_have_no_room():
     message = refused([affine("a", 1, 100)] * 2, boundary_bytes=10, global_batch_size=12)
     assert "Samples bind: the global batch is 12" in message
     assert "memory for 8 samples (rank 0, 1 ('a') 4 each), 4 too few" in message
-    assert "lower global_batch_size to 8 or less; or add 1 more 'a'" in message
+    assert "lower global_batch_size to 8; or add 1 more 'a'" in message
 
 
 def test_refusal_when_no_rank_takes_samples():
@@ -416,14 +495,36 @@ def test_refusal_names_offload_only_where_it_is_enough():
     ranks = [affine("a", 1, 100)]
     change = {"units": 8, "boundary_bytes": 4, "state_bytes": 30, "global_batch_size": 3}
     message = refused(ranks, **change)
-    assert "lower global_batch_size to 1 or less" in message
+    assert "lower global_batch_size to 1" in message
     assert "offload boundary activations to host memory" in message
     offloading = [dataclasses.replace(ranks[0], host_capacity_bytes=96)]
     plan = solve(Problem(offloading, **change))
     assert plan.ranks[0].offload
     assert plan.ranks[0].host_bytes == 96
     message = refused([dataclasses.replace(ranks[0], host_capacity_bytes=95)], **change)
+    assert "offload boundary activations to host memory" in message  # more of it
+    message = refused(ranks, **{**change, "state_bytes": 85})
     assert "offload" not in message.split("What would do")[1]
+
+
+def test_remedies_start_at_the_least_batch_that_is_possible_at_all():
+    ranks = [affine("a", 1, 100)] * 2
+    change = {"boundary_bytes": 10, "global_batch_size": 12}
+    message = refused(ranks, minimum_microbatch_size=2, **change)
+    assert "lower global_batch_size to 8;" in message
+    message = refused(ranks, equal_microbatches=True, **change)
+    assert "lower global_batch_size to 8;" in message
+
+
+def test_types_of_one_name_are_named_once():
+    message = refused([affine("a", 1, 40), affine("a", 1, 50)], state_bytes=100)
+    assert message.count("more 'a'") == 1
+
+
+def test_remedies_that_take_too_long_are_said_to_be_open(monkeypatch):
+    monkeypatch.setattr(_remedies, "_TIME_S", 0.0)
+    message = refused([affine("a", 1, 100)] * 2, state_bytes=250)
+    assert "was not found out within 0 s" in message
 
 
 def test_importing_the_planner_does_not_import_the_solver():

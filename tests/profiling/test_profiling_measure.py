@@ -10,8 +10,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from profiled import GPT, BatchNormNet, fit, in_ranks, loader, profile
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_cephalo import solve
+from lightning_cephalo import Problem, RankProfile, solve
 from lightning_cephalo.estimate import cached_tables
+from lightning_cephalo.profiling.remember import remember
 
 
 def problem_of_a_gpt(**options):
@@ -39,6 +40,7 @@ def test_what_was_measured_is_kept_for_plans_of_other_clusters(tmp_path, monkeyp
     problem = in_ranks(2, problem_of_a_gpt)[0]
     (table,) = cached_tables().tables
     assert (table.model, table.dtype, table.sequence_length) == ("GPT", "fp32", 16)
+    assert table.parameters == sum(p.numel() for p in GPT().parameters())
     curves = table.find("cpu")
     assert curves.source == "measured"
     assert list(curves.forward_s) == problem["ranks"][0]["forward_s"]
@@ -246,3 +248,16 @@ def test_rank_zero_says_one_line_when_asked_to(capfd):
     in_ranks(2, lambda: fit(GPT(), loader(), strategy={"verbose": True}) and None)
     lines = [line for line in capfd.readouterr().out.splitlines() if "rofil" in line]
     assert len(lines) == 1 and lines[0].startswith("Profiled microbatches of up to")
+
+
+def test_nothing_that_goes_wrong_in_remembering_is_raised():
+    problem = Problem([RankProfile("a", [1], [1], [1], [1], 10)], units=1, state_bytes=1,
+                      global_batch_size=1)  # fmt: skip
+
+    def told(**wrong):
+        arguments = {"model": "m", "parameters": 5, "dtype": None, "recompute": True, "batch": None}
+        return remember(problem, **{**arguments, **wrong})
+
+    assert told() is None
+    assert "CurveTable.model" in told(model="")
+    assert "TypeError" in told(dtype=[])
