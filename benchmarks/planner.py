@@ -3,8 +3,9 @@
     python benchmarks/planner.py
 
 Prints seconds, gap and how near the plan is to the ideal sum of speeds, then the peak of this
-process's memory, and what the import of the solver takes once (apart from the times). Curves are made up (affine with a per cent of noise, as measured ones have), seeded, and the
-same on every machine.
+process's memory, and what the import of the solver takes once (apart from the times). Curves are
+made up (affine with a per cent of noise, as measured ones have), seeded, and the same on every
+machine.
 """
 
 from __future__ import annotations
