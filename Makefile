@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test lint format
+.PHONY: train test lint format figures
 
 train: $(INSTALLED)
 	$(BIN)/python examples/train.py
@@ -18,6 +18,15 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# what docs/ and the records say of the planner; PROFILES is the paper's release of profiles
+PROFILES ?= ../shared/data/cephalo-profiles
+figures: $(INSTALLED)
+	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/optimality.py
+	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python benchmarks/published.py $(PROFILES)
+	$(BIN)/python benchmarks/estimates.py $(PROFILES)
 
 # torch goes first and alone: resolved together with its dependants, pip may prefer a newer CUDA build.
 $(INSTALLED): pyproject.toml constraints.txt

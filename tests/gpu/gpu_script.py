@@ -1,0 +1,94 @@
+"""Trains a small model as told on the command line and writes its losses: run by test_gpu.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+
+GLOBAL_BATCH = 8
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(
+            *[nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(4)]
+        )
+        self.head = nn.Linear(32, 1)
+        self.losses: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.mse_loss(self.head(self.layers(x)).mean(1), y)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *args):
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def strategy(options: argparse.Namespace) -> pl.strategies.Strategy | str:
+    if options.plan is None:
+        return "auto"
+    ranks = tuple(RankPlan(tuple(sizes), fraction) for sizes, fraction in json.loads(options.plan))
+    return CephaloStrategy(
+        plan=Plan(ranks),
+        global_batch_size=GLOBAL_BATCH,
+        recompute=not options.keep,
+        process_group_backend=options.backend,
+        verbose=False,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--plan", help="[[microbatch sizes, state fraction], ...]")
+    parser.add_argument("--backend")
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--share-one-device", action="store_true")
+    options = parser.parse_args()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 6, 32, generator=generator)
+    data = TensorDataset(x, x.sum((1, 2))[:, None] / 10)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    devices = ranks
+    if options.share_one_device:
+        # a rank takes the device at its own place: give all places the same one
+        devices = 1
+        os.environ["LOCAL_RANK"] = "0"
+    trainer = pl.Trainer(
+        strategy=strategy(options),
+        accelerator=options.accelerator,
+        devices=devices,
+        precision=options.precision,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Model()
+    trainer.fit(model, DataLoader(data, batch_size=GLOBAL_BATCH))
+    said = {"losses": model.losses, "device": str(trainer.strategy.root_device)}
+    (options.folder / f"{trainer.global_rank}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
