@@ -36,7 +36,6 @@ class Device:
         bf16_flops_per_s: None: it cannot.
         bandwidth_bytes_per_s: of its memory.
         pcie_bytes_per_s: to the host, each way.
-        nvlink_bytes_per_s: to its peers, each way, where boards have it; 0: never.
         source: document that the figures are from.
         aliases: other names.
         like: name of a device with the same chip, whose efficiencies stand for its own; "": none.
@@ -50,7 +49,6 @@ class Device:
     bf16_flops_per_s: float | None
     bandwidth_bytes_per_s: float
     pcie_bytes_per_s: float
-    nvlink_bytes_per_s: float = 0.0
     source: str = ""
     aliases: tuple[str, ...] = ()
     like: str = ""
@@ -134,10 +132,9 @@ def _nvidia(
     source: str,
     aliases: str = "",
     *,
-    nvlink_gb: float = 0.0,
     like: str = "",
 ) -> Device:
-    """One row: GiB, TFLOP/s, GB/s, generation of PCIe; NVLink in GB/s each way."""
+    """One row: GiB, TFLOP/s, GB/s, generation of PCIe."""
     return Device(
         name=name,
         memory_bytes=memory_gib * GIB,
@@ -147,7 +144,6 @@ def _nvidia(
         bf16_flops_per_s=fp16 * 1e12 if tf32 else None,  # both came with Ampere
         bandwidth_bytes_per_s=bandwidth_gb * 1e9,
         pcie_bytes_per_s=_PCIE[pcie],
-        nvlink_bytes_per_s=nvlink_gb * 1e9,
         source=source,
         aliases=tuple(alias.strip() for alias in aliases.split(",") if alias.strip()),
         like=like,
@@ -170,9 +166,9 @@ CATALOGUE: tuple[Device, ...] = (
     _nvidia("GTX 1080 Ti", 11, 11.3, None, 11.3, 484, 3, "NVIDIA GeForce GTX 1080 Ti specification",
             "1080 Ti"),
     _nvidia("V100 16GB", 16, 15.7, None, 125, 900, 3, _V100,
-            "V100, V100x16, V100-SXM2-16GB, V100 SXM", nvlink_gb=150),
+            "V100, V100x16, V100-SXM2-16GB, V100 SXM"),
     _nvidia("V100 32GB", 32, 15.7, None, 125, 900, 3, _V100,
-            "V100x32, V100-SXM2-32GB, V100-SXM3-32GB", nvlink_gb=150, like="V100 16GB"),
+            "V100x32, V100-SXM2-32GB, V100-SXM3-32GB", like="V100 16GB"),
     _nvidia("V100 PCIe 16GB", 16, 14.0, None, 112, 900, 3, _V100,
             "V100-PCIEx16, V100-PCIE-16GB, V100 PCIe"),
     _nvidia("V100 PCIe 32GB", 32, 14.0, None, 112, 900, 3, _V100,
@@ -184,21 +180,21 @@ CATALOGUE: tuple[Device, ...] = (
             "NVIDIA Turing GPU Architecture whitepaper"),
     _nvidia("A10", 22.5, 31.2, 62.5, 125, 600, 4, "NVIDIA A10 datasheet"),
     _nvidia("A10G", 22.49, 35.0, 35.0, 70, 600, 4, "NVIDIA A10G datasheet"),
-    _nvidia("A30", 24, 10.3, 82, 165, 933, 4, "NVIDIA A30 datasheet", nvlink_gb=100),
-    _nvidia("A40", 45, 37.4, 74.8, 149.7, 696, 4, "NVIDIA A40 datasheet", nvlink_gb=56.25),
+    _nvidia("A30", 24, 10.3, 82, 165, 933, 4, "NVIDIA A30 datasheet"),
+    _nvidia("A40", 45, 37.4, 74.8, 149.7, 696, 4, "NVIDIA A40 datasheet"),
     _nvidia("A6000", 47.99, 38.7, 77.4, 154.8, 768, 4, "NVIDIA RTX A6000 datasheet",
-            "RTX A6000", nvlink_gb=56.25),
+            "RTX A6000"),
     _nvidia("A5000", 24, 27.8, 55.6, 111.1, 768, 4, "NVIDIA RTX A5000 datasheet",
-            "RTX A5000", nvlink_gb=56.25),
+            "RTX A5000"),
     _nvidia("A100 40GB", 39.5, 19.5, 156, 312, 1555, 4, _A100,
-            "A100, A100x40, A100-SXM4-40GB, A100-PCIE-40GB", nvlink_gb=300),
+            "A100, A100x40, A100-SXM4-40GB, A100-PCIE-40GB"),
     _nvidia("A100 80GB", 79.2, 19.5, 156, 312, 2039, 4, _A100,
-            "A100x80, A100-SXM4-80GB", nvlink_gb=300, like="A100 40GB"),
+            "A100x80, A100-SXM4-80GB", like="A100 40GB"),
     _nvidia("A100 PCIe 80GB", 79.2, 19.5, 156, 312, 1935, 4, _A100,
-            "A100 80GB PCIe, A100-PCIE-80GB", nvlink_gb=300, like="A100 40GB"),
+            "A100 80GB PCIe, A100-PCIE-80GB", like="A100 40GB"),
     _nvidia("RTX 3080", 10, 29.8, 29.8, 59.5, 760, 4, _GA102, "3080"),
-    _nvidia("RTX 3090", 24, 35.6, 35.6, 71.2, 936, 4, _GA102, "3090", nvlink_gb=56.25),
-    _nvidia("RTX 3090 Ti", 24, 40.0, 40.0, 80.0, 1008, 4, _ADA, "3090 Ti", nvlink_gb=56.25),
+    _nvidia("RTX 3090", 24, 35.6, 35.6, 71.2, 936, 4, _GA102, "3090"),
+    _nvidia("RTX 3090 Ti", 24, 40.0, 40.0, 80.0, 1008, 4, _ADA, "3090 Ti"),
     _nvidia("RTX 4080", 16, 48.7, 48.7, 97.5, 717, 4, _ADA, "4080"),
     _nvidia("RTX 4090", 24, 82.6, 82.6, 165.2, 1008, 4, _ADA, "4090"),
     _nvidia("RTX 6000 Ada", 48, 91.1, 182.1, 364.2, 960, 4, _ADA, "6000 Ada"),
@@ -208,10 +204,10 @@ CATALOGUE: tuple[Device, ...] = (
     _nvidia("RTX 5090", 32, 104.8, 104.8, 209.5, 1792, 5,
             "NVIDIA RTX Blackwell GPU Architecture whitepaper", "5090"),
     _nvidia("H100 SXM", 79.6, 66.9, 494.7, 989.4, 3350, 5, _H100,
-            "H100, H100 80GB HBM3, H100 SXM5", nvlink_gb=450),
-    _nvidia("H100 PCIe", 79.6, 51.2, 378, 756, 2000, 5, _H100, "H100 PCIe 80GB", nvlink_gb=300),
-    _nvidia("H100 NVL", 93.6, 60, 417.5, 835.5, 3900, 5, _H100, "NVL, H100-NVL", nvlink_gb=300),
+            "H100, H100 80GB HBM3, H100 SXM5"),
+    _nvidia("H100 PCIe", 79.6, 51.2, 378, 756, 2000, 5, _H100, "H100 PCIe 80GB"),
+    _nvidia("H100 NVL", 93.6, 60, 417.5, 835.5, 3900, 5, _H100, "NVL, H100-NVL"),
     _nvidia("H200", 140.4, 66.9, 494.7, 989.4, 4800, 5, "NVIDIA H200 datasheet",
-            "H200 SXM, H200 141GB HBM3e", nvlink_gb=450),
+            "H200 SXM, H200 141GB HBM3e"),
 )
 # fmt: on
