@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning_cephalo import report, scenario
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, SolverError, solve
 from lightning_cephalo.scenario import Scenario
 
-DONE, INFEASIBLE, BAD_INPUT, UNSOLVED = 0, 1, 2, 3
+DONE, INFEASIBLE, BAD_INPUT, UNSOLVED, UNEXPECTED = 0, 1, 2, 3, 70
 
 _EPILOG = """\
 examples:
@@ -26,7 +27,7 @@ examples:
   cephalo compare --devices "2x RTX 4090, RTX 3090" --model gpt2 --batch-size 48 --add "RTX 3090"
 
 exit codes: 0 done; 1 nothing fits (the message says what would help); 2 wrong input;
-3 the solver found nothing in time.
+3 the solver found nothing in time; 70 an unexpected error, with its traceback: please report it.
 """
 
 
@@ -50,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(notes, "Wrong input", error, BAD_INPUT)
     except SolverError as error:
         return _failed(notes, "No plan yet", error, UNSOLVED)
+    except Exception:
+        # Python's own exit code for this is 1, which says here that nothing fits.
+        traceback.print_exc()
+        return UNEXPECTED
     return DONE
 
 
@@ -68,7 +73,7 @@ def _plan(options: argparse.Namespace, notes: Console) -> None:
     if options.json:
         _print_json({**plan.to_dict(), "sources": asked.sources_as_dicts()})
         return
-    _print_sources(asked)
+    _print_scenario(asked)
     report.show(report.plan_table(plan, units=asked.problem.units))
 
 
@@ -105,7 +110,7 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
     if options.json:
         _print_json(summary.to_dict())
         return
-    _print_sources(asked)
+    _print_scenario(asked)
     report.show(scenario.simulation_table(summary))
 
 
@@ -121,12 +126,12 @@ def _compare(options: argparse.Namespace, notes: Console) -> None:
     if options.json:
         _print_json([scenario.row_as_dict(row) for row in rows])
         return
-    _print_sources(asked)
+    _print_scenario(asked)
     report.show(scenario.comparison_table(rows))
 
 
 def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
-    with _status(notes, "counting what the model asks of a device"):
+    with _status(notes, "counting what the model asks of a device"), _current_folder_first():
         asked = scenario.read(
             scenario.Question(
                 problem=options.problem,
@@ -151,8 +156,20 @@ def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
     return asked
 
 
-def _print_sources(asked: Scenario) -> None:
-    for line in asked.source_lines():
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    """Where ``--model package.module:Class`` is looked for, as by ``python -m``: an installed
+    script has its own folder there instead.
+    """
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path.remove("")
+
+
+def _print_scenario(asked: Scenario) -> None:
+    for line in asked.lines():
         print(line)
 
 
@@ -245,25 +262,28 @@ def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.Argum
         help="change the config, or an argument of the class; may be repeated",
     )
     what.add_argument("--batch-size", type=int, metavar="N", help="samples of a step, all ranks")
-    what.add_argument("--sequence-length", type=int, metavar="N", help="tokens of a sample")
+    what.add_argument(
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="tokens of a sample (default: the model's maximum)",
+    )
     what.add_argument(
         "--dtype",
         choices=("fp32", "tf32", "fp16", "bf16"),
-        default="fp32",
-        help="what is computed in; weights stay fp32 (default: %(default)s)",
+        help="what is computed in; weights stay fp32 (default: fp32)",
     )
     what.add_argument(
         "--recompute",
         choices=("on", "off", "choose"),
-        default="on",
         help="activations inside units: again in the backward, kept, or as the plan chooses for "
-        "each rank (default: %(default)s)",
+        "each rank (default: on)",
     )
     what.add_argument(
         "--offload",
         action="store_true",
-        help="let the plan move boundary activations to host memory (planned for; training "
-        "cannot do it yet)",
+        help="let the plan move boundary activations to the host_memory of a cluster file "
+        "(planned for; training cannot do it yet)",
     )
     times = command.add_argument_group("times")
     times.add_argument(

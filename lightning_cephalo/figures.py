@@ -8,7 +8,6 @@ tell apart.
 from __future__ import annotations
 
 import math
-import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +15,14 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_cephalo.plan import Plan, PlanError, Problem, cost
-from lightning_cephalo.report import format_seconds
+from lightning_cephalo.plan import Plan, PlanError, Problem, _files, cost
+from lightning_cephalo.report import format_rate, format_seconds
 from lightning_cephalo.simulate import Activity, Simulation, Stream, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
 
 _SUFFIXES = (".png", ".svg")
 _DPI = 150
@@ -86,7 +86,8 @@ def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLi
 
     Raises:
         ImportError: matplotlib is not installed.
-        PlanError: another suffix, or the problem has another number of ranks.
+        PlanError: another suffix, the problem has another number of ranks, or the file cannot be
+            written.
     """
     _check_ranks(simulation, len(problem.ranks), "the problem")
     rows, left_out = _rows(simulation, problem)
@@ -133,7 +134,8 @@ def memory_figure(
 
     Raises:
         ImportError: matplotlib is not installed.
-        PlanError: another suffix, or problem or plan have another number of ranks.
+        PlanError: another suffix, problem or plan have another number of ranks, or the file cannot
+            be written.
     """
     _check_ranks(simulation, len(problem.ranks), "the problem")
     _check_ranks(simulation, len(plan.ranks), "the plan")
@@ -159,22 +161,26 @@ def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) 
 
     Raises:
         ImportError: matplotlib is not installed.
-        PlanError: another suffix, or no rows.
+        PlanError: another suffix, no rows, or the file cannot be written.
     """
     if not rows:
         raise PlanError("comparison_figure: expected at least one row to compare, but got none.")
     figure, (axes,) = _figure(path, 9, 1.4 + 0.6 * len(rows))
-    most = max((row.samples_per_s or 0.0 for row in rows), default=0.0) or 1.0
+    most = max(row.samples_per_s or 0.0 for row in rows) or 1.0
+    labels = []
     for index, row in enumerate(rows):
         colour = _BLUE if index == len(rows) - 1 else _SKY
         if row.samples_per_s is None:
             axes.barh(index, most, height=0.62, color="none", edgecolor=_PALE, hatch="////")
-            text = "\n".join(textwrap.wrap(f"cannot run: {row.reason}".rstrip(": "), 70))
+            # more lines would run into the next row; the whole reason is in the table
+            text = textwrap.fill(
+                f"cannot run: {row.reason}".rstrip(": "), 70, max_lines=3, placeholder=" …"
+            )
             colour, at = _VERMILION, 0.0
         else:
             axes.barh(index, row.samples_per_s, height=0.62, color=colour, linewidth=0)
             text, colour, at = _throughput(row), _BLACK, row.samples_per_s
-        axes.annotate(
+        label = axes.annotate(
             text,
             (at, index),
             xytext=(6, 0),
@@ -184,13 +190,27 @@ def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) 
             color=colour,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         )
-    axes.set_xlim(0, 1.45 * most)
+        labels.append((at, label))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("predicted throughput (samples/s)")
     _title(axes, "Allocations compared", "longer is better")
+    axes.set_xlim(0, 3 * most)  # wide, as the layout narrows axes that labels stick out of
+    axes.set_xlim(0, max(1.05 * most, _end_of_labels(figure, axes, labels)))
     _save(figure, path)
+
+
+def _end_of_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[float, Annotation]]) -> float:
+    """Where the axis must end for the labels beside bars of these lengths to be inside of it."""
+    figure.draw_without_rendering()  # the layout sets the width of the axes
+    width_px = axes.get_window_extent().width
+    gap_px = 15.0
+    return max(
+        # no label takes more than four fifths, however narrow the axes
+        at / max(0.2, 1 - (label.get_window_extent().width + gap_px) / width_px)
+        for at, label in labels
+    )
 
 
 def _rows(simulation: Simulation, problem: Problem) -> tuple[list[tuple[str, Timeline]], str]:
@@ -304,7 +324,8 @@ def _memory_parts(problem: Problem, plan: Plan, rank: int) -> tuple[float, float
 
 
 def _throughput(row: ComparisonRow) -> str:
-    text = f"{row.samples_per_s:.3g} samples/s"
+    assert row.samples_per_s is not None
+    text = f"{format_rate(row.samples_per_s)} samples/s"
     if row.step_s is not None:
         text += f"\nstep {format_seconds(row.step_s)}"
     fill = [size / capacity for size, capacity in row.memory or () if math.isfinite(capacity)]
@@ -374,11 +395,6 @@ def _legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
 
 
 def _save(figure: Figure, path: str | PathLike[str]) -> None:
-    """Write beside, then replace: a reader sees the old file or the new one, never half of one."""
-    target = Path(path)
-    beside = target.with_name(f".{target.stem}.{os.getpid()}.tmp{target.suffix}")
-    try:
+    """Write the file whole or not at all, or raise PlanError naming it."""
+    with _files.replacing(Path(path)) as beside:
         figure.savefig(beside, dpi=_DPI, facecolor="white")
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from rich.table import Table
@@ -15,6 +16,7 @@ from lightning_cephalo.plan import Plan, RankPlan
 
 _ABSENT = "–"
 _MICROBATCHES_IN_FULL = 4
+_RANKS_IN_FULL = 24
 
 
 def plan_table(
@@ -25,6 +27,9 @@ def plan_table(
     title: str = "Plan",
 ) -> Table:
     """Return a plan as a table: a row for each rank, and below it the prediction for the whole.
+
+    Beyond 24 ranks, neighbours that show the same share a row, such as "128 × A6000", with what
+    each of them does. What happens to activations is a column where the plan says it of any rank.
 
     Args:
         plan: what to show.
@@ -45,21 +50,51 @@ def plan_table(
     table.add_column("rank", justify="right")
     table.add_column("device")
     table.add_column("samples", str(plan.global_batch_size), justify="right")
-    table.add_column("microbatches")
+    table.add_column("microbatches", overflow="fold")
+    has_activations = any(rank.recompute is not None or rank.offload for rank in plan.ranks)
+    if has_activations:
+        table.add_column("activations", overflow="fold")
     table.add_column("state", justify="right")
     table.add_column("busy per unit" if units is None else "busy per step", justify="right")
     table.add_column("memory of capacity", justify="right")
-    for index, rank in enumerate(plan.ranks):
-        table.add_row(
-            str(index),
+    rows = [
+        _Row(
             (rank.name if devices is None else devices[index]) or _ABSENT,
-            str(rank.batch_size),
-            format_microbatches(rank.microbatch_sizes),
-            f"{rank.state_fraction:.1%}",
-            _busy(rank, units, plan.step_s),
-            _memory(rank),
+            (
+                str(rank.batch_size),
+                format_microbatches(rank.microbatch_sizes),
+                *([_activations(rank)] if has_activations else []),
+                f"{rank.state_fraction:.1%}",
+                _busy(rank, units, plan.step_s),
+                _memory(rank),
+            ),
         )
+        for index, rank in enumerate(plan.ranks)
+    ]
+    first = 0
+    for row, count in _runs(rows):
+        if count == 1:
+            table.add_row(str(first), row.device, *row.cells)
+        else:
+            ranks = f"{first}–{first + count - 1}"
+            table.add_row(ranks, f"{count} × {row.device}", *row.cells)
+        first += count
     return table
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a table shows of one rank."""
+
+    device: str
+    cells: tuple[str, ...]
+
+
+def _runs(rows: Sequence[_Row]) -> list[tuple[_Row, int]]:
+    """Rows and how many ranks share each: one where there are few ranks."""
+    if len(rows) <= _RANKS_IN_FULL:
+        return [(row, 1) for row in rows]
+    return [(row, len(list(alike))) for row, alike in groupby(rows)]
 
 
 def prediction_table(
@@ -104,6 +139,11 @@ def format_seconds(seconds: float | None) -> str:
     return f"{seconds / 1e-6:.3g} µs"
 
 
+def format_rate(per_s: float) -> str:
+    """Return a rate with three digits below 1000, and whole from there: ``77.2``, ``12,500``."""
+    return f"{per_s:,.0f}" if per_s >= 999.5 else f"{per_s:.3g}"
+
+
 def format_bytes(size: float | None) -> str:
     """Return an amount of memory in powers of 1024: ``1.5 GiB``; a dash for None."""
     if size is None:
@@ -123,6 +163,16 @@ def format_microbatches(sizes: Iterable[int]) -> str:
         return "+".join(map(str, sizes)) or "none"
     runs = ((size, len(list(run))) for size, run in groupby(sizes))
     return " + ".join(str(size) if count == 1 else f"{count}×{size}" for size, count in runs)
+
+
+def _activations(rank: RankPlan) -> str:
+    parts = []
+    if rank.recompute is not None:
+        parts.append("recomputed" if rank.recompute else "kept")
+    if rank.offload:
+        size = "" if rank.host_bytes is None else f" {format_bytes(rank.host_bytes)}"
+        parts.append(f"offloaded{size}")
+    return ", ".join(parts) or _ABSENT
 
 
 def _busy(rank: RankPlan, units: int | None, step_s: float | None) -> str:
@@ -150,9 +200,11 @@ def _outcome(plan: Plan) -> str | None:
     parts = []
     if plan.step_s is not None:
         rate = plan.global_batch_size / plan.step_s if plan.step_s else math.inf
-        parts.append(f"predicted step {format_seconds(plan.step_s)} ({rate:.3g} samples/s)")
+        parts.append(
+            f"predicted step {format_seconds(plan.step_s)} ({format_rate(rate)} samples/s)"
+        )
     if plan.bound_s is not None:
-        parts.append(f"no plan is faster than {format_seconds(plan.bound_s)}")
+        parts.append(f"proven bound {format_seconds(plan.bound_s)}")
     if plan.gap is not None:
         parts.append(f"gap {plan.gap:.1%}")
     if plan.solve_s is not None:

@@ -32,7 +32,8 @@ def write_trace(simulation: Simulation, problem: Problem, path: str | PathLike[s
         path: of the file, ending in ``.json``.
 
     Raises:
-        PlanError: another suffix, or the problem has another number of ranks.
+        PlanError: another suffix, the problem has another number of ranks, or the file cannot be
+            written.
     """
     target = Path(path)
     if target.suffix.lower() != ".json":

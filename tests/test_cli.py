@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
-from lightning_cephalo import Plan, Problem, RankProfile, cli
-from lightning_cephalo.cli import BAD_INPUT, DONE, INFEASIBLE, UNSOLVED, main
-from lightning_cephalo.plan import SolverError, predict
+from lightning_cephalo import Plan, Problem, RankProfile, cli, scenario
+from lightning_cephalo.cli import BAD_INPUT, DONE, INFEASIBLE, UNEXPECTED, UNSOLVED, main
+from lightning_cephalo.figures import ComparisonRow
+from lightning_cephalo.plan import InfeasibleError, SolverError, predict
 
+SOURCE = Path(__file__).resolve().parents[1]
 TINY = ["--model-option", "n_layer=4", "--model-option", "n_embd=64", "--model-option", "n_head=2"]
 MINE = ["--devices", "2x RTX 4090, rtx3090"]
 ASKED = ["--model", "gpt2", *TINY, "--sequence-length", "64", "--batch-size", "24"]
@@ -46,7 +50,8 @@ def test_plan_prints_a_table_and_writes_a_plan_that_trains(capsys, tmp_path):
     assert main(["plan", *MINE, *ASKED, "-o", str(out)]) == DONE
     said = capsys.readouterr()
     assert "2 × RTX 4090: times by estimate" in said.out
-    assert "no plan is faster" in said.out
+    assert "proven bound" in said.out
+    assert said.out.splitlines()[0] == "gpt2, fp32, 64 tokens, global batch 24"
     assert f"Wrote {out}" in said.err.replace("\n", "")
     plan = Plan.load(out)
     plan.check(world_size=3, global_batch_size=24)
@@ -85,6 +90,9 @@ def test_a_cluster_file_and_a_table_of_measured_curves(capsys, tmp_path):
     assert "2 × T4: times by table" in said and "1 × RTX 3090: times by estimate" in said
     assert main(["plan", *options, "--sequence-length", "32"]) == BAD_INPUT
     assert "expected curves of 'gpt2', fp32, sequence length 32" in capsys.readouterr().err
+    table.write_text(yaml.safe_dump(yaml.safe_load(table.read_text()) | {"parameters": 1000}))
+    assert main(["plan", *options]) == BAD_INPUT
+    assert "those of 'gpt2', fp32, 64, 1,000 parameters" in capsys.readouterr().err
 
 
 def test_a_saved_problem_gives_the_same_plan(capsys, tmp_path):
@@ -125,7 +133,122 @@ def test_compare_shows_all_baselines_one_more_card_and_ours_last(capsys, tmp_pat
     assert rows[-2]["samples_per_s"] > ours
     assert figure.stat().st_size > 1000
     assert main(options) == DONE
-    assert "Comparison" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("gpt2, fp32, 64 tokens, global batch 24\n2 × RTX 4090")
+    assert "Comparison" in said and "100%" in said
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """A cluster whose one card cannot hold the model, and two of it can."""
+    path = tmp_path / "cluster.yaml"
+    card = "{memory: 110 MiB, fp32: 10 TFLOP/s, bandwidth: 300 GB/s}"
+    path.write_text(f"nodes:\n- devices: {{Small: 1}}\ndevices:\n  Small: {card}\n")
+    return ["--cluster", str(path), *ASKED]
+
+
+def test_one_more_card_is_an_answer_where_ours_cannot_run(capsys, tmp_path, small):
+    figure = tmp_path / "a.png"
+    assert main(["compare", *small, "--add", "Small", "--figure", str(figure), "--json"]) == DONE
+    *_, larger, ours = json.loads(capsys.readouterr().out)
+    assert larger["name"] == "cephalo and one more Small" and larger["step_s"] > 0
+    assert ours["name"] == "cephalo" and ours["step_s"] is None
+    assert ours["reason"].startswith("Memory binds over all 1 ranks")
+    assert figure.stat().st_size > 1000
+    assert main(["compare", *small, "--add", "Small"]) == DONE
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ cephalo")]
+    assert "%" in rows[0]  # its fullest rank
+    assert [cell.strip() for cell in rows[0].split("│")][4] == "–"
+    assert "cannot run" in rows[1]
+
+
+def test_nothing_fits_where_no_added_card_helps_either(capsys, small):
+    options = ["--model-option", "n_embd=256", "--add", "Small"]
+    assert main(["compare", *small, *options]) == INFEASIBLE
+    said = capsys.readouterr()
+    assert "Nothing fits: " in said.err and not said.out
+
+
+def test_ours_without_a_plan_in_time_is_no_answer(capsys, problem, monkeypatch):
+    def out_of_time(problem, *, time_limit_s):
+        raise SolverError(f"no plan in {time_limit_s} s")
+
+    monkeypatch.setattr(scenario, "solve", out_of_time)
+    assert main(["compare", "--problem", str(problem), "--time-limit", "0.5"]) == UNSOLVED
+    assert "No plan yet: no plan in 0.5 s" in capsys.readouterr().err
+
+
+REASONS = {
+    "even batch, even state (FSDP)": (
+        "even batch, even state: rank 1 ('T4') needs 20.00 GiB for 8 samples",
+        "out of memory: rank 1 ('T4') needs 20.00 GiB for 8 samples",
+    ),
+    "even batch, state by memory": (
+        "even batch, state by memory: rank 0 ('T4') was profiled for no microbatch size that cuts "
+        "5 samples, and has 3.00 GiB",
+        "rank 0 ('T4') was profiled for no microbatch size that cuts 5 samples, and has 3.00 GiB",
+    ),
+    "compute balance only": (
+        "published program, even state: rank 0 ('T4') would hold 20.00 GiB of memory",
+        "out of memory: rank 0 ('T4') would hold 20.00 GiB of memory",
+    ),
+    "published program": (
+        "published program: the 3 ranks cannot take 2 samples in all",
+        "the 3 ranks cannot take 2 samples in all",
+    ),
+    "cephalo and one more T4": (
+        "Memory binds over all 2 ranks together: 3.000 GiB are missing",
+        "Memory binds over all 2 ranks together: 3.000 GiB are missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_reason_says_what_the_row_does_not(problem, name):
+    def fails():
+        raise InfeasibleError(REASONS[name][0])
+
+    row = scenario._row(name, Problem.load(problem), fails)
+    assert (row.step_s, row.reason) == (None, REASONS[name][1])
+
+
+def test_throughputs_have_no_exponents():
+    rows = [ComparisonRow("even", 0.004, 12_500.3), ComparisonRow("cephalo", 0.002, 25_000.0)]
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(scenario.comparison_table(rows))
+    assert "12,500" in capture.get() and "50%" in capture.get()
+
+
+SUBJECTS = {
+    "given": (["gpt2", *TINY, "--sequence-length", "64"], "gpt2, fp32, 64 tokens"),
+    "default": (["gpt2", *TINY, "--dtype", "bf16"], "gpt2, bf16, 1024 tokens (default)"),
+    "images": (
+        ["vit", "--model-option", "num_hidden_layers=2", "--sequence-length", "5"],
+        "vit, fp32, 197 tokens (its own, not 5)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SUBJECTS)
+def test_the_first_line_says_what_is_planned_for(capsys, case):
+    options, first = SUBJECTS[case]
+    assert main(["plan", *MINE, "--batch-size", "3", "--model", *options]) == DONE
+    assert capsys.readouterr().out.splitlines()[0] == f"{first}, global batch 3"
+
+
+def test_a_step_that_takes_no_time(capsys, tmp_path):
+    path = tmp_path / "problem.yaml"
+    free = RankProfile("free", [0.0], [0.0], [0.0], [1.0], 1000)
+    Problem([free], units=1, state_bytes=1, global_batch_size=4).save(path)
+    for command in ("plan", "simulate", "compare"):
+        assert main([command, "--problem", str(path)]) == DONE
+    assert "inf" in capsys.readouterr().out
+
+
+def test_the_first_line_of_a_saved_problem_is_its_file(capsys, problem):
+    assert main(["simulate", "--problem", str(problem)]) == DONE
+    assert capsys.readouterr().out.startswith(f"{problem}, 24 units, global batch 16\n")
 
 
 def test_compare_says_what_cannot_run_and_why(capsys, tmp_path):
@@ -169,6 +292,18 @@ WRONG = {
     "option": (["plan", *MINE, *ASKED, "--model-option", "x"], "NAME=VALUE, but got 'x'"),
     "batch 0": (["plan", *MINE, *ASKED[:-1], "0"], "global_batch_size"),
     "no file": (["plan", "--problem", "nowhere.yaml"], "no such file"),
+    "length 0": (["plan", *MINE, *ASKED, "--sequence-length", "0"], "--sequence-length: expected"),
+    "length -1": (["plan", *MINE, *ASKED, "--sequence-length", "-1"], "but got -1"),
+    "no device": (["plan", "--devices", "0x T4", *ASKED], "count of 'T4': expected a whole"),
+    "no such name": (["plan", "--devices", "3091", *ASKED], "but got '3091'. Did you mean"),
+    "offload": (["plan", *MINE, *ASKED, "--offload"], "--devices gives none. Use --cluster"),
+    "import path": (["plan", *MINE, "--model", ":X", "--batch-size", "4"], "but got ':X'"),
+    "folder": (["plan", *MINE, *ASKED, "-o", "/no/p.yaml"], "/no/p.yaml: cannot be written: No"),
+    "problem's": (["plan", *MINE, *ASKED, "--save-problem", "/no/p.json"], "cannot be written"),
+    "trace's": (["simulate", *MINE, *ASKED, "--trace", "/no/a.json"], "/no/a.json: cannot be"),
+    "figure's": (["simulate", *MINE, *ASKED, "--figure", "/no/a.png"], "/no/a.png: cannot be"),
+    "memory's": (["simulate", *MINE, *ASKED, "--memory-figure", "/no/a.svg"], "/no/a.svg: cannot"),
+    "comparison's": (["compare", *MINE, *ASKED, "--figure", "/no/a.png"], "/no/a.png: cannot be"),
     "more": (["compare", *MINE, *ASKED, "--add", "H1000"], "--add: expected a known device"),
 }
 
@@ -183,9 +318,142 @@ def test_wrong_input_is_one_line_that_names_it(capsys, case):
     assert not said.out
 
 
-def test_a_problem_and_a_cluster_contradict_each_other(capsys, problem):
-    assert main(["plan", "--problem", str(problem), *MINE]) == BAD_INPUT
-    assert "--devices was given as well" in capsys.readouterr().err
+MODEL_OPTIONS = {
+    "a=[1": "a value in YAML",
+    "dtype=fp16": "Use --dtype",
+    "sequence_length=5": "Use --sequence-length",
+    "model=x": "Use --model",
+    "name=foo": "name a subclass that sets it",
+    "num_hidden_layers=abc": "gpt2 with n_layer=4, n_embd=64, n_head=2, num_hidden_layers='abc'",
+    "num_attention_heads=7": "must be divisible by num_heads",
+    "hidden_sise=8": "Did you mean hidden_size",
+    "n_layer=0": "expected n_layer of at least 1, but got 0",
+    "num_hidden_layers=-1": "expected n_layer of at least 1, but got -1",
+    "vocab_size=-1": "expected vocab_size of at least 1, but got -1",
+}
+
+
+@pytest.mark.parametrize("option", MODEL_OPTIONS)
+def test_a_model_option_that_cannot_be_is_one_line_that_names_it(capsys, option):
+    assert main(["plan", *MINE, *ASKED, "--model-option", option]) == BAD_INPUT
+    said = capsys.readouterr()
+    assert MODEL_OPTIONS[option] in said.err
+    assert len(said.err.strip().splitlines()) == 1 and said.err.startswith("Wrong input: ")
+    assert not said.out
+
+
+DEVICES = {
+    "2xRTX 4090": {"RTX 4090": 2},
+    "2 x RTX 4090": {"RTX 4090": 2},
+    "2× RTX 4090": {"RTX 4090": 2},
+    "2X rtx4090": {"RTX 4090": 2},
+    "2 RTX 4090": {"RTX 4090": 2},
+    "12x T4, L4": {"T4": 12, "L4": 1},
+    "3090": {"RTX 3090": 1},
+    "3090ti": {"RTX 3090 Ti": 1},
+    "1080 Ti": {"GTX 1080 Ti": 1},
+    "6000 Ada": {"RTX 6000 Ada": 1},
+    "2x 3090": {"RTX 3090": 2},
+    "2x3090ti": {"RTX 3090 Ti": 2},
+    "3 1080 Ti": {"GTX 1080 Ti": 3},
+}
+
+
+@pytest.mark.parametrize("words", DEVICES)
+def test_devices_are_counted_however_they_are_written(words):
+    (node,) = scenario._cluster(scenario.Question(devices=words)).nodes
+    assert {device.name: count for device, count in node.devices} == DEVICES[words]
+
+
+def test_offload_needs_host_memory(tmp_path, capsys):
+    path = tmp_path / "cluster.yaml"
+    options = ["plan", "--cluster", str(path), *ASKED, "--offload"]
+    path.write_text("nodes:\n- devices: {T4: 2}\n")
+    assert main(options) == BAD_INPUT
+    assert f"{path} gives none" in capsys.readouterr().err
+    path.write_text("nodes:\n- {devices: {T4: 2}, host_memory: 64 GiB}\n")
+    assert main(options) == DONE
+
+
+MODULE = """
+import torch
+from helper_beside import WIDTH
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.zeros(1, WIDTH)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, batch):
+        for block in self.blocks:
+            batch = block(batch)
+        return batch
+"""
+
+
+def test_a_class_of_the_current_folder_is_found_by_an_installed_script(tmp_path):
+    (tmp_path / "mymod.py").write_text(MODULE)
+    (tmp_path / "helper_beside.py").write_text("WIDTH = 16\n")
+    script = "import sys; from lightning_cephalo.cli import main; sys.exit(main())"
+    asked = ["plan", *MINE, "--model", "mymod:Blocks", "--batch-size", "4"]
+    # as an installed script, which has no current folder to import from
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(SOURCE)}
+    ran = subprocess.run(
+        [sys.executable, "-c", script, *asked],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == DONE, ran.stderr
+    assert ran.stdout.splitlines()[0] == (
+        "Blocks, fp32, 512 tokens (default) unless its example_input_array has others, "
+        "global batch 4"
+    )
+
+
+def test_the_import_path_is_as_before(capsys):
+    before = list(sys.path)
+    assert main(["plan", *MINE, "--model", "no.such:Class", "--batch-size", "4"]) == BAD_INPUT
+    assert sys.path == before
+
+
+def test_an_unexpected_error_is_a_traceback_and_never_means_that_nothing_fits(
+    capsys, problem, monkeypatch
+):
+    def breaks(problem, *, time_limit_s):
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(cli, "solve", breaks)
+    assert main(["plan", "--problem", str(problem)]) == UNEXPECTED
+    assert UNEXPECTED not in (DONE, INFEASIBLE, BAD_INPUT, UNSOLVED)
+    said = capsys.readouterr().err
+    assert "Traceback" in said and "KeyError: 'a mistake of ours'" in said
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--devices", "T4"],
+        ["--model", "gpt2"],
+        ["--batch-size", "4"],
+        ["--sequence-length", "64"],
+        ["--dtype", "fp32"],
+        ["--recompute", "on"],
+        ["--table", "table.yaml"],
+        ["--published", "folder"],
+        ["--offload"],
+        ["--model-option", "n_layer=2"],
+    ],
+    ids=lambda option: option[0],
+)
+def test_a_problem_contradicts_what_it_says_already(capsys, problem, option):
+    assert main(["plan", "--problem", str(problem), *option]) == BAD_INPUT
+    assert f"but {option[0]} was given as well" in capsys.readouterr().err
+
+
+def test_a_saved_problem_has_no_cluster_to_add_to(capsys, problem):
     assert main(["compare", "--problem", str(problem), "--add", "T4"]) == BAD_INPUT
     assert "--add needs --cluster or --devices" in capsys.readouterr().err
 
@@ -203,7 +471,8 @@ def test_help_is_for_newcomers():
         said = subprocess.run(
             [*command, *arguments, "--help"], capture_output=True, text=True, check=True
         ).stdout
-        assert "exit codes: 0 done" in said and "cephalo plan --devices" in said
+        assert "exit codes: 0 done" in said and "70 an unexpected error" in said
+        assert "cephalo plan --devices" in said
     wrong = subprocess.run([*command, "paln"], capture_output=True, text=True)
     assert wrong.returncode == BAD_INPUT and "invalid choice: 'paln'" in wrong.stderr
 

@@ -97,10 +97,23 @@ def test_a_figure_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatc
         raise OSError("disk full")
 
     monkeypatch.setattr(matplotlib.Figure, "savefig", half)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(PlanError, match=r"a\.png: cannot be written: disk full"):
         comparison_figure(ROWS, target)
     assert target.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    pytest.importorskip("matplotlib")
+    simulation, problem, plan = case("ab")
+    target = tmp_path / "no" / "a.png"
+    for draw in (
+        lambda: timeline_figure(simulation, problem, target),
+        lambda: memory_figure(simulation, problem, plan, target),
+        lambda: comparison_figure(ROWS, target),
+    ):
+        with pytest.raises(PlanError, match=r"no/a\.png: cannot be written: No such file"):
+            draw()
 
 
 def test_a_timeline_has_a_row_for_each_rank(drawn):
@@ -171,6 +184,31 @@ def test_a_comparison_shows_throughput_and_why_the_others_cannot_run(drawn):
     assert "32 samples/s\nstep 2 s, fullest rank 80%" in said
     assert "64 samples/s\nstep 1 s" in said
     assert [patch.get_width() for patch in axes.patches][1:] == [32, 64]
+
+
+def test_labels_of_long_bars_are_inside_the_figure(drawn):
+    rows = [
+        ComparisonRow("batch by speed, even state (Whale, Poplar)", 0.1, 12_500, ((1.0, 1.0),)),
+        ComparisonRow("cephalo", 0.1, 12_534, ((1.0, 1.0),)),
+    ]
+    comparison_figure(rows, "a.png")
+    (axes,) = drawn[0].axes
+    drawn[0].draw_without_rendering()
+    said = [text for text in axes.texts if "samples/s" in text.get_text()]
+    assert "12,534 samples/s\nstep 100 ms, fullest rank 100%" in [one.get_text() for one in said]
+    assert all(one.get_window_extent().x1 < axes.get_window_extent().x1 for one in said)
+    # and bars still take most of what labels leave
+    assert axes.get_xlim()[1] < 2 * 12_534
+
+
+def test_ours_may_be_unable_to_run_and_a_long_reason_stays_in_its_row(drawn):
+    ours = ComparisonRow("cephalo", reason="Memory binds over all 3 ranks together: " * 20)
+    for rows in ([*ROWS[:2], ours], [ours]):
+        comparison_figure(rows, "a.png")
+        said = drawn[-1].axes[0].texts[len(rows) - 1]
+        assert said.get_text().startswith("cannot run: Memory binds")
+        assert said.get_text().count("\n") == 2 and said.get_text().endswith(" …")
+        assert said.get_color() != "black"
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ from lightning_cephalo.plan import Plan, RankPlan
 from lightning_cephalo.report import (
     format_bytes,
     format_microbatches,
+    format_rate,
     format_seconds,
     plan_table,
     prediction_table,
@@ -73,7 +74,7 @@ def test_plan_table_of_a_solved_plan_shows_every_prediction() -> None:
     assert cells(text, row=1) == idle
     assert cells(text, row=2)[2] == "51"
     assert (
-        "predicted step 500 ms (102 samples/s), no plan is faster than 490 ms, gap 2.0%, "
+        "predicted step 500 ms (102 samples/s), proven bound 490 ms, gap 2.0%, "
         "solved by HiGHS in 123 ms"
     ) in " ".join(text.split())
 
@@ -84,6 +85,41 @@ def test_plan_table_of_a_plan_written_by_hand_shows_dashes() -> None:
     assert table.caption is None
     assert cells(text, row=0) == ["0", "–", "4", "2+2", "75.0%", "–", "–"]
     assert cells(text, row=1) == ["1", "–", "1", "1", "25.0%", "–", "–"]
+
+
+def test_what_happens_to_activations_is_shown_where_the_plan_says_it() -> None:
+    host_bytes = 3.1 * 2**30
+    ranks = (
+        RankPlan((1,), 0.25, recompute=True),
+        RankPlan((1,), 0.25, recompute=False),
+        RankPlan((1,), 0.25, recompute=True, offload=True, host_bytes=host_bytes),
+        RankPlan((), 0.25),
+    )
+    text = text_of(plan_table(Plan(ranks)))
+    assert "activations" in text
+    assert [cells(text, row=row)[4] for row in range(4)] == [
+        *("recomputed", "kept", "recomputed, offloaded 3.1 GiB", "–")
+    ]
+    assert "activations" not in text_of(plan_table(BY_HAND))
+    only_offload = Plan((RankPlan((1,), 1, offload=True),))
+    assert cells(text_of(plan_table(only_offload)), row=0)[4] == "offloaded"
+
+
+def many(ranks: int) -> Plan:
+    kinds = [RankPlan((2,), 1 / ranks, "A6000"), RankPlan((1,), 1 / ranks, "L4")]
+    return Plan([kinds[0]] * (ranks - 2) + [kinds[1]] + [kinds[0]])
+
+
+def test_beyond_24_ranks_equal_neighbours_share_a_row() -> None:
+    text = text_of(plan_table(many(130)))
+    assert cells(text, row=0)[:4] == ["0–127", "128 × A6000", "2", "2"]
+    assert cells(text, row=1)[:4] == ["128", "L4", "1", "1"]
+    assert cells(text, row=2)[:4] == ["129", "A6000", "2", "2"]
+    assert cells(text, row=3)[2] == "259"
+    assert len(plan_table(many(130)).rows) == 3
+    assert len(plan_table(many(24)).rows) == 24
+    names = [f"node {rank}" for rank in range(25)]
+    assert len(plan_table(many(25), devices=names).rows) == 25
 
 
 def test_plan_table_without_units_shows_the_time_of_one() -> None:
@@ -124,6 +160,14 @@ def test_prediction_table_refuses_a_name_without_a_unit(name: str) -> None:
 )
 def test_seconds_have_a_fitting_unit(seconds: float | None, expected: str) -> None:
     assert format_seconds(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("per_s", "expected"),
+    [(0.71234, "0.712"), (77.23, "77.2"), (999.4, "999"), (999.6, "1,000"), (12500.4, "12,500")],
+)
+def test_rates_have_three_digits_and_no_exponent(per_s: float, expected: str) -> None:
+    assert format_rate(per_s) == expected
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,15 @@ def test_nothing_is_left_beside_the_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    problem, plan = case(1)
+    (tmp_path / "file").write_text("")
+    for folder, reason in (("no", "No such file or directory"), ("file", "Not a directory")):
+        with pytest.raises(PlanError, match=rf"a\.json: cannot be written: {reason}"):
+            write_trace(simulate(problem, plan), problem, tmp_path / folder / "a.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_another_suffix_is_refused(tmp_path):
     problem, plan = case(1)
     with pytest.raises(PlanError, match=r"ends in \.json, but got the suffix '\.yaml'"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cephalo.plan import PlanError
+from lightning_cephalo.plan import PlanError, _fields
 
 from .work import TORCH_DTYPES, ModelWork, count_work, loss_of
+
+# Of these a model without any is a mistake; transformers takes 0 and less.
+_AT_LEAST_ONE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+# Arguments of every config that are kept under another name.
+_OF_EVERY_CONFIG = ("attn_implementation", "num_labels")
 
 
 def work_of(
@@ -39,11 +47,20 @@ def work_of(
         arguments: overrides of the config, or arguments of the class.
 
     Raises:
-        PlanError: no such model, or one that does not run on fake tensors.
+        PlanError: no such model, an argument that it does not take, a length below 1, or a model
+            that does not run on fake tensors.
     """
-    if isinstance(model, str) and ":" in model and not Path(model).exists():
+    if sequence_length is not None:
+        sequence_length = _fields.whole("sequence_length", sequence_length, minimum=1)
+    if names_class(model):
         return _work_of_class(model, sequence_length or 512, dtype, name, arguments)
-    return _work_of_config(_config(model, arguments), sequence_length, dtype, name)
+    config = _config(model, arguments)
+    return _work_of_config(config, sequence_length, dtype, name, _listed(arguments))
+
+
+def names_class(model: Any) -> bool:
+    """Whether :func:`work_of` takes this for the import path of a class."""
+    return isinstance(model, str) and ":" in model and not Path(model).exists()
 
 
 def _transformers() -> Any:
@@ -69,18 +86,82 @@ def _config(model: Any, overrides: dict[str, Any]) -> Any:
             where = f"{path}: model_type"
         else:
             data, kind, where = {}, str(model), "model"
-        if kind not in transformers.CONFIG_MAPPING:
+        if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
             raise PlanError(
                 f"{where}: expected the path of a config.json, a model type that transformers "
                 f"{transformers.__version__} knows (such as 'gpt2', 'llama'), or "
                 f"'package.module:Class', but got {kind!r}."
             )
-        return transformers.CONFIG_MAPPING[kind](**(data | overrides))
-    if not isinstance(model, transformers.PretrainedConfig):
+        label = str(path) if data else kind
+        base = _made(transformers.CONFIG_MAPPING[kind], label, data)
+    elif isinstance(model, transformers.PretrainedConfig):
+        label, base, data = model.model_type, model, model.to_dict()
+    else:
         raise PlanError(
             f"model: expected a transformers config, a path or a name, but got {model!r}."
         )
-    return type(model)(**(model.to_dict() | overrides)) if overrides else model
+    if overrides:
+        _refuse_unknown(base, overrides, label)
+        label = f"{label} with {_listed(overrides)}"
+        base = _made(type(base), label, data, overrides)
+    _refuse_empty(base, label)
+    return base
+
+
+def _made(kind: Any, label: str, *settings: dict[str, Any]) -> Any:
+    """A config of this kind; later settings go before earlier ones."""
+    # by the config's own names: transformers checks no others, and lets them win
+    own = {kind.attribute_map.get(key, key): given[key] for given in settings for key in given}
+    try:
+        with _quiet():
+            return kind(**own)
+    except Exception as error:  # transformers has no class of its own for this
+        raise _refused(label, error) from error
+
+
+def _refused(label: str, error: Exception) -> PlanError:
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return PlanError(
+        f"{label}: expected a config that transformers can build a model of, but got "
+        f"{reason.rstrip('.')}. Change that value."
+    )
+
+
+def _refuse_unknown(config: Any, overrides: dict[str, Any], label: str) -> None:
+    known = {*config.to_dict(), *config.attribute_map, *_OF_EVERY_CONFIG}
+    for key in overrides:
+        if key not in known:
+            close = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
+            hint = f"Did you mean {', '.join(close)}?" if close else "See its config.json."
+            raise PlanError(
+                f"{label}: expected an option of the config {type(config).__name__}, but got "
+                f"{key!r}, which it does not have. {hint}"
+            )
+
+
+def _refuse_empty(config: Any, label: str) -> None:
+    values = config.to_dict()
+    for common in _AT_LEAST_ONE:
+        key = config.attribute_map.get(common, common)
+        value = values.get(key)
+        if isinstance(value, int) and value < 1:
+            raise PlanError(f"{label}: expected {key} of at least 1, but got {value}. Change it.")
+
+
+def _listed(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers says of a config that was cut down for counting."""
+    logging = _transformers().logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -94,7 +175,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _work_of_config(
-    config: Any, sequence_length: int | None, dtype: str, name: str | None
+    config: Any, sequence_length: int | None, dtype: str, name: str | None, changes: str
 ) -> ModelWork:
     size = getattr(config, "image_size", None)
     if size is not None:
@@ -115,20 +196,20 @@ def _work_of_config(
 
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config = type(config)(**(config.to_dict() | {"decoder_start_token_id": 0}))
-    # What transformers says of a config that was cut down for counting is of no use to anyone.
-    logging = _transformers().logging
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
+
+    def build() -> nn.Module:
+        try:
+            return _auto_class(config).from_config(config)
+        except (PlanError, RuntimeError):  # RuntimeError: fake tensors, of which count_work tells
+            raise
+        except Exception as error:
+            label = f"{config.model_type} with {changes}" if changes else config.model_type
+            raise _refused(label, error) from error
+
+    with _quiet():
         return count_work(
-            lambda: _auto_class(config).from_config(config),
-            run,
-            model=name or config.model_type,
-            dtype=dtype,
-            sequence_length=length,
+            build, run, model=name or config.model_type, dtype=dtype, sequence_length=length
         )
-    finally:
-        logging.set_verbosity(before)
 
 
 def _labels(module: nn.Module, tokens: Tensor) -> dict[str, Any]:
@@ -162,6 +243,8 @@ def _work_of_class(
     path: str, sequence_length: int, dtype: str, name: str | None, arguments: dict[str, Any]
 ) -> ModelWork:
     module_name, _, attribute = path.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise PlanError(f"model: expected 'package.module:Class', but got {path!r}.")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:

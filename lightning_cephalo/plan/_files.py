@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,12 @@ from ._fields import in_source
 from .errors import PlanError
 
 _SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+
+
+class UnwritableError(PlanError, OSError):
+    """A file that cannot be written. An OSError as well, for callers who look for one; the
+    system's own is its cause.
+    """
 
 
 def dump_yaml(data: dict[str, Any]) -> str:
@@ -61,14 +69,32 @@ def format_of(path: Path) -> str:
         ) from None
 
 
-def write_text(path: Path, content: str) -> None:
-    """Write beside, then replace: a reader sees the old file or the new one, never half of one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path beside ``path`` to write to, of the same suffix, and replace ``path`` by it at
+    the end: a reader sees the old file or the new one, never half of one.
+
+    Raises:
+        UnwritableError: an OSError on the way, such as a missing folder or a full disk.
+    """
+    beside = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
+        try:
+            yield beside
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise UnwritableError(
+            f"{path}: cannot be written: {error.strerror or error}. Name a file in a folder that "
+            f"exists, may be written to and has room."
+        ) from error
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a file whole or not at all, or raise UnwritableError naming it."""
+    with replacing(path) as beside:
         beside.write_text(content, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def read_text(path: Path, *, what: str) -> str:

@@ -84,6 +84,8 @@ def _rank_main(
                 world_size=world_size,
                 timeout=datetime.timedelta(seconds=timeout_s),
             )
+            # Else a rank with nothing to do may be gone before another has connected to it.
+            dist.barrier()
         outcome = (True, function(rank, *args))
         payload = pickle.dumps(outcome)
         if process_group:

@@ -185,6 +185,59 @@ def test_what_is_no_model_is_refused(tmp_path):
         work_of("gpt2", dtype="int8", **GPT2)
 
 
+REFUSED = {
+    "no such option": ("gpt2", {"hidden_sise": 8}, "got 'hidden_sise'.* Did you mean hidden_size"),
+    "of another": ("llama", {"n_layer": 2}, "LlamaConfig, but got 'n_layer'"),
+    "type": ("gpt2", {"n_layer": "abc"}, "gpt2 with n_layer='abc': .* expected int, got str"),
+    "type by alias": ("gpt2", {"num_hidden_layers": "abc"}, "gpt2 with num_hidden_layers='abc'"),
+    "config's own": ("llama", {"num_attention_heads": 7}, "not a multiple of .* heads .7."),
+    "model's own": ("gpt2", {"num_attention_heads": 7}, "must be divisible by num_heads"),
+    "unknown value": ("gpt2", {"activation_function": "nope"}, "KeyError: 'nope'"),
+    "no layers": ("gpt2", {"n_layer": 0}, "n_layer of at least 1, but got 0"),
+    "fewer": ("llama", {"num_hidden_layers": -2}, "num_hidden_layers of at least 1, but got -2"),
+    "no width": ("gpt2", {"hidden_size": 0}, "n_embd of at least 1, but got 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_config_does_not_take_is_refused(case):
+    kind, options, words = REFUSED[case]
+    with pytest.raises(PlanError, match=words):
+        work_of(kind, sequence_length=8, **options)
+
+
+def test_a_config_file_that_transformers_refuses_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    for data, words in (
+        ({"model_type": "llama", "hidden_size": "x"}, "config.json: .* expected int, got str"),
+        ({"model_type": "gpt2", "n_layer": 0}, "config.json: expected n_layer of at least 1"),
+        ({"model_type": ["gpt2"]}, r"model_type: .* but got \['gpt2'\]"),
+    ):
+        path.write_text(json.dumps(data))
+        with pytest.raises(PlanError, match=words):
+            work_of(tmp_path)
+
+
+def test_an_override_wins_over_a_file_whatever_name_either_uses(tmp_path):
+    for data in ({"n_layer": 5}, {"num_hidden_layers": 5}, {"n_layer": 5, "num_hidden_layers": 5}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"} | GPT2 | data))
+        for option in ("n_layer", "num_hidden_layers"):
+            assert work_of(tmp_path, sequence_length=8, **{option: 2}).units == 2
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.5])
+def test_a_sample_has_tokens(length):
+    for model in ("gpt2", "torch.nn:Linear"):
+        with pytest.raises(PlanError, match="sequence_length: expected a whole number of at least"):
+            work_of(model, sequence_length=length)
+
+
+@pytest.mark.parametrize("path", [":X", "x:", "..x:Y", "a b:C", ":"])
+def test_what_is_no_import_path_is_refused(path):
+    with pytest.raises(PlanError, match=f"'package.module:Class', but got {path!r}"):
+        work_of(path)
+
+
 class Blocks(nn.Module):
     """A user's module: named by import path below."""
 
