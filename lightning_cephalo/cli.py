@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_cephalo import report, scenario
+from lightning_cephalo import answers, report, scenario
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, SolverError, solve
 from lightning_cephalo.scenario import Scenario
 
@@ -106,28 +106,28 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
         if options.memory_figure is not None:
             figures.memory_figure(simulation, asked.problem, plan, options.memory_figure)
             notes.print(f"Wrote {options.memory_figure}.")
-    summary = scenario.summarise(asked.problem, plan, simulation)
+    summary = answers.summarise(asked.problem, plan, simulation)
     if options.json:
         _print_json(summary.to_dict())
         return
     _print_scenario(asked)
-    report.show(scenario.simulation_table(summary))
+    report.show(answers.simulation_table(summary))
 
 
 def _compare(options: argparse.Namespace, notes: Console) -> None:
     asked = _scenario(options, notes)
     with _status(notes, "comparing") as say:
-        rows = scenario.compare(asked, options.add, time_limit_s=options.time_limit, say=say)
+        rows = answers.compare(asked, options.add, time_limit_s=options.time_limit, say=say)
     if options.figure is not None:
         from lightning_cephalo import figures
 
         figures.comparison_figure(rows, options.figure)
         notes.print(f"Wrote {options.figure}.")
     if options.json:
-        _print_json([scenario.row_as_dict(row) for row in rows])
+        _print_json([answers.row_as_dict(row) for row in rows])
         return
     _print_scenario(asked)
-    report.show(scenario.comparison_table(rows))
+    report.show(answers.comparison_table(rows))
 
 
 def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
@@ -148,8 +148,8 @@ def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
                 offload=options.offload,
             )
         )
-    for broken in asked.broken_files:
-        notes.print(f"Left out: {broken}", markup=False)
+    for line in asked.left_out:
+        notes.print(f"Left out: {line}", markup=False, soft_wrap=True)
     if options.save_problem is not None:
         asked.problem.save(options.save_problem)
         notes.print(f"Wrote {options.save_problem}.")

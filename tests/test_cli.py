@@ -12,8 +12,9 @@ import pytest
 import yaml
 from rich.console import Console
 
-from lightning_cephalo import Plan, Problem, RankProfile, cli, scenario
+from lightning_cephalo import Plan, Problem, RankProfile, answers, cli, scenario
 from lightning_cephalo.cli import BAD_INPUT, DONE, INFEASIBLE, UNEXPECTED, UNSOLVED, main
+from lightning_cephalo.estimate import Curves, CurveTable, save_measured
 from lightning_cephalo.figures import ComparisonRow
 from lightning_cephalo.plan import InfeasibleError, SolverError, predict
 
@@ -173,7 +174,7 @@ def test_ours_without_a_plan_in_time_is_no_answer(capsys, problem, monkeypatch):
     def out_of_time(problem, *, time_limit_s):
         raise SolverError(f"no plan in {time_limit_s} s")
 
-    monkeypatch.setattr(scenario, "solve", out_of_time)
+    monkeypatch.setattr(answers, "solve", out_of_time)
     assert main(["compare", "--problem", str(problem), "--time-limit", "0.5"]) == UNSOLVED
     assert "No plan yet: no plan in 0.5 s" in capsys.readouterr().err
 
@@ -208,7 +209,7 @@ def test_a_reason_says_what_the_row_does_not(problem, name):
     def fails():
         raise InfeasibleError(REASONS[name][0])
 
-    row = scenario._row(name, Problem.load(problem), fails)
+    row = answers._row(name, Problem.load(problem), fails)
     assert (row.step_s, row.reason) == (None, REASONS[name][1])
 
 
@@ -216,7 +217,7 @@ def test_throughputs_have_no_exponents():
     rows = [ComparisonRow("even", 0.004, 12_500.3), ComparisonRow("cephalo", 0.002, 25_000.0)]
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(scenario.comparison_table(rows))
+        console.print(answers.comparison_table(rows))
     assert "12,500" in capture.get() and "50%" in capture.get()
 
 
@@ -494,3 +495,16 @@ def test_published_profiles(capsys):
     assert main(["plan", *devices, *asked, "--recompute", "off"]) == BAD_INPUT
     assert main(["plan", *devices, "--model", "gpt5", "--batch-size", "64"]) == BAD_INPUT
     assert "gpt5" in capsys.readouterr().err
+
+
+def test_measured_times_of_another_length_are_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path))
+    curves = (Curves("RTX 4090", (1.0,), (2.0,), source="measured"),)
+    save_measured(CurveTable("gpt2", "fp32", 32, curves))
+    assert main(["plan", *MINE, *ASKED]) == DONE
+    said = capsys.readouterr()
+    assert "Left out: times of 'gpt2' that were measured at fp32, length 32: this is" in said.err
+    assert "times by measured" not in said.out
+    assert main(["plan", *MINE, *ASKED, "--sequence-length", "32"]) == DONE
+    said = capsys.readouterr()
+    assert "Left out" not in said.err and "2 × RTX 4090: times by measured" in said.out
