@@ -198,10 +198,7 @@ class CurveTable:
             Curves.from_dict(entry, where=f"{what}: curves[{index}]")
             for index, entry in enumerate(entries)
         )
-        try:
-            return cls(**values)
-        except PlanError as error:
-            raise PlanError(f"{_fields.in_source(source)}{error}") from None
+        return _fields.built(cls, values, source)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write YAML or JSON by the suffix; the file is replaced whole or not at all."""

@@ -101,9 +101,10 @@ class Columns:
 
 def group_types(problem: Problem) -> tuple[RankType, ...]:
     """Group equal ranks, in order of first appearance; the name does not count."""
-    members: dict[RankProfile, list[int]] = {}
+    names = [field.name for field in dataclasses.fields(RankProfile) if field.name != "name"]
+    members: dict[tuple, list[int]] = {}
     for index, rank in enumerate(problem.ranks):
-        members.setdefault(dataclasses.replace(rank, name=""), []).append(index)
+        members.setdefault(tuple(getattr(rank, name) for name in names), []).append(index)
     return tuple(
         RankType(problem.ranks[indices[0]], tuple(indices)) for indices in members.values()
     )

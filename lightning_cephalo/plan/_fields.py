@@ -7,10 +7,12 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from .errors import PlanError
+
+_Built = TypeVar("_Built")
 
 
 def real(
@@ -111,3 +113,11 @@ def shortened(value: Any, length: int = 80) -> str:
 def in_source(source: str | None) -> str:
     """The prefix that names the file a text came from, or nothing."""
     return f"{source}: " if source else ""
+
+
+def built(cls: Callable[..., _Built], values: dict[str, Any], source: str | None) -> _Built:
+    """``cls(**values)``; a PlanError of it names the file that the values came from."""
+    try:
+        return cls(**values)
+    except PlanError as error:
+        raise PlanError(f"{in_source(source)}{error}") from None

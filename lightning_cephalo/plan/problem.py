@@ -249,10 +249,7 @@ class Problem:
             RankProfile.from_dict(rank, where=f"{what}: ranks[{index}]")
             for index, rank in enumerate(ranks)
         ]
-        try:
-            return cls(**values)
-        except PlanError as error:
-            raise PlanError(f"{_fields.in_source(source)}{error}") from None
+        return _fields.built(cls, values, source)
 
     def to_yaml(self) -> str:
         """This problem as YAML text."""
