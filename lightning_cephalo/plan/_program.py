@@ -169,6 +169,7 @@ def _solve(
         "mip_abs_gap": _TOLERANCE,
         "mip_feasibility_tolerance": _TOLERANCE,
         "primal_feasibility_tolerance": _TOLERANCE,
+        "dual_feasibility_tolerance": _TOLERANCE,
         "random_seed": 0,
     }
     try:

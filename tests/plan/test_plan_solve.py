@@ -125,6 +125,25 @@ def test_the_optimum_of_brute_force_no_more_and_no_less(problem):
     assert expected * (1 - 1e-9) <= plan.step_s <= expected * (1.001 + 1e-9)
 
 
+def test_a_millionth_of_a_second_in_a_long_step_counts():
+    """Costs below the solver's dual tolerance, 1e-7 of the step by default, were taken for none."""
+    zero, hair = (0.0,) * 3, 1.0000000000000002e-06
+
+    def rank(backward_s, tail_s):
+        return RankProfile("r", zero, backward_s, tail_s, zero, 10)
+
+    ranks = [rank(zero, (0, 5, hair)), rank((0, 0, 1), (0, 5, 0)), rank(zero, (0, 5, hair))]
+    problem = Problem(
+        ranks,
+        units=1,
+        gather_s=20.0,
+        state_bytes=0,
+        global_batch_size=5,
+        minimum_microbatch_size=2,
+    )
+    assert solve(problem).bound_s == pytest.approx(least_step(problem), rel=1e-9)
+
+
 def test_work_follows_speed_and_state_follows_memory():
     problem = Problem(
         [affine("fast", 3, capacity=100), affine("slow", 1, capacity=300)],
