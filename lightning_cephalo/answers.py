@@ -18,7 +18,7 @@ from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, So
 from lightning_cephalo.plan.baselines import BASELINES
 from lightning_cephalo.report import format_bytes, format_rate, format_seconds
 from lightning_cephalo.scenario import Scenario
-from lightning_cephalo.simulate import Simulation
+from lightning_cephalo.timeline import Simulation
 
 _OURS = "cephalo"
 

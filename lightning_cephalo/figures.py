@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_cephalo.plan import Plan, PlanError, Problem, _files, cost
 from lightning_cephalo.report import format_rate, format_seconds
-from lightning_cephalo.simulate import Activity, Simulation, Stream, Timeline
+from lightning_cephalo.timeline import Activity, Simulation, Stream, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

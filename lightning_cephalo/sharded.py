@@ -6,6 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from torch import Tensor
+
 from lightning_cephalo import support
 from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.data import BatchLayout
@@ -28,6 +33,7 @@ class ShardedStrategy(RanksStrategy):
         self._preparation: Preparation | None = None
         self._user_gathers: UserGathers | None = None
         self._metrics: list[tuple[str, Any]] = []
+        self._microbatch_count = 0
         self._combining_log = False
         self._empty_predictions: dict[tuple[Any, ...], Any] = {}
 
@@ -145,6 +151,34 @@ class ShardedStrategy(RanksStrategy):
                 )
         finally:
             self._combining_log = False
+
+    # -- communication that users and Lightning ask for ---------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if self._combining_log or (
+            self._engine is not None and self._engine.runner.inside_microbatch
+        ):
+            return tensor  # metrics are combined over microbatches and ranks after the step
+        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
+            tensor = tensor.double()  # Lightning #21859: the mean of integers would be cut off
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        inside = self._engine is not None and self._engine.runner.inside_microbatch
+        if inside:
+            assert self._user_gathers is not None and self.lightning_module is not None
+            training = self.lightning_module.trainer.training
+            counts = None
+            if self.plan is not None:
+                counts = [len(rank.microbatch_sizes) for rank in self.plan.ranks]
+            self._user_gathers.called(training, counts, self._microbatch_count)
+        if sync_grads:
+            return super().all_gather(tensor, group=group, sync_grads=True)
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+        return torch.stack(parts)
 
 
 def _rows(batch: Any) -> int | None:

@@ -11,9 +11,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
@@ -117,7 +115,6 @@ class CephaloStrategy(ShardedStrategy):
         self._cutter: BatchCutter | None = None
         self._users_sampler_flag: bool | None = None
         self._caches: support.SwitchedOffCaches | None = None
-        self._microbatch_count = 0
         self._step_started_s = 0.0
         self._step_times_s: list[float] = []
 
@@ -375,34 +372,6 @@ class CephaloStrategy(ShardedStrategy):
 
         assert self._groups is not None
         return agreed_seed(self._groups.agreement.broadcast)
-
-    # -- communication that users and Lightning ask for ---------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if self._combining_log or (
-            self._engine is not None and self._engine.runner.inside_microbatch
-        ):
-            return tensor  # metrics are combined over microbatches and ranks after the step
-        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
-            tensor = tensor.double()  # Lightning #21859: the mean of integers would be cut off
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        inside = self._engine is not None and self._engine.runner.inside_microbatch
-        if inside:
-            assert self._user_gathers is not None and self.lightning_module is not None
-            training = self.lightning_module.trainer.training
-            counts = None
-            if self.plan is not None:
-                counts = [len(rank.microbatch_sizes) for rank in self.plan.ranks]
-            self._user_gathers.called(training, counts, self._microbatch_count)
-        if sync_grads:
-            return super().all_gather(tensor, group=group, sync_grads=True)
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor.detach().contiguous(), group=group)
-        return torch.stack(parts)
 
     # -- checkpoints --------------------------------------------------------------------------
 

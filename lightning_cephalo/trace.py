@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cephalo.plan import PlanError, Problem, _files
-from lightning_cephalo.simulate import Event, Simulation, StepFunction, Stream
+from lightning_cephalo.timeline import Event, Simulation, StepFunction, Stream
 
 _RANKS_IN_FULL = 64
 _MICROSECONDS = 1e6

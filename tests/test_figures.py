@@ -15,7 +15,8 @@ from lightning_cephalo.figures import (
     timeline_figure,
 )
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile
-from lightning_cephalo.simulate import Simulation, simulate
+from lightning_cephalo.simulate import simulate
+from lightning_cephalo.timeline import Simulation
 
 ROWS = (
     ComparisonRow("even", reason="rank 1 (T4) needs 20.1 GiB of 15.0 GiB"),

@@ -22,7 +22,8 @@ from lightning_cephalo.accumulation.schedule import (
     forward_actions,
 )
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, cost, predict
-from lightning_cephalo.simulate import Activity, Event, Simulation, Stream, simulate
+from lightning_cephalo.simulate import simulate
+from lightning_cephalo.timeline import Activity, Event, Simulation, Stream
 
 _PATH = Path(__file__).parent.parent / "benchmarks" / "simulator.py"
 _SPEC = importlib.util.spec_from_file_location("benchmark_of_the_simulator", _PATH)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cephalo.accumulation.microbatch import UnitUseError
+from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.replay import ChangingBuffers
 
 Enter = Callable[[Callable[..., Any], ChangingBuffers, tuple[Any, ...], dict[str, Any]], Any]

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.cut import Cut
-from lightning_cephalo.accumulation.microbatch import Microbatch, UnitUseError
+from lightning_cephalo.accumulation.microbatch import Microbatch
 from lightning_cephalo.accumulation.replay import ChangingBuffers
 from lightning_cephalo.sharding.unit import Unit
 

@@ -14,7 +14,6 @@ every decoder unit, and shared position biases exact.
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +23,11 @@ import greenlet
 import torch
 from torch import Tensor
 
+from lightning_cephalo.accumulation.arguments import (
+    UnitUseError,
+    refuse_changed_containers,
+    without_empty_caches,
+)
 from lightning_cephalo.accumulation.nesting import Structure, flatten
 from lightning_cephalo.accumulation.replay import ChangingBuffers, RandomState, ThreadState
 from lightning_cephalo.accumulation.schedule import Visit
@@ -33,10 +37,6 @@ _CHANGED_INPUT = (
     "An input of a unit is changed in place, by the unit or by the code after it, so that the"
     " unit's backward cannot be computed. Write `x = x + y` instead of `x += y` there."
 )
-
-
-class UnitUseError(RuntimeError):
-    """A unit is used in a way that cannot be cut into microbatches."""
 
 
 class _Passed(torch.autograd.Function):
@@ -164,7 +164,7 @@ class Microbatch:
     ) -> Any:
         """Pass a unit: park until it is gathered, then compute its body."""
         if self._recompute and torch.is_grad_enabled():
-            args, kwargs = _without_empty_caches(args, kwargs)
+            args, kwargs = without_empty_caches(args, kwargs)
         flat, structure = flatten((args, kwargs))
         grad = torch.is_grad_enabled()
         differentiable = grad and (
@@ -228,7 +228,7 @@ class Microbatch:
             self._refuse_changed_inputs(record)
         else:
             result = self._result_of(body, args, kwargs)
-        _refuse_changed_containers(args, kwargs, inputs)
+        refuse_changed_containers(args, kwargs, inputs)
         outputs, output_structure = flatten(result)
         if not self._recompute:
             record.outputs = list(outputs)
@@ -388,39 +388,3 @@ def _nodes(roots: Sequence[Any]) -> set[Any]:
 
 def _can_have_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _without_empty_caches(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leave out Hugging Face's key-value caches, which are of no use in training.
-
-    A unit that is computed again would append its keys a second time. Hugging Face leaves caches
-    out for the same reason where it checkpoints layers itself.
-    """
-
-    def without(value: Any) -> Any:
-        if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
-            return value
-        if int(value.get_seq_length()) > 0:
-            raise UnitUseError(
-                f"A unit is called with a filled {type(value).__name__} (prefix tuning?); computed"
-                " again in the backward it would append to it twice. Use recompute=False."
-            )
-        return None
-
-    return tuple(without(a) for a in args), {key: without(v) for key, v in kwargs.items()}
-
-
-def _refuse_changed_containers(args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
-    """Units get copies of containers: what they add to them would be lost."""
-    values = (*args, *kwargs.values())
-    if not any(isinstance(v, (list, dict)) or dataclasses.is_dataclass(v) for v in values):
-        return
-    now = flatten((args, kwargs))[0]
-    same = len(now) == len(inputs) and all(a is b for a, b in zip(now, inputs, strict=True))
-    if not same:
-        raise UnitUseError(
-            "A unit changes a list, dict or dataclass that it is called with. It gets a copy, so"
-            " the change would be lost: return the new values instead."
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_cephalo.accumulation.microbatch import UnitUseError
+from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.schedule import Visit
 
 # what a rank says instead of the unit that it is parked at

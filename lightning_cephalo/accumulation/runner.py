@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from lightning_cephalo.accumulation.agreement import Agreement
+from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall, StepTimes
 from lightning_cephalo.accumulation.entrance import ROOT, Entrance
-from lightning_cephalo.accumulation.microbatch import Microbatch, UnitUseError
+from lightning_cephalo.accumulation.microbatch import Microbatch
 from lightning_cephalo.accumulation.order import FAILED, FINISHED, Order, where
 from lightning_cephalo.accumulation.schedule import (
     Action,

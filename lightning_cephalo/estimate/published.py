@@ -16,9 +16,7 @@ adds too.
 
 from __future__ import annotations
 
-import difflib
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -27,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_cephalo.plan import PlanError, Problem, RankProfile, _fields, _files
 
+from ._release import Line, as_mapping, as_points, expect_known, read_lines
 from .devices import GIB, lookup, same_name
 
 if TYPE_CHECKING:
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 
 # fp32 parameter, gradient, and both moments of Adam
 _STATE_BYTES_PER_PARAMETER = 16
-# In the older form forward and backward are one line. Where both forms exist (GPT-1.3B fp16 on
-# A6000, L4 and P40) forward is 0.40 of it on each.
-_FORWARD_SHARE = 0.4
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # The release calls these GB, and compares them with GiB: GiB is what they are.
 _CAPACITY_GIB = {
@@ -90,7 +86,7 @@ def read_published(folder: str | PathLike[str]) -> PublishedProfiles:
         path = root / name
         what = "profiles published with Cephalo"
         data = _files.parse_json(_files.read_text(path, what=what), what=what, source=str(path))
-        contents.append(_mapping(str(path), data))
+        contents.append(as_mapping(str(path), data))
     return PublishedProfiles(str(root), *contents)
 
 
@@ -116,9 +112,9 @@ class PublishedProfiles:
         found: dict[tuple[str, str, int], list[str]] = {}
         for model, by_device in self.latencies.items():
             where = self._where("model_latencies.json", model)
-            for device, by_length in _mapping(where, by_device).items():
-                for length, by_dtype in _mapping(f"{where}[{device!r}]", by_length).items():
-                    for dtype in _mapping(f"{where}[{device!r}][{length!r}]", by_dtype):
+            for device, by_length in as_mapping(where, by_device).items():
+                for length, by_dtype in as_mapping(f"{where}[{device!r}]", by_length).items():
+                    for dtype in as_mapping(f"{where}[{device!r}][{length!r}]", by_dtype):
                         if not str(length).isdigit():
                             raise PlanError(
                                 f"{where}[{device!r}]: expected sequence lengths as keys, "
@@ -156,11 +152,13 @@ class PublishedProfiles:
         """
         entry = self._memory_entry(model, memory)
         where = f"{self._where('model_memory.json', memory)}[{model!r}]"
-        curves = _mapping(f"{where}: profiled_compute_memory", entry.get("profiled_compute_memory"))
+        curves = as_mapping(
+            f"{where}: profiled_compute_memory", entry.get("profiled_compute_memory")
+        )
         known = [_short_dtype(name) for name in curves]
-        _known(f"{where}: dtype", _short_dtype(dtype), known)
+        expect_known(f"{where}: dtype", _short_dtype(dtype), known)
         name = f"{where}: profiled_compute_memory[{_long_dtype(dtype)!r}]"
-        points = _points(name, curves[_long_dtype(dtype)])
+        points = as_points(name, curves[_long_dtype(dtype)])
         if not points:
             raise PlanError(f"{name}: expected at least one number of GiB, but got none.")
         last = points[-5:]
@@ -171,9 +169,9 @@ class PublishedProfiles:
 
     def units(self, model: str) -> int:
         """Number of layers."""
-        _known(f"{self.source}: model_stats.json: model", model, self.statistics)
+        expect_known(f"{self.source}: model_stats.json: model", model, self.statistics)
         where = self._where("model_stats.json", model)
-        entry = _mapping(where, self.statistics[model])
+        entry = as_mapping(where, self.statistics[model])
         return _fields.whole(f"{where}: num_layers", entry.get("num_layers"), minimum=1)
 
     def state_bytes(self, model: str, *, memory: str = "paper") -> float:
@@ -267,14 +265,14 @@ class PublishedProfiles:
         """
         from .table import Curves, CurveTable
 
-        _known(f"{self.source}: model_latencies.json: model", model, self.latencies)
+        expect_known(f"{self.source}: model_latencies.json: model", model, self.latencies)
         short = _short_dtype(dtype)
         entries = self.entries()
         wanted = (model, short, sequence_length)
         found = next((e for e in entries if (e.model, e.dtype, e.sequence_length) == wanted), None)
         if found is None:
             known = [f"{e.dtype} at {e.sequence_length}" for e in entries if e.model == model]
-            _known(
+            expect_known(
                 f"{self._where('model_latencies.json', model)}: dtype and sequence length",
                 f"{short} at {sequence_length}",
                 known,
@@ -306,119 +304,31 @@ class PublishedProfiles:
 
     def _lines(
         self, model: str, device: str, dtype: str, sequence_length: int
-    ) -> tuple[_Line, _Line, int]:
-        _known(f"{self.source}: model_latencies.json: model", model, self.latencies)
+    ) -> tuple[Line, Line, int]:
+        expect_known(f"{self.source}: model_latencies.json: model", model, self.latencies)
         where = self._where("model_latencies.json", model)
-        by_device = _mapping(where, self.latencies[model])
+        by_device = as_mapping(where, self.latencies[model])
         key = device if device in by_device else _alias(device, by_device)
-        _known(f"{where}: device", key, by_device)
+        expect_known(f"{where}: device", key, by_device)
         where = f"{where}[{key!r}]"
-        by_length = _mapping(where, by_device[key])
-        _known(f"{where}: sequence length", str(sequence_length), by_length)
+        by_length = as_mapping(where, by_device[key])
+        expect_known(f"{where}: sequence length", str(sequence_length), by_length)
         where = f"{where}[{str(sequence_length)!r}]"
-        by_dtype = _mapping(where, by_length[str(sequence_length)])
+        by_dtype = as_mapping(where, by_length[str(sequence_length)])
         known = [_short_dtype(name) for name in by_dtype]
-        _known(f"{where}: dtype", _short_dtype(dtype), known)
+        expect_known(f"{where}: dtype", _short_dtype(dtype), known)
         where = f"{where}[{_long_dtype(dtype)!r}]"
-        return _read_lines(where, by_dtype[_long_dtype(dtype)])
+        return read_lines(where, by_dtype[_long_dtype(dtype)])
 
     def _memory_entry(self, model: str, memory: str) -> Mapping[str, Any]:
-        _known(f"{self.source}: model_memory.json: memory", memory, self.memory)
+        expect_known(f"{self.source}: model_memory.json: memory", memory, self.memory)
         where = self._where("model_memory.json", memory)
-        by_model = _mapping(where, self.memory[memory])
-        _known(f"{where}: model", model, by_model)
-        return _mapping(f"{where}[{model!r}]", by_model[model])
+        by_model = as_mapping(where, self.memory[memory])
+        expect_known(f"{where}: model", model, by_model)
+        return as_mapping(f"{where}[{model!r}]", by_model[model])
 
     def _where(self, file: str, key: str) -> str:
         return f"{Path(self.source) / file}: [{key!r}]"
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Milliseconds by microbatch size: measured points, and a line beyond them."""
-
-    slope: float
-    intercept: float
-    points: tuple[float, ...] = ()
-
-    def seconds(self, largest: int) -> tuple[float, ...]:
-        first = max(1, math.floor(-self.intercept / self.slope) + 1) if self.slope > 0 else 1
-        longest = max(self.points, default=0.0)
-        line = [
-            max(longest, self.slope * max(size, first) + self.intercept)
-            for size in range(len(self.points) + 1, largest + 1)
-        ]
-        return tuple(value / 1000 for value in [*self.points, *line][:largest])
-
-
-def _read_lines(where: str, value: Any) -> tuple[_Line, _Line, int]:
-    """Forward, backward without recompute, and the number of measured sizes."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = [value, 0.0]
-    parts = _fields.items(where, value, of="lines and points")
-    if len(parts) == 2 and not any(isinstance(part, list) for part in parts):
-        slope, intercept = _slope_and_intercept(where, parts)
-        forward = _Line(_FORWARD_SHARE * slope, _FORWARD_SHARE * intercept)
-        rest = 1 - _FORWARD_SHARE
-        return forward, _Line(rest * slope, rest * intercept), 0
-    if len(parts) not in (2, 4):
-        raise PlanError(
-            f"{where}: expected 2 entries (lines) or 4 (lines and measured points), "
-            f"but got {len(parts)}: {_fields.shortened(value)}."
-        )
-    lines = [_slope_and_intercept(f"{where}[{index}]", parts[index]) for index in range(2)]
-    points = [_points(f"{where}[{index}]", parts[index]) for index in range(2, len(parts))]
-    if not points:
-        return _Line(*lines[0]), _Line(*lines[1]), 0
-    if len(points[0]) != len(points[1]):
-        raise PlanError(
-            f"{where}: expected as many measured points of the forward as of the backward, "
-            f"but got {len(points[0])} and {len(points[1])}."
-        )
-    return _Line(*lines[0], points[0]), _Line(*lines[1], points[1]), len(points[0])
-
-
-def _slope_and_intercept(where: str, value: Any) -> tuple[float, float]:
-    parts = _fields.items(where, value, of="a slope and an intercept")
-    if len(parts) != 2:
-        raise PlanError(
-            f"{where}: expected a slope and an intercept, but got {_fields.shortened(value)}."
-        )
-    slope = _fields.real(f"{where}: slope", parts[0], above_minimum=True)
-    # only its size is checked: intercepts may be negative
-    intercept = parts[1]
-    _fields.real(f"{where}: size of the intercept", _size(intercept))
-    return slope, float(intercept)
-
-
-def _size(value: Any) -> Any:
-    return abs(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-
-
-def _points(where: str, value: Any) -> tuple[float, ...]:
-    entries = _fields.items(where, value, of="numbers")
-    return tuple(
-        _fields.real(f"{where} at microbatch size {size}", entry, above_minimum=True)
-        for size, entry in enumerate(entries, start=1)
-    )
-
-
-def _mapping(where: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise PlanError(
-            f"{where}: expected a mapping, but got {_fields.shortened(value)}. "
-            f"Use the files as published."
-        )
-    return value
-
-
-def _known(field: str, name: Any, known: Iterable[str]) -> None:
-    names = [str(entry) for entry in known]
-    if name in names:
-        return
-    close = difflib.get_close_matches(str(name), names, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise PlanError(f"{field}: expected one of {', '.join(names)}, but got {name!r}.{hint}")
 
 
 def _short_dtype(name: str) -> str:
@@ -444,6 +354,6 @@ def _capacity_bytes(device: str) -> float:
         return _CAPACITY_GIB[key] * GIB
     found = lookup(device)
     if found is None:
-        _known("devices", device, _CAPACITY_GIB)
+        expect_known("devices", device, _CAPACITY_GIB)
         raise AssertionError("unreachable")
     return found.memory_bytes

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import UNEVEN, Base, Block, assert_idle, make_batch, mean_loss
 
 from lightning_cephalo.accumulation.agreement import RemoteRankError
-from lightning_cephalo.accumulation.microbatch import UnitUseError
+from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.runner import MicrobatchCall, Runner
 
 # ranks 0 and 1 have two microbatches and one, rank 2 none

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_cephalo import CephaloStrategy, Plan
 from lightning_cephalo.accumulation.agreement import RemoteRankError
-from lightning_cephalo.accumulation.microbatch import UnitUseError
+from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.data import BatchSplitError
 from lightning_cephalo.plan import PlanError
 from lightning_cephalo.support import UnsupportedError

@@ -1,0 +1,165 @@
+"""What a simulated step is: events on streams, and bytes over time, of every rank."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+NONE = -1
+
+StepFunction = tuple[tuple[float, float], ...]
+"""Pairs of (time_s, bytes): from that time on that many bytes, until the next pair."""
+
+
+class Stream(str, enum.Enum):
+    """What runs side by side on one rank."""
+
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"
+    COPY = "copy"
+
+
+class Activity(str, enum.Enum):
+    """What an event does; OFFLOAD and FETCH copy boundaries to the host and back."""
+
+    GATHER = "gather"
+    FORWARD = "forward"
+    TAIL = "tail"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    OFFLOAD = "offload"
+    FETCH = "fetch"
+    OPTIMIZER = "optimizer"
+    OVERHEAD = "overhead"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took time on one stream of one rank.
+
+    Attributes:
+        rank: Which.
+        stream: Where; events of one stream do not overlap.
+        name: What.
+        start_s: From the start of the first step.
+        end_s: Later than ``start_s``: what takes no time is no event.
+        unit: Index of the unit; -1 for the root unit and for what belongs to none.
+        microbatch: Index on this rank; -1 where all are meant.
+    """
+
+    rank: int
+    stream: Stream
+    name: Activity
+    start_s: float
+    end_s: float
+    unit: int = NONE
+    microbatch: int = NONE
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of ranks that do the same: equal profiles and equal plans.
+
+    Attributes:
+        ranks: Which, ascending.
+        events: Of the first of them, by start.
+        memory: Bytes on the device over time. Its maximum is what ``predict`` says, or less by at
+            most one unit's boundaries and kept activations of the batch: when a microbatch in the
+            middle has the highest peak, some others do not hold theirs of the last unit. Work that
+            takes no time leaves no trace in it.
+        host_memory: Bytes of offloaded boundaries over time; less than ``predict`` says by the two
+            units that stay on the device.
+        compute_s: Time that the compute stream was busy.
+        communication_s: The same of the communication stream, without waiting for other ranks.
+        copy_s: The same of the copy stream.
+        waiting_s: Time of the step in which the compute stream had nothing to do.
+    """
+
+    ranks: tuple[int, ...]
+    events: tuple[Event, ...]
+    memory: StepFunction
+    host_memory: StepFunction
+    compute_s: float
+    communication_s: float
+    copy_s: float
+    waiting_s: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What :func:`simulate` found.
+
+    Attributes:
+        step_s: Time of one step. All steps are equal: each ends with a rendezvous of all ranks.
+        steps: How many.
+        timelines: One for every kind of rank, by first rank.
+    """
+
+    step_s: float
+    steps: int
+    timelines: tuple[Timeline, ...]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return sum(len(timeline.ranks) for timeline in self.timelines)
+
+    def timeline(self, rank: int) -> Timeline:
+        """The one step of this rank's kind."""
+        return self._by_rank[rank]
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """All events of all ranks and steps, rank by rank in the order of their start."""
+        return tuple(event for rank in range(self.world_size) for event in self.events_of(rank))
+
+    @cached_property
+    def memory(self) -> tuple[StepFunction, ...]:
+        """Bytes on every rank's device over all steps, in rank order."""
+        return tuple(self.memory_of(rank) for rank in range(self.world_size))
+
+    def events_of(self, rank: int) -> tuple[Event, ...]:
+        """This rank's events of all steps, in the order of their start."""
+        return tuple(
+            replace(
+                event,
+                rank=rank,
+                start_s=event.start_s + step * self.step_s,
+                end_s=event.end_s + step * self.step_s,
+            )
+            for step in range(self.steps)
+            for event in self.timeline(rank).events
+        )
+
+    def memory_of(self, rank: int) -> StepFunction:
+        """Bytes on this rank's device over all steps."""
+        return self._repeated(self.timeline(rank).memory)
+
+    def host_memory_of(self, rank: int) -> StepFunction:
+        """Bytes of this rank's offloaded boundaries over all steps."""
+        return self._repeated(self.timeline(rank).host_memory)
+
+    @cached_property
+    def _by_rank(self) -> tuple[Timeline, ...]:
+        found = {rank: timeline for timeline in self.timelines for rank in timeline.ranks}
+        return tuple(found[rank] for rank in range(len(found)))
+
+    def _repeated(self, function: StepFunction) -> StepFunction:
+        return merged(
+            (time_s + step * self.step_s, size)
+            for step in range(self.steps)
+            for time_s, size in function
+        )
+
+
+def merged(points: Iterable[tuple[float, float]]) -> StepFunction:
+    """Without points that another at the same time replaces, or that change nothing."""
+    kept: list[tuple[float, float]] = []
+    for point in points:
+        if kept and kept[-1][0] == point[0]:
+            kept.pop()
+        if not kept or kept[-1][1] != point[1]:
+            kept.append(point)
+    return tuple(kept)
