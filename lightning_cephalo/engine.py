@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.accumulation.runner import Runner
+from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.initialise import initialise_members
@@ -89,6 +90,8 @@ class Engine:
         for members in members_of_units:
             members = initialise_members(module, members, materialise=context.rank == 0)
             self.units.append(Unit(members, divider, context))
+            if len(self.units) == 1:  # the root is held all along: it shares no memory
+                context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._move_buffers(compute_dtype)
         self.runner = Runner(self.units, groups.agreement, device, recompute)
@@ -126,6 +129,13 @@ class Engine:
     def parameter_count(self) -> int:
         """Number of elements of all parameters."""
         return sum(flat.numel for unit in self.units for flat in unit.flats)
+
+    @property
+    def buffer_pools(self) -> tuple[BufferPool, ...]:
+        """What lends memory to gathered parameters and their gradients."""
+        contexts = [flat.context for unit in self.units for flat in unit.flats]
+        pools = [p for context in contexts for p in (context.buffers, context.gradient_buffers)]
+        return tuple({id(pool): pool for pool in pools}.values())
 
     @property
     def gathered_bytes(self) -> int:

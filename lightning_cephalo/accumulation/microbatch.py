@@ -28,7 +28,12 @@ from lightning_cephalo.accumulation.arguments import (
     refuse_changed_containers,
     without_empty_caches,
 )
-from lightning_cephalo.accumulation.nesting import Structure, flatten
+from lightning_cephalo.accumulation.nesting import (
+    CallStructure,
+    Structure,
+    flatten_call,
+    flatten_result,
+)
 from lightning_cephalo.accumulation.replay import ChangingBuffers, RandomState, ThreadState
 from lightning_cephalo.accumulation.schedule import Visit
 
@@ -79,7 +84,7 @@ class _Record:
 
     body: Callable[..., Any]
     inputs: list[Any]
-    structure: Structure
+    structure: Structure | CallStructure
     input_versions: list[tuple[Tensor, int]]
     output_leaves: list[tuple[int, Tensor, int]] = field(default_factory=list)
     outputs: list[Any] | None = None
@@ -165,7 +170,7 @@ class Microbatch:
         """Pass a unit: park until it is gathered, then compute its body."""
         if self._recompute and torch.is_grad_enabled():
             args, kwargs = without_empty_caches(args, kwargs)
-        flat, structure = flatten((args, kwargs))
+        flat, structure = flatten_call(args, kwargs)
         grad = torch.is_grad_enabled()
         differentiable = grad and (
             trainable or any(isinstance(value, Tensor) and value.requires_grad for value in flat)
@@ -204,7 +209,7 @@ class Microbatch:
         self,
         position: int,
         flat: list[Any],
-        structure: Structure,
+        structure: Structure | CallStructure,
         body: Callable[..., Any],
         buffers: ChangingBuffers,
         modes: ThreadState,
@@ -229,7 +234,7 @@ class Microbatch:
         else:
             result = self._result_of(body, args, kwargs)
         refuse_changed_containers(args, kwargs, inputs)
-        outputs, output_structure = flatten(result)
+        outputs, output_structure = flatten_result(result)
         if not self._recompute:
             record.outputs = list(outputs)
         for index, output in enumerate(outputs):
@@ -343,7 +348,7 @@ class Microbatch:
         torch.set_autocast_cache_enabled(False)
         try:
             with record.random.replayed(), torch.enable_grad():
-                return flatten(record.body(*args, **kwargs))[0]
+                return flatten_result(record.body(*args, **kwargs))[0]
         finally:
             before.restore()
 

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # private, but what torch, Lightning and others build on
 
 
@@ -58,6 +59,63 @@ class Structure:
                 object.__setattr__(twin, name, value)  # frozen ones too
             outer.append(twin)
         return pytree.tree_unflatten(outer, self.spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class Single:
+    """The structure of what has none: one leaf."""
+
+    num_leaves: int = 1
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """Return the leaf."""
+        return leaves[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallStructure:
+    """The structure of the arguments of a call that holds no containers: the usual case.
+
+    Attributes:
+        positional: How many leaves are positional arguments.
+        names: Those of the others.
+    """
+
+    positional: int
+    names: tuple[str, ...]
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of leaves."""
+        return self.positional + len(self.names)
+
+    def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments and keyword arguments."""
+        named = dict(zip(self.names, leaves[self.positional :], strict=True))
+        return tuple(leaves[: self.positional]), named
+
+
+# what pytree takes for a leaf as well; asked by exact type, which is many times as fast
+_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype})
+
+
+def flatten_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], Structure | CallStructure]:
+    """Return the leaves of a call's arguments, as :func:`flatten` of both would."""
+    if all(type(value) in _LEAVES for value in args) and all(
+        type(value) in _LEAVES for value in kwargs.values()
+    ):
+        return [*args, *kwargs.values()], CallStructure(len(args), tuple(kwargs))
+    return flatten((args, kwargs))
+
+
+def flatten_result(result: Any) -> tuple[list[Any], Structure | Single]:
+    """Return the leaves of what a call returned, as :func:`flatten` would."""
+    return ([result], _SINGLE) if type(result) in _LEAVES else flatten(result)
+
+
+_SINGLE = Single()
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:

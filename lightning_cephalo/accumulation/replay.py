@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# these work without CUDA too, and choose between the CPU's kernels
+# These work without CUDA too, and choose between the CPU's kernels. They are read several times a
+# visit: what torch.backends.cuda.flash_sdp_enabled and its likes call, without the call between.
 _ATTENTION_KERNELS = (
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 )
+_ATTENTION_ALLOWED = tuple(allowed for allowed, _ in _ATTENTION_KERNELS)
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,14 @@ class ThreadState:
         return cls(
             torch.is_grad_enabled(),
             tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in device_types
+                [
+                    (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                    for kind in device_types
+                ]
             ),
             torch.is_autocast_cache_enabled(),
             torch.get_default_dtype(),
-            tuple(allowed() for allowed, _ in _ATTENTION_KERNELS),
+            tuple([allowed() for allowed in _ATTENTION_ALLOWED]),
         )
 
     def restore(self) -> None:
@@ -61,8 +65,8 @@ class ThreadState:
         torch.set_autocast_cache_enabled(self.autocast_cache)
         if torch.get_default_dtype() != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
-        for value, (allowed, allow) in zip(self.attention, _ATTENTION_KERNELS, strict=True):
-            if allowed() != value:
+        if tuple([allowed() for allowed in _ATTENTION_ALLOWED]) != self.attention:
+            for value, (_, allow) in zip(self.attention, _ATTENTION_KERNELS, strict=True):
                 allow(value)
 
 

@@ -54,6 +54,7 @@ class Runner(Entrance):
         self.agreement = agreement
         self.device = device
         self.recompute = recompute
+        self.units[ROOT].keep_memory(False)  # gathered once a step: nothing must find it again
         self.clock: Callable[[], float] | None = None
         self.times: StepTimes | None = None
         self._order = Order([unit.name for unit in self.units])
@@ -63,6 +64,17 @@ class Runner(Entrance):
         self._failure: BaseException | None = None
         self._loss_scale = 1.0
         self._total_weight = 1.0
+
+    @property
+    def recompute(self) -> bool:
+        """Whether units are computed again in the backward; may change between steps."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, recompute: bool) -> None:
+        self._recompute = recompute
+        for unit in self.units[1:]:
+            unit.keep_memory(not recompute)
 
     def forget_order(self) -> None:
         """Discover the order of visits anew in the next step."""

@@ -71,7 +71,8 @@ def resting_bytes(engine: Engine) -> int:
         shards = [flat.shard for flat in _flats(engine)]
         shards += [flat.grad_shard for flat in _flats(engine) if flat.grad_shard is not None]
         allocated = torch.cuda.memory_allocated(engine.device)
-        resting = max(resting, allocated - sum(_nbytes(shard) for shard in shards))
+        lent = sum(pool.held_bytes for pool in engine.buffer_pools)
+        resting = max(resting, allocated - lent - sum(_nbytes(shard) for shard in shards))
     return resting
 
 
@@ -109,14 +110,16 @@ class PeakMeter:
     def __enter__(self) -> PeakMeter:
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._engine.device)
-            self._before = torch.cuda.memory_allocated(self._engine.device)
+            lent = sum(pool.held_bytes for pool in self._engine.buffer_pools)
+            self._before = torch.cuda.memory_allocated(self._engine.device) - lent
             return self
         self._tracker.__enter__()
-        # made before, and empty until they are gathered or armed
+        # made before, and empty until they are gathered
         for flat in _flats(self._engine):
             self._tracker.track(flat.full)
-            if flat.grad_full is not None:
-                self._tracker.track(flat.grad_full)
+        for pool in self._engine.buffer_pools:
+            for buffer in pool.buffers:
+                self._tracker.track(buffer.view(0, torch.uint8))
         return self
 
     def __exit__(self, *exception: Any) -> None:

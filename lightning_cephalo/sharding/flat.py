@@ -3,17 +3,23 @@
 [Note: the tensors of a flat]
 ``shard``       this rank's slice, in full precision, persistent: the master copy.
 ``sharded``     per parameter a DTensor view of ``shard``: what optimizers and users see.
-``full``        all of it in compute dtype; its storage exists only while gathered.
-``parameters``  per parameter a view of ``full``, made once: what the forward uses.
-``grad_full``   this rank's gradient of everything; its storage exists only while armed. Autograd
+``full``        all of it in compute dtype; it has memory only while gathered.
+``parameters``  per parameter a view of ``full``, the same object always: what the forward uses.
+``grad_full``   this rank's gradient of everything; it exists only while armed. Autograd
                 accumulates in place into views of it, so nothing is copied in before a reduce.
 ``grad_shard``  the reduced gradient of this rank's slice; ``sharded[i].grad`` are views of it.
+
+[Note: borrowed memory]
+``full`` and ``grad_full`` borrow their memory from a pool, and other flats have it next. A graph
+that is kept from forward to backward points into ``full``, though, and must find the parameters
+there again: a flat that ``is_kept`` has storage of its own, which shrinks to nothing in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_cephalo.sharding.buffers import Buffer, BufferPool
 from lightning_cephalo.sharding.collectives import (
     Pending,
     all_gather_rows,
@@ -41,6 +48,8 @@ class ShardingContext:
         gather_group: Group of the gathers.
         reduce_group: Group of the reduces; its own, so that both can be under way at once.
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
+        buffers: Lends the memory of gathered parameters.
+        gradient_buffers: Lends that of their gradients.
     """
 
     device: torch.device
@@ -48,6 +57,8 @@ class ShardingContext:
     gather_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup
     compute_dtype: torch.dtype | None = None
+    buffers: BufferPool = field(default_factory=BufferPool)
+    gradient_buffers: BufferPool = field(default_factory=BufferPool)
 
     @property
     def rank(self) -> int:
@@ -97,17 +108,24 @@ class Flat:
             dist.broadcast(master, group=context.gather_group, group_src=0)
         self._take_slice(master, originals)
 
-        self.full = torch.empty(self.numel, dtype=self.dtype, device=context.device)
+        self._own_full = torch.empty(self.numel, dtype=self.dtype, device=context.device)
+        self.full = self._own_full
         self.parameters = [
             _like_parameter(part.view(shape), original)
             for part, shape, original in zip(
                 self.full.split(self._numels), self._shapes, originals, strict=True
             )
         ]
+        self._own_views = [parameter.data for parameter in self.parameters]
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.full.untyped_storage().resize_(0)
+        self.is_kept = True
+        self._full_buffer: Buffer | None = None
+        self._full_views: WeakKeyDictionary[Buffer, list[torch.Tensor]] = WeakKeyDictionary()
         self.grad_full: torch.Tensor | None = None
+        self._grad_buffer: Buffer | None = None
         self._grad_views: list[torch.Tensor] = []
+        self._grad_views_in: WeakKeyDictionary[Buffer, list[torch.Tensor]] = WeakKeyDictionary()
         self._armed_versions: list[int] = []
         self.grad_shard: torch.Tensor | None = None
         self._grad_faces: list[DTensor] = []
@@ -176,25 +194,51 @@ class Flat:
         return any(parameter.requires_grad for parameter in self.sharded)
 
     def gather(self) -> Pending:
-        """Allocate ``full`` and begin to fill it."""
-        self.full.untyped_storage().resize_(self._full_bytes)
-        # saved tensors of a kept graph point into `full`; refilling it with equal values is sound
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autograd._unsafe_preserve_version_counter(self.full),
-        ):
-            self.full[self._start : self._end].copy_(self.shard)
+        """Give ``full`` memory and begin to fill it."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self._full_buffer is None and self.full.untyped_storage().nbytes() == 0:
+                self._find_memory()
+            # saved tensors of a kept graph point into `full`; refilling it with equal values is
+            # sound
+            with torch.autograd._unsafe_preserve_version_counter(self.full):
+                self.full[self._start : self._end].copy_(self.shard)
             for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
                 if parameter.requires_grad != sharded.requires_grad:
                     parameter.requires_grad_(sharded.requires_grad)
             if self.layout is None or self.context.world_size == 1:
                 return Pending()
-            return gather_slices(self.full, self.sizes, self.context.gather_group)
+            with torch.autograd._unsafe_preserve_version_counter(self.full):
+                return gather_slices(self.full, self.sizes, self.context.gather_group)
+
+    def _find_memory(self) -> None:
+        if self.is_kept or not self.numel:
+            self.full.untyped_storage().resize_(self._full_bytes)
+            return
+        buffers = self.context.buffers
+        self._full_buffer = buffer = buffers.take(self._full_bytes, self.context.device)
+        views = self._full_views.get(buffer)
+        if views is None:
+            views = self._full_views[buffer] = self._views(buffer.view(self.numel, self.dtype))
+        self._point_to(views)
+
+    def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The whole, and each parameter in it."""
+        parts = zip(memory.split(self._numels), self._shapes, strict=True)
+        return [memory, *(part.view(shape) for part, shape in parts)]
+
+    def _point_to(self, views: Sequence[torch.Tensor]) -> None:
+        self.full = views[0]
+        for parameter, view in zip(self.parameters, views[1:], strict=True):
+            parameter.data = view
 
     def free(self) -> None:
-        """Release the storage of ``full``."""
-        self.full.untyped_storage().resize_(0)
+        """Let go of the memory of ``full``."""
+        if self._full_buffer is None:
+            self.full.untyped_storage().resize_(0)
+            return
+        self._point_to([self._own_full, *self._own_views])
+        buffer, self._full_buffer = self._full_buffer, None
+        self.context.buffers.give(buffer)
 
     def plain_parameters(self) -> list[nn.Parameter]:
         """Full parameters on the CPU, in the dtype they came in; collective."""
@@ -210,21 +254,19 @@ class Flat:
 
     def arm(self) -> None:
         """Give autograd zeroed views of ``grad_full`` to accumulate into."""
-        if self.grad_full is None:
-            dtype = self.master_dtype if self.dtype.is_floating_point else self.dtype
-            self.grad_full = torch.zeros(self.numel, dtype=dtype, device=self.context.device)
+        dtype = self.master_dtype if self.dtype.is_floating_point else self.dtype
+        if self._grad_buffer is None:
+            nbytes = self.numel * dtype.itemsize
+            self._grad_buffer = self.context.gradient_buffers.take(nbytes, self.context.device)
+        buffer = self._grad_buffer
+        views = self._grad_views_in.get(buffer)
+        if views is None:
+            whole, *parts = self._views(buffer.view(self.numel, dtype))
             # `.data` gives each view a version counter of its own: it rises when, and only
             # when, a gradient lands, which tells unused parameters without a hook
-            self._grad_views = [
-                part.view(shape).data
-                for part, shape in zip(
-                    self.grad_full.split(self._numels), self._shapes, strict=True
-                )
-            ]
-            self._grad_bytes = self.grad_full.untyped_storage().nbytes()
-        else:
-            self.grad_full.untyped_storage().resize_(self._grad_bytes)
-            self.grad_full.zero_()
+            views = self._grad_views_in[buffer] = [whole, *(part.data for part in parts)]
+        self.grad_full, self._grad_views = views[0], views[1:]
+        self.grad_full.zero_()
         self._armed_versions = [view._version for view in self._grad_views]
         for parameter, view in zip(self.parameters, self._grad_views, strict=True):
             if parameter.requires_grad:
@@ -290,11 +332,13 @@ class Flat:
                 local_part(face).copy_(local_part(parameter.grad))
 
     def disarm(self) -> None:
-        """Release ``grad_full``; call when its reduce has been waited for."""
+        """Let go of ``grad_full``; call when its reduce has been waited for."""
         for parameter in self.parameters:
             parameter.grad = None
-        if self.grad_full is not None:
-            self.grad_full.untyped_storage().resize_(0)
+        self.grad_full, self._grad_views = None, []
+        if self._grad_buffer is not None:
+            buffer, self._grad_buffer = self._grad_buffer, None
+            self.context.gradient_buffers.give(buffer)
 
     def forget_gradient(self) -> None:
         """Release ``grad_shard``; the next reduce makes it again."""

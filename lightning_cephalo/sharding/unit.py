@@ -148,6 +148,11 @@ class Unit:
         assert self.state is UnitState.SHARDED, self
         self._show([flat.plain_parameters() for flat in self.flats])
 
+    def keep_memory(self, kept: bool) -> None:
+        """Say whether graphs are kept that point into the full parameters while those are freed."""
+        for flat in self.flats:
+            flat.is_kept = kept
+
     # -- gradients ----------------------------------------------------------------------------
 
     def arm(self) -> None:

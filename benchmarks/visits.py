@@ -1,0 +1,137 @@
+"""What passing a unit costs beside its compute: 48 units that do nothing, 8 microbatches.
+
+    python benchmarks/visits.py [--units 48] [--microbatches 8] [--rounds 15] [--ranks 1 2]
+
+A visit is one microbatch passing one unit once: parking, cutting the graph, keeping what the
+backward needs; then computing again, running the unit's backward and handing the gradients on.
+Beside it runs the same model without cephalo, one microbatch after the other (its forward twice
+where units are computed again), in turns, so that what is left over is what schedule and units
+cost. Times are processor times of the rank's thread, and wall times for one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests" / "distributed")]
+
+from harness import make_runner  # noqa: E402
+from launch import run_ranks  # noqa: E402
+
+from lightning_cephalo.accumulation.call import MicrobatchCall  # noqa: E402
+
+_VALUES = 8
+
+
+class Nothing(nn.Module):
+    """A unit whose compute is one addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(_VALUES))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.bias
+
+
+class Chain(nn.Module):
+    """Units one after the other."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(_VALUES))
+        self.units = nn.ModuleList(Nothing() for _ in range(units))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = value + self.first
+        for unit in self.units:
+            value = unit(value)
+        return value.sum()
+
+
+def _timed(clock: Callable[[], float], function: Callable[[], object]) -> float:
+    start_s = clock()
+    function()
+    return clock() - start_s
+
+
+def _measure(
+    rank: int, units: int, microbatches: int, rounds: int, recompute: bool, profile: bool
+) -> dict[str, list[tuple[float, ...]]]:
+    ranks = torch.distributed.get_world_size()
+    model, plain = Chain(units), Chain(units)
+    runner = make_runner(model, [1 / ranks] * ranks, recompute)
+    parts = [torch.ones(_VALUES) for _ in range(microbatches)]
+    calls = [
+        MicrobatchCall(lambda part=part: model(part), lambda loss: (loss, 1.0)) for part in parts
+    ]
+    losses: list[Tensor] = []
+
+    def plain_forward() -> None:
+        losses[:] = [plain(part) for part in parts]
+
+    def plain_backward() -> None:
+        if recompute:
+            losses[:] = [plain(part) for part in parts]
+        for loss in losses:
+            loss.backward()
+
+    found: dict[str, list[tuple[float, ...]]] = {"processor": [], "wall": []}
+    for name, clock in (("processor", time.thread_time), ("wall", time.perf_counter)):
+        for index in range(rounds + 2):
+            times = (
+                _timed(clock, lambda: runner.forward(calls)),
+                _timed(clock, plain_forward),
+                _timed(clock, runner.backward),
+                _timed(clock, plain_backward),
+            )
+            if index >= 2:  # the first finds the order of the units
+                found[name].append(times)
+    if profile and not rank:
+        with cProfile.Profile() as watched:
+            for _ in range(rounds):
+                runner.forward(calls)
+                runner.backward()
+        pstats.Stats(watched).sort_stats("tottime").print_stats(45)
+    return found
+
+
+def main() -> None:
+    """Print the cost of a visit, forward and backward."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--units", type=int, default=48)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--profile", action="store_true", help="say which functions it goes to")
+    options = parser.parse_args()
+    visits = options.units * options.microbatches
+    for ranks in options.ranks:
+        for recompute in (True, False):
+            arguments = (options.units, options.microbatches, options.rounds, recompute)
+            results = run_ranks(ranks, _measure, *arguments, options.profile, timeout_s=600)
+            for kind, times in results[0].items():
+                forward, plain_f, backward, plain_b = (
+                    1e6 * statistics.median(column) / visits for column in zip(*times, strict=True)
+                )
+                print(
+                    f"{ranks} rank(s), {'recomputed' if recompute else 'kept':>10}, {kind:>9} time:"
+                    f" forward {forward:5.1f} µs a visit (plain {plain_f:4.1f}),"
+                    f" backward {backward:5.1f} µs (plain {plain_b:4.1f}); beside the compute"
+                    f" {forward - plain_f:5.1f} and {backward - plain_b:5.1f} µs"
+                )
+
+
+if __name__ == "__main__":
+    main()
