@@ -14,6 +14,7 @@ every decoder unit, and shared position biases exact.
 from __future__ import annotations
 
 import contextvars
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -28,12 +29,14 @@ from lightning_cephalo.accumulation.arguments import (
     refuse_changed_containers,
     without_empty_caches,
 )
+from lightning_cephalo.accumulation.boundaries import Boundaries
 from lightning_cephalo.accumulation.nesting import (
     CallStructure,
     Structure,
     flatten_call,
     flatten_result,
 )
+from lightning_cephalo.accumulation.offload import Away, HostRing
 from lightning_cephalo.accumulation.replay import ChangingBuffers, RandomState, ThreadState
 from lightning_cephalo.accumulation.schedule import Visit
 
@@ -44,40 +47,6 @@ _CHANGED_INPUT = (
 )
 
 
-class _Passed(torch.autograd.Function):
-    """What the glue sees of an output's leaf, so that it may change it in place (``x += y``)."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-# where the glue's graph ends: at parameters and other leaves, and at outputs of units
-_ENDS = ("AccumulateGrad", "_PassedBackward")
-
-
-@dataclass
-class _Output:
-    """An output of a unit as the glue sees it; unchanged as long as it has this node."""
-
-    shown: Tensor
-    node: Any
-    leaf: Tensor
-
-
-@dataclass
-class _Leaf:
-    """A tensor of the glue as the units see it."""
-
-    original: Tensor
-    leaf: Tensor
-    first_visit: int
-
-
 @dataclass
 class _Record:
     """What one visit keeps for its backward."""
@@ -86,12 +55,12 @@ class _Record:
     inputs: list[Any]
     structure: Structure | CallStructure
     input_versions: list[tuple[Tensor, int]]
-    output_leaves: list[tuple[int, Tensor, int]] = field(default_factory=list)
+    output_leaves: list[tuple[int, Tensor]] = field(default_factory=list)
     outputs: list[Any] | None = None
     random: RandomState | None = None
     modes: ThreadState | None = None
     buffers: list[Any] = field(default_factory=list)
-    forward_s: float = 0.0
+    away: list[Away] = field(default_factory=list)
 
 
 class Microbatch:
@@ -102,8 +71,9 @@ class Microbatch:
         device: This rank's device.
         recompute: Keep only what enters a unit and compute its inside again in the backward.
         clock: Returns seconds after all work issued so far is done; None: nothing is timed.
-        inside: Ids of the units' parameters, in a step that looks for tensors which leave a unit
-            other than as its outputs; None: nobody looks.
+        inside: As for :class:`~lightning_cephalo.accumulation.boundaries.Boundaries`.
+        ring: Where boundaries are kept; None: on the device.
+        staying_from: Position in the order of visits from which on they stay there all the same.
     """
 
     def __init__(
@@ -113,8 +83,12 @@ class Microbatch:
         recompute: bool,
         clock: Callable[[], float] | None = None,
         inside: frozenset[int] | None = None,
+        ring: HostRing | None = None,
+        staying_from: float = math.inf,
     ) -> None:
         self._inside = inside
+        self._ring = ring
+        self._staying_from = staying_from
         self._device = device
         self._device_types = tuple({"cpu", device.type})
         self._recompute = recompute
@@ -123,8 +97,7 @@ class Microbatch:
         # a greenlet starts with no context variables of its own
         self._greenlet.gr_context = contextvars.copy_context()
         self._records: list[_Record | None] = []
-        self._leaves: dict[int, _Leaf] = {}
-        self._outputs: dict[int, _Output] = {}
+        self._boundaries = Boundaries(inside)
         self.parked: Visit | None = None
         self.result: Any = None
         self.finished = False
@@ -140,6 +113,7 @@ class Microbatch:
             before.restore()
         if self._greenlet.dead:
             self.finished, self.result, self.parked = True, switched, None
+            self._boundaries.end_forward()
         else:
             self.parked = switched
 
@@ -154,7 +128,7 @@ class Microbatch:
                 self._greenlet.throw(greenlet.GreenletExit)
         finally:
             before.restore()
-            self._records, self._leaves, self._outputs = [], {}, {}
+            self._records, self._boundaries = [], Boundaries()
 
     # -- forward, inside the greenlet ---------------------------------------------------------
 
@@ -182,6 +156,8 @@ class Microbatch:
                 " checkpointing off in the model, or choose larger units with unit_names=."
             )
         position = len(self._records)
+        self._boundaries.drop_values()
+        self._send_away(position - 1)
         modes = ThreadState.capture(self._device_types)
         # inference mode is the thread's too; left on, the other microbatches would run in it
         outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
@@ -214,7 +190,7 @@ class Microbatch:
         buffers: ChangingBuffers,
         modes: ThreadState,
     ) -> Any:
-        inputs = [self._leaf_of(value, position) for value in flat]
+        inputs = [self._boundaries.leaf_of(value, position) for value in flat]
         record = _Record(
             body,
             inputs,
@@ -242,10 +218,8 @@ class Microbatch:
                 continue
             if not self._recompute and not output.requires_grad:
                 continue
-            leaf = _new_leaf(output)
-            outputs[index] = shown = _Passed.apply(leaf)
-            record.output_leaves.append((index, leaf, id(shown)))
-            self._outputs[id(shown)] = _Output(shown, shown.grad_fn, leaf)
+            leaf, outputs[index] = self._boundaries.show(output)
+            record.output_leaves.append((index, leaf))
         return output_structure.unflatten(outputs)
 
     @staticmethod
@@ -257,37 +231,19 @@ class Microbatch:
                 raise UnitUseError(_CHANGED_INPUT) from error
             raise
 
-    def _leaf_of(self, value: Any, position: int) -> Any:
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            return value
-        output = self._outputs.get(id(value))
-        if output is not None and value.grad_fn is output.node:
-            return output.leaf
-        known = self._leaves.get(id(value))
-        if known is None:
-            self._refuse_leaks(value)
-            known = _Leaf(value, _new_leaf(value), position)
-            self._leaves[id(value)] = known
-        return known.leaf
+    def _send_away(self, position: int) -> None:
+        """Move what entered the unit before to the host, now that the user's code is past it."""
+        if self._ring is None or not 0 <= position < self._staying_from:
+            return
+        record = self._records[position]
+        if record is None or record.outputs is not None:  # a kept graph holds it anyway
+            return
+        moved = [self._ring.put(leaf) for leaf in self._boundaries.let_go(position)]
+        record.away = [away for away in moved if away is not None]
 
     def _refuse_changed_inputs(self, record: _Record) -> None:
         if any(value._version != version for value, version in record.input_versions):
             raise UnitUseError(_CHANGED_INPUT)
-
-    def _refuse_leaks(self, tensor: Tensor) -> None:
-        """Refuse what was computed inside a unit and came out other than as its output."""
-        if self._inside is None:
-            return
-        nodes = _nodes([tensor.grad_fn])
-        variables = [n.variable for n in nodes if type(n).__name__ == "AccumulateGrad"]
-        # any microbatch's leaves: what is stored on a module is the last microbatch's
-        if any(id(v) in self._inside or hasattr(v, "_leaf_of_unit") for v in variables):
-            raise UnitUseError(
-                "The loss depends on a tensor that was computed inside a unit and is not one of"
-                " its outputs: it was stored on a module or recorded by a hook (an auxiliary loss,"
-                " router logits), or the unit's parameters are used outside of it. Its gradient"
-                " would be lost. Return it from the unit's forward, or leave it out of the loss."
-            )
 
     # -- backward, in the scheduler -----------------------------------------------------------
 
@@ -303,31 +259,33 @@ class Microbatch:
                 " tensor computed from trainable parameters. Is every parameter frozen, or was"
                 " the loss detached?"
             )
-        self._refuse_leaks(loss)
-        torch.autograd.backward([loss], retain_graph=self._shares_glue(loss))
-
-    def _shares_glue(self, loss: Tensor) -> bool:
-        pending = [entry.original.grad_fn for entry in self._leaves.values()]
-        pending = [node for node in pending if node is not None]
-        if not pending:
-            return False
-        return bool(_reachable([loss.grad_fn]) & _reachable(pending))
+        self._boundaries.refuse_leaks(loss)
+        torch.autograd.backward([loss], retain_graph=self._boundaries.shares_glue(loss))
+        self._boundaries.drop_values()
 
     def backward_of_visit(self, position: int) -> None:
         """Carry gradients through one visit and the glue before it."""
         record = self._records[position]
         self._records[position] = None
         start = self._clock() if self._clock else 0.0
+        self._fetch_before(position)
         if record is not None:
             self._through_body(record)
-        self._through_glue(position)
+        self._boundaries.passed(position)
+        self._boundaries.through_glue(position)
         if self._clock:
             self.backward_s.append(self._clock() - start)
 
+    def _fetch_before(self, position: int) -> None:
+        """Begin to fetch what this microbatch needs after the visit at this position."""
+        if self._ring is None:
+            return
+        earlier = next((r for r in reversed(self._records[:position]) if r is not None), None)
+        for away in earlier.away if earlier is not None else ():
+            self._ring.fetch(away)
+
     def _through_body(self, record: _Record) -> None:
-        gradients = [(i, leaf.grad) for i, leaf, _ in record.output_leaves if leaf.grad is not None]
-        for _, _, shown in record.output_leaves:
-            self._outputs.pop(shown, None)
+        gradients = [(i, leaf.grad) for i, leaf in record.output_leaves if leaf.grad is not None]
         if not gradients:
             return
         with ChangingBuffers.replayed(record.buffers) if record.buffers else nullcontext():
@@ -341,6 +299,9 @@ class Microbatch:
 
     def _compute_again(self, record: _Record) -> Sequence[Any]:
         assert record.random is not None and record.modes is not None
+        for away in record.away:
+            assert self._ring is not None
+            self._ring.bring(away)
         self._refuse_changed_inputs(record)
         before = ThreadState.capture(self._device_types)
         args, kwargs = record.structure.unflatten(record.inputs)
@@ -351,44 +312,6 @@ class Microbatch:
                 return flatten_result(record.body(*args, **kwargs))[0]
         finally:
             before.restore()
-
-    def _through_glue(self, position: int) -> None:
-        entries = [entry for entry in self._leaves.values() if entry.first_visit == position]
-        if not entries:
-            return
-        reached = [entry for entry in entries if entry.leaf.grad is not None]
-        if reached:
-            torch.autograd.backward(
-                [entry.original for entry in reached],
-                [entry.leaf.grad for entry in reached],
-                retain_graph=True,
-            )
-        for entry in entries:
-            del self._leaves[id(entry.original)]
-
-
-def _new_leaf(tensor: Tensor) -> Tensor:
-    leaf = tensor.detach().requires_grad_()
-    leaf._leaf_of_unit = True  # type: ignore[attr-defined]
-    return leaf
-
-
-def _reachable(roots: Sequence[Any]) -> set[Any]:
-    """Nodes of the graph that hold buffers, from these on, down to the leaves of outputs."""
-    return {node for node in _nodes(roots) if type(node).__name__ not in _ENDS}
-
-
-def _nodes(roots: Sequence[Any]) -> set[Any]:
-    seen: set[Any] = set()
-    stack = [node for node in roots if node is not None]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ not in _ENDS:
-            stack.extend(following for following, _ in node.next_functions if following is not None)
-    return seen
 
 
 def _can_have_gradient(tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall, StepTimes
 from lightning_cephalo.accumulation.entrance import ROOT, Entrance
 from lightning_cephalo.accumulation.microbatch import Microbatch
+from lightning_cephalo.accumulation.offload import UNITS_THAT_STAY, HostRing
 from lightning_cephalo.accumulation.order import FAILED, FINISHED, Order, where
 from lightning_cephalo.accumulation.schedule import (
     Action,
@@ -55,6 +56,7 @@ class Runner(Entrance):
         self.device = device
         self.recompute = recompute
         self.units[ROOT].keep_memory(False)  # gathered once a step: nothing must find it again
+        self.ring: HostRing | None = None
         self.clock: Callable[[], float] | None = None
         self.times: StepTimes | None = None
         self._order = Order([unit.name for unit in self.units])
@@ -118,8 +120,19 @@ class Runner(Entrance):
         self._calls = list(calls)
         self._weights: list[float] = [0.0] * len(calls)
         self._microbatches = [
-            Microbatch(call.step, self.device, self.recompute, self.clock, inside) for call in calls
+            Microbatch(
+                call.step,
+                self.device,
+                self.recompute,
+                self.clock,
+                inside,
+                self.ring,
+                math.inf if order is None else len(order) - UNITS_THAT_STAY,
+            )
+            for call in calls
         ]
+        if self.ring is not None:
+            self.ring.start()
         self._outer_s = 0.0
         root = self.units[ROOT]
         root.wait_gather()

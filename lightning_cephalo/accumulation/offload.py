@@ -1,0 +1,185 @@
+"""Boundary activations in host memory, from a unit's forward to its backward.
+
+What enters a unit is kept for every microbatch of the batch until the unit's backward (runtime
+notes, section C: for a large model a gigabyte per microbatch). It is copied out when its microbatch
+has gone on to the next unit, and fetched again while the microbatch passes the unit before, so that
+the device holds those of two units. The memory on the host is allocated once, pinned on CUDA, and
+used from its beginning in every step. The bytes are copied as they are: results stay the same to
+the last bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cephalo.accumulation.boundaries import take_memory
+
+# Boundaries of the last units are needed again at once: they stay.
+UNITS_THAT_STAY = 2
+_ALIGNMENT_BYTES = 256
+_LEAST_CHUNK_BYTES = 2**24
+
+
+class HostMemoryError(RuntimeError):
+    """The host has less memory for offloaded boundaries than a step needs."""
+
+
+@dataclass
+class Away:
+    """A leaf whose values are in host memory.
+
+    Attributes:
+        leaf: The tensor; while its values are away it has its shape and no memory.
+        host: The values.
+        returning: The values on the device again, or on their way there.
+        arrival: On CUDA the event after which they are there.
+    """
+
+    leaf: Tensor
+    host: Tensor
+    returning: Tensor | None = None
+    arrival: Any = None
+
+
+class HostRing:
+    """Copies leaves to the host and back.
+
+    Args:
+        device: This rank's device.
+        allocate: Returns so many bytes of host memory as a 1-d uint8 tensor, pinned on CUDA.
+        capacity_bytes: Most bytes to use.
+    """
+
+    def __init__(
+        self, device: torch.device, allocate: Callable[[int], Tensor], capacity_bytes: float
+    ) -> None:
+        self._allocate = allocate
+        self.capacity_bytes = capacity_bytes
+        self._chunks: list[Tensor] = []
+        self._chunk = 0
+        self._offset = 0
+        self._used_bytes = 0
+        self.most_bytes = 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of host memory that are allocated."""
+        return sum(chunk.numel() for chunk in self._chunks)
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate so many bytes in one piece, in place of what was allocated before.
+
+        Raises:
+            HostMemoryError: If that is more than the capacity, or not to be had.
+        """
+        self._chunks = []
+        self._chunks = [self._new_chunk(nbytes)] if nbytes else []
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step: nothing of the last one is needed any more."""
+        self._leaving.clear()
+        self._used_bytes = self._chunk = self._offset = 0
+        if len(self._chunks) > 1:  # what came piece by piece is had in one from now on
+            self.reserve(self.most_bytes)
+
+    def put(self, leaf: Tensor) -> Away | None:
+        """Copy a leaf's values out and take its memory; None if it has to stay as it is.
+
+        Raises:
+            HostMemoryError: If the host has no memory for it.
+        """
+        values = leaf.detach()
+        if not values.numel() or not torch.ops.aten.is_non_overlapping_and_dense(values):
+            return None
+        host = self._place(values)
+        self._let_go_of_copied()
+        if self._stream is None:
+            host.copy_(values)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(leaf.device))
+            with torch.cuda.stream(self._stream):
+                host.copy_(values, non_blocking=True)
+                copied = torch.cuda.Event()
+                copied.record()
+            # its memory may be used again only by work that waits for the copy
+            self._leaving.append((values, copied))
+        take_memory(leaf)
+        return Away(leaf, host)
+
+    def fetch(self, away: Away) -> None:
+        """Begin to copy the values back."""
+        if away.returning is not None:
+            return
+        away.returning = torch.empty_strided(
+            away.host.shape, away.host.stride(), dtype=away.leaf.dtype, device=away.leaf.device
+        )
+        if self._stream is None:
+            away.returning.copy_(away.host)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(away.leaf.device))
+        with torch.cuda.stream(self._stream):
+            away.returning.copy_(away.host, non_blocking=True)
+            away.arrival = torch.cuda.Event()
+            away.arrival.record()
+
+    def bring(self, away: Away) -> None:
+        """Have the values in the leaf again."""
+        self.fetch(away)
+        if away.arrival is not None:
+            torch.cuda.current_stream(away.leaf.device).wait_event(away.arrival)
+        assert away.returning is not None
+        away.leaf.data = away.returning
+        away.returning = away.arrival = None
+
+    def _let_go_of_copied(self) -> None:
+        # all but the last: the compute stream would wait for a copy that has only just begun
+        while len(self._leaving) > 1:
+            values, copied = self._leaving.popleft()
+            torch.cuda.current_stream(values.device).wait_event(copied)
+
+    def _place(self, values: Tensor) -> Tensor:
+        nbytes = values.numel() * values.element_size()
+        chunk = self._room_for(-(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+        return torch.as_strided(chunk[:nbytes].view(values.dtype), values.shape, values.stride())
+
+    def _room_for(self, nbytes: int) -> Tensor:
+        while self._chunk < len(self._chunks):
+            chunk = self._chunks[self._chunk]
+            if self._offset + nbytes <= chunk.numel():
+                break
+            self._chunk, self._offset = self._chunk + 1, 0
+        else:
+            self._chunks.append(self._new_chunk(max(nbytes, _LEAST_CHUNK_BYTES), nbytes))
+            chunk = self._chunks[self._chunk]
+        piece = chunk[self._offset : self._offset + nbytes]
+        self._offset += nbytes
+        self._used_bytes += nbytes
+        self.most_bytes = max(self.most_bytes, self._used_bytes)
+        return piece
+
+    def _new_chunk(self, nbytes: int, least_bytes: int | None = None) -> Tensor:
+        free = self.capacity_bytes - self.held_bytes
+        least = nbytes if least_bytes is None else least_bytes
+        if least > free:
+            raise HostMemoryError(
+                f"Offloaded boundaries need {(self.held_bytes + least) / 2**20:,.1f} MiB of host"
+                f" memory; this rank may use {self.capacity_bytes / 2**20:,.1f} MiB. Raise"
+                " host_memory_cap=, use a smaller global batch, or a plan that offloads less."
+            )
+        try:
+            return self._allocate(int(min(nbytes, free)))
+        except (MemoryError, RuntimeError) as error:  # torch raises either, by the platform
+            raise HostMemoryError(
+                f"This rank's host did not give {nbytes / 2**20:,.1f} MiB for offloaded boundaries:"
+                f" {error} Lower host_memory_cap=, use a smaller global batch, or a plan that"
+                " offloads less."
+            ) from error

@@ -1,0 +1,232 @@
+"""Boundaries in host memory change nothing but where the bytes are."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from harness import Allocation, full_gradients, make_runner, microbatches_of, sharded_step
+from launch import RankFailure, run_ranks
+from torch import nn
+from zoo import ZOO, build, hugging_face_loss
+
+from lightning_cephalo.accumulation.offload import HostMemoryError, HostRing
+from lightning_cephalo.emulation import MemoryTracker
+
+TWO = Allocation(((2, 1, 2), (1, 2)), (0.7, 0.3))
+WIDTH = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_imported_before_forking():
+    for name in ZOO:
+        build(name, 1)
+
+
+def host_memory(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def make_ring(capacity_bytes: float = math.inf) -> HostRing:
+    return HostRing(torch.device("cpu"), host_memory, capacity_bytes)
+
+
+def _gradients(rank: int, name: str) -> list[int]:
+    model, batch = build(name, 8)
+    twin = copy.deepcopy(model)
+    parts = microbatches_of(batch, TWO, rank)
+    plain = make_runner(twin, TWO.fractions, recompute=True)
+    offloading = make_runner(model, TWO.fractions, recompute=True)
+    offloading.ring = make_ring()
+    used = []
+    for step in range(3):
+        torch.manual_seed(step)
+        expected = sharded_step(plain, twin, hugging_face_loss, parts)
+        torch.manual_seed(step)
+        assert sharded_step(offloading, model, hugging_face_loss, parts) == expected
+        wanted = full_gradients(twin)
+        for key, gradient in full_gradients(model).items():
+            assert (gradient is None) == (wanted[key] is None), key
+            assert gradient is None or torch.equal(gradient, wanted[key]), key
+        used.append(offloading.ring._used_bytes)
+    return used
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_gradients_are_the_same_to_the_last_bit(name):
+    for first, *later in run_ranks(2, _gradients, name):
+        # of its two units with a backward one has an input without gradient, the other is the last
+        assert (first > 0) == (name != "half-frozen gpt2")
+        # the first step, which finds the order, does not know yet that the last units stay
+        assert all(0 <= used <= first for used in later) and later[0] == later[1]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(value))
+
+
+class Blocks(nn.Module):
+    """Blocks with residuals in the glue, of which the first's output is used again at the end."""
+
+    def __init__(self, skips: bool, residual: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(12))
+        self.head = nn.Linear(WIDTH, 1)
+        self.skips, self.residual = skips, residual
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for block in self.blocks:
+            value = value + block(value) if self.residual else block(value)
+            kept.append(value if self.skips else None)
+        if self.skips:
+            value = value + kept[0] * kept[5]
+        return self.head(value)
+
+
+def squared(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(batch["x"]).square().mean()
+
+
+def _peak(offload: bool, skips: bool, residual: bool) -> tuple[int, int, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Blocks(skips, residual)
+    runner = make_runner(model, [1.0], recompute=True)
+    host: list[torch.Tensor] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        host.append(torch.empty(nbytes, dtype=torch.uint8))
+        tracker.untrack(host[-1])
+        return host[-1]
+
+    if offload:
+        runner.ring = HostRing(torch.device("cpu"), allocate, math.inf)
+    parts = [{"x": torch.randn(256, WIDTH)} for _ in range(4)]
+    tracker = MemoryTracker()
+    with tracker:
+        for _ in range(2):
+            sharded_step(runner, model, squared, parts)
+        tracker.reset_peak()
+        before = tracker.current_bytes
+        sharded_step(runner, model, squared, parts)
+        peak = tracker.peak_bytes - before
+    return peak, runner.ring.most_bytes if runner.ring else 0, list(full_gradients(model).values())
+
+
+def _peaks(rank: int, skips: bool, residual: bool) -> tuple[float, float, int]:
+    boundary = 256 * WIDTH * 4 * 4  # of one unit, all four microbatches
+    plain, _, wanted = _peak(False, skips, residual)
+    offloaded, host, gradients = _peak(True, skips, residual)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+    return plain / boundary, offloaded / boundary, host
+
+
+def test_the_device_holds_the_boundaries_of_few_units():
+    ((plain, offloaded, host),) = run_ranks(1, _peaks, False, False)
+    assert plain > 12
+    # two units' values and one's gradients, and the inside of one of four microbatches
+    assert offloaded < 3 + 4 * 0.27
+    assert host > 0
+
+
+def test_gradients_of_residuals_in_the_glue_stay_on_the_device():
+    ((plain, offloaded, host),) = run_ranks(1, _peaks, False, True)
+    # the tail's backward reaches every unit's output along the residuals at once
+    assert 12 < offloaded < plain - 8
+    assert host > 0
+
+
+def test_what_is_used_again_stays_on_the_device():
+    ((plain, offloaded, _),) = run_ranks(1, _peaks, True, False)
+    assert plain > 11 and offloaded > 10  # the user's list holds them all
+
+
+def _kept(rank: int) -> int:
+    model, batch = build("llama", 8)
+    runner = make_runner(model, TWO.fractions, recompute=False)
+    runner.ring = make_ring()
+    sharded_step(runner, model, hugging_face_loss, microbatches_of(batch, TWO, rank))
+    return runner.ring.most_bytes
+
+
+def test_kept_graphs_hold_their_inputs_and_nothing_is_copied():
+    assert run_ranks(2, _kept) == [0, 0]
+
+
+def _too_small(rank: int) -> None:
+    model, batch = build("llama", 8)
+    runner = make_runner(model, TWO.fractions, recompute=True)
+    runner.ring = make_ring(100.0 if rank else math.inf)
+    sharded_step(runner, model, hugging_face_loss, microbatches_of(batch, TWO, rank))
+
+
+def test_a_host_with_too_little_memory_stops_all_ranks():
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, _too_small)
+    text = str(failure.value)
+    assert "HostMemoryError: Offloaded boundaries need" in text and "host_memory_cap=" in text
+    assert "RemoteRankError: Rank 1 failed" in text
+
+
+def test_the_ring_is_allocated_once():
+    taken = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        taken.append(nbytes)
+        return host_memory(nbytes)
+
+    ring = HostRing(torch.device("cpu"), allocate, math.inf)
+    ring.reserve(2**20)
+    for _ in range(3):
+        ring.start()
+        for size in (10, 1000, 100_000):
+            leaf = torch.randn(size).requires_grad_()
+            values = leaf.detach().clone()
+            away = ring.put(leaf)
+            assert leaf.untyped_storage().nbytes() == 4 and leaf.shape == (size,)
+            ring.fetch(away)
+            ring.bring(away)
+            assert torch.equal(leaf.detach(), values)
+    assert taken == [2**20]
+
+
+def test_a_ring_that_grew_is_one_piece_from_the_next_step_on():
+    taken = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        taken.append(nbytes)
+        return host_memory(nbytes)
+
+    ring = HostRing(torch.device("cpu"), allocate, math.inf)
+    for _ in range(3):
+        ring.start()
+        for _ in range(5):
+            ring.put(torch.randn(2_000_000).requires_grad_())
+    assert len(taken) > 2 and taken[-1] == ring.held_bytes == ring.most_bytes
+
+
+def test_layouts_come_back_as_they_were():
+    ring = make_ring()
+    ring.start()
+    leaf = torch.randn(4, 6).t().requires_grad_()
+    stride, values = leaf.stride(), leaf.detach().clone()
+    away = ring.put(leaf)
+    ring.bring(away)
+    assert leaf.stride() == stride and torch.equal(leaf.detach(), values)
+    assert ring.put(torch.zeros(1).expand(5).requires_grad_()) is None
+
+
+def test_what_the_host_does_not_give_is_said():
+    def refuse(nbytes: int) -> torch.Tensor:
+        raise RuntimeError("no pinned memory")
+
+    ring = HostRing(torch.device("cpu"), refuse, math.inf)
+    with pytest.raises(HostMemoryError, match=r"did not give .* no pinned memory"):
+        ring.reserve(100)
