@@ -93,12 +93,13 @@ def random_case(
             sizes = [samples // count + (index < samples % count) for index in range(count)]
         else:
             sizes = random.integers(1, 9, size=int(random.integers(0, 7))).tolist()
+        offload = bool(random.random() < 0.3)
         parts.append(
             RankPlan(
                 sizes,
                 float(fraction),
-                recompute=bool(random.random() < 0.7),
-                offload=bool(random.random() < 0.3),
+                recompute=offload or bool(random.random() < 0.6),
+                offload=offload,
             )
         )
     if not any(part.batch_size for part in parts):

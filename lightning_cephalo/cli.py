@@ -282,8 +282,7 @@ def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.Argum
     what.add_argument(
         "--offload",
         action="store_true",
-        help="let the plan move boundary activations to the host_memory of a cluster file "
-        "(planned for; training cannot do it yet)",
+        help="let the plan move boundary activations to the host_memory of a cluster file",
     )
     times = command.add_argument_group("times")
     times.add_argument(

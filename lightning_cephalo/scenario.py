@@ -124,6 +124,11 @@ def read(question: Question) -> Scenario:
             f"{question.cluster or '--devices'} gives none. Use --cluster with a file that has a "
             f"line such as 'host_memory: 256 GiB' in its nodes."
         )
+    if question.offload and question.recompute == "off":
+        raise PlanError(
+            "--offload: expected --recompute on or choose, but got off. Activations that are kept "
+            "inside units hold what enters them: there is nothing to move."
+        )
     options = dict(_model_option(option) for option in question.model_options)
     work = work_of(
         question.model,

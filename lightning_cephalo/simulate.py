@@ -48,8 +48,6 @@ from lightning_cephalo.timeline import (
     merged,
 )
 
-_UNITS_ON_DEVICE = 2
-
 
 def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
     """Play ``steps`` training steps of a plan.
@@ -168,9 +166,15 @@ class _Lane:
             )
         self._problem = problem
         self._ranks = tuple(ranks)
-        self._offloaded_units = problem.units - _UNITS_ON_DEVICE if part.offload else 0
+        self._offloaded_units = problem.units - cost.UNITS_ON_DEVICE if part.offload else 0
         self._keeps = mode.recompute is False
-        self._base_bytes = part.state_fraction * problem.state_bytes, problem.gathered_bytes
+        gradients_bytes = 0.0
+        if part.offload and problem.units > cost.UNITS_ON_DEVICE:
+            gradients_bytes = problem.boundary_bytes * part.batch_size
+        self._base_bytes = (
+            part.state_fraction * problem.state_bytes,
+            problem.gathered_bytes + gradients_bytes,
+        )
         self._events: list[Event] = []
         self._changes: list[_Change] = []
         self._copied_s: dict[tuple[int, int], float] = {}
@@ -181,7 +185,7 @@ class _Lane:
         """Pass all microbatches through a unit that is gathered at ``ready_s``."""
         for microbatch in self._microbatches:
             # the boundary takes the room of the one two units before
-            room_s = self._copied_s.pop((unit - _UNITS_ON_DEVICE, microbatch.index), 0.0)
+            room_s = self._copied_s.pop((unit - cost.UNITS_ON_DEVICE, microbatch.index), 0.0)
             start_s = max(self.free_s, ready_s, room_s)
             size, seconds = microbatch.size, microbatch.forward_s
             self._compute(Activity.FORWARD, start_s, seconds, unit, microbatch, keep=size)
@@ -199,7 +203,7 @@ class _Lane:
             start_s = max(self.free_s, ready_s, fetched_s)
             size, seconds = microbatch.size, microbatch.backward_s
             self._compute(Activity.BACKWARD, start_s, seconds, unit, microbatch, release=size)
-            following = unit - _UNITS_ON_DEVICE
+            following = unit - cost.UNITS_ON_DEVICE
             if 0 <= following < self._offloaded_units:
                 start_s, end_s = self._copy(Activity.FETCH, following, microbatch)
                 self._changes.append(_Change(start_s, boundaries=size))

@@ -374,6 +374,9 @@ def test_offload_needs_host_memory(tmp_path, capsys):
     assert f"{path} gives none" in capsys.readouterr().err
     path.write_text("nodes:\n- {devices: {T4: 2}, host_memory: 64 GiB}\n")
     assert main(options) == DONE
+    capsys.readouterr()
+    assert main([*options, "--recompute", "off"]) == BAD_INPUT
+    assert "--recompute on or choose" in capsys.readouterr().err
 
 
 MODULE = """

@@ -191,7 +191,7 @@ def test_copies_by_hand():
         ("fetch", 0, 28, 34),
     ]
     timeline = simulation.timeline(0)
-    assert max(size for _, size in timeline.memory) == 100 + 7 + 10 + 2 * 3
+    assert max(size for _, size in timeline.memory) == 100 + 7 + 10 + 3 * 3
     assert timeline.host_memory == ((0, 0), (2, 3), (8, 6), (28, 3), (34, 0))
 
 

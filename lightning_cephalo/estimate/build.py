@@ -87,8 +87,8 @@ def build_problem(
         cache_folder: where measured tables are; default: the user's cache.
         recompute: whether units are computed again in the backward.
         choose_recompute: leave that to the plan, rank by rank; the trainer must know how.
-        allow_offload: let the plan move boundaries to host memory, where the cluster has any;
-            likewise.
+        allow_offload: let the plan move boundaries to host memory, where the cluster has any and
+            units are computed again.
         largest_microbatch_size: no larger ones are considered.
         uneven_factor: what uneven shards cost in collectives, over even ones.
         efficiencies: from :func:`~lightning_cephalo.estimate.analytic.fit`.
@@ -192,7 +192,7 @@ def _profile(
     if not recompute:
         backward, peaks = kept_backward, kept_peaks
     capacity = cluster.capacity_bytes(rank.device)
-    offload = allow_offload and rank.host_memory_bytes > 0
+    offload = allow_offload and recompute and rank.host_memory_bytes > 0
     # boundaries that can leave the device do not bound the microbatch
     room = capacity - fixed_bytes
     per_sample = 0.0 if offload else sample_bytes

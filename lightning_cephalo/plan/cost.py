@@ -12,9 +12,10 @@ is gathered, and the last one reduced, while this one computes. G and R are thos
 or of even ones where all ranks hold equal shares.
 
 A rank holds its share of the state, the gathered buffers, the peak of its largest microbatch, and
-one boundary per unit for every sample of its batch, or of two units where it offloads them: the one
-in use and the one on its way. Copies run beside the compute, so a rank that offloads needs at least
-the time of its copies.
+one boundary per unit for every sample of its batch, or of three units where it offloads them: the
+values of the one in use and of the one on its way, and the gradients that go from unit to unit.
+Copies run beside the compute, so a rank that offloads needs at least the time of its copies. Where
+activations inside the units are kept, boundaries are held by them: nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from .errors import PlanError
 from .plan import RankPlan
 from .problem import Problem, RankProfile
 
-_UNITS_ON_DEVICE = 2
+# Offloaded boundaries: of so many units the values are on the device, and of one the gradients.
+UNITS_ON_DEVICE = 2
+_UNITS_HELD = UNITS_ON_DEVICE + 1
 _EVEN = 1e-9
 
 
@@ -68,7 +71,7 @@ def modes(problem: Problem, profile: RankProfile) -> tuple[Mode, ...]:
     found = [Mode(recompute=False), Mode(recompute=True)] if profile.kept_backward_s else [PLAIN]
     boundaries = problem.boundary_bytes * problem.units
     if profile.host_capacity_bytes > 0 and boundaries > 0:
-        found += [Mode(mode.recompute, offload=True) for mode in found]
+        found += [Mode(m.recompute, offload=True) for m in found if m.recompute is not False]
     return tuple(found)
 
 
@@ -194,7 +197,7 @@ def copy_time(problem: Problem, profile: RankProfile, samples: int, mode: Mode) 
 
 def sample_bytes(problem: Problem, mode: Mode) -> float:
     """Bytes on the device that every sample of a rank's batch keeps until its backward."""
-    units = min(problem.units, _UNITS_ON_DEVICE) if mode.offload else problem.units
+    units = min(problem.units, _UNITS_HELD) if mode.offload else problem.units
     kept = problem.kept_bytes * problem.units if mode.recompute is False else 0.0
     return problem.boundary_bytes * units + kept
 

@@ -81,6 +81,11 @@ class RankPlan:
                 raise PlanError(
                     f"{where}{name}: expected true or false, but got {getattr(self, name)!r}."
                 )
+        if self.offload and self.recompute is False:
+            raise PlanError(
+                f"{where}offload: true goes with recompute: true only: activations that are kept "
+                f"inside the units hold what enters them. Leave one of the two out."
+            )
         capacity = _fields.optional_real(
             f"{where}capacity_bytes", self.capacity_bytes, above_minimum=True, infinite=True
         )
