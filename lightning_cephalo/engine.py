@@ -153,11 +153,17 @@ class Engine:
 
     def change_fractions(self, fractions: Sequence[float]) -> None:
         """Move the shards to other fractions; collective; before optimizers are made."""
-        self.runner.reshard()
+        self._release()
         self.fractions = tuple(fractions)
         divider = Divider(fractions)
         for unit in self.units:
             unit.change_fractions(divider)
+
+    def _release(self) -> None:
+        """Free what is gathered, and the memory for it: whole parameters are about to be held."""
+        self.runner.reshard()
+        for pool in self.buffer_pools:
+            pool.release()
 
     def sharded_parameters(self) -> dict[int, str]:
         """Identity and name of every parameter that an optimizer may hold."""
@@ -165,7 +171,7 @@ class Engine:
 
     def restore_full(self) -> None:
         """Give the module plain full parameters on the CPU again, without cuts; collective."""
-        self.runner.reshard()
+        self._release()
         self.runner.uninstall()
         for unit in self.units:
             unit.restore_full()

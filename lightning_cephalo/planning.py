@@ -15,7 +15,7 @@ from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.cluster import Device, describe_device, processes_on_this_host
 from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
 from lightning_cephalo.engine import Engine
-from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
+from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, RankPlan, solve
 from lightning_cephalo.profiling.profile import ProfileOptions, measure
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.stepping import BatchCutter
@@ -171,8 +171,18 @@ def _preparation(
     recompute = plan.ranks[rank].recompute
     if recompute is not None:
         engine.runner.recompute = recompute
+    engine.runner.planned_memory = _planned_memory(plan.ranks[rank])
     sizes = plan.ranks[rank].microbatch_sizes
     return Preparation(engine, plan, BatchCutter(tuple(layouts), loaders.spec, sizes))
+
+
+def _planned_memory(rank: RankPlan) -> str:
+    if rank.memory_bytes is None:
+        return ""
+    capacity = ""
+    if rank.capacity_bytes is not None and math.isfinite(rank.capacity_bytes):
+        capacity = f" of the {report.format_bytes(rank.capacity_bytes)} that it may use"
+    return f"The plan counts on {report.format_bytes(rank.memory_bytes)}{capacity}."
 
 
 def _show(plan: Plan, options: PlanningOptions, agreement: Agreement) -> None:

@@ -21,6 +21,7 @@ from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall, StepTimes
 from lightning_cephalo.accumulation.entrance import ROOT, Entrance
+from lightning_cephalo.accumulation.memory_errors import Place, explained, is_out_of_memory
 from lightning_cephalo.accumulation.microbatch import Microbatch
 from lightning_cephalo.accumulation.offload import UNITS_THAT_STAY, HostRing
 from lightning_cephalo.accumulation.order import FAILED, FINISHED, Order, where
@@ -33,6 +34,15 @@ from lightning_cephalo.accumulation.schedule import (
 )
 from lightning_cephalo.sharding.unit import Unit
 
+_BEGINNING = Place("beginning")
+_DOING = {
+    Operation.GATHER: "gather",
+    Operation.FORWARD: "forward",
+    Operation.BACKWARD: "backward",
+    Operation.REDUCE: "reduce",
+    Operation.FREE: "release",
+}
+
 
 class Runner(Entrance):
     """Runs training and evaluation steps over units.
@@ -42,6 +52,9 @@ class Runner(Entrance):
         agreement: Exchanges between the ranks' processes.
         device: This rank's device.
         recompute: Whether units are computed again in the backward.
+
+    Attributes:
+        planned_memory: What the plan counts on, for messages.
     """
 
     def __init__(
@@ -64,6 +77,8 @@ class Runner(Entrance):
         self._microbatches: list[Microbatch] = []
         self._visits: tuple[Visit, ...] = ()
         self._failure: BaseException | None = None
+        self._place = _BEGINNING
+        self.planned_memory = ""
         self._loss_scale = 1.0
         self._total_weight = 1.0
 
@@ -114,7 +129,7 @@ class Runner(Entrance):
         trainable = tuple(unit.trainable for unit in self.units)
         order = self._orders.get(trainable)
         inside = self._inside_units() if order is None else None
-        self._failure, self.times = None, None
+        self._failure, self.times, self._place = None, None, _BEGINNING
         self._loss_scale = loss_factor / 2.0 ** round(math.log2(max(self._total_weight, 1e-30)))
         self._loss_factor = loss_factor
         self._calls = list(calls)
@@ -185,9 +200,8 @@ class Runner(Entrance):
         except Exception as failure:
             self._failure = failure
             self._abandon()
-            if isinstance(failure, torch.OutOfMemoryError):
-                # its frames hold the activations, whose memory the gathers to come may need
-                traceback.clear_frames(failure.__traceback__)
+            if is_out_of_memory(failure):
+                self._failure = self._out_of_memory(failure)
 
     def _with_memory(self, function: Callable[[], None]) -> None:
         """Do this rank's part of a collective, which allocates before it communicates.
@@ -196,12 +210,20 @@ class Runner(Entrance):
         """
         try:
             function()
-        except torch.OutOfMemoryError as failure:
-            if not self._microbatches:
+        except Exception as failure:
+            if not is_out_of_memory(failure):
                 raise
-            self._failure = self._failure or failure
+            error = self._out_of_memory(failure)
+            if not self._microbatches:
+                raise error from failure
+            self._failure = self._failure or error
             self._abandon()
             function()
+
+    def _out_of_memory(self, failure: BaseException) -> torch.OutOfMemoryError:
+        # its frames hold the activations, whose memory the gathers to come may need
+        traceback.clear_frames(failure.__traceback__)
+        return explained(failure, self.agreement.rank, self._place, self.planned_memory)
 
     def _abandon(self) -> None:
         for microbatch in self._microbatches:
@@ -213,6 +235,10 @@ class Runner(Entrance):
 
     def _execute(self, action: Action, order: Sequence[Visit] | None) -> None:
         unit = self.units[action.unit] if action.unit >= 0 else None
+        if unit is not None:
+            count = len(self._calls)
+            doing = _DOING[action.operation]
+            self._place = Place(doing, unit.name, action.microbatch, count)
         match action.operation:
             case Operation.GATHER:
                 assert unit is not None
@@ -316,8 +342,10 @@ class Runner(Entrance):
         for action in backward_actions(self._visits, len(self._calls), trainable):
             needs_gradients = action.operation in (Operation.BACKWARD, Operation.REDUCE)
             if needs_gradients and action.unit not in armed:
-                self.units[action.unit].wait_gather()
-                self._with_memory(self.units[action.unit].arm)
+                unit = self.units[action.unit]
+                unit.wait_gather()
+                self._place = Place("gradient", unit.name)
+                self._with_memory(unit.arm)
                 armed.add(action.unit)
             self._execute(action, None)
         self._reduce(self.units[ROOT])

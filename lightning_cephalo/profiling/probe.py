@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from lightning_cephalo.accumulation.agreement import RemoteRankError
+from lightning_cephalo.accumulation.memory_errors import is_out_of_memory
 from lightning_cephalo.accumulation.runner import MicrobatchCall
 from lightning_cephalo.engine import Engine
-from lightning_cephalo.profiling.errors import ProfilingError, is_out_of_memory, lost_rank_explained
+from lightning_cephalo.profiling.errors import ProfilingError, lost_rank_explained
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.memory import PeakMeter, batch_bytes
 from lightning_cephalo.stepping import loss_and_weight

@@ -156,7 +156,20 @@ SCENARIOS = {
         lambda m: m.break_with(raising_in_backward("tail")), "in a backward"
     ),
     "runs out of memory": Scenario(
-        lambda m: m.break_with(out_of_memory), "no memory", (1,), torch.OutOfMemoryError
+        lambda m: m.break_with(out_of_memory),
+        r"ran out of memory in the forward of unit 'blocks\.1', microbatch 1 of 1: no memory left\."
+        r" What would help: a lower CephaloStrategy\(memory_cap",
+        (1,),
+        torch.OutOfMemoryError,
+    ),
+    "runs out of memory in the backward": Scenario(
+        lambda m: m.break_with(
+            lambda place, x: out_of_memory(place, x) if torch.is_grad_enabled() else x
+        ),
+        # in the first step the forward looks for leaks with gradients on
+        r"ran out of memory in the (forward|backward) of unit 'blocks\.1', microbatch 1 of 2: no",
+        error=torch.OutOfMemoryError,
+        recompute=True,
     ),
     "a loss without gradient": Scenario(
         lambda m: m.break_with(lambda place, x: x),  # see LOSSES
