@@ -1,7 +1,8 @@
 """What precision plugins must do differently when gradients lie in shards.
 
-Clipping by norm and by value needs nothing: the optimizer's parameters are DTensors, whose norm is
-that of all ranks. A gradient scaler needs one thing: ranks must agree whether a step overflowed.
+Clipping by norm and by value would be right as it is: the optimizer's parameters are DTensors,
+whose norm is that of all ranks. It is quicker over this rank's rows, with one message for all. A
+gradient scaler needs one thing: ranks must agree whether a step overflowed.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import precision as lightning
+from torch.optim import Optimizer
 
+from lightning_cephalo.local_step import clip_by_norm, clip_by_value
 from lightning_cephalo.sharding.placement import local_part
 
 
@@ -47,10 +50,55 @@ class RanksGradScaler(torch.amp.GradScaler):
         return {found.device: found}
 
 
-def adapt(plugin: Precision | None) -> Precision | None:
-    """Make a precision plugin fit for sharded gradients, in place."""
+class _OverRows(lightning.Precision):
+    """Clips gradients without DTensors."""
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_value(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_norm(self.main_params(optimizer), clip_val)
+
+
+# named as Lightning's: checkpoints keep a plugin's state under the name of its class
+class Precision(_OverRows, lightning.Precision):
+    """Lightning's, over rows."""
+
+
+class MixedPrecision(_OverRows, lightning.MixedPrecision):
+    """Lightning's, over rows."""
+
+
+class HalfPrecision(_OverRows, lightning.HalfPrecision):
+    """Lightning's, over rows."""
+
+
+class DoublePrecision(_OverRows, lightning.DoublePrecision):
+    """Lightning's, over rows."""
+
+
+_PLUGINS: dict[type[lightning.Precision], type[lightning.Precision]] = {
+    lightning.Precision: Precision,
+    lightning.MixedPrecision: MixedPrecision,
+    lightning.HalfPrecision: HalfPrecision,
+    lightning.DoublePrecision: DoublePrecision,
+}
+
+
+def adapt(plugin: lightning.Precision | None) -> lightning.Precision | None:
+    """Make a precision plugin fit for sharded gradients.
+
+    Returns:
+        The plugin itself, if it is of a class that Lightning does not have; else one that clips
+        over rows and shares the attributes of the given one.
+    """
+    own = None if plugin is None else _PLUGINS.get(type(plugin))
+    if own is not None:
+        attributes = vars(plugin)
+        plugin = own.__new__(own)
+        plugin.__dict__ = attributes
     scaler = getattr(plugin, "scaler", None)
-    if not isinstance(plugin, MixedPrecision) or scaler is None:
+    if not isinstance(plugin, lightning.MixedPrecision) or scaler is None:
         return plugin
     if not isinstance(scaler, RanksGradScaler):
         plugin.scaler = RanksGradScaler(
@@ -64,16 +112,16 @@ def adapt(plugin: Precision | None) -> Precision | None:
     return plugin
 
 
-def compute_dtype(plugin: Precision) -> torch.dtype | None:
+def compute_dtype(plugin: lightning.Precision) -> torch.dtype | None:
     """Dtype in which parameters are gathered, None for their own.
 
     Half precision ("bf16-true") applies to what is gathered and computed; the master copy that the
     optimizer updates stays in full precision.
     """
-    return plugin._desired_input_dtype if isinstance(plugin, HalfPrecision) else None
+    return plugin._desired_input_dtype if isinstance(plugin, lightning.HalfPrecision) else None
 
 
-def loss_factor(plugin: Precision) -> float:
+def loss_factor(plugin: lightning.Precision) -> float:
     """Factor that the gradient scaler wants on every loss."""
     scaler: Any = getattr(plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None else 1.0

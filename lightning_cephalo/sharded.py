@@ -1,4 +1,4 @@
-"""What every stage does with a sharded model: evaluation, and what steps log."""
+"""What every stage does with a sharded model: evaluation, checkpoints, and what steps log."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_cephalo import support
+from lightning_cephalo import checkpoint, support
 from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.data import BatchLayout
 from lightning_cephalo.data.split import BatchSplitError
@@ -25,7 +26,7 @@ from lightning_cephalo.user_gathers import UserGathers
 
 
 class ShardedStrategy(RanksStrategy):
-    """Validates, tests and predicts with a sharded model; arguments are those of its base."""
+    """Evaluates, saves and loads a sharded model; arguments are those of its base."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -129,6 +130,30 @@ class ShardedStrategy(RanksStrategy):
         if self.plan is not None and support.has_running_statistics(self.engine.module):
             sizes = [rank.batch_size for rank in self.plan.ranks]
             self.engine.share_buffers(sizes.index(max(sizes)))
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if self._engine is not None:
+            self._engine.runner.reshard()
+            self._share_changed_buffers()
+        return checkpoint.full_state_dict(self.lightning_module, keep=self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint_: Any, strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self._engine is not None:
+            self._engine.runner.reshard()
+        checkpoint.load_full_state_dict(self.lightning_module, checkpoint_["state_dict"], strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return checkpoint.full_optimizer_state(optimizer, keep=self.is_global_zero)
+
+    def load_optimizer_state_dict(self, checkpoint_: Any) -> None:
+        states = checkpoint_["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            checkpoint.load_full_optimizer_state(optimizer, state)
 
     # -- logs -----------------------------------------------------------------------------------
 

@@ -18,11 +18,12 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cephalo import checkpoint, precision, support
+from lightning_cephalo import precision, support
 from lightning_cephalo.accumulation.runner import MicrobatchCall
 from lightning_cephalo.cluster import synchronized_clock
 from lightning_cephalo.data import rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.engine import Engine, UnitOptions
+from lightning_cephalo.local_step import local_update
 from lightning_cephalo.metrics import StepLog, metrics_of
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.planning import PlanningOptions, prepare
@@ -120,7 +121,8 @@ class CephaloStrategy(ShardedStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        return self._precision_plugin if self._precision_plugin is not None else Precision()
+        plugin = self._precision_plugin
+        return plugin if plugin is not None else precision.Precision()
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
@@ -318,7 +320,7 @@ class CephaloStrategy(ShardedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with ExitStack() as after_backward:
+        with ExitStack() as after_backward, local_update(optimizer):
 
             def closure_and_rules() -> Any:
                 outcome = closure()
@@ -372,30 +374,6 @@ class CephaloStrategy(ShardedStrategy):
 
         assert self._groups is not None
         return agreed_seed(self._groups.agreement.broadcast)
-
-    # -- checkpoints --------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if self._engine is not None:
-            self._engine.runner.reshard()
-            self._share_changed_buffers()
-        return checkpoint.full_state_dict(self.lightning_module, keep=self.is_global_zero)
-
-    def load_model_state_dict(self, checkpoint_: Any, strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if self._engine is not None:
-            self._engine.runner.reshard()
-        checkpoint.load_full_state_dict(self.lightning_module, checkpoint_["state_dict"], strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return checkpoint.full_optimizer_state(optimizer, keep=self.is_global_zero)
-
-    def load_optimizer_state_dict(self, checkpoint_: Any) -> None:
-        states = checkpoint_["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            checkpoint.load_full_optimizer_state(optimizer, state)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

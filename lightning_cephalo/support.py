@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from lightning_cephalo import local_step
 from lightning_cephalo.accumulation.agreement import Agreement
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
                     f" {_OPTIMIZERS[kind.__name__]}. Use an element-wise one such as AdamW or SGD."
                 )
         fused = any(group.get("fused") for group in optimizer.param_groups)
-        if fused and type(optimizer).__name__ not in _FUSED:
+        over_dtensors = not local_step.steps_locally(optimizer)
+        if fused and over_dtensors and type(optimizer).__name__ not in _FUSED:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}(fused=True) cannot work on shards: torch's DTensor has"
                 f" rules for the fused kernels of {' and '.join(_FUSED)} only. Leave fused=True"

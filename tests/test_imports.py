@@ -27,12 +27,13 @@ ALLOWED = {
     "cli": {"answers", "figures", "plan", "report", "scenario", "simulate", "trace"},
     "slurm": {"cluster"},
     "report": {"plan"},
-    "precision": {"sharding"},
+    "local_step": {"sharding"},
+    "precision": {"local_step", "sharding"},
     "stepping": {"data"},
     "metrics": {"accumulation"},
     "engine": {"accumulation", "sharding"},
     "checkpoint": {"engine", "sharding"},
-    "support": {"accumulation", "engine", "plan"},
+    "support": {"accumulation", "engine", "local_step", "plan"},
     "profiling": {
         "accumulation",
         "cluster",
@@ -59,6 +60,7 @@ ALLOWED = {
     "user_gathers": {"accumulation", "support"},
     "sharded": {
         "accumulation",
+        "checkpoint",
         "data",
         "engine",
         "metrics",

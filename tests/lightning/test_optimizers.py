@@ -57,6 +57,8 @@ OPTIMIZERS = {
         p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1
     ),
     "SGD foreach": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "Adam maximize": lambda p: torch.optim.Adam(p, lr=1e-4, weight_decay=0.1, maximize=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
@@ -93,13 +95,17 @@ def test_three_steps_equal_one_device(name):
     assert_same_optimizer_state(state, wanted_state, TOLERANCE)
 
 
+class _FusedSGD(torch.optim.SGD):
+    """A subclass: what it does is not known, so that it would run over DTensors."""
+
+
 REFUSED = {
     "LBFGS": lambda p: torch.optim.LBFGS(p),
     "SparseAdam": lambda p: torch.optim.SparseAdam(p),
     "Adafactor": lambda p: torch.optim.Adafactor(p),
     "Muon": lambda p: torch.optim.Muon([parameter for parameter in p if parameter.ndim == 2]),
     "Rprop": lambda p: torch.optim.Rprop(p),
-    "SGD(fused=True)": lambda p: torch.optim.SGD(p, fused=True),
+    "_FusedSGD(fused=True)": lambda p: _FusedSGD(p, fused=True),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,8 @@ from common import (
 )
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch.distributed.tensor import DTensor
 
 from lightning_cephalo import CephaloStrategy, Plan
 
@@ -266,11 +269,12 @@ def test_a_backbone_that_is_thawed_by_lightnings_callback_trains_on(plan):
     assert_same_tensors(values, wanted, TOLERANCE)
 
 
-def _scale_steps(rank, overflowing):
+def _scale_steps(rank, overflowing, make):
     """Three updates by a scaler, one rank of which overflows in the second, and what came of it."""
     from datetime import timedelta
 
     from lightning_cephalo.engine import Engine, Groups, UnitOptions
+    from lightning_cephalo.local_step import local_update
     from lightning_cephalo.precision import RanksGradScaler
 
     torch.manual_seed(0)
@@ -284,7 +288,7 @@ def _scale_steps(rank, overflowing):
         compute_dtype=None,
         recompute=False,
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = make(model.parameters())
     scaler = RanksGradScaler("cpu", init_scale=8.0, growth_interval=2)
     scaler.scale(torch.zeros(()))  # as the precision plugin does before every backward
     notes = []
@@ -298,7 +302,8 @@ def _scale_steps(rank, overflowing):
         scaler.unscale_(optimizer)
         held = [p.grad.to_local() for p in model.parameters() if p.grad.to_local().numel()]
         gradients = [float(gradient.min()) for gradient in held]
-        scaler.step(optimizer)
+        with local_update(optimizer):  # as the strategy has it
+            scaler.step(optimizer)
         scaler.update()
         after = [p.detach().to_local() for p in model.parameters()]
         moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True) if len(pair[0])]
@@ -307,9 +312,18 @@ def _scale_steps(rank, overflowing):
     return notes
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),  # looks for overflows in its kernel
+        lambda p: torch.optim.RMSprop(p, lr=0.1),  # over DTensors
+    ],
+    ids=["SGD", "fused", "RMSprop"],
+)
 @pytest.mark.parametrize("overflowing", [0, 1])
-def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_update(overflowing):
-    for rank, notes in enumerate(run_ranks(2, _scale_steps, overflowing)):
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_update(overflowing, make):
+    for rank, notes in enumerate(run_ranks(2, _scale_steps, overflowing, make)):
         (first, gradients, scale), (second, _, scale_after), (third, again, last) = notes
         assert first and all(first), rank
         assert set(gradients) == {2.0} == set(again)
@@ -317,3 +331,68 @@ def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_update(overflowing):
         assert all(third)
         # halved by the overflow, and not yet grown again
         assert (scale, scale_after, last) == (8.0, 4.0, 4.0)
+
+
+class _Hooked(Net):
+    """Notes in every hook of a step whether the optimizer and its state are in DTensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def configure_optimizers(self):
+        (optimizer,), schedules = super().configure_optimizers()
+        optimizer.register_step_pre_hook(lambda *_: self._note("before the step", optimizer))
+        optimizer.register_step_post_hook(lambda *_: self._note("after the step", optimizer))
+        return [optimizer], schedules
+
+    def on_before_optimizer_step(self, optimizer):
+        assert all(isinstance(p.grad, DTensor) for p in self.parameters() if p.grad is not None)
+        self._note("before the update", optimizer)
+
+    def _note(self, when, optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        assert all(any(p is own for own in self.parameters()) for p in parameters)
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        assert all(isinstance(m, DTensor) for m in moments if m.ndim)
+        self.seen.append((when, len(optimizer.state) > 0))
+
+
+def _fit_hooked(plugin, path):
+    model = _Hooked()
+    runs = trainer("3:1", plugins=[plugin], gradient_clip_val=0.5, limit_train_batches=2)
+    runs.fit(model, loader(), loader(8))
+    runs.save_checkpoint(path)
+    return model.seen, type(runs.precision_plugin).__module__
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # of schedulers that count no step
+@pytest.mark.parametrize("scaled", [True, False])
+def test_hooks_of_a_step_see_dtensors_with_and_without_a_gradient_scaler(tmp_path, scaled):
+    # a scale at which nothing overflows: Lightning's own first one makes it skip steps
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler) if scaled else Precision()
+    seen, module = in_ranks(2, _fit_hooked, plugin, tmp_path / "saved.ckpt")[0]
+    # with a scaler Lightning runs the backward first, and then the step without it
+    order = ["before the step", "before the update"]
+    order = [*(reversed(order) if scaled else order), "after the step"]
+    assert [when for when, _ in seen] == order * 2
+    assert [filled for _, filled in seen] == [False, False, True, True, True, True]
+    assert module == "lightning_cephalo.precision"
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    assert ("scale" in saved.get("MixedPrecision", {})) is scaled
+
+
+class _UsersPrecision(Precision):
+    """Of which it is not known what it does."""
+
+
+def test_a_users_own_precision_plugin_stays_as_it_is():
+    plugin, own = MixedPrecision("bf16-mixed", "cpu"), _UsersPrecision()
+    strategy = CephaloStrategy(precision_plugin=own)
+    assert strategy.precision_plugin is own
+    strategy.precision_plugin = plugin
+    assert isinstance(strategy.precision_plugin, MixedPrecision)
+    assert vars(strategy.precision_plugin) is vars(plugin)
+    assert pickle.loads(pickle.dumps(strategy.precision_plugin)).precision == "bf16-mixed"
+    assert isinstance(CephaloStrategy().precision_plugin, Precision)
