@@ -41,6 +41,7 @@ ALLOWED = {
         "emulation",
         "engine",
         "estimate",
+        "local_step",
         "plan",
         "sharding",
         "stepping",

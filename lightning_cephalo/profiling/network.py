@@ -1,15 +1,11 @@
-"""What the ranks spend beside computing: gathers, reduces, agreements, the optimizer."""
+"""What the ranks spend beside computing: gathers, reduces, agreements."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from lightning_cephalo.accumulation.entrance import ROOT
 from lightning_cephalo.engine import Engine
@@ -19,8 +15,6 @@ from lightning_cephalo.sharding.unit import Unit
 _UNITS, _REPEATS, _LONG_S = 4, 5, 0.25
 # Shares that differ by less are even; times that differ by less are noise.
 _EVEN, _NOISE = 1e-9, 0.05
-# Elements of the tensor that stands for a shard when the optimizer is timed.
-_SAMPLE_NUMEL = 2**18
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,6 @@ class NetworkTimes:
         root_gather_s: Gather of the root unit.
         root_reduce_s: Reduce of the root unit.
         exchange_s: One exchange of small messages.
-        optimizer_s: AdamW over an even share of the parameters.
     """
 
     gather_s: float
@@ -46,7 +39,6 @@ class NetworkTimes:
     root_gather_s: float
     root_reduce_s: float
     exchange_s: float
-    optimizer_s: float
 
     @property
     def fill_s(self) -> float:
@@ -93,7 +85,6 @@ def measure_network(
         root_gather_s=root_gather_s,
         root_reduce_s=root_reduce_s,
         exchange_s=_exchange_time(engine),
-        optimizer_s=_optimizer_time(engine, clock),
     )
 
 
@@ -174,32 +165,3 @@ def _exchange_time(engine: Engine) -> float:
         engine.agreement.exchange([0.0, 0.0])
         times.append(time.perf_counter() - start_s)
     return max(row[0] for row in engine.agreement.exchange([statistics.median(times)]))
-
-
-def _optimizer_time(engine: Engine, clock: Callable[[], float]) -> float:
-    """Seconds of AdamW over an even share, from steps over a tensor of at most a megabyte.
-
-    The user's optimizer is made for the planned shards, later; AdamW is what most will use.
-    """
-    own_s = 0.0
-    with contextlib.suppress(torch.OutOfMemoryError):  # a rank that is full already: others tell
-        own_s = _adamw_time(engine, clock)
-    if not own_s:
-        gc.collect()  # the frames of the failed step hold its tensors
-    return max(row[0] for row in engine.agreement.exchange([own_s]))
-
-
-def _adamw_time(engine: Engine, clock: Callable[[], float]) -> float:
-    numel = sum(flat.numel for unit in engine.units for flat in unit.flats if flat.trainable)
-    share = numel / engine.agreement.world_size
-    sample = max(1, min(int(share), _SAMPLE_NUMEL))
-    parameter = torch.nn.Parameter(torch.zeros(sample, device=engine.device))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW([parameter])
-    optimizer.step()
-    times = []
-    for _ in range(_REPEATS):
-        start_s = clock()
-        optimizer.step()
-        times.append(clock() - start_s)
-    return statistics.median(times) * share / sample

@@ -35,6 +35,7 @@ from lightning_cephalo.profiling.memory import (
     state_bytes,
 )
 from lightning_cephalo.profiling.network import measure_network
+from lightning_cephalo.profiling.optimizer import clipping, optimizer_time
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.remember import remember
 
@@ -130,6 +131,9 @@ def measure(
         progress.say("profiling: memory")
         kept = measure_peaks(prober, measured, sweep)
         progress.say("profiling: network")
+        # first: measuring the network lets go of the gradients that clipping is timed with
+        clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        optimizer_s = optimizer_time(engine, clock, clip)
         network = measure_network(engine, clock, device.capacity_bytes)
 
     for unit in engine.units:
@@ -155,7 +159,7 @@ def measure(
         state_bytes=float(state_bytes(engine)),
         global_batch_size=global_batch_size,
         boundary_bytes=kept / units,
-        optimizer_s=network.optimizer_s,
+        optimizer_s=optimizer_s,
         gathered_bytes=engine.gathered_bytes + resting,
         minimum_microbatch_size=smallest,
         equal_microbatches=options.equal_microbatches,
