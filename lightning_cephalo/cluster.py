@@ -25,10 +25,14 @@ class Device:
     Attributes:
         name: For tables; ranks with equal names and times are planned alike.
         capacity_bytes: What a plan may fill.
+        total_bytes: All of its memory; of a CPU the part of the host's that is this rank's.
+        cap_bytes: What the user allows; ``capacity_bytes`` is no more.
     """
 
     name: str
     capacity_bytes: float
+    total_bytes: float = math.inf
+    cap_bytes: float = math.inf
 
 
 def describe_device(device: torch.device, processes_on_host: int) -> Device:
@@ -41,14 +45,15 @@ def describe_device(device: torch.device, processes_on_host: int) -> Device:
     emulated = active_device()
     if emulated is not None:
         given = emulated.capacity_bytes
-        shared = _host_share_bytes(processes_on_host)
-        return Device(emulated.name, shared if given is None else float(given))
+        if given is not None:
+            return Device(emulated.name, float(given), float(given))
+        return Device(emulated.name, *_host_share_bytes(processes_on_host))
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
         used_by_us = torch.cuda.memory_reserved(device)
         name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
-        return Device(name, (free + used_by_us) * USABLE_SHARE)
-    return Device("cpu", _host_share_bytes(processes_on_host))
+        return Device(name, (free + used_by_us) * USABLE_SHARE, float(total))
+    return Device("cpu", *_host_share_bytes(processes_on_host))
 
 
 def synchronized_clock(device: torch.device) -> Callable[[], float]:
@@ -88,9 +93,11 @@ def tasks_per_node() -> list[int] | None:
     return [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
 
 
-def _host_share_bytes(processes_on_host: int) -> float:
+def _host_share_bytes(processes_on_host: int) -> tuple[float, float]:
+    """A rank's part of this host's memory: what a plan may fill, and with what others use."""
     try:
-        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        page = os.sysconf("SC_PAGE_SIZE") / max(processes_on_host, 1)
+        free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
     except (ValueError, OSError):
-        return math.inf
-    return pages * USABLE_SHARE / max(processes_on_host, 1)
+        return math.inf, math.inf
+    return free * USABLE_SHARE, total

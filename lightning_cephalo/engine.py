@@ -15,7 +15,7 @@ from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.accumulation.runner import Runner
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.discovery import find_units
-from lightning_cephalo.sharding.flat import ShardingContext
+from lightning_cephalo.sharding.flat import Flat, ShardingContext
 from lightning_cephalo.sharding.initialise import initialise_members
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import default_mesh
@@ -126,16 +126,34 @@ class Engine:
     # -- sizes --------------------------------------------------------------------------------
 
     @property
+    def flats(self) -> list[Flat]:
+        """The flats of all units."""
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
     def parameter_count(self) -> int:
         """Number of elements of all parameters."""
-        return sum(flat.numel for unit in self.units for flat in unit.flats)
+        return sum(flat.numel for flat in self.flats)
+
+    @property
+    def parameter_pools(self) -> tuple[BufferPool, ...]:
+        """What lends memory to gathered parameters."""
+        return tuple({id(f.context.buffers): f.context.buffers for f in self.flats}.values())
+
+    @property
+    def gradient_pools(self) -> tuple[BufferPool, ...]:
+        """What lends memory to full gradients."""
+        pools = [flat.context.gradient_buffers for flat in self.flats]
+        return tuple({id(pool): pool for pool in pools}.values())
 
     @property
     def buffer_pools(self) -> tuple[BufferPool, ...]:
-        """What lends memory to gathered parameters and their gradients."""
-        contexts = [flat.context for unit in self.units for flat in unit.flats]
-        pools = [p for context in contexts for p in (context.buffers, context.gradient_buffers)]
-        return tuple({id(pool): pool for pool in pools}.values())
+        """Both of these."""
+        return (*self.parameter_pools, *self.gradient_pools)
+
+    def buffers(self) -> list[Tensor]:
+        """A tensor in each of their buffers."""
+        return [b.view(0, torch.uint8) for pool in self.buffer_pools for b in pool.buffers]
 
     @property
     def gathered_bytes(self) -> int:
@@ -144,10 +162,19 @@ class Engine:
         The root unit and the two largest others (in use and being fetched), with gradients: the
         root's and two units' (landing and being reduced).
         """
-        root, others = self.units[0], self.units[1:]
-        full = sorted((unit.full_bytes for unit in others), reverse=True)[:2]
-        gradients = sorted((unit.gradient_bytes for unit in others), reverse=True)[:2]
-        return root.full_bytes + root.gradient_bytes + sum(full) + sum(gradients)
+        return self.gathered_parameter_bytes + self.gathered_gradient_bytes
+
+    @property
+    def gathered_parameter_bytes(self) -> int:
+        """The full parameters among :attr:`gathered_bytes`."""
+        full = sorted((unit.full_bytes for unit in self.units[1:]), reverse=True)
+        return self.units[0].full_bytes + sum(full[:2])
+
+    @property
+    def gathered_gradient_bytes(self) -> int:
+        """The full gradients among :attr:`gathered_bytes`."""
+        gradients = sorted((unit.gradient_bytes for unit in self.units[1:]), reverse=True)
+        return self.units[0].gradient_bytes + sum(gradients[:2])
 
     # -- shards -------------------------------------------------------------------------------
 

@@ -15,7 +15,11 @@ from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.cluster import Device, describe_device, processes_on_this_host
 from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
 from lightning_cephalo.engine import Engine
+from lightning_cephalo.memory_account import RankMemory
+from lightning_cephalo.memory_cap import MemoryCap, capped, check_plan, named_where_nothing_fits
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, RankPlan, solve
+from lightning_cephalo.profiling.memory import check_capacities
+from lightning_cephalo.profiling.memory import predicted as predicted_memory
 from lightning_cephalo.profiling.profile import ProfileOptions, measure
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.stepping import BatchCutter
@@ -34,6 +38,7 @@ class PlanningOptions:
     equal_microbatches: bool = False
     profile_budget_s: float = 20.0
     verbose: bool = True
+    memory_cap: MemoryCap | None = None
 
 
 @dataclass(frozen=True)
@@ -57,16 +62,22 @@ class Preparation:
         engine: The model, sharded by the plan.
         plan: The plan.
         cutter: Cuts this rank's batches.
+        memory: What the plan predicts that every rank holds; a given plan tells the peak at most.
     """
 
     engine: Engine
     plan: Plan
     cutter: BatchCutter
+    memory: tuple[RankMemory, ...]
 
-    def report_measured(self, step_s: float | None) -> None:
-        """Print predicted against measured step time."""
+    def report_measured(
+        self, step_s: float | None, memory: tuple[RankMemory, ...] | None = None
+    ) -> None:
+        """Print predicted against measured step time and memory."""
         if step_s is not None:
             report.show(report.prediction_table({"step_s": self.plan.step_s}, {"step_s": step_s}))
+        if memory is not None:
+            report.show(report.memory_table(self.memory, memory))
 
 
 def prepare(
@@ -79,6 +90,7 @@ def prepare(
     step: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
     num_processes: int,
+    enforce: Callable[[float], None],
 ) -> Preparation:
     """Shard the model by the given plan, or by one measured and solved; collective.
 
@@ -91,9 +103,10 @@ def prepare(
         step: The user's training step on one batch.
         context: The precision plugin's context of a training step.
         num_processes: Ranks that Lightning started on this host.
+        enforce: Told the bytes that this rank may use, before anything runs on it.
 
     Raises:
-        PlanError: If the plan does not fit the run.
+        PlanError: If the plan, or the memory cap, does not fit the run.
         InfeasibleError: If there is no plan.
         RemoteRankError: If any of this failed on another rank.
     """
@@ -108,72 +121,93 @@ def prepare(
     layouts = support.together(
         agreement, "finding how batches can be split", partial(_layouts, loaders, options)
     )
+    device = _device(trainer, num_processes)
+    device = capped(device, options.memory_cap, agreement)
+    caps_bytes = [row[0] for row in agreement.exchange([device.cap_bytes])]
     if plan is not None:
         given = support.together(
             agreement,
             "reading the plan",
-            partial(_given_plan, plan, agreement.world_size, batch_size),
+            partial(_given_plan, plan, agreement.world_size, batch_size, caps_bytes),
         )
         given = agreement.broadcast(given)
         engine = make_engine(fractions=[rank.state_fraction for rank in given.ranks])
+        with named_where_nothing_fits(caps_bytes):
+            check_capacities(engine, device.cap_bytes)
+        enforce(device.cap_bytes)
         _show(given, options, agreement)
-        return _preparation(engine, given, layouts, loaders, agreement.rank)
+        predicted = tuple(RankMemory(peak_bytes=rank.memory_bytes) for rank in given.ranks)
+        return _preparation(engine, given, predicted, layouts, loaders, agreement.rank)
 
     support.together(
         agreement,
         "checking the number of ranks",
         partial(_check_ranks, agreement.world_size, batch_size),
     )
-    device = _device(trainer, num_processes)
     engine = make_engine(fractions=_fractions_by_memory(agreement, device.capacity_bytes))
-    problem = measure(
-        engine=engine,
-        trainer=trainer,
-        device=device,
-        loader=loaders.flat[0] if loaders.spec is None else loaders,
-        layouts=layouts,
-        step=step,
-        context=context,
-        global_batch_size=batch_size,
-        options=ProfileOptions(
-            budget_s=options.profile_budget_s,
-            minimum_microbatch_size=support.smallest_microbatch(engine.module),
-            equal_microbatches=options.equal_microbatches,
-            verbose=options.verbose,
-        ),
-    )
+    with named_where_nothing_fits(caps_bytes):
+        check_capacities(engine, device.capacity_bytes)
+        enforce(device.cap_bytes)
+        problem = measure(
+            engine=engine,
+            trainer=trainer,
+            device=device,
+            loader=loaders.flat[0] if loaders.spec is None else loaders,
+            layouts=layouts,
+            step=step,
+            context=context,
+            global_batch_size=batch_size,
+            options=ProfileOptions(
+                budget_s=options.profile_budget_s,
+                minimum_microbatch_size=support.smallest_microbatch(engine.module),
+                equal_microbatches=options.equal_microbatches,
+                verbose=options.verbose,
+            ),
+        )
     with Progress(options.verbose and agreement.rank == 0) as progress:
         progress.say("solving for the plan")
         solved = support.together(
             agreement,
             "solving for the plan",
-            lambda: _solved(problem, engine.runner.recompute) if agreement.rank == 0 else None,
+            partial(_solved, problem, engine.runner.recompute, caps_bytes, agreement.rank),
         )
     solved = agreement.broadcast(solved)
+    predicted = predicted_memory(problem, solved, engine)
     engine.change_fractions([rank.state_fraction for rank in solved.ranks])
     _show(solved, options, agreement)
-    return _preparation(engine, solved, layouts, loaders, agreement.rank)
+    return _preparation(engine, solved, predicted, layouts, loaders, agreement.rank)
 
 
-def _solved(problem: Problem, recompute: bool) -> Plan:
-    try:
-        return solve(problem)
-    except InfeasibleError as error:
-        if recompute:
-            raise
-        hint = "Recomputation is off: CephaloStrategy(recompute=True) takes less memory."
-        raise InfeasibleError(f"{error} {hint}") from None
+def _solved(
+    problem: Problem, recompute: bool, caps_bytes: Sequence[float], rank: int
+) -> Plan | None:
+    """The plan, on rank 0."""
+    if rank != 0:
+        return None
+    with named_where_nothing_fits(caps_bytes):
+        try:
+            return solve(problem)
+        except InfeasibleError as error:
+            if recompute:
+                raise
+            hint = "Recomputation is off: CephaloStrategy(recompute=True) takes less memory."
+            raise InfeasibleError(f"{error} {hint}") from None
 
 
 def _preparation(
-    engine: Engine, plan: Plan, layouts: Sequence[BatchLayout], loaders: Loaders, rank: int
+    engine: Engine,
+    plan: Plan,
+    memory: tuple[RankMemory, ...],
+    layouts: Sequence[BatchLayout],
+    loaders: Loaders,
+    rank: int,
 ) -> Preparation:
     recompute = plan.ranks[rank].recompute
     if recompute is not None:
         engine.runner.recompute = recompute
     engine.runner.planned_memory = _planned_memory(plan.ranks[rank])
     sizes = plan.ranks[rank].microbatch_sizes
-    return Preparation(engine, plan, BatchCutter(tuple(layouts), loaders.spec, sizes))
+    return Preparation(engine, plan, BatchCutter(tuple(layouts), loaders.spec, sizes), memory)
 
 
 def _planned_memory(rank: RankPlan) -> str:
@@ -236,9 +270,15 @@ def _layouts(loaders: Loaders, options: PlanningOptions) -> list[BatchLayout]:
     return [learn_layout(loader, splitter=options.split_batch) for loader in loaders.flat]
 
 
-def _given_plan(plan: Plan | str | PathLike[str], world_size: int, batch_size: int | None) -> Plan:
+def _given_plan(
+    plan: Plan | str | PathLike[str],
+    world_size: int,
+    batch_size: int | None,
+    caps_bytes: Sequence[float],
+) -> Plan:
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     found.check(world_size=world_size, global_batch_size=batch_size)
+    check_plan(found, caps_bytes)
     offloading = [index for index, rank in enumerate(found.ranks) if rank.offload]
     if offloading:
         raise PlanError(

@@ -10,13 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from rich import box
 from rich.table import Table
 
+from lightning_cephalo.memory_account import RankMemory
 from lightning_cephalo.plan import Plan, RankPlan
 
 _ABSENT = "–"
 _MICROBATCHES_IN_FULL = 4
 _RANKS_IN_FULL = 24
+_BYTE_UNITS = (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1), ("B", 0))
 
 
 def plan_table(
@@ -129,6 +132,67 @@ def prediction_table(
     return table
 
 
+_KINDS = {
+    "peak": "peak_bytes",
+    "state": "state_bytes",
+    "gathered": "gathered_bytes",
+    "gradients": "gradients_bytes",
+    "boundaries": "boundaries_bytes",
+    "inside": "inside_bytes",
+    "other": "other_bytes",
+}
+
+
+def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]) -> Table:
+    """Return what every rank held at most as a table: predicted / measured, by kind.
+
+    Of more than 24 ranks those are shown that held the most.
+
+    Args:
+        predicted: Of every rank, in rank order.
+        measured: Likewise.
+
+    Raises:
+        ValueError: Of different numbers of ranks.
+    """
+    rows = list(enumerate(zip(predicted, measured, strict=True)))
+    most = max((rank.peak_bytes or 0.0 for pair in zip(predicted, measured, strict=True)
+                for rank in pair), default=0.0)  # fmt: skip
+    unit, exponent = next(
+        (pair for pair in _BYTE_UNITS if most >= 1024 ** pair[1]), _BYTE_UNITS[-1]
+    )
+    notes = []
+    if len(rows) > _RANKS_IN_FULL:
+        notes.append(f"the fullest {_RANKS_IN_FULL} of {len(rows)} ranks")
+        rows.sort(key=lambda row: -(row[1][1].peak_bytes or 0.0))
+        rows = sorted(rows[:_RANKS_IN_FULL], key=lambda row: row[0])
+    steps = {rank.step for rank in measured if rank.step is not None}
+    if steps:
+        notes.append(f"measured in step {', '.join(map(str, sorted(steps)))}")
+    table = Table(
+        title=f"Memory in {unit}: predicted / measured",
+        caption=", ".join(notes) or None,
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("rank", justify="right")
+    for heading in _KINDS:
+        table.add_column(heading, justify="right")
+
+    def cell(size: float | None) -> str:
+        if size is None:
+            return _ABSENT
+        amount = size / 1024**exponent
+        return f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}"
+
+    for index, (before, after) in rows:
+        cells = [
+            f"{cell(getattr(before, name))} / {cell(getattr(after, name))}"
+            for name in _KINDS.values()
+        ]
+        table.add_row(str(index), *cells)
+    return table
+
+
 def format_seconds(seconds: float | None) -> str:
     """Return a time with a fitting unit: ``1.25 s``, ``12.5 ms``, ``80 µs``; a dash for None."""
     if seconds is None:
@@ -150,7 +214,7 @@ def format_bytes(size: float | None) -> str:
         return _ABSENT
     if math.isinf(size):
         return "unlimited"
-    for unit, exponent in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
+    for unit, exponent in _BYTE_UNITS[:-1]:
         if abs(size) >= 1024**exponent:
             return f"{size / 1024**exponent:.1f} {unit}"
     return f"{size:.0f} B"

@@ -1,4 +1,4 @@
-"""What every stage does with a sharded model: evaluation, checkpoints, and what steps log."""
+"""What every stage does with a sharded model: evaluation, logs, checkpoints, what it holds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.data import BatchLayout
 from lightning_cephalo.data.split import BatchSplitError
 from lightning_cephalo.engine import Engine
+from lightning_cephalo.memory_account import RankMemory
+from lightning_cephalo.memory_meter import MemoryMeter
 from lightning_cephalo.metrics import StepLog
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.planning import Preparation
@@ -33,6 +35,8 @@ class ShardedStrategy(RanksStrategy):
         self._engine: Engine | None = None
         self._preparation: Preparation | None = None
         self._user_gathers: UserGathers | None = None
+        self._meter: MemoryMeter | None = None
+        self._measured_memory: tuple[RankMemory, ...] | None = None
         self._metrics: list[tuple[str, Any]] = []
         self._microbatch_count = 0
         self._combining_log = False
@@ -50,9 +54,26 @@ class ShardedStrategy(RanksStrategy):
             raise RuntimeError("The model is not sharded now: this works only while training runs.")
         return self._engine
 
+    @property
+    def measured_memory(self) -> tuple[RankMemory, ...] | None:
+        """What every rank held, by kind; known after training of two steps or more."""
+        return self._measured_memory
+
+    @property
+    def meter(self) -> MemoryMeter:
+        """Measures what this rank holds; while training runs."""
+        assert self._meter is not None
+        return self._meter
+
+    def _exchange_measured_memory(self) -> None:
+        own = self.meter.measured()
+        found = self.engine.agreement.exchange_objects(own)
+        if all(rank is not None for rank in found):
+            self._measured_memory = tuple(found)
+
     def forget_groups(self) -> None:
         super().forget_groups()
-        self._engine = self._preparation = self._user_gathers = None
+        self._engine = self._preparation = self._user_gathers = self._meter = None
 
     # -- evaluation ---------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -24,6 +24,8 @@ from lightning_cephalo.cluster import synchronized_clock
 from lightning_cephalo.data import rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.engine import Engine, UnitOptions
 from lightning_cephalo.local_step import local_update
+from lightning_cephalo.memory_cap import CapOnDevice, MemoryCap
+from lightning_cephalo.memory_meter import MemoryMeter
 from lightning_cephalo.metrics import StepLog, metrics_of
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.planning import PlanningOptions, prepare
@@ -58,6 +60,9 @@ class CephaloStrategy(ShardedStrategy):
             every tensor along its first dimension.
         equal_microbatches: Every rank runs the same number of microbatches, so that code in
             ``training_step`` may use collectives of its own.
+        memory_cap: How much of its device's memory each rank may use: a fraction (a float up to
+            1.0), or bytes (an int, or "8 GB"), for every rank or in a mapping from ranks; ranks
+            that it does not name have no cap. The plan obeys it; an emulated device enforces it.
         profile_budget_s: Seconds that measuring may take, about.
         verbose: Whether rank 0 prints the plan before and the prediction after training.
         process_group_backend: "gloo", "nccl"; None: by the device.
@@ -78,6 +83,7 @@ class CephaloStrategy(ShardedStrategy):
         collate_per_microbatch: bool = False,
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         equal_microbatches: bool = False,
+        memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         profile_budget_s: float = 20.0,
         verbose: bool = True,
         accelerator: Any = None,
@@ -112,10 +118,12 @@ class CephaloStrategy(ShardedStrategy):
             equal_microbatches=equal_microbatches,
             profile_budget_s=profile_budget_s,
             verbose=verbose,
+            memory_cap=None if memory_cap is None else MemoryCap.parse(memory_cap),
         )
         self._cutter: BatchCutter | None = None
         self._users_sampler_flag: bool | None = None
         self._caches: support.SwitchedOffCaches | None = None
+        self._cap_on_device: CapOnDevice | None = None
         self._step_started_s = 0.0
         self._step_times_s: list[float] = []
 
@@ -158,6 +166,7 @@ class CephaloStrategy(ShardedStrategy):
         if fitting:
             support.refuse_unsupported(trainer, self.lightning_module)
         self._step_times_s = []
+        self._meter = self._measured_memory = None
         self._prepare(trainer, fitting)
         self._metrics = metrics_of(self.lightning_module)
         support.refuse_synchronising_metrics(self._metrics)
@@ -210,9 +219,13 @@ class CephaloStrategy(ShardedStrategy):
             step=self._profiled_step,
             context=self.precision_plugin.train_step_context,
             num_processes=self.num_processes,
+            enforce=self._enforce,
         )
         self._engine = self._preparation.engine
         self._cutter = self._preparation.cutter
+
+    def _enforce(self, cap_bytes: float) -> None:
+        self._cap_on_device = CapOnDevice(cap_bytes)
 
     def _together(self, doing: str, function: Callable[[], Any]) -> Any:
         """Run something that does not communicate; if it fails anywhere, raise everywhere."""
@@ -235,6 +248,8 @@ class CephaloStrategy(ShardedStrategy):
         if self._caches is not None:
             self._caches.restore()
             self._caches = None
+        if self._cap_on_device is not None:
+            self._cap_on_device.lift()
         if trainer is not None and self._users_sampler_flag is not None:
             trainer._accelerator_connector.use_distributed_sampler = self._users_sampler_flag
             self._users_sampler_flag = None
@@ -257,6 +272,7 @@ class CephaloStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         self._step_started_s = time.perf_counter()
         batch, rest = args[0], args[1:]
+        self.meter.before_forward(batch)
         counts: list[int] = []  # filled when the batch has been cut
         log = StepLog(self.lightning_module.trainer._results, counts, self._metrics)
         calls: list[MicrobatchCall] = []
@@ -278,6 +294,7 @@ class CephaloStrategy(ShardedStrategy):
         factor = precision.loss_factor(self.precision_plugin)
         with self.precision_plugin.train_step_context():
             outcome = self.engine.runner.forward(calls, factor, log.note)
+        self.meter.after_forward()
         self._finish_log(log, outcome, outcome.weights)
         return joined_result(outcome.results, outcome.weights, counts, self._no_loss)
 
@@ -320,7 +337,7 @@ class CephaloStrategy(ShardedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with ExitStack() as after_backward, local_update(optimizer):
+        with self.meter.step(), ExitStack() as after_backward, local_update(optimizer):
 
             def closure_and_rules() -> Any:
                 outcome = closure()
@@ -333,13 +350,18 @@ class CephaloStrategy(ShardedStrategy):
             end_s = synchronized_clock(self.root_device)()
         else:
             end_s = time.perf_counter()  # waiting for the device would cost more than it tells
-        self._step_times_s.append(end_s - self._step_started_s)
+        if not self.meter.slowed:
+            self._step_times_s.append(end_s - self._step_started_s)
         return result
+
+    def on_train_start(self) -> None:
+        self._meter = MemoryMeter(self.engine, self.optimizers)
 
     def on_train_end(self) -> None:
         self.engine.runner.reshard()
+        self._exchange_measured_memory()
         if self._preparation is not None and self._planning.verbose and self.is_global_zero:
-            self._preparation.report_measured(self.measured_step_s)
+            self._preparation.report_measured(self.measured_step_s, self.measured_memory)
 
     # -- data ---------------------------------------------------------------------------------
 

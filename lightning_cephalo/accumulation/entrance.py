@@ -24,10 +24,14 @@ class Entrance:
 
     Args:
         units: All units; the root unit first.
+
+    Attributes:
+        watch: Called before every action of a training step, if any.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
+        self.watch: Callable[[], None] | None = None
         self._running: Microbatch | None = None
         self._in_backward = False
         self._outside_depth = 0

@@ -234,6 +234,8 @@ class Runner(Entrance):
         self._microbatches = []
 
     def _execute(self, action: Action, order: Sequence[Visit] | None) -> None:
+        if self.watch is not None:
+            self.watch()
         unit = self.units[action.unit] if action.unit >= 0 else None
         if unit is not None:
             count = len(self._calls)

@@ -62,9 +62,7 @@ class EmulatedDevice(MemoryTracker):
             ("bytes_per_s", bytes_per_s),
             ("capacity_bytes", capacity_bytes),
         ):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{key} of device {name!r}: expected a positive number or None, "
-                                 f"got {value!r}.")  # fmt: skip
+            _check_positive(key, name, value)
         self.name = name
         self.flops_per_s = flops_per_s
         self.bytes_per_s = bytes_per_s
@@ -84,6 +82,21 @@ class EmulatedDevice(MemoryTracker):
     def busy_s(self) -> float:
         """Virtual seconds of work done so far, over all entries: what noise cannot touch."""
         return self._busy_s
+
+    def change_capacity(self, capacity_bytes: int | None) -> None:
+        """Gives the device another memory, as a cap for one process does on a GPU.
+
+        The peak starts anew. Where more is alive already, the next allocation is refused.
+
+        Args:
+            capacity_bytes: Bytes of live tensors that fit from now on. None sets no limit.
+
+        Raises:
+            ValueError: When it is not a positive number.
+        """
+        _check_positive("capacity_bytes", self.name, capacity_bytes)
+        self.capacity_bytes = capacity_bytes
+        self.reset_peak()
 
     def synchronize(self, *, keep_credit: bool = False) -> None:
         """Blocks until the device has done its work, as ``torch.cuda.synchronize`` does.
@@ -168,6 +181,13 @@ def active_device() -> EmulatedDevice | None:
         if isinstance(mode, EmulatedDevice) and mode._process == os.getpid():
             return mode
     return None
+
+
+def _check_positive(key: str, name: str, value: float | None) -> None:
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise ValueError(
+            f"{key} of device {name!r}: expected a positive number or None, got {value!r}."
+        )
 
 
 def _readable(count_bytes: int) -> str:

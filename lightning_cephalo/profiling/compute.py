@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_cephalo.profiling.errors import ProfilingError
+from lightning_cephalo.profiling.errors import TooLittleMemoryError
 from lightning_cephalo.profiling.memory import kept_bytes_per_sample
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 
@@ -110,7 +110,7 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
         ]
         if not any(runs):
             if size == smallest:
-                raise ProfilingError(_nobody(prober, smallest))
+                raise TooLittleMemoryError(_nobody(prober, smallest))
             break
         sweep.report(size, [rank for rank, run in enumerate(runs) if run])
         beside_s = _time_size(prober, measured, size, runs, remaining_s, sweep)
@@ -130,7 +130,7 @@ def _warm_up(prober: Prober, measured: Measured, smallest: int) -> bool:
         if refused[prober.agreement.rank]:
             able, measured.smallest_too_large = False, smallest
         if not any(row[0] for row in prober.agreement.exchange([float(able)])):
-            raise ProfilingError(_nobody(prober, smallest))
+            raise TooLittleMemoryError(_nobody(prober, smallest))
     return able
 
 

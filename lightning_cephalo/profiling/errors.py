@@ -10,6 +10,10 @@ class ProfilingError(RuntimeError):
     """Profiling cannot go on; every rank raises it, naming the rank, the size and the reason."""
 
 
+class TooLittleMemoryError(ProfilingError):
+    """A rank cannot hold what every rank must, or no rank can run the smallest microbatch."""
+
+
 @contextmanager
 def lost_rank_explained(rank: int, doing: str) -> Iterator[None]:
     """Say what a connection that breaks means.

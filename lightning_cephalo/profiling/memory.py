@@ -20,6 +20,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.emulation import MemoryTracker
 from lightning_cephalo.engine import Engine
+from lightning_cephalo.memory_account import RankMemory
+from lightning_cephalo.plan import Plan, Problem, cost
+from lightning_cephalo.profiling.errors import TooLittleMemoryError
 from lightning_cephalo.sharding.flat import Flat
 
 # Adam's two moments beside the parameter and its gradient. The optimizer is made for the planned
@@ -76,6 +79,30 @@ def resting_bytes(engine: Engine) -> int:
     return resting
 
 
+def check_capacities(engine: Engine, capacity_bytes: float) -> None:
+    """Raise if any rank cannot even hold what every rank must; collective.
+
+    Args:
+        engine: The sharded model.
+        capacity_bytes: What this rank may hold.
+
+    Raises:
+        TooLittleMemoryError: On every rank.
+    """
+    shards = sum(_nbytes(flat.shard) * (2 if flat.trainable else 1) for flat in _flats(engine))
+    rows = engine.agreement.exchange([capacity_bytes, float(shards)])
+    for rank, (capacity, held) in enumerate(rows):
+        missing = held + engine.gathered_bytes - capacity
+        if missing > 0:
+            raise TooLittleMemoryError(
+                f"Rank {rank} cannot take part: its {capacity / 2**20:,.1f} MiB do not hold the"
+                f" gathered units ({engine.gathered_bytes / 2**20:,.1f} MiB on every rank) and its"
+                f" {held / 2**20:,.1f} MiB of parameters and gradients;"
+                f" {missing / 2**20:,.1f} MiB are missing. Use smaller units (unit_types=,"
+                " unit_names=), a lower precision, or leave this device out."
+            )
+
+
 def batch_bytes(batch: Any, device: torch.device) -> int:
     """Bytes of a batch's tensors on the device."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -88,6 +115,27 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _flats(engine: Engine) -> list[Flat]:
     return [flat for unit in engine.units for flat in unit.flats]
+
+
+def predicted(problem: Problem, plan: Plan, engine: Engine) -> tuple[RankMemory, ...]:
+    """What a plan made for this problem takes on every rank: the terms of the formula, by kind."""
+    received = _receive_bytes(engine)
+    found = []
+    for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
+        mode = cost.Mode(rank.recompute, rank.offload)
+        curve = cost.peak_curve(profile, mode)
+        found.append(
+            RankMemory(
+                peak_bytes=rank.memory_bytes,
+                state_bytes=rank.state_fraction * (problem.state_bytes - received),
+                gathered_bytes=engine.gathered_parameter_bytes,
+                gradients_bytes=engine.gathered_gradient_bytes + rank.state_fraction * received,
+                boundaries_bytes=cost.sample_bytes(problem, mode) * rank.batch_size,
+                inside_bytes=max((curve[size - 1] for size in rank.microbatch_sizes), default=0.0),
+                other_bytes=problem.gathered_bytes - engine.gathered_bytes,
+            )
+        )
+    return tuple(found)
 
 
 class PeakMeter:
@@ -117,9 +165,7 @@ class PeakMeter:
         # made before, and empty until they are gathered
         for flat in _flats(self._engine):
             self._tracker.track(flat.full)
-        for pool in self._engine.buffer_pools:
-            for buffer in pool.buffers:
-                self._tracker.track(buffer.view(0, torch.uint8))
+        self._tracker.track(self._engine.buffers())
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -27,7 +27,7 @@ from lightning_cephalo.profiling.compute import (
     measure_peaks,
     measure_times,
 )
-from lightning_cephalo.profiling.errors import ProfilingError, lost_rank_explained
+from lightning_cephalo.profiling.errors import lost_rank_explained
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.memory import (
     compute_curve,
@@ -106,7 +106,6 @@ def measure(
     agreement = engine.agreement
     clock = synchronized_clock(engine.device)
     smallest = min(options.minimum_microbatch_size, global_batch_size)
-    _check_capacities(engine, device)
     progress = Progress(options.verbose and agreement.rank == 0)
     batches = _Batches(loader, partial(moved_to_device, trainer, engine.module))
 
@@ -188,23 +187,6 @@ def measure(
 
 def _exchanged(agreement: Agreement, profile: RankProfile) -> list[RankProfile]:
     return [RankProfile.from_dict(data) for data in agreement.exchange_objects(profile.to_dict())]
-
-
-def _check_capacities(engine: Engine, device: Device) -> None:
-    """Raise on every rank if any cannot even hold what every rank must."""
-    shards = sum(flat.shard.nbytes * (2 if flat.trainable else 1)
-                 for unit in engine.units for flat in unit.flats)  # fmt: skip
-    rows = engine.agreement.exchange([device.capacity_bytes, float(shards)])
-    for rank, (capacity, held) in enumerate(rows):
-        missing = held + engine.gathered_bytes - capacity
-        if missing > 0:
-            raise ProfilingError(
-                f"Rank {rank} cannot take part: its {capacity / 2**20:,.1f} MiB do not hold the"
-                f" gathered units ({engine.gathered_bytes / 2**20:,.1f} MiB on every rank) and its"
-                f" {held / 2**20:,.1f} MiB of parameters and gradients;"
-                f" {missing / 2**20:,.1f} MiB are missing. Use smaller units (unit_types=,"
-                " unit_names=), a lower precision, or leave this device out."
-            )
 
 
 def _profile(

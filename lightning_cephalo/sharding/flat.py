@@ -193,6 +193,11 @@ class Flat:
         """Whether any parameter wants a gradient now; users may freeze and unfreeze."""
         return any(parameter.requires_grad for parameter in self.sharded)
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether the memory of ``full`` is a pool's now."""
+        return self._full_buffer is not None
+
     def gather(self) -> Pending:
         """Give ``full`` memory and begin to fill it."""
         with torch.inference_mode(False), torch.no_grad():
@@ -330,6 +335,15 @@ class Flat:
                 local_part(face).zero_()
             elif parameter.grad is not face:
                 local_part(face).copy_(local_part(parameter.grad))
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that this rank's part of a reduce is received into; see ``reduce_slices``."""
+        if self.layout is None or self.context.world_size == 1:
+            return 0
+        nccl = dist.get_backend(self.context.reduce_group) == "nccl"
+        summands = 1 if nccl else self.context.world_size
+        return summands * (self._end - self._start) * self.master_dtype.itemsize
 
     def disarm(self) -> None:
         """Let go of ``grad_full``; call when its reduce has been waited for."""

@@ -75,6 +75,13 @@ class Unit:
         """Bytes of the full gradients while a backward is under way."""
         return sum(flat.numel * flat.master_dtype.itemsize for flat in self.flats if flat.trainable)
 
+    @property
+    def receiving_bytes(self) -> int:
+        """Bytes that a reduce under way receives into on this rank."""
+        if not self._reducing:
+            return 0
+        return sum(flat.received_bytes for flat in self.flats if flat.trainable)
+
     def named_sharded(self) -> list[tuple[str, nn.Parameter]]:
         """Name and DTensor of every parameter (once, under its first name)."""
         return [

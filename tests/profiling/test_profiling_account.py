@@ -1,0 +1,146 @@
+"""What ranks hold while they train, by kind, against arithmetic and against another instrument."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from profiled import GPT, fit, in_ranks, loader
+
+from lightning_cephalo import Plan, RankPlan
+from lightning_cephalo.emulation import active_device
+from lightning_cephalo.memory_meter import COUNTED_STEP
+
+WIDTH, DEPTH, CONTEXT = 64, 4, 32
+MODEL = {"width": WIDTH, "depth": DEPTH, "context": CONTEXT}
+UNEVEN = Plan(
+    ranks=(
+        RankPlan(microbatch_sizes=(4, 3, 2, 1), state_fraction=0.75),
+        RankPlan(microbatch_sizes=(1, 1, 2, 2), state_fraction=0.25),
+    )
+)
+IDLE = Plan(
+    ranks=(
+        RankPlan(microbatch_sizes=(8, 8), state_fraction=1.0),
+        RankPlan(microbatch_sizes=(), state_fraction=0.0),
+    )
+)
+NUMBER = 4  # bytes
+
+
+class Peak(Callback):
+    """Most bytes alive at once in training, by the emulated device's own count."""
+
+    peak_bytes = 0
+
+    def on_train_batch_end(self, *_):
+        if active_device() is not None:
+            self.peak_bytes = max(self.peak_bytes, active_device().peak_bytes)
+
+
+def held(plan, speeds, max_steps=4, **strategy):
+    peak = Peak()
+    trainer = fit(
+        GPT(**MODEL),
+        loader(context=CONTEXT, batch_size=8),
+        speeds=speeds,
+        callbacks=[peak],
+        max_steps=max_steps,
+        strategy={"plan": plan, **strategy},
+    )
+    timed = len(trainer.strategy._step_times_s)
+    return trainer.strategy.measured_memory, peak.peak_bytes, timed
+
+
+def parameters_of(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+@pytest.mark.parametrize("plan", [UNEVEN, IDLE])
+def test_kinds_are_what_arithmetic_says(plan, emulated):
+    speeds = (1.0, 1.0) if emulated else None
+    (measured, *_), (others, *_) = in_ranks(2, held, plan, speeds)
+    assert measured == others  # every rank knows every rank's
+    model = GPT(**MODEL).network
+    block = parameters_of(model.blocks[0])
+    root = parameters_of(model) - DEPTH * block
+    # parameters, gradients and Adam's two moments
+    state = [rank.state_bytes for rank in measured]
+    assert sum(state) == 4 * NUMBER * parameters_of(model)
+    for rank, part in zip(measured, plan.ranks, strict=True):
+        # cuts lie between rows
+        expected = part.state_fraction * sum(state)
+        assert rank.state_bytes == pytest.approx(expected, abs=0.01 * sum(state))
+        assert rank.gathered_bytes == NUMBER * (root + 2 * block)
+        received = 2 * part.state_fraction * NUMBER * block
+        assert rank.gradients_bytes == pytest.approx(
+            NUMBER * (root + 2 * block) + received, rel=0.02
+        )
+        # an input of every block, the last one's output and its gradient; and the tokens
+        per_sample = CONTEXT * (WIDTH * NUMBER * (DEPTH + 2) + 8)
+        boundaries = part.batch_size * per_sample
+        assert rank.boundaries_bytes == pytest.approx(boundaries, rel=0.1, abs=2_000)
+        assert 0 <= rank.other_bytes < 10_000
+        kinds = (rank.state_bytes, rank.gathered_bytes, rank.gradients_bytes,
+                 rank.boundaries_bytes, rank.inside_bytes, rank.other_bytes)  # fmt: skip
+        assert rank.peak_bytes == sum(kinds)
+        assert (rank.inside_bytes > 100_000) == bool(part.batch_size)
+        assert rank.step == (None if emulated else COUNTED_STEP)
+
+
+def test_the_peak_is_that_of_the_emulated_device_and_of_a_step_counted_on_the_cpu():
+    emulated = in_ranks(2, held, UNEVEN, (1.0, 1.0))
+    on_cpu = in_ranks(2, held, UNEVEN, None)
+    for rank, ((measured, peak_bytes, _), (counted, _, _)) in enumerate(
+        zip(emulated, on_cpu, strict=True)
+    ):
+        assert measured[rank].peak_bytes == peak_bytes
+        assert counted[rank].peak_bytes == pytest.approx(peak_bytes, rel=0.01)
+
+
+def test_the_step_that_is_counted_on_the_cpu_is_not_timed():
+    assert in_ranks(2, held, UNEVEN, None)[0][2] == 3
+    assert in_ranks(2, held, UNEVEN, (1.0, 1.0))[0][2] == 4
+
+
+def test_a_single_step_is_not_accounted():
+    measured, _, timed = in_ranks(2, held, UNEVEN, None, 1)[0]
+    assert measured is None
+    assert timed == 1
+
+
+def test_rank_zero_prints_predicted_beside_measured(capfd):
+    def planned():
+        options = {"strategy": {"verbose": True}, "max_steps": 3}
+        trainer = fit(GPT(**MODEL), loader(context=CONTEXT, batch_size=8), **options)
+        return trainer.strategy.measured_memory, trainer.strategy._preparation.memory
+
+    measured, predicted = in_ranks(2, planned)[0]
+    output = capfd.readouterr().out
+    assert output.count("predicted / measured") == 1
+    for rank in (0, 1):
+        for kind in ("peak_bytes", "state_bytes", "gathered_bytes", "gradients_bytes"):
+            assert getattr(measured[rank], kind) == pytest.approx(
+                getattr(predicted[rank], kind), rel=0.1
+            )
+
+
+def test_counting_a_step_changes_no_result():
+    def loss():
+        trainer = fit(
+            GPT(**MODEL),
+            loader(context=CONTEXT, batch_size=8),
+            max_steps=4,
+            strategy={"plan": UNEVEN},
+        )
+        return trainer.callback_metrics["loss"].item()
+
+    def uncounted():
+        from lightning_cephalo import memory_meter
+
+        before, memory_meter.COUNTED_STEP = memory_meter.COUNTED_STEP, 1_000
+        try:
+            return loss()
+        finally:
+            memory_meter.COUNTED_STEP = before
+
+    assert torch.equal(torch.tensor(in_ranks(2, loss)), torch.tensor(in_ranks(2, uncounted)))
