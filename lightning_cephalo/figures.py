@@ -317,7 +317,7 @@ def _memory_parts(problem: Problem, plan: Plan, rank: int) -> tuple[float, float
     """Bytes of state, gathered buffers, boundaries and the peak, as ``plan/cost.py`` adds them."""
     part, profile = plan.ranks[rank], problem.ranks[rank]
     mode = cost.Mode(part.recompute, part.offload)
-    held = cost.sample_bytes(problem, mode) * part.batch_size
+    held = cost.kept_bytes(problem, part.microbatch_sizes, mode)
     working = cost.working_bytes(problem, profile, part.microbatch_sizes, mode)
     state = part.state_fraction * problem.state_bytes
     return state, problem.gathered_bytes, held, working - problem.gathered_bytes - held

@@ -168,13 +168,10 @@ class _Lane:
         self._ranks = tuple(ranks)
         self._offloaded_units = problem.units - cost.UNITS_ON_DEVICE if part.offload else 0
         self._keeps = mode.recompute is False
-        gradients_bytes = 0.0
+        resting = problem.gathered_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
         if part.offload and problem.units > cost.UNITS_ON_DEVICE:
-            gradients_bytes = problem.boundary_bytes * part.batch_size
-        self._base_bytes = (
-            part.state_fraction * problem.state_bytes,
-            problem.gathered_bytes + gradients_bytes,
-        )
+            resting += problem.boundary_bytes * part.batch_size  # gradients between units
+        self._base_bytes = part.state_fraction * problem.state_bytes, resting
         self._events: list[Event] = []
         self._changes: list[_Change] = []
         self._copied_s: dict[tuple[int, int], float] = {}

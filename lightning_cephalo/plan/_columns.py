@@ -229,9 +229,11 @@ class _Builder:
             mode=np.full(1, self.mode_index),
         )
 
-    def _used_bytes(self, peaks: np.ndarray | float, batch: np.ndarray) -> np.ndarray:
-        per_sample = sample_bytes(self.problem, self.mode)
-        return self.problem.gathered_bytes + peaks + per_sample * batch
+    def _used_bytes(
+        self, peaks: np.ndarray | float, batch: np.ndarray, count: np.ndarray
+    ) -> np.ndarray:
+        kept = sample_bytes(self.problem, self.mode) * batch + self.problem.microbatch_bytes * count
+        return self.problem.gathered_bytes + peaks + kept
 
     def _all_mixtures(self) -> Columns | None:
         """Every multiset of the sizes that is not beaten, or None when they are too many.
@@ -253,7 +255,7 @@ class _Builder:
                     batch,
                     grown.count + doubled,
                     grown.times_s + doubled * self.curves[size - 1],
-                    self._used_bytes(self.peaks[size - 1], batch),
+                    self._used_bytes(self.peaks[size - 1], batch, grown.count + doubled),
                     copies,
                     grown.mode,
                 )
@@ -322,11 +324,12 @@ class _Builder:
         curves = np.vstack([np.zeros(3), self.curves.reshape(-1, 3)])
         peaks = np.r_[0.0, self.peaks]
         batch = first * first_copies + second * second_copies
+        count = first_copies + second_copies
         return Columns(
             batch,
-            first_copies + second_copies,
+            count,
             first_copies[:, None] * curves[first] + second_copies[:, None] * curves[second],
-            self._used_bytes(np.maximum(peaks[first], peaks[second]), batch),
+            self._used_bytes(np.maximum(peaks[first], peaks[second]), batch, count),
             pairs,
             np.full(len(pairs), self.mode_index),
         )

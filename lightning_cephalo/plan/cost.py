@@ -11,11 +11,12 @@ with F_i, B_i, tail_i the sums over rank i's microbatches. The maxima are the ov
 is gathered, and the last one reduced, while this one computes. G and R are those of uneven shards,
 or of even ones where all ranks hold equal shares.
 
-A rank holds its share of the state, the gathered buffers, the peak of its largest microbatch, and
-one boundary per unit for every sample of its batch, or of three units where it offloads them: the
-values of the one in use and of the one on its way, and the gradients that go from unit to unit.
-Copies run beside the compute, so a rank that offloads needs at least the time of its copies. Where
-activations inside the units are kept, boundaries are held by them: nothing is offloaded.
+A rank holds its share of the state, the gathered buffers, the peak of its largest microbatch, what
+every microbatch keeps, and one boundary per unit for every sample of its batch, or of three units
+where it offloads them: the values of the one in use and of the one on its way, and the gradients
+that go from unit to unit. Copies run beside the compute, so a rank that offloads needs at least the
+time of its copies. Where activations inside the units are kept, boundaries are held by them:
+nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -202,6 +203,12 @@ def sample_bytes(problem: Problem, mode: Mode) -> float:
     return problem.boundary_bytes * units + kept
 
 
+def kept_bytes(problem: Problem, microbatch_sizes: Sequence[int], mode: Mode) -> float:
+    """Bytes on the device that a rank's microbatches keep until their backward."""
+    of_microbatches = problem.microbatch_bytes * len(microbatch_sizes)
+    return sample_bytes(problem, mode) * sum(microbatch_sizes) + of_microbatches
+
+
 def working_bytes(
     problem: Problem,
     profile: RankProfile,
@@ -211,7 +218,7 @@ def working_bytes(
     """Bytes of a rank beside its share of the state."""
     curve = peak_curve(profile, mode)
     peak = max((curve[size - 1] for size in microbatch_sizes), default=0.0)
-    kept = sample_bytes(problem, mode) * sum(microbatch_sizes)
+    kept = kept_bytes(problem, microbatch_sizes, mode)
     return problem.gathered_bytes + peak + kept
 
 

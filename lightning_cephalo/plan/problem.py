@@ -159,6 +159,8 @@ class Problem:
         fill_s: what has nothing to hide behind: the first unit's gather and the last one's reduce.
             A simulation plays it out and leaves this out.
         kept_bytes: kept per sample and unit, beside the boundary, on ranks that do not recompute.
+        microbatch_bytes: kept of every microbatch until its backward, whatever its samples (weights
+            that autocast has cast, and keeps for the backward).
 
     Raises:
         PlanError: a field is not what is expected; the message names it.
@@ -183,6 +185,7 @@ class Problem:
     root_reduce_s: float = 0.0
     fill_s: float = 0.0
     kept_bytes: float = 0.0
+    microbatch_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         ranks = _fields.items("Problem.ranks", self.ranks, of="RankProfile")
@@ -210,6 +213,7 @@ class Problem:
             "root_reduce_s",
             "fill_s",
             "kept_bytes",
+            "microbatch_bytes",
         ):
             object.__setattr__(self, name, _fields.real(f"Problem.{name}", getattr(self, name)))
         for name in ("even_gather_s", "even_reduce_s"):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_cephalo.profiling.errors import TooLittleMemoryError
-from lightning_cephalo.profiling.memory import kept_bytes_per_sample
+from lightning_cephalo.profiling.memory import Held, Kept
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 
 # Short steps are repeated: so many seconds for a size, so often at most.
@@ -26,7 +26,7 @@ _SUSPICIOUS = 0.03
 _BEYOND_SHARE = 1.25
 # From this size on a rank stops when larger microbatches gain less than this per sample.
 _LARGE_SIZE, _WORTHWHILE_GAIN = 32, 0.02
-# Numbers of microbatches whose peak is compared with that of one.
+# Numbers of microbatches whose memory is compared with that of one.
 _COUNTS = (3, 2)
 
 
@@ -36,12 +36,12 @@ class Measured:
 
     Attributes:
         times: Per microbatch size.
-        peaks: Per microbatch size, peak bytes of a step with one such microbatch.
+        held: Per microbatch size, bytes of a step with one such microbatch.
         smallest_too_large: Out of memory came at this size; None if it never did.
     """
 
     times: dict[int, Times] = field(default_factory=dict)
-    peaks: dict[int, float] = field(default_factory=dict)
+    held: dict[int, Held] = field(default_factory=dict)
     smallest_too_large: int | None = None
 
     @property
@@ -237,47 +237,53 @@ def _nobody(prober: Prober, smallest: int) -> str:
     )
 
 
-def measure_peaks(prober: Prober, measured: Measured, sweep: Sweep) -> float:
-    """Measure the peaks of the smallest and the largest size that ran; collective.
+def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Kept:
+    """Measure what the smallest and the largest size that ran hold; collective.
 
     A peak is a maximum of what several moments hold, each of which grows evenly with the size; so
     a line between two sizes is never below it.
 
     Returns:
-        Bytes that this rank keeps of every sample until its backward: what further microbatches
-        add to a step.
+        What this rank keeps of samples and microbatches until their backward.
     """
     smallest = sweep.sizes[0]
     idle = smallest if sweep.everyone_runs and measured.times else 0
     for position in (0, -1):
         ran = sorted(measured.times)
         size = ran[position] if ran else 0
-        if size in measured.peaks:
+        if size in measured.held:
             size = 0
-        peak = _peak(prober, size, 1, idle)
-        if peak is not None:
-            measured.peaks[size] = peak
+        held = _held(prober, size, 1, idle)
+        if held is not None:
+            measured.held[size] = held
         elif size:
             # it ran when it was timed, but only just: not to be relied on
             measured.smallest_too_large = size
             measured.times = {at: found for at, found in measured.times.items() if at < size}
-    single = measured.peaks.get(smallest)
+    single = measured.held.get(smallest)
     for count in _COUNTS:
-        several = _peak(prober, smallest if single is not None else 0, count, idle)
+        several = _held(prober, smallest if single is not None else 0, count, idle)
         known = single is None or several is not None
         if all(row[0] for row in prober.agreement.exchange([float(known)])):
             break
     if single is None or several is None:
-        return 0.0
-    return kept_bytes_per_sample(single, several, count, smallest)
+        return Kept(0.0, 0.0)
+    largest = max(measured.held)
+    return Kept.between(
+        single.kept_bytes,
+        several.kept_bytes,
+        count,
+        smallest,
+        None if largest == smallest else (largest, measured.held[largest].kept_bytes),
+    )
 
 
-def _peak(prober: Prober, size: int, count: int, idle: int) -> float | None:
-    """Peak of a step; None for a rank that had nothing to measure, or not the memory for it."""
+def _held(prober: Prober, size: int, count: int, idle: int) -> Held | None:
+    """Bytes of a step; None for a rank that had nothing to measure, or not the memory for it."""
     while any(row[0] for row in prober.agreement.exchange([float(size)])):
-        peak, refused = prober.peak(size or idle, count if size else 1)
+        held, refused = prober.held(size or idle, count if size else 1)
         if not any(refused):
-            return peak if size else None
+            return held if size else None
         if refused[prober.agreement.rank]:
             size, idle = 0, idle if size else 0
     return None

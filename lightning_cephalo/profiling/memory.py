@@ -1,15 +1,19 @@
 """What a step holds at its worst moment, and how the planner's memory formula gets its numbers.
 
 The formula (plan/cost.py): state share + ``gathered_bytes`` + ``compute_bytes[m]`` of the largest
-microbatch + ``boundary_bytes`` x units x samples. Measured are the peak P of a step with one
-microbatch of m samples, and with several. What each further microbatch adds is what is kept of it
-until its backward; that is the boundary term. ``compute_bytes[m]`` is the rest of P, so that the
-formula gives P back for one microbatch and grows as measured with their number.
+microbatch + ``boundary_bytes`` x units x samples + ``microbatch_bytes`` x microbatches. Measured
+are the peak P of a step with one microbatch of m samples, and what is held between its forward and
+its backward, with one microbatch and with several, of few samples and of many. What each further
+sample and microbatch adds there are the two terms of what is kept: nothing else grows with them.
+``compute_bytes[m]`` is the rest of P, so that the formula gives P back for one microbatch. (How P
+itself grows would not do: with few microbatches it may lie at a moment at which part of what is
+kept has been released.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -130,7 +134,7 @@ def predicted(problem: Problem, plan: Plan, engine: Engine) -> tuple[RankMemory,
                 state_bytes=rank.state_fraction * (problem.state_bytes - received),
                 gathered_bytes=engine.gathered_parameter_bytes,
                 gradients_bytes=engine.gathered_gradient_bytes + rank.state_fraction * received,
-                boundaries_bytes=cost.sample_bytes(problem, mode) * rank.batch_size,
+                boundaries_bytes=cost.kept_bytes(problem, rank.microbatch_sizes, mode),
                 inside_bytes=max((curve[size - 1] for size in rank.microbatch_sizes), default=0.0),
                 other_bytes=problem.gathered_bytes - engine.gathered_bytes,
             )
@@ -154,6 +158,15 @@ class PeakMeter:
         self._before = 0
         self._tracker = _StepTracker()
         self.peak_bytes = 0
+        self.kept_bytes = 0
+
+    def forward_done(self) -> None:
+        """Called between the forward and the backward: see what is held there."""
+        if self._cuda:
+            held = torch.cuda.memory_allocated(self._engine.device)
+            self.kept_bytes = max(0, held - self._before)
+        else:
+            self.kept_bytes = self._tracker.current_bytes
 
     def __enter__(self) -> PeakMeter:
         if self._cuda:
@@ -185,20 +198,54 @@ class _StepTracker(MemoryTracker):
             self.untrack(args[0])
 
 
-def kept_bytes_per_sample(single: float, several: float, count: int, size: int) -> float:
-    """What is kept of every sample until its backward.
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a step beside the state.
 
-    Args:
-        single: Peak with one microbatch.
-        several: Peak with ``count`` microbatches.
-        count: Two or more.
-        size: Samples in each microbatch.
+    Attributes:
+        peak_bytes: At its worst moment.
+        kept_bytes: Between the forward and the backward.
     """
-    return max(0.0, several - single) / ((count - 1) * size)
+
+    peak_bytes: float
+    kept_bytes: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept from the forward until the backward.
+
+    Attributes:
+        sample_bytes: Of every sample, over all units.
+        microbatch_bytes: Of every microbatch, whatever its samples.
+    """
+
+    sample_bytes: float
+    microbatch_bytes: float
+
+    @classmethod
+    def between(
+        cls, single: float, several: float, count: int, size: int, larger: tuple[int, float] | None
+    ) -> Kept:
+        """From what is held between forward and backward.
+
+        Args:
+            single: With one microbatch.
+            several: With ``count`` microbatches.
+            count: Two or more.
+            size: Samples in each microbatch.
+            larger: Samples of a larger microbatch, and what is held with one of these; None if
+                there is none: then nothing is known to be kept of microbatches as such.
+        """
+        each = max(0.0, (several - single) / (count - 1))
+        if larger is None:
+            return cls(each / size, 0.0)
+        sample = max(0.0, (larger[1] - single) / (larger[0] - size))
+        return cls(sample, max(0.0, each - sample * size))
 
 
 def compute_curve(
-    sizes: Sequence[int], peaks: Sequence[float], largest: int, gathered: float, kept: float
+    sizes: Sequence[int], peaks: Sequence[float], largest: int, gathered: float, kept: Kept
 ) -> list[float]:
     """``compute_bytes`` of microbatches of 1 to ``largest`` samples.
 
@@ -209,12 +256,13 @@ def compute_curve(
         peaks: Their peaks, gathered buffers included.
         largest: Length of the curve.
         gathered: ``gathered_bytes`` of the problem, as far as it is full buffers.
-        kept: Bytes that every sample keeps until its backward.
+        kept: What is kept until the backward.
     """
     if not largest:
         return []
     every = np.arange(1, largest + 1)
     rising = np.maximum.accumulate(np.asarray(peaks, dtype=float))
     dense = np.interp(every, sizes, rising)
-    return [float(max(0.0, peak - gathered - kept * size))
+    beside = gathered + kept.microbatch_bytes
+    return [float(max(0.0, peak - beside - kept.sample_bytes * size))
             for size, peak in zip(every, dense, strict=True)]  # fmt: skip

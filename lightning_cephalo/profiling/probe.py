@@ -19,7 +19,7 @@ from lightning_cephalo.accumulation.runner import MicrobatchCall
 from lightning_cephalo.engine import Engine
 from lightning_cephalo.profiling.errors import ProfilingError, lost_rank_explained
 from lightning_cephalo.profiling.isolation import forget_gradients
-from lightning_cephalo.profiling.memory import PeakMeter, batch_bytes
+from lightning_cephalo.profiling.memory import Held, PeakMeter, batch_bytes
 from lightning_cephalo.stepping import loss_and_weight
 
 
@@ -79,7 +79,7 @@ class Prober:
         self._step = step
         self._context = context
         self._times: Times | None = None
-        self._peak: float = 0.0
+        self._held = Held(0.0, 0.0)
         self.wall_s = 0.0
 
     def timed(self, size: int) -> tuple[Times | None, list[bool]]:
@@ -102,11 +102,11 @@ class Prober:
         self.wall_s = time.perf_counter() - start
         return self._times, refused
 
-    def peak(self, size: int, count: int) -> tuple[float, list[bool]]:
-        """Measure peak bytes of a step with ``count`` microbatches, as :meth:`timed` does times."""
-        self._peak = 0.0
+    def held(self, size: int, count: int) -> tuple[Held, list[bool]]:
+        """Measure bytes of a step with ``count`` microbatches, as :meth:`timed` does times."""
+        self._held = Held(0.0, 0.0)
         refused = self._run(partial(self._watched_step_of, size, count), size)
-        return self._peak, refused
+        return self._held, refused
 
     def _run(self, attempt: Callable[[], None], size: int) -> list[bool]:
         failure: BaseException | None = None
@@ -148,15 +148,18 @@ class Prober:
     def _watched_step_of(self, size: int, count: int) -> None:
         calls = self._calls(size, count)
         with PeakMeter(self.engine) as meter:
-            self._forward_backward(calls)
+            self._forward_backward(calls, meter.forward_done)
         if size:
             # in a real step every microbatch has samples of its own on the device
-            held = batch_bytes(self._batch_of(size), self.engine.device)
-            self._peak = float(meter.peak_bytes + count * held)
+            samples_bytes = count * batch_bytes(self._batch_of(size), self.engine.device)
+            self._held = Held(meter.peak_bytes + samples_bytes, meter.kept_bytes + samples_bytes)
 
-    def _forward_backward(self, calls: list[MicrobatchCall]) -> None:
+    def _forward_backward(
+        self, calls: list[MicrobatchCall], between: Callable[[], None] = lambda: None
+    ) -> None:
         with self._context():
             self.engine.runner.forward(calls)
+        between()
         self.engine.runner.backward()
 
     def _calls(self, size: int, count: int) -> list[MicrobatchCall]:

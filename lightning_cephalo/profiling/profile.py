@@ -24,12 +24,13 @@ from lightning_cephalo.profiling.compute import (
     Prober,
     Sweep,
     ladder,
-    measure_peaks,
+    measure_memory,
     measure_times,
 )
 from lightning_cephalo.profiling.errors import lost_rank_explained
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.memory import (
+    Kept,
     compute_curve,
     resting_bytes,
     state_bytes,
@@ -128,7 +129,7 @@ def measure(
         )
         measured = measure_times(prober, sweep)
         progress.say("profiling: memory")
-        kept = measure_peaks(prober, measured, sweep)
+        own_kept = measure_memory(prober, measured, sweep)
         progress.say("profiling: network")
         # first: measuring the network lets go of the gradients that clipping is timed with
         clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
@@ -140,10 +141,11 @@ def measure(
             flat.forget_gradient()  # memory that moving the shards may need
     visits = engine.runner.visits
     units = max(1, sum(visit.differentiable for visit in visits))
-    kept, resting = (
-        max(row[index] for row in agreement.exchange([kept, float(resting_bytes(engine))]))
-        for index in (0, 1)
+    rows = agreement.exchange(
+        [own_kept.sample_bytes, own_kept.microbatch_bytes, float(resting_bytes(engine))]
     )
+    per_sample, per_microbatch, resting = (max(column) for column in zip(*rows, strict=True))
+    kept = Kept(per_sample, per_microbatch)
     own = _profile(device, measured, units, float(engine.gathered_bytes), kept)
     profiles = pooled(_exchanged(agreement, own))
     reduced = len({visit.unit for visit in visits if engine.units[visit.unit].trainable})
@@ -157,7 +159,8 @@ def measure(
         reduce_s=network.reduce_s * reduced / units,
         state_bytes=float(state_bytes(engine)),
         global_batch_size=global_batch_size,
-        boundary_bytes=kept / units,
+        boundary_bytes=kept.sample_bytes / units,
+        microbatch_bytes=kept.microbatch_bytes,
         optimizer_s=optimizer_s,
         gathered_bytes=engine.gathered_bytes + resting,
         minimum_microbatch_size=smallest,
@@ -190,7 +193,7 @@ def _exchanged(agreement: Agreement, profile: RankProfile) -> list[RankProfile]:
 
 
 def _profile(
-    device: Device, measured: Measured, units: int, gathered_bytes: float, kept: float
+    device: Device, measured: Measured, units: int, gathered_bytes: float, kept: Kept
 ) -> RankProfile:
     """Dense curves from the sizes that were measured; per unit where the problem wants it."""
     sizes = sorted(measured.times)
@@ -201,9 +204,9 @@ def _profile(
         return tuple(np.interp(every, sizes, values).tolist()) if sizes else ()
 
     times = [measured.times[size] for size in sizes]
-    peaks = sorted(measured.peaks)
+    held = sorted(measured.held)
     compute = compute_curve(
-        peaks, [measured.peaks[size] for size in peaks], largest, gathered_bytes, kept
+        held, [measured.held[size].peak_bytes for size in held], largest, gathered_bytes, kept
     )
     return RankProfile(
         name=device.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -36,6 +37,14 @@ def test_step_time_and_memory_by_hand():
     assert found.step_s == 4 * (max(2.5, 3.5) + max(5.5, 7)) + 13 + 0.25 + 0.5
     assert fast.memory_bytes == 80 + 7 + 30 + 2 * 4 * 5
     assert slow.memory_bytes == 20 + 7 + 10 + 2 * 4 * 1
+
+
+def test_every_microbatch_may_keep_something_whatever_its_samples():
+    plans = [RankPlan((3, 2), 0.8), RankPlan((1,), 0.2)]
+    before = predict(PROBLEM, plans).ranks
+    after = predict(replace(PROBLEM, microbatch_bytes=5), plans).ranks
+    more = [one.memory_bytes - other.memory_bytes for one, other in zip(after, before, strict=True)]
+    assert more == [10, 5]
 
 
 def test_a_gather_that_takes_longer_than_all_compute_sets_the_pace():

@@ -107,6 +107,7 @@ def problems(draw) -> Problem:
         even_reduce_s=draw(st.sampled_from([None, None, 1.0])),
         root_reduce_s=draw(st.sampled_from([0.0, 0.5])),
         kept_bytes=draw(st.sampled_from([0.0, 0.5])),
+        microbatch_bytes=draw(st.sampled_from([0.0, 0.0, 1.5])),
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 from lightning_cephalo.plan import RankProfile
 from lightning_cephalo.profiling.compute import Measured, _disturbed, _expected_s, _useful, ladder
 from lightning_cephalo.profiling.errors import is_out_of_memory
-from lightning_cephalo.profiling.memory import compute_curve, kept_bytes_per_sample
+from lightning_cephalo.profiling.memory import Kept, compute_curve
 from lightning_cephalo.profiling.probe import Times
 from lightning_cephalo.profiling.profile import pooled
 
@@ -66,15 +66,19 @@ def test_slow_ranks_need_not_measure_sizes_that_no_good_plan_gives_them():
 
 
 def test_memory_between_two_measured_sizes_lies_on_a_line_and_never_falls():
-    curve = compute_curve([1, 3], [150.0, 350.0], 4, gathered=50.0, kept=10.0)
-    assert curve == pytest.approx([90.0, 180.0, 270.0, 260.0])
-    assert compute_curve([1, 2], [150.0, 120.0], 2, 50.0, 0.0) == pytest.approx([100.0, 100.0])
-    assert compute_curve([1], [10.0], 1, 50.0, 0.0) == [0.0]
+    curve = compute_curve([1, 3], [150.0, 350.0], 4, gathered=50.0, kept=Kept(10.0, 5.0))
+    assert curve == pytest.approx([85.0, 175.0, 265.0, 255.0])
+    nothing = Kept(0.0, 0.0)
+    assert compute_curve([1, 2], [150.0, 120.0], 2, 50.0, nothing) == pytest.approx([100.0, 100.0])
+    assert compute_curve([1], [10.0], 1, 50.0, nothing) == [0.0]
 
 
-def test_what_further_microbatches_add_is_shared_out_over_their_samples():
-    assert kept_bytes_per_sample(100.0, 160.0, count=3, size=2) == pytest.approx(15.0)
-    assert kept_bytes_per_sample(100.0, 90.0, count=2, size=1) == 0.0
+def test_what_is_kept_is_told_apart_by_what_samples_and_microbatches_add():
+    # 100, and 20 for each microbatch, and 5 for each sample
+    assert Kept.between(130, 190, count=3, size=2, larger=(4, 140)) == Kept(5.0, 20.0)
+    # with one size there is no telling
+    assert Kept.between(130, 190, count=3, size=2, larger=None) == Kept(15.0, 0.0)
+    assert Kept.between(130, 120, count=2, size=1, larger=(2, 110)) == Kept(0.0, 0.0)
 
 
 def test_equal_devices_get_one_profile_despite_noise():
