@@ -11,6 +11,7 @@ state shared last.
 4. ``cheapest``: within those slowest times, stretched by a thousandth, the exact batch with the
    most even memory headroom (``_headroom``).
 5. The state in proportion to what memory is then free (``_state``).
+6. Again without offloading where that makes the step no longer.
 
 Where even shares travel faster than uneven ones, all of this is done a second time with an equal
 share of the state on every rank, and the better plan is taken.
@@ -43,11 +44,13 @@ from .cost import (
     predict,
     working_bytes,
 )
-from .errors import PlanError, SolverError
+from .errors import InfeasibleError, PlanError, SolverError
 from .plan import Plan, RankPlan
 from .problem import Problem
 
 _EXACT = 1e-9
+# Kinds of ranks of which each is tried without offloading by itself.
+_MOST_KINDS = 8
 
 
 def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
@@ -79,6 +82,43 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
         raise PlanError(f"solve: expected a Problem, but got {_fields.shortened(problem)}.")
     limit = _fields.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
     deadline = started + limit
+    plan = _fastest(problem, started, deadline)
+    if any(rank.offload for rank in plan.ranks):
+        plan = _without_needless_offload(problem, plan, started, deadline)
+    return plan
+
+
+def _without_needless_offload(
+    problem: Problem, plan: Plan, started: float, deadline: float
+) -> Plan:
+    """As fast a plan whose ranks offload only where that is needed.
+
+    Headroom alone would have them offload wherever the copies are hidden, and copies that are
+    hidden are not free: they take the host's memory and its bus.
+    """
+    longest_s = _step_s(plan) * (1 + EQUAL + _EXACT)
+    bound_s, gap = plan.bound_s, plan.gap
+    with_host = list(dict.fromkeys(r for r in problem.ranks if r.host_capacity_bytes > 0))
+    for stripped in (with_host, *([profile] for profile in with_host[:_MOST_KINDS])):
+        if time.perf_counter() > deadline or not any(rank.offload for rank in plan.ranks):
+            break
+        ranks = tuple(
+            dataclasses.replace(rank, host_capacity_bytes=0.0) if rank in stripped else rank
+            for rank in problem.ranks
+        )
+        lean = dataclasses.replace(problem, ranks=ranks)
+        try:
+            other = _fastest(lean, started, deadline)
+        except (InfeasibleError, SolverError):
+            continue
+        if _step_s(other) <= longest_s:
+            problem, plan = lean, other
+    return dataclasses.replace(
+        plan, bound_s=bound_s, gap=gap, solve_s=time.perf_counter() - started
+    )
+
+
+def _fastest(problem: Problem, started: float, deadline: float) -> Plan:
     types = group_types(problem)
     refuse_early(problem, types)
     candidates: list[_Candidate] = []

@@ -329,6 +329,24 @@ def test_recomputation_and_offload_only_where_memory_binds():
     assert modes(160) == (True, True)  # boundaries of three units instead of four
 
 
+def test_no_rank_offloads_for_headroom_alone():
+    def offloading(small: float, large: float) -> list[bool]:
+        ranks = [
+            dataclasses.replace(
+                affine(name, 1, capacity), host_capacity_bytes=1e6, offload_bytes_per_s=1e9
+            )
+            for name, capacity in (("small", small), ("large", large))
+        ]
+        problem = Problem(ranks, units=12, state_bytes=40, global_batch_size=8, boundary_bytes=4)
+        plan = checked(problem, solve(problem))
+        assert plan.gap == 0
+        return [rank.offload for rank in plan.ranks]
+
+    assert offloading(1000, 1000) == [False, False]
+    assert offloading(70, 1000) == [True, False]
+    assert offloading(90, 90) == [True, True]
+
+
 def test_even_shares_are_taken_where_they_travel_enough_faster():
     def fractions(even_gather_s: float | None, capacity: float = 100) -> list[float]:
         problem = Problem(
