@@ -1,18 +1,13 @@
 """Executes the schedule: owns every collective of a step, so that all ranks issue the same.
 
-[Note: failures]
-Nothing that a user's code does on one rank may leave the others waiting. A rank whose microbatch
-raises drops its microbatches and goes on communicating in the agreed order, as a rank without data
-does; at the next exchange (end of forward, end of backward) all ranks learn of it and raise.
+What happens when a rank fails: [Note: failures] in guard.py.
 """
 
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +15,9 @@ from torch import Tensor
 from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall, StepTimes
-from lightning_cephalo.accumulation.entrance import ROOT, Entrance
-from lightning_cephalo.accumulation.memory_errors import Place, explained, is_out_of_memory
+from lightning_cephalo.accumulation.entrance import ROOT
+from lightning_cephalo.accumulation.guard import BEGINNING, Guard
+from lightning_cephalo.accumulation.memory_errors import Place
 from lightning_cephalo.accumulation.microbatch import Microbatch
 from lightning_cephalo.accumulation.offload import UNITS_THAT_STAY, HostRing
 from lightning_cephalo.accumulation.order import FAILED, FINISHED, Order, where
@@ -34,7 +30,6 @@ from lightning_cephalo.accumulation.schedule import (
 )
 from lightning_cephalo.sharding.unit import Unit
 
-_BEGINNING = Place("beginning")
 _DOING = {
     Operation.GATHER: "gather",
     Operation.FORWARD: "forward",
@@ -44,7 +39,7 @@ _DOING = {
 }
 
 
-class Runner(Entrance):
+class Runner(Guard):
     """Runs training and evaluation steps over units.
 
     Args:
@@ -52,9 +47,6 @@ class Runner(Entrance):
         agreement: Exchanges between the ranks' processes.
         device: This rank's device.
         recompute: Whether units are computed again in the backward.
-
-    Attributes:
-        planned_memory: What the plan counts on, for messages.
     """
 
     def __init__(
@@ -64,8 +56,7 @@ class Runner(Entrance):
         device: torch.device,
         recompute: bool = True,
     ) -> None:
-        super().__init__(units)
-        self.agreement = agreement
+        super().__init__(units, agreement)
         self.device = device
         self.recompute = recompute
         self.units[ROOT].keep_memory(False)  # gathered once a step: nothing must find it again
@@ -74,11 +65,7 @@ class Runner(Entrance):
         self.times: StepTimes | None = None
         self._order = Order([unit.name for unit in self.units])
         self._orders: dict[tuple[bool, ...], tuple[Visit, ...]] = {}
-        self._microbatches: list[Microbatch] = []
         self._visits: tuple[Visit, ...] = ()
-        self._failure: BaseException | None = None
-        self._place = _BEGINNING
-        self.planned_memory = ""
         self._loss_scale = 1.0
         self._total_weight = 1.0
 
@@ -129,7 +116,7 @@ class Runner(Entrance):
         trainable = tuple(unit.trainable for unit in self.units)
         order = self._orders.get(trainable)
         inside = self._inside_units() if order is None else None
-        self._failure, self.times, self._place = None, None, _BEGINNING
+        self._failure, self.times, self._place = None, None, BEGINNING
         self._loss_scale = loss_factor / 2.0 ** round(math.log2(max(self._total_weight, 1e-30)))
         self._loss_factor = loss_factor
         self._calls = list(calls)
@@ -191,47 +178,6 @@ class Runner(Entrance):
             microbatch.backward_of_loss(loss)
         finally:
             self._in_backward = False
-
-    def _guarded(self, function: Callable[..., Any], *args: Any) -> None:
-        if self._failure is not None:
-            return
-        try:
-            function(*args)
-        except Exception as failure:
-            self._failure = failure
-            self._abandon()
-            if is_out_of_memory(failure):
-                self._failure = self._out_of_memory(failure)
-
-    def _with_memory(self, function: Callable[[], None]) -> None:
-        """Do this rank's part of a collective, which allocates before it communicates.
-
-        The others wait for it: a rank without memory for it gives up its microbatches instead.
-        """
-        try:
-            function()
-        except Exception as failure:
-            if not is_out_of_memory(failure):
-                raise
-            error = self._out_of_memory(failure)
-            if not self._microbatches:
-                raise error from failure
-            self._failure = self._failure or error
-            self._abandon()
-            function()
-
-    def _out_of_memory(self, failure: BaseException) -> torch.OutOfMemoryError:
-        # its frames hold the activations, whose memory the gathers to come may need
-        traceback.clear_frames(failure.__traceback__)
-        return explained(failure, self.agreement.rank, self._place, self.planned_memory)
-
-    def _abandon(self) -> None:
-        for microbatch in self._microbatches:
-            try:
-                microbatch.abandon()
-            except Exception as second:  # the first failure is the one to report
-                self._failure = self._failure or second
-        self._microbatches = []
 
     def _execute(self, action: Action, order: Sequence[Visit] | None) -> None:
         if self.watch is not None:
@@ -316,16 +262,6 @@ class Runner(Entrance):
             microbatch.result = None
         notes = tuple(tuple(row[2:]) for row in said)
         return ForwardOutcome(results, tuple(self._weights), total, notes)
-
-    def _give_up(self, doing: str) -> None:
-        """Leave nothing gathered or armed behind, then raise on all ranks."""
-        failure, self._failure = self._failure, None
-        self._abandon()
-        for unit in self.units:
-            unit.wait_reduce()
-            unit.free()
-        self._in_backward = False
-        self.agreement.raise_together(failure, doing)
 
     # -- training: backward -------------------------------------------------------------------
 
