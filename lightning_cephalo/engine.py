@@ -20,6 +20,7 @@ from lightning_cephalo.sharding.initialise import initialise_members
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import default_mesh
 from lightning_cephalo.sharding.unit import Unit
+from lightning_cephalo.stopwatch import Stopwatch, marks_of
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,19 @@ class Groups:
     agreement: Agreement
 
     @classmethod
-    def create(cls, timeout: datetime.timedelta) -> Groups:
-        """Make the groups; collective."""
+    def create(cls, timeout: datetime.timedelta, device: torch.device | None = None) -> Groups:
+        """Make the groups; collective.
+
+        Args:
+            timeout: Of collectives.
+            device: This rank's; None: the CPU.
+        """
         control = dist.new_group(backend="gloo", timeout=timeout)
+        stopwatch = Stopwatch(marks_of(device or torch.device("cpu"), dist.get_backend()))
         return cls(
-            dist.new_group(timeout=timeout), dist.new_group(timeout=timeout), Agreement(control)
+            dist.new_group(timeout=timeout),
+            dist.new_group(timeout=timeout),
+            Agreement(control, stopwatch),
         )
 
 
@@ -81,7 +90,12 @@ class Engine:
         self.agreement = groups.agreement
         self.compute_dtype = compute_dtype
         context = ShardingContext(
-            device, default_mesh(device.type), groups.gather, groups.reduce, compute_dtype
+            device,
+            default_mesh(device.type),
+            groups.gather,
+            groups.reduce,
+            compute_dtype,
+            stopwatch=groups.agreement.stopwatch,
         )
         self.fractions = tuple(fractions)
         divider = Divider(fractions)

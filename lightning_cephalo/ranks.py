@@ -157,7 +157,7 @@ class RanksStrategy(ParallelStrategy):
         # interpreter ends aborts the process (pytorch #190489): its threads must end before.
         atexit.register(_leave, weakref.ref(self))
         if self._groups is None:
-            self._groups = Groups.create(self._timeout)
+            self._groups = Groups.create(self._timeout, self.root_device)
             self._last_words = LastWords.create(self._groups.agreement)
 
     def forget_groups(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -20,27 +19,22 @@ from torch.optim import Optimizer
 
 from lightning_cephalo import precision, support
 from lightning_cephalo.accumulation.runner import MicrobatchCall
-from lightning_cephalo.cluster import synchronized_clock
 from lightning_cephalo.data import rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.engine import Engine, UnitOptions
 from lightning_cephalo.local_step import local_update
 from lightning_cephalo.memory_cap import CapOnDevice, MemoryCap
 from lightning_cephalo.memory_meter import MemoryMeter
 from lightning_cephalo.metrics import StepLog, metrics_of
+from lightning_cephalo.pace import MeasuredRank
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.planning import PlanningOptions, prepare
 from lightning_cephalo.sharded import ShardedStrategy
-from lightning_cephalo.stepping import (
-    BatchCutter,
-    joined_result,
-    loss_and_weight,
-)
+from lightning_cephalo.stepping import BatchCutter, joined_result, loss_and_weight
 from lightning_cephalo.user_gathers import UserGathers
+from lightning_cephalo.watch import Watch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-_WARM_UP_STEPS = 3
 
 
 class CephaloStrategy(ShardedStrategy):
@@ -65,6 +59,7 @@ class CephaloStrategy(ShardedStrategy):
             that it does not name have no cap. The plan obeys it; an emulated device enforces it.
         profile_budget_s: Seconds that measuring may take, about.
         verbose: Whether rank 0 prints the plan before and the prediction after training.
+        trace: Where to write a timeline of one step of every rank, the fifth: JSON for Perfetto.
         process_group_backend: "gloo", "nccl"; None: by the device.
         timeout: Of collectives.
         start_method: How Lightning starts the ranks: "popen", "spawn", "fork", "forkserver".
@@ -86,6 +81,7 @@ class CephaloStrategy(ShardedStrategy):
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         profile_budget_s: float = 20.0,
         verbose: bool = True,
+        trace: str | PathLike[str] | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -124,8 +120,7 @@ class CephaloStrategy(ShardedStrategy):
         self._users_sampler_flag: bool | None = None
         self._caches: support.SwitchedOffCaches | None = None
         self._cap_on_device: CapOnDevice | None = None
-        self._step_started_s = 0.0
-        self._step_times_s: list[float] = []
+        self._watch = Watch(trace)
 
     @property
     def precision_plugin(self) -> Precision:
@@ -139,8 +134,12 @@ class CephaloStrategy(ShardedStrategy):
     @property
     def measured_step_s(self) -> float | None:
         """Median time of a training step on this rank, without the first few; None before."""
-        times = self._step_times_s[_WARM_UP_STEPS:] or self._step_times_s
-        return sorted(times)[len(times) // 2] if times else None
+        return self._watch.step_s
+
+    @property
+    def measured_ranks(self) -> tuple[MeasuredRank, ...]:
+        """Work and waiting of every rank, known on all ranks at the end of ``fit``."""
+        return self._watch.ranks
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -165,7 +164,6 @@ class CephaloStrategy(ShardedStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             support.refuse_unsupported(trainer, self.lightning_module)
-        self._step_times_s = []
         self._meter = self._measured_memory = None
         self._prepare(trainer, fitting)
         self._metrics = metrics_of(self.lightning_module)
@@ -209,6 +207,9 @@ class CephaloStrategy(ShardedStrategy):
         if not fitting:
             make_engine([1.0 / self.world_size] * self.world_size)
             return
+        self._together(
+            "checking where to write the trace", partial(self._watch.check, self.is_global_zero)
+        )
         self._preparation = None
         self._preparation = prepare(
             trainer=trainer,
@@ -222,6 +223,7 @@ class CephaloStrategy(ShardedStrategy):
             enforce=self._enforce,
         )
         self._engine = self._preparation.engine
+        self._watch.begin(self._engine)
         self._cutter = self._preparation.cutter
 
     def _enforce(self, cap_bytes: float) -> None:
@@ -270,7 +272,7 @@ class CephaloStrategy(ShardedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        self._step_started_s = time.perf_counter()
+        self._watch.start_step()
         batch, rest = args[0], args[1:]
         self.meter.before_forward(batch)
         counts: list[int] = []  # filled when the batch has been cut
@@ -346,12 +348,7 @@ class CephaloStrategy(ShardedStrategy):
                 return outcome
 
             result = super().optimizer_step(optimizer, closure_and_rules, model, **kwargs)
-        if self.root_device.type == "cpu":
-            end_s = synchronized_clock(self.root_device)()
-        else:
-            end_s = time.perf_counter()  # waiting for the device would cost more than it tells
-        if not self.meter.slowed:
-            self._step_times_s.append(end_s - self._step_started_s)
+        self._watch.finish_step(counts=not self.meter.slowed)
         return result
 
     def on_train_start(self) -> None:
@@ -362,6 +359,7 @@ class CephaloStrategy(ShardedStrategy):
         self._exchange_measured_memory()
         if self._preparation is not None and self._planning.verbose and self.is_global_zero:
             self._preparation.report_measured(self.measured_step_s, self.measured_memory)
+        self._watch.end(self.plan, self._planning.verbose)
 
     # -- data ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a simulated step is: events on streams, and bytes over time, of every rank."""
+"""What a step is, simulated or recorded: events on streams of every rank, bytes over time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,23 @@ StepFunction = tuple[tuple[float, float], ...]
 
 
 class Stream(str, enum.Enum):
-    """What runs side by side on one rank."""
+    """What runs side by side on one rank.
+
+    In recorded steps reduces have a stream of their own, as they have a process group of their own;
+    the simulator plays them one after the other with the gathers.
+    """
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
     COPY = "copy"
+    REDUCTION = "reduction"
 
 
 class Activity(str, enum.Enum):
-    """What an event does; OFFLOAD and FETCH copy boundaries to the host and back."""
+    """What an event does; OFFLOAD and FETCH copy boundaries to the host and back.
+
+    WAITING is recorded only: in a simulation it is what lies between the events.
+    """
 
     GATHER = "gather"
     FORWARD = "forward"
@@ -33,6 +41,7 @@ class Activity(str, enum.Enum):
     FETCH = "fetch"
     OPTIMIZER = "optimizer"
     OVERHEAD = "overhead"
+    WAITING = "waiting"
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Event:
 
     Attributes:
         rank: Which.
-        stream: Where; events of one stream do not overlap.
+        stream: Where; events of one stream do not overlap in a simulation.
         name: What.
         start_s: From the start of the first step.
         end_s: Later than ``start_s``: what takes no time is no event.
@@ -152,6 +161,22 @@ class Simulation:
             for step in range(self.steps)
             for time_s, size in function
         )
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One real step of one rank.
+
+    Attributes:
+        rank: Which.
+        name: Of its device.
+        events: By start. Times are from the start of the first event of any rank; between hosts
+            they are good to what an exchange of a few bytes takes.
+    """
+
+    rank: int
+    name: str
+    events: tuple[Event, ...]
 
 
 def merged(points: Iterable[tuple[float, float]]) -> StepFunction:

@@ -12,8 +12,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "lightning_cephalo"
 # room -> rooms that it may import from
 ALLOWED = {
     "plan": set(),
-    "sharding": {"plan"},
-    "accumulation": {"sharding"},
+    "stopwatch": set(),
+    "sharding": {"plan", "stopwatch"},
+    "accumulation": {"sharding", "stopwatch", "timeline"},
     "data": set(),
     "emulation": set(),
     "cluster": {"emulation"},
@@ -41,7 +42,18 @@ ALLOWED = {
     "memory_meter": {"emulation", "engine", "memory_account", "sharding"},
     "stepping": {"data"},
     "metrics": {"accumulation"},
-    "engine": {"accumulation", "sharding"},
+    "engine": {"accumulation", "sharding", "stopwatch"},
+    "pace": {"plan", "report"},
+    "watch": {
+        "accumulation",
+        "cluster",
+        "engine",
+        "pace",
+        "plan",
+        "report",
+        "timeline",
+        "trace",
+    },
     "checkpoint": {"engine", "sharding"},
     "support": {"accumulation", "engine", "local_step", "plan"},
     "profiling": {

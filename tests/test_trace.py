@@ -9,7 +9,9 @@ import pytest
 
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile
 from lightning_cephalo.simulate import simulate
-from lightning_cephalo.trace import write_trace
+from lightning_cephalo.timeline import Activity, Event, Recording, Stream
+from lightning_cephalo.trace import write_recording, write_trace
+from lightning_cephalo.watch import aligned
 
 PROFILE = RankProfile(
     "T4",
@@ -133,3 +135,33 @@ def test_another_problem_is_refused(tmp_path):
     problem, plan = case(2)
     with pytest.raises(PlanError, match="with 2 ranks, but got one with 3"):
         write_trace(simulate(problem, plan), case(3)[0], tmp_path / "a.json")
+
+
+def gather(unit: int, start_s: float, end_s: float, rank: int = 0) -> Event:
+    return Event(rank, Stream.COMMUNICATION, Activity.GATHER, start_s, end_s, unit)
+
+
+def test_recorded_events_that_overlap_are_shown_one_below_the_other(tmp_path):
+    events = (gather(0, 0.0, 2.0), gather(1, 1.0, 3.0), gather(2, 2.5, 4.0))
+    write_recording([Recording(0, "T4", events)], tmp_path / "a.json")
+    entries = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    shown = {e["name"]: (e["tid"], e["ts"], e["dur"]) for e in entries if e["ph"] == "X"}
+    first, second = shown["gather 0"][0], shown["gather 1"][0]
+    assert shown == {
+        "gather 0": (first, 0.0, 2e6),
+        "gather 1": (second, 1e6, 2e6),
+        "gather 2": (first, 2.5e6, 1.5e6),
+    }
+    names = {e["tid"]: e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+    assert names == {first: "communication", second: "communication (2)"}
+
+
+def test_recordings_of_one_host_share_its_clock_and_those_of_others_meet_it():
+    said = [
+        ("a", 60.0, Recording(0, "T4", (gather(0, 50.0, 51.0),))),
+        ("a", 60.1, Recording(1, "T4", (gather(0, 52.0, 53.0, 1),))),
+        ("b", 960.0, Recording(2, "T4", (gather(0, 949.0, 951.0, 2),))),
+        ("b", None, Recording(3, "T4", ())),
+    ]
+    found = [[(e.start_s, e.end_s) for e in recording.events] for recording in aligned(said)]
+    assert found == [[(1.0, 2.0)], [(3.0, 4.0)], [(0.0, 2.0)], []]

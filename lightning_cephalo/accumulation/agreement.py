@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_cephalo.stopwatch import Stopwatch
+
 
 class RemoteRankError(RuntimeError):
     """Another rank failed; the message names it and what it said."""
@@ -22,13 +24,15 @@ class Agreement:
 
     Args:
         group: A group of all ranks that takes CPU tensors (gloo).
+        stopwatch: Times how long this rank waits; the one of its shards as well.
 
     Attributes:
         told: What this rank has failed with, if the other ranks know it.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, stopwatch: Stopwatch | None = None) -> None:
         self._group = group
+        self.stopwatch = stopwatch or Stopwatch()
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.told: BaseException | None = None
@@ -39,7 +43,7 @@ class Agreement:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64)
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(parts, own, group=self._group)
+        self.stopwatch.wait(dist.all_gather(parts, own, group=self._group, async_op=True))
         return [part.tolist() for part in parts]
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -63,7 +67,8 @@ class Agreement:
         if self.world_size == 1 or not flags:
             return list(flags)
         own = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
+        work = dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self.stopwatch.wait(work)
         return [bool(flag) for flag in own.tolist()]
 
     def raise_together(self, failure: BaseException | None, doing: str) -> None:

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.cut import Cut
 from lightning_cephalo.accumulation.microbatch import Microbatch
+from lightning_cephalo.accumulation.recorder import Recorder
 from lightning_cephalo.accumulation.replay import ChangingBuffers
 from lightning_cephalo.sharding.unit import Unit
 
@@ -27,11 +28,13 @@ class Entrance:
 
     Attributes:
         watch: Called before every action of a training step, if any.
+        recorder: Notes when everything in a step begins and ends; None: nobody does.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self.watch: Callable[[], None] | None = None
+        self.recorder: Recorder | None = None
         self._running: Microbatch | None = None
         self._in_backward = False
         self._outside_depth = 0
@@ -96,6 +99,8 @@ class Entrance:
             )
         running = self._running
         if running is not None:
+            if self.recorder is not None:
+                body = self.recorder.watched(body)
             unit = self.units[index]
             return running.visit(index, unit.trainable, body, buffers, args, kwargs)
         return self._outside(index, body, args, kwargs)

@@ -28,7 +28,8 @@ from lightning_cephalo.accumulation.schedule import (
     backward_actions,
     forward_actions,
 )
-from lightning_cephalo.sharding.unit import Unit
+from lightning_cephalo.sharding.unit import Unit, UnitState
+from lightning_cephalo.timeline import Activity
 
 _DOING = {
     Operation.GATHER: "gather",
@@ -57,6 +58,7 @@ class Runner(Guard):
         recompute: bool = True,
     ) -> None:
         super().__init__(units, agreement)
+        self.stopwatch = agreement.stopwatch
         self.device = device
         self.recompute = recompute
         self.units[ROOT].keep_memory(False)  # gathered once a step: nothing must find it again
@@ -113,6 +115,8 @@ class Runner(Guard):
         Raises:
             RemoteRankError: If another rank failed; this rank's own failure is raised as it is.
         """
+        self.stopwatch.restart()
+        self.stopwatch.begin()
         trainable = tuple(unit.trainable for unit in self.units)
         order = self._orders.get(trainable)
         inside = self._inside_units() if order is None else None
@@ -136,11 +140,11 @@ class Runner(Guard):
         if self.ring is not None:
             self.ring.start()
         self._outer_s = 0.0
-        root = self.units[ROOT]
-        root.wait_gather()
-        root.arm()
+        self._start_gather(ROOT)
+        self.units[ROOT].wait_gather()
+        self.units[ROOT].arm()
         for index in range(len(self._microbatches)):
-            self._guarded(self._advance_and_tail, index)
+            self._compute(Activity.TAIL, ROOT, index, self._advance_and_tail, index)
         visits = self._discovered() if order is None else order
         for action in forward_actions(visits, len(calls), prefetch=order is not None):
             self._execute(action, order)
@@ -149,6 +153,7 @@ class Runner(Guard):
         self._guarded(self._all_finished)
         outcome = self._agree(note())
         self._orders[trainable] = self._visits
+        self.stopwatch.end()
         return outcome
 
     def _inside_units(self) -> frozenset[int]:
@@ -165,6 +170,8 @@ class Runner(Guard):
         self._advance(microbatch)
         self._calls[index].on_pause()
         if microbatch.finished:
+            if self.recorder is not None:
+                self.recorder.returned()
             loss, weight = self._calls[index].weight_of(microbatch.result)
             self._weights[index] = weight
             if weight:  # else its loss may be 0/0: a mean over no tokens
@@ -180,35 +187,56 @@ class Runner(Guard):
             self._in_backward = False
 
     def _execute(self, action: Action, order: Sequence[Visit] | None) -> None:
+        index, microbatch = action.unit, action.microbatch
         if self.watch is not None:
             self.watch()
-        unit = self.units[action.unit] if action.unit >= 0 else None
-        if unit is not None:
-            count = len(self._calls)
-            doing = _DOING[action.operation]
-            self._place = Place(doing, unit.name, action.microbatch, count)
+        if index >= 0:
+            name, count = self.units[index].name, len(self._calls)
+            self._place = Place(_DOING[action.operation], name, microbatch, count)
         match action.operation:
             case Operation.GATHER:
-                assert unit is not None
-                self._with_memory(unit.start_gather)
+                self._start_gather(index)
             case Operation.FORWARD:
-                assert unit is not None
-                unit.wait_gather()
+                self.units[index].wait_gather()
                 if order is not None:
-                    self._guarded(self._at_unit, action.microbatch, order[action.visit])
-                self._guarded(self._advance_and_tail, action.microbatch)
+                    self._guarded(self._at_unit, microbatch, order[action.visit])
+                self._compute(
+                    Activity.FORWARD, index, microbatch, self._advance_and_tail, microbatch
+                )
             case Operation.TAIL:
                 pass  # a microbatch that returns runs its tail at once: see _advance_and_tail
             case Operation.BACKWARD:
-                assert unit is not None
-                unit.wait_gather()
-                self._guarded(self._backward_of_visit, action.microbatch, action.visit)
+                self.units[index].wait_gather()
+                self._compute(
+                    Activity.BACKWARD,
+                    index,
+                    microbatch,
+                    self._backward_of_visit,
+                    microbatch,
+                    action.visit,
+                )
             case Operation.REDUCE:
-                assert unit is not None
-                self._reduce(unit)
+                self._reduce(index)
             case Operation.FREE:
-                assert unit is not None
-                unit.free()
+                self.units[index].free()
+
+    def _compute(
+        self, name: Activity, unit: int, microbatch: int, function: Callable[..., None], *args: int
+    ) -> None:
+        if self.recorder is None:
+            self._guarded(function, *args)
+            return
+        with self.recorder.computing(name, unit, microbatch):
+            self._guarded(function, *args)
+
+    def _start_gather(self, index: int) -> None:
+        unit = self.units[index]
+        if unit.state is not UnitState.SHARDED:
+            return
+        start = self.recorder.now() if self.recorder is not None else None
+        self._with_memory(unit.start_gather)
+        if self.recorder is not None:
+            self.recorder.issued(Activity.GATHER, index, start, unit.works[0])
 
     def _at_unit(self, index: int, expected: Visit) -> None:
         if self._microbatches:
@@ -271,6 +299,7 @@ class Runner(Guard):
         Args:
             divisor: Gradients are divided by it (steps that are accumulated before an update).
         """
+        self.stopwatch.begin()
         self._final_scale = self._loss_factor / (self._loss_scale * self._total_weight * divisor)
         self._reducing: Unit | None = None
         self._used: dict[int, list[bool]] = {}
@@ -286,22 +315,27 @@ class Runner(Guard):
                 self._with_memory(unit.arm)
                 armed.add(action.unit)
             self._execute(action, None)
-        self._reduce(self.units[ROOT])
+        self._reduce(ROOT)
         self._finish_reduce(None)
         self.units[ROOT].free()
         self._in_backward = False
         self._note_times()
         self._microbatches = []
         self._publish(armed | {ROOT})
+        self.stopwatch.end()
 
     def _backward_of_visit(self, index: int, position: int) -> None:
         if self._microbatches:
             self._microbatches[index].backward_of_visit(position)
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce(self, index: int) -> None:
+        unit = self.units[index]
         self._used[id(unit)] = unit.used()
         self._finish_reduce(unit)
+        start = self.recorder.now() if self.recorder is not None else None
         self._with_memory(partial(unit.start_reduce, self._final_scale))
+        if self.recorder is not None:
+            self.recorder.issued(Activity.REDUCE, index, start, unit.works[1])
 
     def _finish_reduce(self, following: Unit | None) -> None:
         # one reduce is under way at a time: it overlaps the next unit's compute

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_cephalo.stopwatch import Stopwatch
+
 
 @dataclass
 class Pending:
@@ -29,10 +31,17 @@ class Pending:
     works: list[Any] = field(default_factory=list)
     finish: Callable[[], None] | None = None
 
-    def wait(self) -> None:
-        """Block until the result may be used (on CUDA: until the stream may)."""
+    def wait(self, stopwatch: Stopwatch | None = None) -> None:
+        """Block until the result may be used (on CUDA: until the stream may).
+
+        Args:
+            stopwatch: Times how long.
+        """
         for work in self.works:
-            work.wait()
+            if stopwatch is None:
+                work.wait()
+            else:
+                stopwatch.wait(work)
         self.works = []
         if self.finish is not None:
             finish, self.finish = self.finish, None

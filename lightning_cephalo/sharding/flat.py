@@ -36,6 +36,7 @@ from lightning_cephalo.sharding.collectives import (
 )
 from lightning_cephalo.sharding.layout import Divider, FlatLayout
 from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spec
+from lightning_cephalo.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ShardingContext:
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         buffers: Lends the memory of gathered parameters.
         gradient_buffers: Lends that of their gradients.
+        stopwatch: Times waiting.
     """
 
     device: torch.device
@@ -59,6 +61,7 @@ class ShardingContext:
     compute_dtype: torch.dtype | None = None
     buffers: BufferPool = field(default_factory=BufferPool)
     gradient_buffers: BufferPool = field(default_factory=BufferPool)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
     def rank(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ class Unit:
         self.name = members.name
         self.module = members.module
         self.state = UnitState.SHARDED
+        self._stopwatch = context.stopwatch
         self._pending: list[Pending] = []
         self._reducing: list[Pending] = []
         groups: dict[tuple[bool, torch.dtype, bool], list[int]] = {}
@@ -57,6 +59,14 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {self.state.value})"
+
+    @property
+    def works(self) -> tuple[list[Any], list[Any]]:
+        """Handles of torch.distributed that are under way: of its gather, and of its reduce."""
+        return (
+            [work for pending in self._pending for work in pending.works],
+            [work for pending in self._reducing for work in pending.works],
+        )
 
     # -- parameters ---------------------------------------------------------------------------
 
@@ -126,7 +136,7 @@ class Unit:
         if self.state is UnitState.GATHERED:
             return
         for pending in self._pending:
-            pending.wait()
+            pending.wait(self._stopwatch)
         self._pending = []
         self._show([flat.parameters for flat in self.flats])
         self.state = UnitState.GATHERED
@@ -136,7 +146,7 @@ class Unit:
         if self.state is UnitState.SHARDED:
             return
         for pending in self._pending:
-            pending.wait()
+            pending.wait(self._stopwatch)
         self._pending = []
         self._show_sharded()
         for flat in self.flats:
@@ -181,7 +191,7 @@ class Unit:
     def wait_reduce(self) -> None:
         """Have this rank's slice of the summed gradients and release the full ones."""
         for pending in self._reducing:
-            pending.wait()
+            pending.wait(self._stopwatch)
         self._reducing = []
         for flat in self.flats:
             flat.disarm()

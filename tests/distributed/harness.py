@@ -17,6 +17,7 @@ from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import default_mesh
 from lightning_cephalo.sharding.unit import Unit
+from lightning_cephalo.stopwatch import Stopwatch
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Mean loss of a model over a batch (a dict of tensors with samples along dimension 0)."""
@@ -62,10 +63,13 @@ def make_runner(
     model: nn.Module, fractions: Sequence[float], recompute: bool, **discovery: Any
 ) -> Runner:
     device = torch.device("cpu")
-    context = ShardingContext(device, default_mesh("cpu"), dist.new_group(), dist.new_group())
+    stopwatch = Stopwatch()
+    context = ShardingContext(
+        device, default_mesh("cpu"), dist.new_group(), dist.new_group(), stopwatch=stopwatch
+    )
     divider = Divider(fractions)
     units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
-    runner = Runner(units, Agreement(dist.new_group()), device, recompute)
+    runner = Runner(units, Agreement(dist.new_group(), stopwatch), device, recompute)
     runner.install()
     return runner
 

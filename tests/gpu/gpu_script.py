@@ -50,6 +50,7 @@ def strategy(options: argparse.Namespace) -> pl.strategies.Strategy | str:
         recompute=not options.keep,
         process_group_backend=options.backend,
         verbose=False,
+        trace=options.folder / "trace.json" if options.trace else None,
     )
 
 
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--backend")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--share-one-device", action="store_true")
+    parser.add_argument("--trace", action="store_true")
     options = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)
     generator = torch.Generator().manual_seed(0)
@@ -87,6 +89,10 @@ def main() -> None:
     model = Model()
     trainer.fit(model, DataLoader(data, batch_size=GLOBAL_BATCH))
     said = {"losses": model.losses, "device": str(trainer.strategy.root_device)}
+    if isinstance(trainer.strategy, CephaloStrategy):
+        measured = trainer.strategy.measured_ranks
+        said["busy_s"] = [rank.busy_s for rank in measured]
+        said["waiting_s"] = [rank.waiting_s for rank in measured]
     (options.folder / f"{trainer.global_rank}.json").write_text(json.dumps(said))
 
 

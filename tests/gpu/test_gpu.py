@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,11 +43,29 @@ def losses(folder: Path, ranks: int, *options: str) -> list[float]:
     return found
 
 
+def check_times(folder: Path, ranks: int) -> None:
+    """What was measured and recorded makes sense: times in order and of the right size."""
+    said = json.loads((folder / "0.json").read_text())
+    assert len(said["busy_s"]) == ranks and min(said["busy_s"]) > 0
+    entries = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    for rank in range(ranks):
+        events = [e for e in entries if e["ph"] == "X" and e["pid"] == rank]
+        count = Counter(event["cat"] for event in events)
+        assert count["forward"] == count["backward"] > 0
+        assert (count["gather"], count["reduce"]) == ((8, 5) if ranks > 1 else (0, 0))
+        compute = [e for e in events if e["cat"] in ("forward", "tail", "backward", "optimizer")]
+        assert compute[-1]["cat"] == "optimizer"
+        for before, after in pairwise(compute):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1
+        assert max(e["ts"] + e["dur"] for e in events) < 60e6
+
+
 @pytest.mark.slow
 def test_the_script_itself_on_the_cpu(tmp_path):
     wanted = losses(tmp_path / "one", 1)
-    options = ["--plan", json.dumps(UNEVEN), "--share-one-device"]
+    options = ["--plan", json.dumps(UNEVEN), "--share-one-device", "--trace"]
     assert losses(tmp_path / "two", 2, *options) == pytest.approx(wanted, rel=1e-5)
+    check_times(tmp_path / "two", 2)
 
 
 @pytest.mark.gpu
@@ -54,6 +74,16 @@ def test_one_rank_on_nccl_equals_plain_lightning(tmp_path, keep):
     wanted = losses(tmp_path / "plain", 1, "--accelerator", "gpu")
     options = ["--accelerator", "gpu", "--plan", json.dumps(ONE), *(["--keep"] if keep else [])]
     assert losses(tmp_path / "ours", 1, *options) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_times_are_read_off_the_device(tmp_path, ranks):
+    alone = torch.cuda.device_count() < 2
+    options = ["--accelerator", "gpu", "--trace", "--plan", json.dumps([ONE, UNEVEN][ranks - 1])]
+    options += ["--backend", "gloo", "--share-one-device"] if alone and ranks > 1 else []
+    losses(tmp_path / "ours", ranks, *options)
+    check_times(tmp_path / "ours", ranks)
 
 
 @pytest.mark.gpu

@@ -235,6 +235,9 @@ class Breaks(Recorder):
     def on_train_epoch_end(self) -> None:
         self.break_at("on_train_epoch_end", 0)
 
+    def on_train_end(self) -> None:
+        self.break_at("on_train_end", 0)
+
     def on_fit_start(self) -> None:
         self.break_at("on_fit_start", 0)
 
@@ -270,6 +273,7 @@ class Breaks(Recorder):
         ("on_train_batch_end", 1),
         ("on_after_backward", 1),
         ("on_train_epoch_end", 0),
+        ("on_train_end", 0),
         ("on_fit_start", 0),
         ("setup", 0),
         ("configure_optimizers", 0),
