@@ -141,6 +141,8 @@ class Runner(Guard):
             self.ring.start()
         self._outer_s = 0.0
         self._start_gather(ROOT)
+        if order:  # what comes before the first unit hides its gather
+            self._start_gather(order[0].unit)
         self.units[ROOT].wait_gather()
         self.units[ROOT].arm()
         for index in range(len(self._microbatches)):
@@ -309,10 +311,9 @@ class Runner(Guard):
         for action in backward_actions(self._visits, len(self._calls), trainable):
             needs_gradients = action.operation in (Operation.BACKWARD, Operation.REDUCE)
             if needs_gradients and action.unit not in armed:
-                unit = self.units[action.unit]
-                unit.wait_gather()
-                self._place = Place("gradient", unit.name)
-                self._with_memory(unit.arm)
+                self._place = Place("gradient", self.units[action.unit].name)
+                # before anyone waits for the unit: zeroing hides some of its gather
+                self._with_memory(self.units[action.unit].arm)
                 armed.add(action.unit)
             self._execute(action, None)
         self._reduce(ROOT)

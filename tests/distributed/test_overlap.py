@@ -118,6 +118,10 @@ def test_gathers_and_reduces_run_under_the_compute_of_the_neighbouring_unit(micr
             (reduce,) = collectives(events, Activity.REDUCE, unit)
             assert backward[unit][1] <= reduce.start_s <= backward[unit - 1][0], unit
             assert reduce.end_s <= backward[unit - 1][1], unit
+        # what comes before the first unit hides the first gather
+        first, root = (collectives(events, Activity.GATHER, unit)[0] for unit in (0, -1))
+        tail = min(event.start_s for event in events if event.name is Activity.TAIL)
+        assert root.start_s <= first.start_s <= tail
         # no rank waits for its neighbour's data: only here and there for its neighbour
         waiting_s = sum(e.end_s - e.start_s for e in events if e.name is Activity.WAITING)
         assert waiting_s < PAUSE_S * UNITS / 2
