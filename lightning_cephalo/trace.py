@@ -15,7 +15,7 @@ from typing import Any
 from lightning_cephalo.plan import PlanError, Problem, _files
 from lightning_cephalo.timeline import Event, Recording, Simulation, StepFunction, Stream
 
-_RANKS_IN_FULL = 64
+RANKS_IN_FULL = 64
 _MICROSECONDS = 1e6
 _LANES = 100
 _SIMULATED = (Stream.COMPUTE, Stream.COMMUNICATION, Stream.COPY)
@@ -47,7 +47,7 @@ def write_trace(simulation: Simulation, problem: Problem, path: str | PathLike[s
         entry
         for timeline in simulation.timelines
         for rank in (
-            timeline.ranks if simulation.world_size <= _RANKS_IN_FULL else timeline.ranks[:1]
+            timeline.ranks if simulation.world_size <= RANKS_IN_FULL else timeline.ranks[:1]
         )
         for entry in _process(simulation, problem, rank)
     )
@@ -66,7 +66,7 @@ def write_recording(recordings: Sequence[Recording], path: str | PathLike[str]) 
     Raises:
         PlanError: another suffix, or the file cannot be written.
     """
-    shown = recordings[:_RANKS_IN_FULL]
+    shown = recordings[:RANKS_IN_FULL]
     _write((entry for recording in shown for entry in _recorded(recording)), json_path(path))
 
 
@@ -109,7 +109,7 @@ def _process(simulation: Simulation, problem: Problem, rank: int) -> Iterator[di
     name = problem.ranks[rank].name
     alike = len(simulation.timeline(rank).ranks)
     label = f"rank {rank} ({name})"
-    if simulation.world_size > _RANKS_IN_FULL:
+    if simulation.world_size > RANKS_IN_FULL:
         label = f"{alike} × {name} (rank {rank} and alike)" if alike > 1 else label
     yield from _head(rank, label)
     for stream in _SIMULATED:

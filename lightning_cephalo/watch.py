@@ -159,7 +159,10 @@ class Watch:
         )
 
     def _write(self, recorder: Recorder, agreement: Agreement, name: str) -> None:
-        own = Recording(agreement.rank, name, recorder.events(agreement.rank))
+        # more than that are not written: thousands of ranks need not send what they recorded
+        shown = agreement.rank < trace.RANKS_IN_FULL
+        events = recorder.events(agreement.rank) if shown else ()
+        own = Recording(agreement.rank, name, events)
         said = agreement.exchange_objects((socket.gethostname(), recorder.met_s, own))
         if agreement.rank or self._path is None:
             return
