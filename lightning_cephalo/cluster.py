@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,12 @@ def describe_device(device: torch.device, processes_on_host: int) -> Device:
         name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
         return Device(name, (free + used_by_us) * USABLE_SHARE, float(total))
     return Device("cpu", *_host_share_bytes(processes_on_host))
+
+
+def host_memory() -> AbstractContextManager[None]:
+    """For what is made on the CPU to stay there: no part of an emulated device's memory."""
+    emulated = active_device()
+    return nullcontext() if emulated is None else emulated.paused()
 
 
 def synchronized_clock(device: torch.device) -> Callable[[], float]:

@@ -173,6 +173,8 @@ def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]
         title=f"Memory in {unit}: predicted / measured",
         caption=", ".join(notes) or None,
         box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
     )
     table.add_column("rank", justify="right")
     for heading in _KINDS:
@@ -186,7 +188,8 @@ def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]
 
     for index, (before, after) in rows:
         cells = [
-            f"{cell(getattr(before, name))} / {cell(getattr(after, name))}"
+            # in two lines, so that all kinds fit into 80 columns
+            f"{cell(getattr(before, name))} /\n{cell(getattr(after, name))}"
             for name in _KINDS.values()
         ]
         table.add_row(str(index), *cells)

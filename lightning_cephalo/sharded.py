@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_cephalo import checkpoint, support
 from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall
+from lightning_cephalo.cluster import host_memory
 from lightning_cephalo.data import BatchLayout
 from lightning_cephalo.data.split import BatchSplitError
 from lightning_cephalo.engine import Engine
@@ -159,7 +160,8 @@ class ShardedStrategy(RanksStrategy):
         if self._engine is not None:
             self._engine.runner.reshard()
             self._share_changed_buffers()
-        return checkpoint.full_state_dict(self.lightning_module, keep=self.is_global_zero)
+        with host_memory():
+            return checkpoint.full_state_dict(self.lightning_module, keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint_: Any, strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -169,7 +171,8 @@ class ShardedStrategy(RanksStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return checkpoint.full_optimizer_state(optimizer, keep=self.is_global_zero)
+        with host_memory():
+            return checkpoint.full_optimizer_state(optimizer, keep=self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint_: Any) -> None:
         states = checkpoint_["optimizer_states"]

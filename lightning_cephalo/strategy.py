@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_cephalo import precision, support
 from lightning_cephalo.accumulation.runner import MicrobatchCall
+from lightning_cephalo.cluster import host_memory
 from lightning_cephalo.data import rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.engine import Engine, UnitOptions
 from lightning_cephalo.local_step import local_update
@@ -244,8 +245,9 @@ class CephaloStrategy(ShardedStrategy):
             if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
                 self._engine.abandon()  # other ranks may be gone: nothing may communicate
             else:
-                self._share_changed_buffers()
-                self._engine.restore_full()
+                with host_memory():
+                    self._share_changed_buffers()
+                    self._engine.restore_full()
             self._engine = None
         if self._caches is not None:
             self._caches.restore()

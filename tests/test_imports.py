@@ -87,6 +87,7 @@ ALLOWED = {
     "sharded": {
         "accumulation",
         "checkpoint",
+        "cluster",
         "data",
         "engine",
         "memory_account",

@@ -1,17 +1,20 @@
 """Tables show what a plan says, and dashes where it says nothing."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
+from lightning_cephalo.memory_account import RankMemory
 from lightning_cephalo.plan import Plan, RankPlan
 from lightning_cephalo.report import (
     format_bytes,
     format_microbatches,
     format_rate,
     format_seconds,
+    memory_table,
     plan_table,
     prediction_table,
 )
@@ -197,3 +200,42 @@ def test_bytes_are_in_powers_of_1024(size: float | None, expected: str) -> None:
 )
 def test_many_equal_microbatches_are_counted(sizes: tuple[int, ...], expected: str) -> None:
     assert format_microbatches(sizes) == expected
+
+
+HELD = RankMemory(
+    peak_bytes=20 * 2**20,
+    state_bytes=12.5 * 2**20,
+    gathered_bytes=2**20,
+    gradients_bytes=2**20,
+    boundaries_bytes=2**20,
+    inside_bytes=4.5 * 2**20,
+    other_bytes=1000,
+    step=2,
+)
+
+
+def test_memory_table_shows_predicted_beside_measured_by_kind() -> None:
+    predicted = [replace(HELD, inside_bytes=5 * 2**20), RankMemory(peak_bytes=30 * 2**20)]
+    lines = text_of(memory_table(predicted, [HELD, HELD])).splitlines()
+    assert lines[0].strip() == "Memory in MiB: predicted / measured"
+    assert lines[-1].strip() == "measured in step 2"
+    above, below, above_second, below_second = (line.split() for line in lines[3:7])
+    assert above[:3] == ["0", "20.0", "/"] and below[0] == "20.0"
+    assert above[11:] == ["5.00", "/", "0.00", "/"] and below[5:] == ["4.50", "0.00"]
+    assert above_second[:5] == ["1", "30.0", "/", "–", "/"] and below_second == below
+
+
+def test_memory_table_of_many_ranks_shows_the_fullest() -> None:
+    measured = [replace(HELD, peak_bytes=2**20 * rank, step=None) for rank in range(30)]
+    text = text_of(memory_table([RankMemory()] * 30, measured))
+    shown = [line.split()[0] for line in text.splitlines() if " /" in line][1:]
+    assert shown == [str(rank) for rank in range(6, 30)]
+    assert "the fullest 24 of 30 ranks" in text
+
+
+def test_memory_table_fits_eighty_columns_without_cutting_words() -> None:
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(memory_table([HELD], [HELD]))
+    assert "…" not in capture.get() and " other" in capture.get()
+    assert all(len(line) <= 80 for line in capture.get().splitlines())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -63,6 +64,7 @@ class MemoryTracker(TorchDispatchMode):
         self._peak_bytes = 0
         self._depth = 0
         self._process = 0
+        self._is_paused = False
 
     @property
     def current_bytes(self) -> int:
@@ -108,6 +110,18 @@ class MemoryTracker(TorchDispatchMode):
             if live is not None:
                 self._freed.append(live.nbytes)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what operators do inside: on tensors that stand for host memory on a CPU.
+
+        What was counted before still counts until it is freed.
+        """
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
     def __enter__(self) -> Any:
         self._process = os.getpid()
         self._depth += 1
@@ -123,7 +137,7 @@ class MemoryTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         # A DataLoader worker forked from inside the block inherits the mode: its tensors are host
         # memory of another process. Fake tensors (DTensor plans with them) only look real.
-        if os.getpid() != self._process or FakeTensor in types:
+        if self._is_paused or os.getpid() != self._process or FakeTensor in types:
             return func(*args, **kwargs)
         if types and any(_dispatches_itself(kind) for kind in types):
             return NotImplemented  # DTensor and the like: the local operators inside come back here

@@ -263,3 +263,40 @@ def test_a_tracker_survives_copying_of_what_it_counts():
         del module, twin, again
         gc.collect()
         assert tracker.current_bytes == 0
+
+
+def test_what_is_made_while_paused_is_host_memory():
+    with EmulatedDevice(capacity_bytes=8 * 1024) as device:
+        kept = torch.zeros(4 * KIBI)
+        with device.paused():
+            host = torch.zeros(100 * KIBI)
+            with device.paused():
+                pass
+            host += 1
+        assert device.peak_bytes == 4 * 1024
+        host.mul_(2)
+        torch.zeros(4 * KIBI)
+        assert device.peak_bytes == 8 * 1024
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(5 * KIBI)
+    assert kept.numel() == 4 * KIBI and host[0] == 2
+
+
+def test_a_capacity_that_changes_counts_from_then_on():
+    with EmulatedDevice() as device:
+        torch.zeros(8 * KIBI)
+        kept = torch.zeros(2 * KIBI)
+        device.change_capacity(4 * 1024)
+        assert device.capacity_bytes == 4 * 1024
+        assert device.peak_bytes == 2 * 1024
+        torch.zeros(2 * KIBI)
+        with pytest.raises(torch.OutOfMemoryError, match="capacity is 4096 bytes"):
+            torch.zeros(3 * KIBI)
+        device.change_capacity(1024)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(1)
+        device.change_capacity(None)
+        torch.zeros(3 * KIBI)
+        with pytest.raises(ValueError, match="capacity_bytes"):
+            device.change_capacity(0)
+    assert kept.numel()

@@ -20,11 +20,20 @@ from lightning_cephalo.plan import Problem
 TESTS = Path(__file__).parents[1]
 sys.path += [str(TESTS / "lightning"), str(TESTS / "distributed"), str(TESTS.parent / "examples")]
 
-from byte_gpt import ByteGPT  # noqa: E402
+from byte_gpt import ByteGPT, ByteLanguageModel  # noqa: E402
 from common import in_ranks  # noqa: E402
 from launch import RankFailure  # noqa: E402
 
-__all__ = ["GPT", "BatchNormNet", "RankFailure", "fit", "in_ranks", "loader", "profile"]
+__all__ = [
+    "GPT",
+    "BatchNormNet",
+    "ByteLanguageModel",
+    "RankFailure",
+    "fit",
+    "in_ranks",
+    "loader",
+    "profile",
+]
 
 
 class GPT(LightningModule):
