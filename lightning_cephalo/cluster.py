@@ -48,13 +48,13 @@ def describe_device(device: torch.device, processes_on_host: int) -> Device:
         given = emulated.capacity_bytes
         if given is not None:
             return Device(emulated.name, float(given), float(given))
-        return Device(emulated.name, *_host_share_bytes(processes_on_host))
+        return Device(emulated.name, *host_share_bytes(processes_on_host))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         used_by_us = torch.cuda.memory_reserved(device)
         name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
         return Device(name, (free + used_by_us) * USABLE_SHARE, float(total))
-    return Device("cpu", *_host_share_bytes(processes_on_host))
+    return Device("cpu", *host_share_bytes(processes_on_host))
 
 
 def host_memory() -> AbstractContextManager[None]:
@@ -100,7 +100,7 @@ def tasks_per_node() -> list[int] | None:
     return [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
 
 
-def _host_share_bytes(processes_on_host: int) -> tuple[float, float]:
+def host_share_bytes(processes_on_host: int) -> tuple[float, float]:
     """A rank's part of this host's memory: what a plan may fill, and with what others use."""
     try:
         page = os.sysconf("SC_PAGE_SIZE") / max(processes_on_host, 1)

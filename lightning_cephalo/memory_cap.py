@@ -42,13 +42,13 @@ class MemoryCap:
             PlanError: If it is none; says what was expected.
         """
         if not isinstance(value, Mapping):
-            return cls(_amount("memory_cap", value))
+            return cls(amount("memory_cap", value))
         for rank in value:
             if isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 0:
                 raise PlanError(
                     f"memory_cap: expected ranks (0, 1, ...) as keys, but got {rank!r}."
                 )
-        amounts = {int(rank): _amount(f"memory_cap[{rank}]", cap) for rank, cap in value.items()}
+        amounts = {int(rank): amount(f"memory_cap[{rank}]", cap) for rank, cap in value.items()}
         return cls(None, tuple(sorted(amounts.items())))
 
     def bytes_of(self, rank: int, total_bytes: float) -> float:
@@ -57,20 +57,25 @@ class MemoryCap:
         Raises:
             PlanError: If it is a fraction of a device that does not tell its size.
         """
-        amount = dict(self.by_rank).get(rank, self.everyone)
-        if amount is None:
+        allowed = dict(self.by_rank).get(rank, self.everyone)
+        if allowed is None:
             return math.inf
-        if isinstance(amount, int):
-            return float(amount)
+        if isinstance(allowed, int):
+            return float(allowed)
         if math.isinf(total_bytes):
             raise PlanError(
-                f"memory_cap of rank {rank}: {amount} of a device that does not tell its memory."
+                f"memory_cap of rank {rank}: {allowed} of a device that does not tell its memory."
                 " Give bytes, such as '8 GB'."
             )
-        return amount * total_bytes
+        return allowed * total_bytes
 
 
-def _amount(field: str, value: Any) -> float | int:
+def amount(field: str, value: Any) -> float | int:
+    """Read a fraction (a float) or bytes (an int).
+
+    Raises:
+        PlanError: Says what was expected.
+    """
     if isinstance(value, str):
         return math.floor(BYTES.parse(field, value))
     if isinstance(value, Integral):

@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_cephalo import report, support
 from lightning_cephalo.accumulation.agreement import Agreement
+from lightning_cephalo.accumulation.offload import HostRing
 from lightning_cephalo.cluster import Device, describe_device, processes_on_this_host
 from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
 from lightning_cephalo.engine import Engine
+from lightning_cephalo.host_memory import (
+    HostMemory,
+    describe_host_memory,
+    make_ring,
+    with_host_memory,
+)
 from lightning_cephalo.memory_account import RankMemory
 from lightning_cephalo.memory_cap import MemoryCap, capped, check_plan, named_where_nothing_fits
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, RankPlan, solve
@@ -38,6 +45,7 @@ class PlanningOptions:
     equal_microbatches: bool = False
     profile_budget_s: float = 20.0
     verbose: bool = True
+    host_memory_cap: float | int | None = None
     memory_cap: MemoryCap | None = None
 
 
@@ -124,6 +132,16 @@ def prepare(
     device = _device(trainer, num_processes)
     device = capped(device, options.memory_cap, agreement)
     caps_bytes = [row[0] for row in agreement.exchange([device.cap_bytes])]
+    host = support.together(
+        agreement,
+        "reading host_memory_cap",
+        partial(
+            describe_host_memory,
+            trainer.strategy.root_device,
+            processes_on_this_host(num_processes),
+            options.host_memory_cap,
+        ),
+    )
     if plan is not None:
         given = support.together(
             agreement,
@@ -137,7 +155,9 @@ def prepare(
         enforce(device.cap_bytes)
         _show(given, options, agreement)
         predicted = tuple(RankMemory(peak_bytes=rank.memory_bytes) for rank in given.ranks)
-        return _preparation(engine, given, predicted, layouts, loaders, agreement.rank)
+        _obey(given.ranks[agreement.rank], engine, host)
+        cutter = _cutter(given.ranks[agreement.rank], layouts, loaders)
+        return Preparation(engine, given, cutter, predicted)
 
     support.together(
         agreement,
@@ -164,6 +184,8 @@ def prepare(
                 verbose=options.verbose,
             ),
         )
+    if engine.runner.recompute:
+        problem = with_host_memory(problem, agreement.exchange_objects(host))
     with Progress(options.verbose and agreement.rank == 0) as progress:
         progress.say("solving for the plan")
         solved = support.together(
@@ -175,7 +197,9 @@ def prepare(
     predicted = predicted_memory(problem, solved, engine)
     engine.change_fractions([rank.state_fraction for rank in solved.ranks])
     _show(solved, options, agreement)
-    return _preparation(engine, solved, predicted, layouts, loaders, agreement.rank)
+    _obey(solved.ranks[agreement.rank], engine, host)
+    cutter = _cutter(solved.ranks[agreement.rank], layouts, loaders)
+    return Preparation(engine, solved, cutter, predicted)
 
 
 def _solved(
@@ -194,20 +218,32 @@ def _solved(
             raise InfeasibleError(f"{error} {hint}") from None
 
 
-def _preparation(
-    engine: Engine,
-    plan: Plan,
-    memory: tuple[RankMemory, ...],
-    layouts: Sequence[BatchLayout],
-    loaders: Loaders,
-    rank: int,
-) -> Preparation:
-    recompute = plan.ranks[rank].recompute
-    if recompute is not None:
-        engine.runner.recompute = recompute
-    engine.runner.planned_memory = _planned_memory(plan.ranks[rank])
-    sizes = plan.ranks[rank].microbatch_sizes
-    return Preparation(engine, plan, BatchCutter(tuple(layouts), loaders.spec, sizes), memory)
+def _obey(rank: RankPlan, engine: Engine, host: HostMemory) -> None:
+    """Have this rank's steps treat activations as the plan says; collective.
+
+    Raises:
+        PlanError: If the plan wants boundaries moved that kept activations hold.
+        HostMemoryError: If the host has less memory than the plan needs.
+    """
+    runner = engine.runner
+    if rank.recompute is not None:
+        runner.recompute = rank.recompute
+    runner.planned_memory = _planned_memory(rank)
+
+    def ring() -> HostRing | None:
+        if rank.offload and not runner.recompute:
+            raise PlanError(
+                "The plan says offload: true, but recomputation is off, so that activations are"
+                " kept and hold what enters them. Use CephaloStrategy(recompute=True), or say"
+                " recompute: true in the plan."
+            )
+        return make_ring(engine.device, host, rank)
+
+    runner.ring = support.together(engine.agreement, "allocating host memory", ring)
+
+
+def _cutter(rank: RankPlan, layouts: Sequence[BatchLayout], loaders: Loaders) -> BatchCutter:
+    return BatchCutter(tuple(layouts), loaders.spec, rank.microbatch_sizes)
 
 
 def _planned_memory(rank: RankPlan) -> str:
@@ -279,13 +315,6 @@ def _given_plan(
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     found.check(world_size=world_size, global_batch_size=batch_size)
     check_plan(found, caps_bytes)
-    offloading = [index for index, rank in enumerate(found.ranks) if rank.offload]
-    if offloading:
-        raise PlanError(
-            f"The plan says offload: true for rank {', '.join(map(str, offloading))}, which"
-            " training cannot do yet: boundary activations stay on the device. Plan without host"
-            " memory, or take offload out of the plan if the rank has the memory."
-        )
     return found
 
 

@@ -22,6 +22,7 @@ from lightning_cephalo.accumulation.runner import MicrobatchCall
 from lightning_cephalo.cluster import host_memory
 from lightning_cephalo.data import rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.engine import Engine, UnitOptions
+from lightning_cephalo.host_memory import parse_cap
 from lightning_cephalo.local_step import local_update
 from lightning_cephalo.memory_cap import CapOnDevice, MemoryCap
 from lightning_cephalo.memory_meter import MemoryMeter
@@ -58,6 +59,9 @@ class CephaloStrategy(ShardedStrategy):
         memory_cap: How much of its device's memory each rank may use: a fraction (a float up to
             1.0), or bytes (an int, or "8 GB"), for every rank or in a mapping from ranks; ranks
             that it does not name have no cap. The plan obeys it; an emulated device enforces it.
+        host_memory_cap: How much of its host's memory each rank may use for activations that the
+            plan moves there, where a device is too small to keep them: as ``memory_cap``, or 0 for
+            none; None: an equal part of half of what is free.
         profile_budget_s: Seconds that measuring may take, about.
         verbose: Whether rank 0 prints the plan before and the prediction after training.
         trace: Where to write a timeline of one step of every rank, the fifth: JSON for Perfetto.
@@ -80,6 +84,7 @@ class CephaloStrategy(ShardedStrategy):
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         equal_microbatches: bool = False,
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
+        host_memory_cap: float | int | str | None = None,
         profile_budget_s: float = 20.0,
         verbose: bool = True,
         trace: str | PathLike[str] | None = None,
@@ -116,6 +121,7 @@ class CephaloStrategy(ShardedStrategy):
             profile_budget_s=profile_budget_s,
             verbose=verbose,
             memory_cap=None if memory_cap is None else MemoryCap.parse(memory_cap),
+            host_memory_cap=parse_cap(host_memory_cap),
         )
         self._cutter: BatchCutter | None = None
         self._users_sampler_flag: bool | None = None
