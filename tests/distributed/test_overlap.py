@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -167,7 +168,7 @@ def test_every_gather_and_reduce_is_recorded_once():
 def shares(rank: int, pauses_s: tuple[float, ...]) -> list[Share]:
     model = Model(pauses_s[rank])
     runner = make_runner(model, (0.5, 0.5), recompute=False)
-    for _ in range(3):
+    for _ in range(8):
         step(runner, model, microbatches=1)
     return runner.stopwatch.read()[1:]
 
@@ -175,9 +176,11 @@ def shares(rank: int, pauses_s: tuple[float, ...]) -> list[Share]:
 def test_a_fast_rank_waits_for_a_slow_one_and_its_work_stays_what_it_is():
     fast, slow = run_ranks(2, shares, (0.01, 0.06))
     difference_s = 2 * UNITS * 0.05
-    for quick, lame in zip(fast, slow, strict=True):
-        assert lame.busy_s - quick.busy_s == pytest.approx(difference_s, rel=0.4)
-        assert quick.waiting_s - lame.waiting_s == pytest.approx(difference_s, rel=0.4)
+    pairs = list(zip(fast, slow, strict=True))
+    busy_s = median(lame.busy_s - quick.busy_s for quick, lame in pairs)
+    waiting_s = median(quick.waiting_s - lame.waiting_s for quick, lame in pairs)
+    assert busy_s == pytest.approx(difference_s, rel=0.4)
+    assert waiting_s == pytest.approx(difference_s, rel=0.4)
 
 
 def test_an_exchange_is_waiting_too():
