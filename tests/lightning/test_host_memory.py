@@ -1,0 +1,137 @@
+"""Training with boundaries in host memory, through Lightning."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from common import in_ranks
+from lightning.pytorch import Callback
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))
+
+from profiled import GPT, fit, loader
+
+from lightning_cephalo import Plan, RankPlan
+from lightning_cephalo.emulation import active_device
+from lightning_cephalo.host_memory import HostMemory, parse_cap, with_host_memory
+from lightning_cephalo.plan import PlanError, Problem, RankProfile
+
+MODEL = {"width": 32, "depth": 16, "context": 64}
+CAPACITY_BYTES = 6_000_000
+PLAN = Plan(
+    (
+        RankPlan((8, 8, 4), 0.5, offload=True),
+        RankPlan((12,), 0.5),
+    )
+)
+
+
+class Watch(Callback):
+    """Losses of every step, and most bytes alive at once in training."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.peak_bytes = self.host_bytes = 0
+
+    def on_train_batch_end(self, trainer, module, outputs, *_) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if active_device() is not None:
+            self.peak_bytes = max(self.peak_bytes, active_device().peak_bytes)
+        ring = trainer.strategy.engine.runner.ring
+        self.host_bytes = 0 if ring is None else ring.most_bytes
+
+
+def trained(capacities=None, **strategy):
+    watch = Watch()
+    trainer = fit(
+        GPT(**MODEL),
+        loader(samples=160, context=64, batch_size=16),
+        capacity_bytes=capacities,
+        callbacks=[watch],
+        max_steps=4,
+        strategy=strategy,
+    )
+    return trainer.strategy.plan, watch
+
+
+def planned():
+    plan, watch = trained((CAPACITY_BYTES, CAPACITY_BYTES))
+    without = [replace(rank, offload=False, host_bytes=None) for rank in plan.ranks]
+    _, expected = trained(plan=Plan(tuple(without)))
+    return plan, watch.losses == expected.losses, watch.peak_bytes, watch.host_bytes
+
+
+@pytest.mark.slow
+def test_a_plan_moves_what_the_device_cannot_hold_and_nothing_else_changes():
+    found = in_ranks(2, planned)
+    plan = found[0][0]
+    assert any(rank.offload for rank in plan.ranks)
+    for rank, (_, same, peak_bytes, host_bytes) in zip(plan.ranks, found, strict=True):
+        assert same
+        assert 0.9 * rank.memory_bytes < peak_bytes < rank.memory_bytes < CAPACITY_BYTES
+        assert (host_bytes > 0) == rank.offload
+        assert host_bytes <= (rank.host_bytes or 0)
+
+
+def by_plan(plan=PLAN, **strategy):
+    _, plain = trained(plan=Plan(tuple(replace(r, offload=False) for r in plan.ranks)))
+    _, watch = trained(plan=plan, **strategy)
+    return watch.losses == plain.losses, watch.host_bytes
+
+
+def test_a_given_plan_moves_boundaries_on_any_device():
+    (same, host), (other, nothing) = in_ranks(2, by_plan)
+    assert same and other
+    assert host > 0 and nothing == 0
+
+
+def refusal(**strategy):
+    with pytest.raises((RuntimeError, PlanError)) as error:
+        trained(**strategy)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "strategy", "expected"),
+    [
+        (PLAN, {"recompute": False}, "recomputation is off"),
+        (
+            Plan((replace(PLAN.ranks[0], host_bytes=1e9), PLAN.ranks[1])),
+            {"host_memory_cap": 10_000},
+            "this rank may use 0.0 MiB of its host's memory",
+        ),
+        (PLAN, {"host_memory_cap": 10_000}, "Offloaded boundaries need"),
+        (PLAN, {"host_memory_cap": 10**18}, "Lower the cap to that"),
+    ],
+    ids=["kept activations", "less than the plan says", "less than a step needs", "above the host"],
+)
+def test_what_cannot_be_is_said_on_every_rank(plan, strategy, expected):
+    for message in in_ranks(2, lambda: refusal(plan=plan, **strategy)):
+        assert expected in message
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "much", [1]])
+def test_caps_that_are_none(value):
+    with pytest.raises(PlanError, match="host_memory_cap"):
+        parse_cap(value)
+
+
+def test_caps():
+    assert parse_cap(None) is None
+    assert parse_cap(0) == 0 and parse_cap(0.0) == 0
+    assert parse_cap(0.25) == 0.25
+    assert parse_cap("1 GiB") == 2**30
+
+
+def test_equal_ranks_stay_equal_and_ranks_on_the_cpu_move_nothing():
+    rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 100)
+    problem = Problem([rank, rank], units=2, state_bytes=1, global_batch_size=2)
+    hosts = [HostMemory(10.0, 3.0), HostMemory(20.0, 2.0)]
+    first, second = with_host_memory(problem, hosts).ranks
+    assert first == second
+    assert (first.host_capacity_bytes, first.offload_bytes_per_s) == (10.0, 2.0)
+    together = [replace(host, is_apart=False) for host in hosts]
+    assert with_host_memory(problem, together) == problem
