@@ -76,6 +76,7 @@ class VirtualClock:
         self._active = active
         self._sleep = sleep
         self._suspicious = False
+        self._blocked_s = 0.0
         self._seen_s = self._device_s = now()
         self._looked_s, self._looked_active_s = self._seen_s, active()
 
@@ -83,6 +84,11 @@ class VirtualClock:
     def ahead_s(self) -> float:
         """Seconds of work that the device still had to do when the host last looked."""
         return self._device_s - self._seen_s
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds in which the device had nothing left to do because its host was blocked."""
+        return self._blocked_s
 
     def suspect(self) -> None:
         """Says that the thread may have been blocked, however briefly, before the next call."""
@@ -122,6 +128,7 @@ class VirtualClock:
             self._looked_s, self._looked_active_s = now_s, active_s
             self._suspicious = False
         ahead_s = self._device_s - self._seen_s
+        self._blocked_s += max(0.0, blocked_s - max(ahead_s, 0.0))
         ahead_s = max(ahead_s - blocked_s, min(ahead_s, 0.0)) - (gap_s - blocked_s)
         self._device_s = now_s + max(ahead_s, -CREDIT_LIMIT_S)
         self._seen_s = now_s

@@ -69,6 +69,7 @@ class EmulatedDevice(MemoryTracker):
         self.capacity_bytes = capacity_bytes
         self._flops = 0
         self._busy_s = 0.0
+        self._blocked_s = 0.0
         self._counter = FlopCounter()
         self._activity: ThreadActivity | None = None
         self._clock: VirtualClock | None = None
@@ -98,6 +99,15 @@ class EmulatedDevice(MemoryTracker):
         self.capacity_bytes = capacity_bytes
         self.reset_peak()
 
+    @property
+    def blocked_s(self) -> float:
+        """Seconds in which the device had nothing to do while its host was blocked, over all
+        entries: waiting for other ranks, and communication that no compute hides. Up to date after
+        :meth:`synchronize`.
+        """
+        current_s = 0.0 if self._clock is None else self._clock.blocked_s
+        return self._blocked_s + current_s
+
     def synchronize(self, *, keep_credit: bool = False) -> None:
         """Blocks until the device has done its work, as ``torch.cuda.synchronize`` does.
 
@@ -126,6 +136,7 @@ class EmulatedDevice(MemoryTracker):
         if self._depth == 1:
             if not exception or exception[0] is None:
                 self.synchronize()
+            self._blocked_s = self.blocked_s
             self._clock = None
             if self._activity is not None:
                 self._activity.close()

@@ -71,6 +71,27 @@ def test_the_device_works_on_while_its_rank_is_blocked():
     assert machine.clock.ahead_s == pytest.approx(0.6)
 
 
+def test_only_what_the_device_does_not_hide_counts_as_blocked():
+    machine = Machine()
+    machine.clock.advance(1.0)
+    machine.block(0.4)  # the device works on
+    machine.clock.advance(0.0)
+    assert machine.clock.blocked_s == 0.0
+    machine.block(0.9)  # 0.6 s of work are left
+    machine.clock.advance(0.0)
+    assert machine.clock.blocked_s == pytest.approx(0.3)
+
+
+def test_neither_work_of_the_host_nor_its_waits_for_the_device_count_as_blocked():
+    machine = Machine()
+    machine.run(0.2)
+    machine.clock.advance(1.0)
+    machine.clock.wait()
+    machine.run(0.3)
+    machine.clock.advance(0.0)
+    assert machine.clock.blocked_s == pytest.approx(0.0)
+
+
 def test_blocking_keeps_the_credit_earned_before():
     machine = Machine()
     machine.run(0.1)

@@ -72,6 +72,19 @@ def test_a_busy_host_before_does_not_shorten_a_measurement(core_flops_per_s):
         assert time.perf_counter() - start_s >= device.busy_s - start_busy_s
 
 
+def test_blocked_seconds_are_those_without_work_and_add_up_over_entries(core_flops_per_s):
+    device = EmulatedDevice(flops_per_s=core_flops_per_s / 3)
+    count = round(0.1 * device.flops_per_s / PRODUCT_FLOPS)
+    for entries in (1, 2):
+        with device:
+            products(1)
+            device.synchronize()
+            time.sleep(0.2)
+            products(count)
+            device.synchronize()
+        assert device.blocked_s == pytest.approx(0.2 * entries, rel=0.1)
+
+
 def test_without_a_rate_nothing_waits():
     device = EmulatedDevice()
     start_s = time.perf_counter()
