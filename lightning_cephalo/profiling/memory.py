@@ -156,7 +156,7 @@ class PeakMeter:
         self._engine = engine
         self._cuda = engine.device.type == "cuda"
         self._before = 0
-        self._tracker = _StepTracker()
+        self._tracker = _StepTracker(engine)
         self.peak_bytes = 0
         self.kept_bytes = 0
 
@@ -193,9 +193,17 @@ class PeakMeter:
 class _StepTracker(MemoryTracker):
     """Leaves out what a reduce receives into: `state_bytes` has it, for the planned shares."""
 
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        # what a gather receives into is counted
+        self._gathered = {id(flat.full.untyped_storage()) for flat in _flats(engine)}
+
     def _after(self, function: Any, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if operator.collective and "alltoall" in str(function):
-            self.untrack(args[0])
+        if operator.collective and "recv" in str(function):
+            self.untrack(*[tensor for tensor in args[0] if not self._is_gathered(tensor)])
+
+    def _is_gathered(self, tensor: Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._gathered
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Gather and reduce slices of unequal sizes: two functions, one road per backend.
 
-gloo: a gather is one asynchronous broadcast per rank straight into its slice; a reduce is an
-all-to-all and a local sum in rank order, hence deterministic. NCCL: the single-tensor operations
-when the slices are equal, the list forms otherwise. Padding to the largest slice was measured 1.5
-to 8 times slower (this project's runtime notes, section B).
+gloo on CPUs: every rank receives from and sends to every other, for a gather straight into its
+slice, for a reduce into rows that are summed in rank order, hence deterministic. gloo on other
+devices, whose tensors it does not send: one asynchronous broadcast per rank, and an all-to-all.
+NCCL: the single-tensor operations when the slices are equal, the list forms otherwise. Padding to
+the largest slice was measured 1.5 to 8 times slower (this project's runtime notes, section B).
 """
 
 from __future__ import annotations
@@ -60,6 +61,30 @@ def _alias(new: str, old: str) -> Callable[..., Any]:
     return getattr(dist, new, None) or getattr(dist, old)
 
 
+def _exchange(
+    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> list[Any]:
+    """Start sending ``outgoing`` to and receiving ``incoming`` from all others, by their rank.
+
+    Receives come first: gloo announces each of them to its sender on the connection that the data
+    uses. Behind a slice on its way out the announcement waits, and a link then carries one
+    direction after the other; broadcasts in one group did that, at twice the time on slow links.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    others = [(rank + step) % world_size for step in range(1, world_size)]
+    works = [
+        dist.irecv(incoming[other], group=group, group_src=other)
+        for other in reversed(others)
+        if incoming[other].numel()
+    ]
+    works += [
+        dist.isend(outgoing[other], group=group, group_dst=other)
+        for other in others
+        if outgoing[other].numel()
+    ]
+    return works
+
+
 def gather_slices(full: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Pending:
     """Fill ``full`` with every rank's slice; this rank's own slice is already in place.
 
@@ -77,6 +102,9 @@ def gather_slices(full: torch.Tensor, sizes: Sequence[int], group: dist.ProcessG
             return Pending([gather(full, own, group=group, async_op=True)])
         slices = [full[a:b] for a, b in itertools.pairwise(offsets)]
         return Pending([dist.all_gather(slices, own, group=group, async_op=True)])
+    if full.device.type == "cpu":
+        slices = full.split(list(sizes))
+        return Pending(_exchange([slices[dist.get_rank(group)]] * len(sizes), slices, group))
     works = [
         dist.broadcast(full[a:b], group=group, group_src=source, async_op=True)
         for source, (a, b) in enumerate(itertools.pairwise(offsets))
@@ -128,17 +156,23 @@ def reduce_slices(
         return Pending([work], lambda: deliver(total))
 
     received = full.new_empty(world_size * own)
-    work = dist.all_to_all_single(
-        received, full, [own] * world_size, list(sizes), group=group, async_op=True
-    )
+    rows = received.view(world_size, own)
+    if full.device.type == "cpu":
+        outgoing = full.split(list(sizes))
+        rows[rank].copy_(outgoing[rank])
+        works = _exchange(outgoing, rows.unbind(), group)
+    else:
+        exchange = dist.all_to_all_single(
+            received, full, [own] * world_size, list(sizes), group=group, async_op=True
+        )
+        works = [exchange]
 
     def finish() -> None:
-        rows = received.view(world_size, own)
         for row in rows[1:]:
             rows[0].add_(row)
         deliver(rows[0])
 
-    return Pending([work], finish if own else None)
+    return Pending(works, finish if own else None)
 
 
 def all_gather_rows(
