@@ -1,0 +1,233 @@
+"""One rank of a comparison: it builds every contender, plans, and times steps in turn."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import math
+import os
+import signal
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lightning_cephalo.cluster import synchronized_clock
+from lightning_cephalo.emulation import EmulatedDevice
+from lightning_cephalo.engine import Engine
+from lightning_cephalo.plan import Plan, Problem, RankProfile, solve
+from lightning_cephalo.profiling.compute import Sweep, measure_times
+from lightning_cephalo.profiling.memory import state_bytes
+from lightning_cephalo.profiling.network import measure_network
+from lightning_cephalo.profiling.probe import Prober
+from lightning_cephalo.profiling.profile import pooled
+
+from . import links
+from .cases import CEPHALO, DDP_BY_SPEED, Case, cut
+from .contenders import CPU, Contender, ModelSize, Part, baselines, loss_of
+from .contenders import cephalo as make_cephalo
+from .results import RankRecord, StepTimes
+
+_PROFILE_S = 30.0
+_GRADIENTS_ALIKE = 1e-4
+_TIMEOUT = datetime.timedelta(seconds=300)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the ranks of one process group need to know.
+
+    Attributes:
+        cases: Of one set of speeds and one link.
+        flops_per_s: Of every rank's emulated device.
+        namespaces: The network namespace of every rank; empty: loopback.
+        folder: For the ranks to find each other.
+        model: What is trained.
+        rounds: Most rounds of a case.
+        least_rounds: Fewest, however long they take.
+        case_s: Seconds for a case, if ``least_rounds`` fit.
+    """
+
+    cases: tuple[Case, ...]
+    flops_per_s: tuple[float, ...]
+    namespaces: tuple[str, ...]
+    folder: str
+    model: ModelSize
+    rounds: int
+    least_rounds: int
+    case_s: float
+
+
+def run_rank(rank: int, setup: Setup) -> list[RankRecord]:
+    """Measure all cases; called in a process of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is for its namespaces
+    warnings.simplefilter("ignore")  # torch's deprecations of what it wraps itself
+    ranks = len(setup.flops_per_s)
+    if setup.namespaces:
+        links.enter(setup.namespaces[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = links.INTERFACE
+    store = f"file://{setup.folder}/store"
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=_TIMEOUT
+    )
+    dist.barrier()
+    try:
+        own, engine = make_cephalo(setup.model, ranks)
+        others, reasons = baselines(setup.model, ranks)
+        speeds = setup.cases[0].speeds
+        device = EmulatedDevice(flops_per_s=setup.flops_per_s[rank], name=f"speed {speeds[rank]}")
+        with device:
+            largest = max(setup.cases, key=lambda case: case.samples)
+            problem = _profile(engine, device, _global_batch(largest, setup.model), largest)
+            return [
+                _measure(case, setup, own, engine, others, reasons, problem, device)
+                for case in setup.cases
+            ]
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(
+    case: Case,
+    setup: Setup,
+    own: Contender,
+    engine: Engine,
+    others: Sequence[Contender],
+    reasons: dict[str, str],
+    problem: Problem,
+    device: EmulatedDevice,
+) -> RankRecord:
+    rank = engine.agreement.rank
+    plan = engine.agreement.broadcast(_solved(problem, case) if rank == 0 else None)
+    engine.change_fractions([part.state_fraction for part in plan.ranks])
+    batch = _global_batch(case, setup.model)
+    _prepare(own, batch, rank, [part.microbatch_sizes for part in plan.ranks])
+    for other in others:
+        counts = case.by_speed if other.name == DDP_BY_SPEED else case.even
+        _prepare(other, batch, rank, [cut(count, case.samples) for count in counts])
+    contenders = [own, *others]
+    started_s = time.perf_counter()
+    _warm_up(contenders)
+    round_s = max(row[0] for row in engine.agreement.exchange([time.perf_counter() - started_s]))
+    rounds = min(setup.rounds, max(setup.least_rounds, int(setup.case_s / round_s)))
+    times: dict[str, list[StepTimes]] = {contender.name: [] for contender in contenders}
+    for index in range(rounds):
+        # each comes first, and after each other one, about equally often
+        first = index % len(contenders)
+        for contender in contenders[first:] + contenders[:first]:
+            times[contender.name].append(_timed(contender, device))
+    samples = {
+        contender.name: sum(len(part["tokens"]) for part in contender.parts)
+        for contender in contenders
+    }
+    return RankRecord(samples, times, reasons, plan)
+
+
+def _timed(contender: Contender, device: EmulatedDevice) -> StepTimes:
+    gc.collect()
+    dist.barrier()
+    device.synchronize()  # what the barrier took is no part of the step
+    busy_s, blocked_s = device.busy_s, device.blocked_s
+    start_s = time.perf_counter()
+    contender.step()
+    device.synchronize()
+    step_s = time.perf_counter() - start_s
+    return StepTimes(step_s, device.busy_s - busy_s, device.blocked_s - blocked_s)
+
+
+def _warm_up(contenders: Sequence[Contender]) -> None:
+    """One step of each: what is made at first use is made, and all have the same gradient.
+
+    Raises:
+        RuntimeError: If they have not. They would not do the same work.
+    """
+    norms = {}
+    for contender in contenders:
+        dist.barrier()
+        contender.accumulate()
+        norms[contender.name] = contender.gradient_norm()
+        contender.update()
+    expected = norms[CEPHALO]
+    if any(not math.isclose(norm, expected, rel_tol=_GRADIENTS_ALIKE) for norm in norms.values()):
+        raise RuntimeError(f"The contenders' gradients have different norms: {norms}")
+
+
+def _global_batch(case: Case, model: ModelSize) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(case.global_batch_size)
+    shape = (case.global_batch_size, model.length + 1)
+    return torch.randint(0, 256, shape, generator=generator)
+
+
+def _prepare(
+    contender: Contender, batch: torch.Tensor, rank: int, sizes: Sequence[Sequence[int]]
+) -> None:
+    """Give a contender this rank's microbatches of the common batch."""
+    start = sum(sum(earlier) for earlier in sizes[:rank])
+    own = batch[start : start + sum(sizes[rank])]
+    parts: list[Part] = [{"tokens": part} for part in own.split(list(sizes[rank]))]
+    contender.prepare(parts if sizes[rank] else [], len(batch))
+
+
+def _profile(engine: Engine, device: EmulatedDevice, tokens: torch.Tensor, case: Case) -> Problem:
+    """Measure as the strategy does; memory is left out, as there is no limit to it here."""
+    clock = synchronized_clock(CPU)
+
+    def batch_of(size: int) -> Part:
+        return {"tokens": tokens[:size]}
+
+    def step(part: Part) -> torch.Tensor:
+        return loss_of(engine.module, part)
+
+    prober = Prober(engine, clock, batch_of, step, nullcontext)
+    sizes = range(1, case.samples + 1)
+    measured = measure_times(prober, Sweep(sizes, case.global_batch_size, _PROFILE_S))
+    network = measure_network(engine, clock, math.inf)
+    for unit in engine.units:
+        for flat in unit.flats:
+            flat.forget_gradient()
+    units = sum(visit.differentiable for visit in engine.runner.visits)
+    known, every = sorted(measured.times), np.arange(1, measured.largest + 1)
+
+    def curve(part: str, divisor: int) -> tuple[float, ...]:
+        values = [getattr(measured.times[size], part) / divisor for size in known]
+        return tuple(np.interp(every, known, values).tolist())
+
+    own = RankProfile(
+        name=device.name,
+        forward_s=curve("forward_s", units),
+        backward_s=curve("backward_s", units),
+        tail_s=curve("tail_s", 1),
+        compute_bytes=(0.0,) * len(every),
+        capacity_bytes=math.inf,
+    )
+    profiles = engine.agreement.exchange_objects(own)
+    return Problem(
+        ranks=tuple(pooled(profiles)),
+        units=units,
+        gather_s=network.gather_s,
+        reduce_s=network.reduce_s,
+        state_bytes=float(state_bytes(engine)),
+        global_batch_size=case.global_batch_size,
+        optimizer_s=network.optimizer_s,
+        step_overhead_s=network.step_overhead_s,
+        even_gather_s=network.even_gather_s,
+        even_reduce_s=network.even_reduce_s,
+        root_gather_s=network.root_gather_s,
+        root_reduce_s=network.root_reduce_s,
+        fill_s=network.fill_s,
+    )
+
+
+def _solved(problem: Problem, case: Case) -> Plan:
+    """The plan with microbatches no larger than those of the others."""
+    curves = ("forward_s", "backward_s", "tail_s", "compute_bytes")
+    ranks = tuple(
+        replace(rank, **{name: getattr(rank, name)[: case.samples] for name in curves})
+        for rank in problem.ranks
+    )
+    return solve(replace(problem, ranks=ranks, global_batch_size=case.global_batch_size))
