@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,22 @@ def test_a_record_holds_the_table_the_claims_and_what_did_not_run():
     assert "| 3:1 | slow | 8 × 1 | 16.0 | 91 (0 5 4) |" in text
     assert "- reached: 3:1, slow link" in text and notes[0] in text
     assert json.loads(dump(results, ["title"], notes))["results"][0]["batches"] == [12, 4]
+
+
+def test_shaped_hosts_are_gone_after_an_error():
+    from side_by_side.links import LinkError, ShapedHosts
+
+    def listed():
+        return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+    hosts = ShapedHosts(2, 100)
+    try:
+        with pytest.raises(KeyError), hosts as names:
+            assert all(name in listed() for name in names)
+            raise KeyError
+    except LinkError as reason:
+        pytest.skip(str(reason))
+    assert not any(name in listed() for name in hosts.names)
 
 
 def test_a_figure_is_written_with_a_panel_for_each_link(tmp_path):

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -189,7 +190,7 @@ def figure(results: Sequence[Result], path: Path) -> None:
     drawn.savefig(path, dpi=150, facecolor="white")
 
 
-def _bars(axes: object, results: Sequence[Result]) -> None:
+def _bars(axes: Any, results: Sequence[Result]) -> None:
     width = 0.8 / len(NAMES)
     for position, (name, colour) in enumerate(zip(NAMES, _COLOURS, strict=True)):
         places = [
