@@ -195,15 +195,18 @@ class _StepTracker(MemoryTracker):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        # what a gather receives into is counted
-        self._gathered = {id(flat.full.untyped_storage()) for flat in _flats(engine)}
+        self._engine = engine
 
     def _after(self, function: Any, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         if operator.collective and "recv" in str(function):
             self.untrack(*[tensor for tensor in args[0] if not self._is_gathered(tensor)])
 
     def _is_gathered(self, tensor: Tensor) -> bool:
-        return id(tensor.untyped_storage()) in self._gathered
+        # what a gather receives into is counted
+        storage = tensor.untyped_storage()._cdata
+        known = [flat.full.untyped_storage() for flat in _flats(self._engine)]
+        known += [b.storage for pool in self._engine.parameter_pools for b in pool.buffers]
+        return any(storage == other._cdata for other in known)
 
 
 @dataclass(frozen=True)
