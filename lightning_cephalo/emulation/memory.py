@@ -44,6 +44,8 @@ class MemoryTracker(TorchDispatchMode):
     another tracker or an emulated device, which then see the same operators. Only the thread and
     the process that entered the block are watched.
 
+    Functions of ``torch.compile`` run eagerly inside, and compiled again afterwards.
+
     On CUDA, ``torch.cuda.max_memory_allocated`` is the better instrument.
 
     Source: ``torch.distributed._tools.MemTracker`` for storages by weak reference; that one is
@@ -65,6 +67,7 @@ class MemoryTracker(TorchDispatchMode):
         self._depth = 0
         self._process = 0
         self._is_paused = False
+        self._eager: Any = None
 
     @property
     def current_bytes(self) -> int:
@@ -125,11 +128,18 @@ class MemoryTracker(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._process = os.getpid()
         self._depth += 1
+        if self._depth == 1:
+            # Else torch.compile, which does not compile under a mode, would remember that of every
+            # function that is called inside, and never run it compiled again.
+            self._eager = torch.compiler.set_stance("force_eager")
+            self._eager.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._depth -= 1
         super().__exit__(*exception)
+        if self._depth == 0:
+            self._eager.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None

@@ -300,3 +300,29 @@ def test_a_capacity_that_changes_counts_from_then_on():
         with pytest.raises(ValueError, match="capacity_bytes"):
             device.change_capacity(0)
     assert kept.numel()
+
+
+# torch.compile's own imports
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+def test_compiled_functions_are_compiled_again_after_the_block():
+    compilations, runs = [], []
+
+    def backend(graph, example_inputs):
+        compilations.append(graph)
+
+        def run(*inputs):
+            runs.append(len(inputs))
+            return graph(*inputs)
+
+        return run
+
+    compiled = torch.compile(lambda values: values * 2 + 1, backend=backend, dynamic=False)
+    compiled(torch.zeros(3))
+    with MemoryTracker() as tracker:
+        compiled(torch.zeros(3))
+        compiled(torch.zeros(KIBI))
+    assert tracker.peak_bytes >= 2 * 1024
+    assert (len(compilations), len(runs)) == (1, 1)
+    compiled(torch.zeros(3))
+    compiled(torch.zeros(4))
+    assert (len(compilations), len(runs)) == (2, 3)
