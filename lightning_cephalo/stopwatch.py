@@ -60,6 +60,10 @@ class HostMarks:
         return float(mark)
 
     def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
+        tell = getattr(work, "when_done", None)  # a Transfer's, which has no future
+        if tell is not None:
+            tell(lambda: note(time.perf_counter()))
+            return
         # gloo runs the callback in the thread that has done the work, as soon as it is done
         work.get_future().add_done_callback(lambda _: note(time.perf_counter()))
 

@@ -10,6 +10,7 @@ the largest slice was measured 1.5 to 8 times slower (this project's runtime not
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,34 @@ def _alias(new: str, old: str) -> Callable[..., Any]:
     return getattr(dist, new, None) or getattr(dist, old)
 
 
+class Transfer:
+    """A send or a receive of gloo.
+
+    Unlike a collective's its handle does not tell when it is done, and must not be waited for
+    twice: whoever wants to know waits in a thread of its own, and others wait for that.
+    """
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Block until it is done."""
+        with self._lock:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+
+    def when_done(self, note: Callable[[], None]) -> None:
+        """Call ``note`` in another thread as soon as it is done."""
+
+        def watch() -> None:
+            self.wait()
+            note()
+
+        threading.Thread(target=watch, daemon=True).start()
+
+
 def _exchange(
     outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> list[Any]:
@@ -82,7 +111,7 @@ def _exchange(
         for other in others
         if outgoing[other].numel()
     ]
-    return works
+    return [Transfer(work) for work in works]
 
 
 def gather_slices(full: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Pending:
