@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -93,6 +94,8 @@ def main() -> None:
         measured = trainer.strategy.measured_ranks
         said["busy_s"] = [rank.busy_s for rank in measured]
         said["waiting_s"] = [rank.waiting_s for rank in measured]
+        said["held"] = [asdict(rank) for rank in trainer.strategy.measured_memory]
+        said["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     (options.folder / f"{trainer.global_rank}.json").write_text(json.dumps(said))
 
 

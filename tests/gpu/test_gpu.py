@@ -60,12 +60,27 @@ def check_times(folder: Path, ranks: int) -> None:
         assert max(e["ts"] + e["dur"] for e in events) < 60e6
 
 
+def check_held(folder: Path, step: int | None) -> None:
+    """What ranks say they held against arithmetic."""
+    said = json.loads((folder / "0.json").read_text())
+    state = [rank.pop("state_bytes") for rank in said["held"]]
+    assert sum(state) == 16 * said["parameters"]
+    for held, state_bytes in zip(said["held"], state, strict=True):
+        assert held.pop("step") == step
+        peak_bytes = held.pop("peak_bytes")
+        assert all(size >= 0 for size in held.values())
+        assert held["gathered_bytes"] > 0 and held["gradients_bytes"] > 0
+        assert state_bytes < peak_bytes <= state_bytes + sum(held.values())
+
+
 @pytest.mark.slow
 def test_the_script_itself_on_the_cpu(tmp_path):
     wanted = losses(tmp_path / "one", 1)
     options = ["--plan", json.dumps(UNEVEN), "--share-one-device", "--trace"]
     assert losses(tmp_path / "two", 2, *options) == pytest.approx(wanted, rel=1e-5)
     check_times(tmp_path / "two", 2)
+
+    check_held(tmp_path / "two", step=2)
 
 
 @pytest.mark.gpu
@@ -74,6 +89,7 @@ def test_one_rank_on_nccl_equals_plain_lightning(tmp_path, keep):
     wanted = losses(tmp_path / "plain", 1, "--accelerator", "gpu")
     options = ["--accelerator", "gpu", "--plan", json.dumps(ONE), *(["--keep"] if keep else [])]
     assert losses(tmp_path / "ours", 1, *options) == pytest.approx(wanted, rel=1e-5)
+    check_held(tmp_path / "ours", step=None)
 
 
 @pytest.mark.gpu
