@@ -1,8 +1,10 @@
 """How long a microbatch takes, over growing sizes, on all ranks at once.
 
 All ranks take part in every step, for the gathers; what each computes in it is its own affair. So
-the fast ranks measure large microbatches in the time in which the slow ones measure small ones,
-and a rank that is done goes on communicating with nothing to compute.
+the fast ranks measure large microbatches in the time in which the slow ones measure small ones:
+ranks whose next size takes about as long run it together, the others wait. Sizes double, up to
+somewhat more than a rank's balanced share of the batch. Where ranks are alike, all of them take as
+long as about 2.5 balanced steps; repetitions add 1.25, or 2 on a machine that disturbs them.
 """
 
 from __future__ import annotations
@@ -16,14 +18,23 @@ from lightning_cephalo.profiling.errors import TooLittleMemoryError
 from lightning_cephalo.profiling.memory import Held, Kept
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 
-# Short steps are repeated: so many seconds for a size, so often at most.
-_REPEATED_S, _REPEATS = 0.5, 3
+# A size is timed so often, and thrice if that takes less than this part of a balanced step each or
+# on ranks that seem to have been disturbed: from small sizes comes how far each rank measures.
+_TIMES, _THRICE_BELOW, _MOST_TIMES = 2, 0.25, 3
+# What repetitions may take in all: balanced steps, or seconds where these are short; and what they
+# may take with those on disturbed ranks.
+_REPEATED_STEPS, _REPEATED_S, _DISTURBED_STEPS = 1.25, 0.3, 2.0
 # Share of the time left that repeating a size may use.
 _REPEAT_SHARE = 0.3
 # A size that takes more per sample than a smaller one by this much was disturbed: once more.
 _SUSPICIOUS = 0.03
-# A rank measures microbatches up to this multiple of its balanced share of the global batch.
-_BEYOND_SHARE = 1.25
+# A rank measures microbatches up to this multiple of its balanced share of the global batch; what
+# is less than so much beyond the largest size measured is not worth a step.
+_BEYOND_SHARE, _WORTHWHILE_GROWTH = 1.25, 1.3
+# In place of a size and one less than so many times as large, the larger one alone is measured.
+_SKIPPED = 1.5
+# Ranks run together whose steps are expected to take at most so many times as long as the shortest.
+_TOGETHER = 1.5
 # From this size on a rank stops when larger microbatches gain less than this per sample.
 _LARGE_SIZE, _WORTHWHILE_GAIN = 32, 0.02
 # Numbers of microbatches whose memory is compared with that of one.
@@ -51,10 +62,10 @@ class Measured:
 
 
 def ladder(smallest: int, limit: int) -> list[int]:
-    """Sizes to measure: 1, 2, 3, 4, 6, 8, 12, 16, ... from ``smallest`` to ``limit``, both in."""
+    """Sizes to measure: 1, 2, 4, 8, 16, ... from ``smallest`` to ``limit``, both in."""
     sizes, power = {smallest, limit}, 1
     while power <= limit:
-        sizes.update((power, power * 3 // 2))
+        sizes.add(power)
         power *= 2
     return sorted(size for size in sizes if smallest <= size <= limit)
 
@@ -64,19 +75,39 @@ class Sweep:
     """How far to measure.
 
     Attributes:
-        sizes: Microbatch sizes, rising.
-        global_batch_size: Samples of a step over all ranks.
+        sizes: Microbatch sizes, rising; the last one is the global batch size.
         budget_s: Wall seconds.
+        devices: Name of every rank's device: those of one name are as fast as the fastest of them,
+            unless something else disturbs them now.
         everyone_runs: Ranks that are done run their smallest size again: the user's step may
             communicate.
-        report: Told the size that comes next and who runs it, on every rank.
+        report: Told the sizes that the ranks run next, 0 for none, on every rank.
     """
 
     sizes: Sequence[int]
-    global_batch_size: int
     budget_s: float
+    devices: Sequence[str]
     everyone_runs: bool = False
-    report: Callable[[int, Sequence[int]], None] = lambda size, ranks: None
+    report: Callable[[Sequence[int]], None] = lambda sizes: None
+
+
+@dataclass
+class _Pace:
+    """What all ranks know of the sweep.
+
+    Attributes:
+        rates: Samples per second of every rank's device at its best size; 0 before its first.
+        beside_s: Seconds that a step takes beside a rank's own work.
+        repeated_s: Seconds spent on repetitions.
+    """
+
+    rates: list[float]
+    beside_s: float
+    repeated_s: float = 0.0
+
+    def step_s(self, global_batch_size: int) -> float:
+        """Seconds of a balanced step."""
+        return global_batch_size / max(sum(self.rates), 1e-9) + self.beside_s
 
 
 def measure_times(prober: Prober, sweep: Sweep) -> Measured:
@@ -88,33 +119,61 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
     """
     started_s = time.perf_counter()
     agreement, measured = prober.agreement, Measured()
-    smallest = sweep.sizes[0]
-    everyone = list(range(agreement.world_size))
-    sweep.report(smallest, everyone)
+    smallest, whole = sweep.sizes[0], sweep.sizes[-1]
+    sweep.report([smallest] * agreement.world_size)
     able = _warm_up(prober, measured, smallest)
-    beside_s = prober.wall_s
-    for size in sweep.sizes:
-        remaining_s = sweep.budget_s - (time.perf_counter() - started_s)
-        wants = _wants(measured, size) and able
-        rows = agreement.exchange(
-            [float(wants), _expected_s(measured, size), _rate(measured), remaining_s, beside_s]
+    pace = _Pace([0.0] * agreement.world_size, prober.wall_s)
+    while True:
+        size = _next_size(
+            measured, sweep.sizes, _useful(pace.rates[agreement.rank], pace.rates, whole)
         )
-        remaining_s = min(row[3] for row in rows)
-        beside_s = max(row[4] for row in rows)
-        rates = [row[2] for row in rows]
-        runs = [
-            bool(wanted)
-            and (size == smallest or expected_s + beside_s <= remaining_s)
-            and (size == smallest or size <= _useful(rate, rates, sweep.global_batch_size))
-            for wanted, expected_s, rate, _, _ in rows
-        ]
-        if not any(runs):
-            if size == smallest:
+        remaining_s = sweep.budget_s - (time.perf_counter() - started_s)
+        own = [float(size if able else 0), _expected_s(measured, size), remaining_s, pace.beside_s]
+        rows = agreement.exchange(own)
+        remaining_s = min(row[2] for row in rows)
+        pace.beside_s = max(row[3] for row in rows)
+        sizes = _together([(int(row[0]), row[1]) for row in rows], smallest,
+                          remaining_s - pace.beside_s)  # fmt: skip
+        if not any(sizes):
+            if not any(row[0] for row in agreement.exchange([float(bool(measured.times))])):
                 raise TooLittleMemoryError(_nobody(prober, smallest))
-            break
-        sweep.report(size, [rank for rank, run in enumerate(runs) if run])
-        beside_s = _time_size(prober, measured, size, runs, remaining_s, sweep)
-    return measured
+            return measured
+        sweep.report(sizes)
+        _time_round(prober, measured, sizes, remaining_s, pace, sweep)
+
+
+def _next_size(measured: Measured, sizes: Sequence[int], useful: float) -> int:
+    """The size to measure next, 0 for none."""
+    largest, too_large = measured.largest, measured.smallest_too_large
+    if not largest:
+        return 0 if too_large is not None else sizes[0]
+    most = min(int(useful), sizes[-1])
+    size = next((size for size in sizes if size > largest), 0)
+    if largest >= 4 and most < _SKIPPED * size:
+        size = most
+    if too_large is not None and size >= too_large:
+        size = (largest + too_large) // 2
+    worthwhile = size >= _WORTHWHILE_GROWTH * largest and _gains(measured)
+    return size if size <= most and worthwhile else 0
+
+
+def _together(wanted: Sequence[tuple[int, float]], smallest: int, remaining_s: float) -> list[int]:
+    """What every rank runs now, of the sizes they want and the seconds these are expected to take.
+
+    0 for ranks that want nothing, that have not the time, or that wait while others run sizes that
+    take less.
+    """
+    affordable = [
+        size if size == smallest or expected_s <= remaining_s else 0 for size, expected_s in wanted
+    ]
+    shortest_s = min(
+        (expected_s for (_, expected_s), size in zip(wanted, affordable, strict=True) if size),
+        default=0.0,
+    )
+    return [
+        size if expected_s <= _TOGETHER * shortest_s else 0
+        for (_, expected_s), size in zip(wanted, affordable, strict=True)
+    ]
 
 
 def _warm_up(prober: Prober, measured: Measured, smallest: int) -> bool:
@@ -134,22 +193,24 @@ def _warm_up(prober: Prober, measured: Measured, smallest: int) -> bool:
     return able
 
 
-def _time_size(
+def _time_round(
     prober: Prober,
     measured: Measured,
-    size: int,
-    runs: list[bool],
+    sizes: Sequence[int],
     remaining_s: float,
+    pace: _Pace,
     sweep: Sweep,
-) -> float:
-    """Time one size; return the seconds that a step took beside this rank's own work.
+) -> None:
+    """Time one size on every rank that has one (0: none), and take note of the pace.
 
-    Once, twice or three times: again while it is quick, and on ranks that seem to have been
-    disturbed.
+    Up to three times, as repetitions have taken so far; large sizes twice, and a third time on
+    ranks that seem to have been disturbed.
     """
-    rank, beside_s, spent_s = prober.agreement.rank, math.inf, 0.0
+    rank, beside_s = prober.agreement.rank, math.inf
+    runs = [bool(size) for size in sizes]
+    size = sizes[rank]
     idle = sweep.sizes[0] if sweep.everyone_runs and measured.largest else 0
-    for _ in range(_REPEATS):
+    for count in range(1, _MOST_TIMES + 1):
         while any(runs):
             times, refused = prober.timed(size if runs[rank] else idle)
             if not any(refused):
@@ -165,15 +226,22 @@ def _time_size(
         if runs[rank] and times is not None:
             measured.times[size] = times.least(measured.times.get(size))
         suspicious = runs[rank] and _disturbed(measured, size)
-        rows = prober.agreement.exchange([busy_s, prober.wall_s, float(suspicious)])
+        rows = prober.agreement.exchange(
+            [busy_s, prober.wall_s, float(suspicious), _rate(measured)]
+        )
         beside_s = min(beside_s, max(0.0, prober.wall_s - max(row[0] for row in rows)))
-        step_s = max(row[1] for row in rows)
-        spent_s += step_s
-        if spent_s + step_s > _REPEATED_S:
+        pace.rates = _by_device([row[3] for row in rows], sweep.devices)
+        wall_s = max(row[1] for row in rows)
+        if count > 1:
+            pace.repeated_s += wall_s
+        step_s, repeated_s = pace.step_s(sweep.sizes[-1]), pace.repeated_s + wall_s
+        enough = count >= _TIMES and wall_s > _THRICE_BELOW * step_s
+        if enough or repeated_s > max(_REPEATED_STEPS * step_s, _REPEATED_S):
             runs = [run and bool(row[2]) for run, row in zip(runs, rows, strict=True)]
-            if spent_s + step_s > _REPEAT_SHARE * remaining_s:
-                break
-    return 0.0 if math.isinf(beside_s) else beside_s
+        allowed_s = max(_DISTURBED_STEPS * step_s, _REPEATED_S)
+        if repeated_s > allowed_s or wall_s > _REPEAT_SHARE * remaining_s:
+            break
+    pace.beside_s = 0.0 if math.isinf(beside_s) else beside_s
 
 
 def _disturbed(measured: Measured, size: int) -> bool:
@@ -189,18 +257,16 @@ def _disturbed(measured: Measured, size: int) -> bool:
     return False
 
 
-def _wants(measured: Measured, size: int) -> bool:
-    """Whether this rank has memory for the size, as far as known, and may gain by it."""
-    if measured.smallest_too_large is not None and size >= measured.smallest_too_large:
-        return False
-    if measured.times and measured.largest < size and measured.largest >= _LARGE_SIZE:
-        largest = measured.largest
-        before = max((known for known in measured.times if known <= largest // 2), default=largest)
-        gain = 1.0 - (measured.times[largest].total_s / largest) / (
-            measured.times[before].total_s / before
-        )
-        return before == largest or gain >= _WORTHWHILE_GAIN
-    return True
+def _gains(measured: Measured) -> bool:
+    """Whether larger microbatches than the largest measured may still gain anything per sample."""
+    largest = measured.largest
+    if largest < _LARGE_SIZE:
+        return True
+    before = max((known for known in measured.times if known <= largest // 2), default=largest)
+    gain = 1.0 - (measured.times[largest].total_s / largest) / (
+        measured.times[before].total_s / before
+    )
+    return before == largest or gain >= _WORTHWHILE_GAIN
 
 
 def _expected_s(measured: Measured, size: int) -> float:
@@ -216,10 +282,16 @@ def _expected_s(measured: Measured, size: int) -> float:
 
 
 def _rate(measured: Measured) -> float:
-    """Samples per second at the largest size measured."""
-    if not measured.times:
-        return 0.0
-    return measured.largest / max(measured.times[measured.largest].total_s, 1e-9)
+    """Samples per second at the best of the sizes measured: a single one may be disturbed."""
+    return max((size / max(at.total_s, 1e-9) for size, at in measured.times.items()), default=0.0)
+
+
+def _by_device(rates: Sequence[float], devices: Sequence[str]) -> list[float]:
+    """The best rate of each rank's kind of device."""
+    best: dict[str, float] = {}
+    for rate, device in zip(rates, devices, strict=True):
+        best[device] = max(rate, best.get(device, 0.0))
+    return [best[device] for device in devices]
 
 
 def _useful(rate: float, rates: Sequence[float], global_batch_size: int) -> float:

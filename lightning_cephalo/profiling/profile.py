@@ -19,6 +19,7 @@ from lightning_cephalo.data import sample_batches
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.engine import Engine
 from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.profiling.compute import (
     Measured,
     Prober,
@@ -122,8 +123,8 @@ def measure(
         prober = Prober(engine, clock, counted_batch, step, context)
         sweep = Sweep(
             ladder(smallest, global_batch_size),
-            global_batch_size,
             options.budget_s * _TIMING_SHARE,
+            agreement.exchange_objects(device.name),
             options.equal_microbatches,
             progress.timing,
         )
@@ -184,8 +185,24 @@ def measure(
         if lost is not None:
             progress.warn(f"The measured times were not kept for later: {lost}")
     largest = [profile.largest_microbatch_size for profile in profiles]
-    progress.done(largest, time.perf_counter() - started_s)
+    seconds = time.perf_counter() - started_s
+    progress.done(largest, seconds, seconds / balanced_step_s(problem))
     return problem
+
+
+def balanced_step_s(problem: Problem) -> float:
+    """Seconds of a step in which every rank computes from its beginning to its end.
+
+    At the speed of the largest microbatches that were measured; nothing is waited for but what no
+    plan can hide.
+    """
+    samples_per_s = sum(
+        rank.largest_microbatch_size
+        / (problem.units * (rank.forward_s[-1] + rank.backward_s[-1]) + rank.tail_s[-1])
+        for rank in problem.ranks
+        if rank.forward_s
+    )
+    return problem.global_batch_size / samples_per_s + fixed_time(problem)
 
 
 def _exchanged(agreement: Agreement, profile: RankProfile) -> list[RankProfile]:

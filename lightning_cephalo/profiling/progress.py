@@ -40,16 +40,17 @@ class Progress:
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False)
 
-    def timing(self, size: int, ranks: Sequence[int]) -> None:
+    def timing(self, sizes: Sequence[int]) -> None:
         """Say what is being timed."""
-        who = "all ranks" if not ranks else f"ranks {', '.join(map(str, ranks))}"
-        self.say(f"profiling: microbatches of {size} on {who}")
+        by_rank = ", ".join(str(size) if size else "-" for size in sizes)
+        self.say(f"profiling: microbatches of {by_rank} samples (by rank)")
 
-    def done(self, largest: Sequence[int], seconds: float) -> None:
-        """Print the line that stays."""
+    def done(self, largest: Sequence[int], seconds: float, steps: float) -> None:
+        """Print the line that stays; ``steps`` is how many could have been trained meanwhile."""
         if self._console is not None:
             sizes = ", ".join(map(str, largest))
             self._console.print(
-                f"Profiled microbatches of up to {sizes} samples (by rank) in {seconds:.1f} s.",
+                f"Profiled microbatches of up to {sizes} samples (by rank) in {seconds:.1f} s"
+                f" ({steps:.0f} steps).",
                 highlight=False,
             )

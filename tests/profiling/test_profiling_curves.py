@@ -2,9 +2,19 @@
 
 import pytest
 
+from lightning_cephalo.accumulation.memory_errors import is_out_of_memory
 from lightning_cephalo.plan import RankProfile
-from lightning_cephalo.profiling.compute import Measured, _disturbed, _expected_s, _useful, ladder
-from lightning_cephalo.profiling.errors import is_out_of_memory
+from lightning_cephalo.profiling.compute import (
+    Measured,
+    _by_device,
+    _disturbed,
+    _expected_s,
+    _next_size,
+    _rate,
+    _together,
+    _useful,
+    ladder,
+)
 from lightning_cephalo.profiling.memory import Kept, compute_curve
 from lightning_cephalo.profiling.probe import Times
 from lightning_cephalo.profiling.profile import pooled
@@ -32,14 +42,62 @@ def measured(**seconds: float) -> Measured:
 @pytest.mark.parametrize(
     ("smallest", "limit", "expected"),
     [
-        (1, 16, [1, 2, 3, 4, 6, 8, 12, 16]),
-        (1, 20, [1, 2, 3, 4, 6, 8, 12, 16, 20]),
-        (2, 5, [2, 3, 4, 5]),
+        (1, 16, [1, 2, 4, 8, 16]),
+        (1, 20, [1, 2, 4, 8, 16, 20]),
+        (2, 5, [2, 4, 5]),
         (1, 1, [1]),
     ],
 )
-def test_sizes_grow_by_a_half_and_a_third_and_end_at_the_whole_batch(smallest, limit, expected):
+def test_sizes_double_and_end_at_the_whole_batch(smallest, limit, expected):
     assert ladder(smallest, limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("known", "useful", "expected"),
+    [
+        ({"m1": 1.0}, 4.0, 2),
+        ({"m1": 1.0, "m2": 2.0}, 4.0, 4),
+        ({"m4": 4.0}, 5.0, 0),  # not worth a step
+        ({"m4": 4.0}, 7.0, 7),
+        ({"m4": 4.0}, 11.0, 11),  # in place of 8 and 11
+        ({"m4": 4.0}, 12.0, 8),
+        ({"m8": 8.0}, 12.0, 12),
+        ({"m16": 16.0}, 99.0, 32),
+        ({"m32": 32.0}, 99.0, 64),
+        ({"m16": 16.0, "m32": 31.9}, 99.0, 0),  # larger ones gain nothing
+        ({"m64": 64.0}, 99.0, 0),
+    ],
+)
+def test_a_rank_measures_up_to_somewhat_more_than_its_share(known, useful, expected):
+    assert _next_size(measured(**known), ladder(1, 64), useful) == expected
+
+
+def test_a_rank_without_memory_for_a_size_tries_once_or_twice_between():
+    found = measured(m8=8.0)
+    found.smallest_too_large = 16
+    assert _next_size(found, ladder(1, 64), 99.0) == 12
+    found.smallest_too_large = 12
+    assert _next_size(found, ladder(1, 64), 99.0) == 0
+    found.smallest_too_large, found.times[12] = 16, Times(12.0, 0.0, 0.0)
+    assert _next_size(found, ladder(1, 64), 99.0) == 0
+    found = measured(m4=4.0)
+    found.smallest_too_large = 10
+    assert _next_size(found, ladder(1, 16), 10.0) == 7
+    found.smallest_too_large = 5
+    assert _next_size(found, ladder(1, 16), 10.0) == 0
+    nothing = measured()
+    assert _next_size(nothing, ladder(2, 64), 99.0) == 2
+    nothing.smallest_too_large = 2
+    assert _next_size(nothing, ladder(2, 64), 99.0) == 0
+
+
+def test_ranks_run_together_when_their_next_sizes_take_about_as_long():
+    assert _together([(1, 0.0), (1, 0.0)], 1, 9.0) == [1, 1]
+    assert _together([(8, 1.0), (4, 1.4), (2, 1.6), (0, 0.0)], 1, 9.0) == [8, 4, 0, 0]
+    # no time for the last one, which is no reason not to run the first
+    assert _together([(8, 1.0), (4, 3.0)], 1, 2.0) == [8, 0]
+    assert _together([(8, 3.0), (4, 3.0)], 1, 2.0) == [0, 0]
+    assert _together([(1, 0.0), (1, 0.0)], 1, -1.0) == [1, 1]  # the smallest is always measured
 
 
 def test_a_longer_repetition_is_dropped_part_by_part():
@@ -63,6 +121,15 @@ def test_slow_ranks_need_not_measure_sizes_that_no_good_plan_gives_them():
     assert _useful(3.0, [3.0, 1.0], 64) == 60
     assert _useful(1.0, [3.0, 1.0], 64) == 20
     assert _useful(1.0, [3.0, 1.0], 4) == 4
+
+
+def test_ranks_of_one_device_measure_equally_far_though_one_was_disturbed():
+    assert _by_device([3.0, 1.0, 2.0], ["A", "B", "A"]) == [3.0, 1.0, 3.0]
+
+
+def test_the_best_size_counts_for_how_fast_a_rank_is():
+    assert _rate(measured()) == 0.0
+    assert _rate(measured(m1=1.0, m2=1.0, m4=8.0)) == pytest.approx(2.0)
 
 
 def test_memory_between_two_measured_sizes_lies_on_a_line_and_never_falls():
