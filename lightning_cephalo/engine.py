@@ -194,13 +194,13 @@ class Engine:
 
     def change_fractions(self, fractions: Sequence[float]) -> None:
         """Move the shards to other fractions; collective; before optimizers are made."""
-        self._release()
+        self.release_buffers()
         self.fractions = tuple(fractions)
         divider = Divider(fractions)
         for unit in self.units:
             unit.change_fractions(divider)
 
-    def _release(self) -> None:
+    def release_buffers(self) -> None:
         """Free what is gathered, and the memory for it: whole parameters are about to be held."""
         self.runner.reshard()
         for pool in self.buffer_pools:
@@ -212,7 +212,7 @@ class Engine:
 
     def restore_full(self) -> None:
         """Give the module plain full parameters on the CPU again, without cuts; collective."""
-        self._release()
+        self.release_buffers()
         self.runner.uninstall()
         for unit in self.units:
             unit.restore_full()

@@ -30,6 +30,7 @@ from lightning_cephalo.profiling.compute import (
 )
 from lightning_cephalo.profiling.errors import lost_rank_explained
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
+from lightning_cephalo.profiling.keeping import measure_keeping, with_keeping
 from lightning_cephalo.profiling.memory import (
     Kept,
     compute_curve,
@@ -59,12 +60,14 @@ class ProfileOptions:
             is left is not tried; the smallest one always is.
         minimum_microbatch_size: Smaller ones are not tried (batch normalisation).
         equal_microbatches: The user's step communicates: every rank runs in every step.
+        choose_recompute: Measure without recomputation too, for the plan to choose.
         verbose: Whether rank 0 says what goes on.
     """
 
     budget_s: float
     minimum_microbatch_size: int = 1
     equal_microbatches: bool = False
+    choose_recompute: bool = False
     verbose: bool = True
 
 
@@ -131,6 +134,10 @@ def measure(
         measured = measure_times(prober, sweep)
         progress.say("profiling: memory")
         own_kept = measure_memory(prober, measured, sweep)
+        keeping = None
+        if options.choose_recompute:
+            progress.say("profiling: without recomputation")
+            keeping = measure_keeping(prober, measured, sweep)
         progress.say("profiling: network")
         # first: measuring the network lets go of the gradients that clipping is timed with
         clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
@@ -142,12 +149,25 @@ def measure(
             flat.forget_gradient()  # memory that moving the shards may need
     visits = engine.runner.visits
     units = max(1, sum(visit.differentiable for visit in visits))
+    own_keeping = Kept(0.0, 0.0) if keeping is None else keeping.kept
+    per_microbatch = max(own_kept.microbatch_bytes, own_keeping.microbatch_bytes)
     rows = agreement.exchange(
-        [own_kept.sample_bytes, own_kept.microbatch_bytes, float(resting_bytes(engine))]
+        [
+            own_kept.sample_bytes,
+            own_keeping.sample_bytes,
+            per_microbatch,
+            float(resting_bytes(engine)),
+        ]
     )
-    per_sample, per_microbatch, resting = (max(column) for column in zip(*rows, strict=True))
+    per_sample, inside_too, per_microbatch, resting = (
+        max(column) for column in zip(*rows, strict=True)
+    )
     kept = Kept(per_sample, per_microbatch)
-    own = _profile(device, measured, units, float(engine.gathered_bytes), kept)
+    gathered_bytes = float(engine.gathered_bytes)
+    own = _profile(device, measured, units, gathered_bytes, kept)
+    if keeping is not None:
+        all_kept = Kept(max(inside_too, per_sample), per_microbatch)
+        own = with_keeping(own, keeping, all_kept, units, gathered_bytes)
     profiles = pooled(_exchanged(agreement, own))
     reduced = len({visit.unit for visit in visits if engine.units[visit.unit].trainable})
     even_reduce_s = network.even_reduce_s
@@ -161,6 +181,7 @@ def measure(
         state_bytes=float(state_bytes(engine)),
         global_batch_size=global_batch_size,
         boundary_bytes=kept.sample_bytes / units,
+        kept_bytes=max(0.0, inside_too - per_sample) / units,
         microbatch_bytes=kept.microbatch_bytes,
         optimizer_s=optimizer_s,
         gathered_bytes=engine.gathered_bytes + resting,
@@ -263,19 +284,37 @@ def pooled(profiles: Sequence[RankProfile]) -> list[RankProfile]:
             for at in range(length)
         ):
             continue
+        kept_backward, kept_peaks = _kept_curves(group, length)
         shared = replace(
             group[0],
             forward_s=tuple(curves["forward_s"]),
             backward_s=tuple(curves["backward_s"]),
             tail_s=tuple(curves["tail_s"]),
-            compute_bytes=tuple(
-                max(profile.compute_bytes[at] for profile in group) for at in range(length)
-            ),
+            compute_bytes=_highest([profile.compute_bytes for profile in group], length),
             capacity_bytes=min(capacities),
+            kept_backward_s=kept_backward,
+            kept_compute_bytes=kept_peaks,
         )
         for index in members:
             found[index] = shared
     return found
+
+
+def _highest(curves: Sequence[Sequence[float]], length: int) -> tuple[float, ...]:
+    return tuple(max(curve[at] for curve in curves) for at in range(length))
+
+
+def _kept_curves(
+    group: Sequence[RankProfile], length: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Those of ranks that are the same; none if any of them cannot keep activations."""
+    if not all(profile.kept_backward_s for profile in group):
+        return (), ()
+    backward = [
+        statistics.median(profile.kept_backward_s[at] for profile in group) for at in range(length)
+    ]
+    peaks = _highest([profile.kept_compute_bytes for profile in group], length)
+    return tuple(backward), peaks
 
 
 class _Batches:
