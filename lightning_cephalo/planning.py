@@ -25,9 +25,10 @@ from lightning_cephalo.host_memory import (
 from lightning_cephalo.memory_account import RankMemory
 from lightning_cephalo.memory_cap import MemoryCap, capped, check_plan, named_where_nothing_fits
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, RankPlan, solve
+from lightning_cephalo.profiling import cache
 from lightning_cephalo.profiling.memory import check_capacities
 from lightning_cephalo.profiling.memory import predicted as predicted_memory
-from lightning_cephalo.profiling.profile import ProfileOptions, measure
+from lightning_cephalo.profiling.profile import ProfileOptions, measure, read_batch
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.stepping import BatchCutter
 
@@ -44,6 +45,7 @@ class PlanningOptions:
     split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None
     equal_microbatches: bool = False
     profile_budget_s: float = 20.0
+    remeasure: bool = False
     verbose: bool = True
     host_memory_cap: float | int | None = None
     memory_cap: MemoryCap | None = None
@@ -167,23 +169,40 @@ def prepare(
     engine = make_engine(fractions=_fractions_by_memory(agreement, device.capacity_bytes))
     with named_where_nothing_fits(caps_bytes):
         check_capacities(engine, device.capacity_bytes)
-        enforce(device.cap_bytes)
-        problem = measure(
-            engine=engine,
-            trainer=trainer,
-            device=device,
-            loader=loaders.flat[0] if loaders.spec is None else loaders,
-            layouts=layouts,
-            step=step,
-            context=context,
-            global_batch_size=batch_size,
-            options=ProfileOptions(
-                budget_s=options.profile_budget_s,
-                minimum_microbatch_size=support.smallest_microbatch(engine.module),
-                equal_microbatches=options.equal_microbatches,
-                verbose=options.verbose,
-            ),
-        )
+    enforce(device.cap_bytes)
+    loader = loaders.flat[0] if loaders.spec is None else loaders
+    smallest = support.smallest_microbatch(engine.module)
+    found = cache.look_up(
+        agreement,
+        device,
+        lambda: cache.describe(
+            engine, trainer, partial(read_batch, loader, smallest), batch_size, options
+        ),
+        remeasure=options.remeasure,
+    )
+    with Progress(options.verbose and agreement.rank == 0) as progress:
+        if found.said is not None:
+            progress.warn(found.said)
+    problem = found.problem
+    if problem is None:
+        with named_where_nothing_fits(caps_bytes):
+            problem = measure(
+                engine=engine,
+                trainer=trainer,
+                device=device,
+                loader=loader,
+                layouts=layouts,
+                step=step,
+                context=context,
+                global_batch_size=batch_size,
+                options=ProfileOptions(
+                    budget_s=options.profile_budget_s,
+                    minimum_microbatch_size=smallest,
+                    equal_microbatches=options.equal_microbatches,
+                    verbose=options.verbose,
+                ),
+            )
+        _keep(problem, found, options, agreement)
     if engine.runner.recompute:
         problem = with_host_memory(problem, agreement.exchange_objects(host))
     with Progress(options.verbose and agreement.rank == 0) as progress:
@@ -200,6 +219,15 @@ def prepare(
     _obey(solved.ranks[agreement.rank], engine, host)
     cutter = _cutter(solved.ranks[agreement.rank], layouts, loaders)
     return Preparation(engine, solved, cutter, predicted)
+
+
+def _keep(
+    problem: Problem, found: cache.Found, options: PlanningOptions, agreement: Agreement
+) -> None:
+    if agreement.rank == 0 and found.path is not None:
+        lost = cache.keep(found.path, problem)
+        if lost is not None and options.verbose:
+            Progress(True).warn(f"The next start of this job will measure again: {lost}")
 
 
 def _solved(

@@ -63,6 +63,7 @@ class CephaloStrategy(ShardedStrategy):
             plan moves there, where a device is too small to keep them: as ``memory_cap``, or 0 for
             none; None: an equal part of half of what is free.
         profile_budget_s: Seconds that measuring may take, about.
+        remeasure: Measure also where an earlier start of the same job on the same devices has.
         verbose: Whether rank 0 prints the plan before and the prediction after training.
         trace: Where to write a timeline of one step of every rank, the fifth: JSON for Perfetto.
         process_group_backend: "gloo", "nccl"; None: by the device.
@@ -86,6 +87,7 @@ class CephaloStrategy(ShardedStrategy):
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         host_memory_cap: float | int | str | None = None,
         profile_budget_s: float = 20.0,
+        remeasure: bool = False,
         verbose: bool = True,
         trace: str | PathLike[str] | None = None,
         accelerator: Any = None,
@@ -119,6 +121,7 @@ class CephaloStrategy(ShardedStrategy):
             split_batch=split_batch,
             equal_microbatches=equal_microbatches,
             profile_budget_s=profile_budget_s,
+            remeasure=remeasure,
             verbose=verbose,
             memory_cap=None if memory_cap is None else MemoryCap.parse(memory_cap),
             host_memory_cap=parse_cap(host_memory_cap),

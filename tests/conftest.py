@@ -9,9 +9,15 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _cache_of_the_test(tmp_path_factory, monkeypatch):
+    """What is measured in a test is not to be planned with later, nor by another test."""
+    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_the_tests(tmp_path_factory):
-    """What is measured in tests is not to be planned with later."""
+    """Likewise for fixtures that several tests share."""
     before = os.environ.get("LIGHTNING_CEPHALO_CACHE")
     os.environ["LIGHTNING_CEPHALO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     yield

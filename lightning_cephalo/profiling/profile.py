@@ -333,7 +333,7 @@ class _Batches:
     def __call__(self, size: int) -> Any:
         if self._held[0] != size:
             self._held = (0, None)  # let go of the last one first
-            self._held = (size, self._move(self._read(size)))
+            self._held = (size, self._move(read_batch(self._loader, size)))
         return self._held[1]
 
     @property
@@ -341,16 +341,22 @@ class _Batches:
         """The last batch that was asked for."""
         return self._held[1]
 
-    def _read(self, size: int) -> Any:
-        spec = getattr(self._loader, "spec", None)
-        if spec is None:
-            return sample_batches(self._loader, (size,))[0]
-        # the first loader's samples are what is counted; the others' come in proportion
-        batch_sizes = [getattr(loader, "batch_size", None) for loader in self._loader.flat]
-        first = batch_sizes[0] or 1
-        counts = [max(1, round(size * (other or first) / first)) for other in batch_sizes]
-        parts = [
-            sample_batches(loader, (count,))[0]
-            for loader, count in zip(self._loader.flat, counts, strict=True)
-        ]
-        return pytree.tree_unflatten(parts, spec)
+
+def read_batch(loader: Any, size: int) -> Any:
+    """A batch of the first samples, as the loaders collate it.
+
+    Args:
+        loader: A DataLoader or :class:`~lightning_cephalo.planning.Loaders`.
+        size: Samples of the first loader, which are what is counted; the others' come in
+            proportion.
+    """
+    spec = getattr(loader, "spec", None)
+    if spec is None:
+        return sample_batches(loader, (size,))[0]
+    batch_sizes = [getattr(each, "batch_size", None) for each in loader.flat]
+    first = batch_sizes[0] or 1
+    counts = [max(1, round(size * (other or first) / first)) for other in batch_sizes]
+    parts = [
+        sample_batches(each, (count,))[0] for each, count in zip(loader.flat, counts, strict=True)
+    ]
+    return pytree.tree_unflatten(parts, spec)
