@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def keep(path: Path, problem: Problem) -> str | None:
     data = {"measured": time.strftime("%Y-%m-%d %H:%M:%S"), "problem": problem.to_dict()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".tmp")
+        beside = path.with_suffix(f".{os.getpid()}.tmp")
         beside.write_text(json.dumps(data), encoding="utf-8")
         beside.replace(path)  # a reader sees the old file or the new one
     except (OSError, TypeError, ValueError) as error:

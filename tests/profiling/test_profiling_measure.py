@@ -1,5 +1,6 @@
 """Profiling as training starts it: through Lightning, on real ranks."""
 
+import time
 import warnings
 from typing import ClassVar
 
@@ -10,8 +11,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from profiled import GPT, BatchNormNet, fit, in_ranks, loader, profile
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_cephalo import Problem, RankProfile, solve
+from lightning_cephalo import Problem, RankProfile, planning, solve
 from lightning_cephalo.estimate import cached_tables
+from lightning_cephalo.profiling.profile import balanced_step_s
 from lightning_cephalo.profiling.remember import remember
 
 
@@ -141,6 +143,39 @@ def test_the_predicted_step_time_comes_true():
         if predicted_s == pytest.approx(measured_s, rel=0.1):
             return
     raise AssertionError(f"predicted {predicted_s} s, measured {measured_s} s")
+
+
+def cost_in_steps():
+    spent_s, measure = [], planning.measure
+
+    def timed(**arguments):
+        start_s = time.perf_counter()
+        problem = measure(**arguments)
+        spent_s.append((time.perf_counter() - start_s) / balanced_step_s(problem))
+        return problem
+
+    planning.measure = timed
+    try:
+        trainer = fit(
+            GPT(width=128, depth=4, context=64),
+            loader(samples=128, context=64, batch_size=20),
+            speeds=(3.0, 1.0),
+            total_flops_per_s=2e10,
+        )
+    finally:
+        planning.measure = measure
+    largest_share = max(rank.batch_size for rank in trainer.strategy.plan.ranks)
+    return spent_s[0], largest_share
+
+
+@pytest.mark.slow
+def test_profiling_takes_less_than_ten_steps():
+    for _ in range(3):  # other work on the machine lengthens it now and then
+        steps, largest_share = in_ranks(2, cost_in_steps, timeout_s=100)[0]
+        if steps < 10.0:
+            assert largest_share == pytest.approx(30, abs=2)
+            return
+    raise AssertionError(f"profiling took {steps:.1f} steps")
 
 
 def test_a_budget_that_is_spent_leaves_the_smallest_size():
