@@ -48,6 +48,7 @@ class PlanningOptions:
     remeasure: bool = False
     verbose: bool = True
     host_memory_cap: float | int | None = None
+    choose_recompute: bool = False
     memory_cap: MemoryCap | None = None
 
 
@@ -199,6 +200,7 @@ def prepare(
                     budget_s=options.profile_budget_s,
                     minimum_microbatch_size=smallest,
                     equal_microbatches=options.equal_microbatches,
+                    choose_recompute=options.choose_recompute,
                     verbose=options.verbose,
                 ),
             )

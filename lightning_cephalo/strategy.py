@@ -49,7 +49,9 @@ class CephaloStrategy(ShardedStrategy):
             the number of ranks, as under DDP.
         unit_types: Classes, or their names, whose instances are units (gathered as one).
         unit_names: Names of modules that are units.
-        recompute: Keep only what enters a unit and compute its inside again in the backward.
+        recompute: Keep only what enters a unit and compute its inside again in backward. "auto":
+            rank by rank as the plan chooses, which takes more measuring; a given plan that does
+            not say recomputes.
         collate_per_microbatch: Collate each microbatch by itself; hooks then see a list of
             batches. For batches that cannot be cut along their first dimension.
         split_batch: ``split_batch(batch, sizes)`` returns one batch per size, in place of cutting
@@ -80,7 +82,7 @@ class CephaloStrategy(ShardedStrategy):
         global_batch_size: int | None = None,
         unit_types: list[Any] | None = None,
         unit_names: list[str] | None = None,
-        recompute: bool = True,
+        recompute: bool | Literal["auto"] = True,
         collate_per_microbatch: bool = False,
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         equal_microbatches: bool = False,
@@ -114,7 +116,9 @@ class CephaloStrategy(ShardedStrategy):
             None if unit_types is None else tuple(unit_types),
             None if unit_names is None else tuple(unit_names),
         )
-        self._recompute = recompute
+        if not isinstance(recompute, bool) and recompute != "auto":
+            raise ValueError(f"recompute: expected True, False or 'auto', but got {recompute!r}.")
+        self._recompute = bool(recompute)
         self._planning = PlanningOptions(
             global_batch_size=global_batch_size,
             collate_per_microbatch=collate_per_microbatch,
@@ -125,6 +129,7 @@ class CephaloStrategy(ShardedStrategy):
             verbose=verbose,
             memory_cap=None if memory_cap is None else MemoryCap.parse(memory_cap),
             host_memory_cap=parse_cap(host_memory_cap),
+            choose_recompute=recompute == "auto",
         )
         self._cutter: BatchCutter | None = None
         self._users_sampler_flag: bool | None = None
