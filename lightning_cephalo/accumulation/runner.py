@@ -16,11 +16,12 @@ from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall, StepTimes
 from lightning_cephalo.accumulation.entrance import ROOT
-from lightning_cephalo.accumulation.guard import BEGINNING, Guard
+from lightning_cephalo.accumulation.evaluator import Evaluator
+from lightning_cephalo.accumulation.guard import BEGINNING
 from lightning_cephalo.accumulation.memory_errors import Place
 from lightning_cephalo.accumulation.microbatch import Microbatch
 from lightning_cephalo.accumulation.offload import UNITS_THAT_STAY, HostRing
-from lightning_cephalo.accumulation.order import FAILED, FINISHED, Order, where
+from lightning_cephalo.accumulation.order import Order, where
 from lightning_cephalo.accumulation.schedule import (
     Action,
     Operation,
@@ -28,6 +29,7 @@ from lightning_cephalo.accumulation.schedule import (
     backward_actions,
     forward_actions,
 )
+from lightning_cephalo.accumulation.throttle import Throttle
 from lightning_cephalo.sharding.unit import Unit, UnitState
 from lightning_cephalo.timeline import Activity
 
@@ -40,7 +42,7 @@ _DOING = {
 }
 
 
-class Runner(Guard):
+class Runner(Evaluator):
     """Runs training and evaluation steps over units.
 
     Args:
@@ -57,12 +59,12 @@ class Runner(Guard):
         device: torch.device,
         recompute: bool = True,
     ) -> None:
-        super().__init__(units, agreement)
+        super().__init__(units, agreement, device)
         self.stopwatch = agreement.stopwatch
-        self.device = device
         self.recompute = recompute
         self.units[ROOT].keep_memory(False)  # gathered once a step: nothing must find it again
         self.ring: HostRing | None = None
+        self._throttle = Throttle(device)
         self.clock: Callable[[], float] | None = None
         self.times: StepTimes | None = None
         self._order = Order([unit.name for unit in self.units])
@@ -117,6 +119,7 @@ class Runner(Guard):
         """
         self.stopwatch.restart()
         self.stopwatch.begin()
+        self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
         order = self._orders.get(trainable)
         inside = self._inside_units() if order is None else None
@@ -322,6 +325,7 @@ class Runner(Guard):
         self._in_backward = False
         self._note_times()
         self._microbatches = []
+        self._throttle.end_step()
         self._publish(armed | {ROOT})
         self.stopwatch.end()
 
@@ -367,56 +371,3 @@ class Runner(Guard):
             end = start + len(self._used.get(id(unit), []))
             unit.publish(agreed[start:end])
             start = end
-
-    # -- evaluation ---------------------------------------------------------------------------
-
-    def evaluate(
-        self,
-        call: MicrobatchCall | None,
-        doing: str,
-        note: Callable[[], Sequence[float]] = tuple,
-    ) -> ForwardOutcome:
-        """Run one step without gradients, gathering units as ranks ask for them.
-
-        Ranks may call units differently often (text generation): while one is still running, the
-        others keep communicating.
-
-        Args:
-            call: This rank's step; None on a rank without samples.
-            doing: For messages.
-            note: As in :meth:`forward`.
-
-        Returns:
-            The result, if this rank had a step, and the notes; weights are not asked for.
-        """
-        self._failure = None
-        self._calls = [] if call is None else [call]
-        self._microbatches = [
-            Microbatch(call.step, self.device, recompute=False) for call in self._calls
-        ]
-        self.units[ROOT].wait_gather()
-        self._guarded(self._advance_evaluation)
-        while True:
-            parked = [microbatch.parked for microbatch in self._microbatches] or [None]
-            own, _ = where(failed=self._failure is not None, parked=parked)
-            rows = self.agreement.exchange([own, *note()])
-            said = [row[0] for row in rows]
-            if FAILED in said:
-                self._give_up(doing)
-            wanted = [unit for unit in said if unit != FINISHED]
-            if not wanted:
-                break
-            unit = self.units[int(min(wanted))]
-            unit.wait_gather()
-            if own == min(wanted):
-                self._guarded(self._advance_evaluation)
-            unit.free()
-        results = tuple(microbatch.result for microbatch in self._microbatches)
-        self._microbatches = []
-        return ForwardOutcome(results, (), 0.0, tuple(tuple(row[1:]) for row in rows))
-
-    def _advance_evaluation(self) -> None:
-        if self._microbatches:
-            self._calls[0].on_resume()
-            self._advance(self._microbatches[0])
-            self._calls[0].on_pause()
