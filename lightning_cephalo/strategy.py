@@ -363,7 +363,8 @@ class CephaloStrategy(ShardedStrategy):
                 after_backward.enter_context(support.RowsArithmetic())
                 return outcome
 
-            result = super().optimizer_step(optimizer, closure_and_rules, model, **kwargs)
+            with self.engine.runner.naming_place("optimizer's step"):
+                result = super().optimizer_step(optimizer, closure_and_rules, model, **kwargs)
         self._watch.finish_step(counts=not self.meter.slowed)
         return result
 

@@ -9,14 +9,18 @@ does; at the next exchange (end of forward, end of backward) all ranks learn of 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from lightning_cephalo.accumulation.agreement import Agreement
+from lightning_cephalo.accumulation.agreement import Agreement, RemoteRankError
 from lightning_cephalo.accumulation.entrance import Entrance
-from lightning_cephalo.accumulation.memory_errors import Place, explained, is_out_of_memory
+from lightning_cephalo.accumulation.memory_errors import (
+    OutOfMemoryInStepError,
+    Place,
+    explained,
+    is_out_of_memory,
+)
 from lightning_cephalo.accumulation.microbatch import Microbatch
 from lightning_cephalo.sharding.unit import Unit
 
@@ -70,7 +74,19 @@ class Guard(Entrance):
             self._abandon()
             function()
 
-    def _out_of_memory(self, failure: BaseException) -> torch.OutOfMemoryError:
+    @contextmanager
+    def naming_place(self, doing: str) -> Iterator[None]:
+        """Say more where memory runs out in what follows a step's backward."""
+        try:
+            yield
+        except Exception as failure:
+            said = isinstance(failure, (OutOfMemoryInStepError, RemoteRankError))
+            if said or not is_out_of_memory(failure):
+                raise
+            self._place = Place(doing, None)
+            raise self._out_of_memory(failure) from failure
+
+    def _out_of_memory(self, failure: BaseException) -> OutOfMemoryInStepError:
         # its frames hold the activations, whose memory the gathers to come may need
         traceback.clear_frames(failure.__traceback__)
         return explained(failure, self.agreement.rank, self._place, self.planned_memory)

@@ -7,23 +7,29 @@ from dataclasses import dataclass
 import torch
 
 
+class OutOfMemoryInStepError(torch.OutOfMemoryError):
+    """A rank ran out of memory; the message says where, what was planned, and what would help."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where in a step a rank is.
 
     Attributes:
         doing: What it does there.
-        unit: Name of the unit; empty for the root unit.
+        unit: Name of the unit; empty for the root unit, None where there is none.
         microbatch: Which of this rank's; -1 where all are meant.
         microbatches: How many it has.
     """
 
     doing: str
-    unit: str = ""
+    unit: str | None = ""
     microbatch: int = -1
     microbatches: int = 0
 
     def __str__(self) -> str:
+        if self.unit is None:
+            return self.doing
         unit = f"unit {self.unit!r}" if self.unit else "the root unit"
         which = ""
         if self.microbatch >= 0:
@@ -44,7 +50,7 @@ def is_out_of_memory(failure: BaseException) -> bool:
 
 def explained(
     failure: BaseException, rank: int, place: Place, planned: str
-) -> torch.OutOfMemoryError:
+) -> OutOfMemoryInStepError:
     """Return the error to raise in place of one that only says how many bytes were wanted.
 
     Args:
@@ -53,7 +59,7 @@ def explained(
         place: Where it was raised.
         planned: What the plan counts on, as a sentence; may be empty.
     """
-    error = torch.OutOfMemoryError(
+    error = OutOfMemoryInStepError(
         f"Rank {rank} ran out of memory in the {place}: {str(failure).rstrip('. ')}."
         f"{' ' + planned if planned else ''} What would help: a lower"
         " CephaloStrategy(memory_cap=...), so that the plan leaves more room; recompute=True; a"
