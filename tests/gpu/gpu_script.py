@@ -27,6 +27,7 @@ class Model(pl.LightningModule):
         )
         self.head = nn.Linear(32, 1)
         self.losses: list[float] = []
+        self.reserved_bytes: list[int] = []
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -36,6 +37,8 @@ class Model(pl.LightningModule):
 
     def on_train_batch_end(self, *args):
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
+        on_gpu = self.device.type == "cuda"
+        self.reserved_bytes.append(torch.cuda.memory_reserved() if on_gpu else 0)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -44,7 +47,10 @@ class Model(pl.LightningModule):
 def strategy(options: argparse.Namespace) -> pl.strategies.Strategy | str:
     if options.plan is None:
         return "auto"
-    ranks = tuple(RankPlan(tuple(sizes), fraction) for sizes, fraction in json.loads(options.plan))
+    ranks = tuple(
+        RankPlan(tuple(sizes), fraction, offload=options.offload)
+        for sizes, fraction in json.loads(options.plan)
+    )
     return CephaloStrategy(
         plan=Plan(ranks),
         global_batch_size=GLOBAL_BATCH,
@@ -65,6 +71,8 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--share-one-device", action="store_true")
     parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--epochs", type=int, default=2, help="of four steps")
     options = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)
     generator = torch.Generator().manual_seed(0)
@@ -81,7 +89,7 @@ def main() -> None:
         accelerator=options.accelerator,
         devices=devices,
         precision=options.precision,
-        max_epochs=2,
+        max_epochs=options.epochs,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -96,6 +104,7 @@ def main() -> None:
         said["waiting_s"] = [rank.waiting_s for rank in measured]
         said["held"] = [asdict(rank) for rank in trainer.strategy.measured_memory]
         said["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        said["reserved_bytes"] = model.reserved_bytes
     (options.folder / f"{trainer.global_rank}.json").write_text(json.dumps(said))
 
 

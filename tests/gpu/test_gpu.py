@@ -23,7 +23,7 @@ UNEVEN = [[[3, 3], 0.75], [[2], 0.25]]
 IDLE = [[[4, 4], 0.0], [[], 1.0]]
 
 
-def losses(folder: Path, ranks: int, *options: str) -> list[float]:
+def losses(folder: Path, ranks: int, *options: str, steps: int = 8) -> list[float]:
     """The losses of every step, the same on all ranks."""
     folder.mkdir()
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
@@ -39,7 +39,7 @@ def losses(folder: Path, ranks: int, *options: str) -> list[float]:
     said = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert all(one["losses"] == pytest.approx(said[0]["losses"], rel=1e-6) for one in said)
     found: list[float] = said[0]["losses"]
-    assert len(found) == 8
+    assert len(found) == steps
     return found
 
 
@@ -76,7 +76,7 @@ def check_held(folder: Path, step: int | None) -> None:
 @pytest.mark.slow
 def test_the_script_itself_on_the_cpu(tmp_path):
     wanted = losses(tmp_path / "one", 1)
-    options = ["--plan", json.dumps(UNEVEN), "--share-one-device", "--trace"]
+    options = ["--plan", json.dumps(UNEVEN), "--share-one-device", "--trace", "--offload"]
     assert losses(tmp_path / "two", 2, *options) == pytest.approx(wanted, rel=1e-5)
     check_times(tmp_path / "two", 2)
 
@@ -90,6 +90,23 @@ def test_one_rank_on_nccl_equals_plain_lightning(tmp_path, keep):
     options = ["--accelerator", "gpu", "--plan", json.dumps(ONE), *(["--keep"] if keep else [])]
     assert losses(tmp_path / "ours", 1, *options) == pytest.approx(wanted, rel=1e-5)
     check_held(tmp_path / "ours", step=None)
+
+
+@pytest.mark.gpu
+def test_offloading_changes_nothing(tmp_path):
+    options = ["--accelerator", "gpu", "--plan", json.dumps(ONE)]
+    wanted = losses(tmp_path / "kept", 1, *options)
+    assert losses(tmp_path / "moved", 1, *options, "--offload") == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("option", ["--keep", "--offload", None])
+def test_reserved_memory_is_flat_over_200_steps(tmp_path, option):
+    options = ["--accelerator", "gpu", "--plan", json.dumps(ONE), "--epochs", "50"]
+    options += [option] if option else []
+    losses(tmp_path / "ours", 1, *options, steps=200)
+    reserved = json.loads((tmp_path / "ours" / "0.json").read_text())["reserved_bytes"]
+    assert set(reserved[5:]) == {reserved[-1]}
 
 
 @pytest.mark.gpu
