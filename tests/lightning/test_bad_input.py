@@ -156,10 +156,12 @@ PLAN_ERRORS: dict[str, Any] = {
         "sum to 1",
         "Divide each",
     ),
-    "offload": (
-        lambda folder: plan_file(folder, "plan.yaml", GOOD.replace("0.5}", "0.5, offload: true}")),
-        "offload: true for rank 0, 1",
-        "take offload out",
+    "offload without recomputation": (
+        lambda folder: plan_file(
+            folder, "plan.yaml", GOOD.replace("0.5}", "0.5, recompute: false, offload: true}")
+        ),
+        "offload: true goes with recompute: true only",
+        "Leave one of the two out",
     ),
     "a directory": (lambda f: str(f.rename(f.with_suffix(".yaml"))), "cannot be read"),
 }
