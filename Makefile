@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test lint format figures
+.PHONY: train test lint format figures performance
 
 train: $(INSTALLED)
 	$(BIN)/python examples/train.py
@@ -27,6 +27,17 @@ figures: $(INSTALLED)
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/published.py $(PROFILES)
 	$(BIN)/python benchmarks/estimates.py $(PROFILES)
+
+# what docs/performance.md and the records say of speed, memory and predictions; about 30 minutes,
+# and only of use on a machine that does nothing else
+performance: $(INSTALLED)
+	$(BIN)/python benchmarks/visits.py
+	$(BIN)/python benchmarks/optimizer.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/compiled.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/predictions.py
+	$(BIN)/python benchmarks/throughput.py
 
 # torch goes first and alone: resolved together with its dependants, pip may prefer a newer CUDA build.
 $(INSTALLED): pyproject.toml constraints.txt
