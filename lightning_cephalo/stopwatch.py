@@ -1,8 +1,9 @@
 """How long a rank works in a step and how long it waits for others, by its device's own clock.
 
-A *mark* is a point in the device's work. On the CPU that is the time at which the host passes it.
-On CUDA the host runs ahead and must not stop to look: a mark is an event on the current stream, and
-is read when the device has passed it.
+A *mark* is a point in the device's work. On the CPU that is the time at which the host passes it;
+on an emulated device, the time at which that will have done what it was given before. On CUDA the
+host runs ahead and must not stop to look: a mark is an event on the current stream, and is read
+when the device has passed it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from lightning_cephalo.emulation import EmulatedDevice, active_device
 
 Mark = Any
 """Seconds of ``time.perf_counter``, or a CUDA event."""
@@ -68,6 +71,22 @@ class HostMarks:
         work.get_future().add_done_callback(lambda _: note(time.perf_counter()))
 
 
+class EmulatedMarks(HostMarks):
+    """For an emulated device, which its host runs ahead of until a collective is issued.
+
+    A host that waits for a collective while the device works would else count work as waiting.
+
+    Args:
+        device: The rank's.
+    """
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+
+    def now(self) -> Mark:
+        return max(time.perf_counter(), self._device.done_s)
+
+
 class CudaMarks:
     """Events on the current stream.
 
@@ -118,7 +137,10 @@ class CudaMarks:
 
 def marks_of(device: torch.device, backend: str | None) -> Marks:
     """Marks of a device whose collectives run on ``backend``."""
-    return CudaMarks(backend == "nccl") if device.type == "cuda" else HostMarks()
+    if device.type == "cuda":
+        return CudaMarks(backend == "nccl")
+    emulated = active_device()
+    return HostMarks() if emulated is None else EmulatedMarks(emulated)
 
 
 @dataclass(frozen=True)

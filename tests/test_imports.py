@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "lightning_cephalo"
 # room -> rooms that it may import from
 ALLOWED = {
     "plan": set(),
-    "stopwatch": set(),
+    "stopwatch": {"emulation"},
     "sharding": {"plan", "stopwatch"},
     "accumulation": {"sharding", "stopwatch", "timeline"},
     "data": set(),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import time
 
-from lightning_cephalo.stopwatch import Share, Stopwatch
+import pytest
+import torch
+
+from lightning_cephalo.emulation import EmulatedDevice
+from lightning_cephalo.stopwatch import Share, Stopwatch, marks_of
 
 
 class FakeDevice:
@@ -78,3 +82,27 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
     assert stopwatch.finish()
     assert not stopwatch.finish()
     assert stopwatch.read() == [Share(busy_s=4.0, waiting_s=6.0)]
+
+
+class Sleep:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def wait(self) -> None:
+        time.sleep(self.seconds)
+
+
+def test_an_emulated_device_that_works_while_its_host_waits_is_busy() -> None:
+    matrix = torch.ones(64, 64)
+    product_s = 0.1
+    with EmulatedDevice(flops_per_s=2 * 64**3 / product_s):
+        stopwatch = Stopwatch(marks_of(torch.device("cpu"), "gloo"))
+        stopwatch.begin()
+        matrix @ matrix
+        stopwatch.wait(Sleep(0.06))  # the others are quicker than this rank's device
+        stopwatch.wait(Sleep(0.14))  # and then slower
+        stopwatch.end()
+        assert stopwatch.finish()
+        (share,) = stopwatch.read()
+    assert share.busy_s == pytest.approx(product_s, rel=0.1)
+    assert share.waiting_s >= 0.19 - product_s

@@ -86,6 +86,11 @@ class VirtualClock:
         return self._device_s - self._seen_s
 
     @property
+    def done_s(self) -> float:
+        """When the device is done with the work that it has, by the real time."""
+        return self._device_s
+
+    @property
     def blocked_s(self) -> float:
         """Seconds in which the device had nothing left to do because its host was blocked."""
         return self._blocked_s

@@ -108,6 +108,13 @@ class EmulatedDevice(MemoryTracker):
         current_s = 0.0 if self._clock is None else self._clock.blocked_s
         return self._blocked_s + current_s
 
+    @property
+    def done_s(self) -> float:
+        """When the device is done with the work given to it so far, by ``time.perf_counter``; in
+        the past if it waits for more, and outside of the ``with`` block.
+        """
+        return -math.inf if self._clock is None else self._clock.done_s
+
     def synchronize(self, *, keep_credit: bool = False) -> None:
         """Blocks until the device has done its work, as ``torch.cuda.synchronize`` does.
 
