@@ -9,10 +9,23 @@ from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.plan import cost
 
-MODEL = {"width": 64, "depth": 4, "context": 32}
-ONE = (((8,), (8,)), (0.5, 0.5))
-FOUR = (((2, 2, 2, 2), (2, 2, 2, 2)), (0.5, 0.5))
-UNEVEN = (((4, 3, 2, 1), (1, 1, 2, 2)), (0.8, 0.2))
+MODEL = {"width": 64, "depth": 6, "context": 32}
+
+
+def parts(microbatches, fractions, offloading=()):
+    return tuple(
+        RankPlan(microbatch_sizes=sizes, state_fraction=fraction, offload=rank in offloading)
+        for rank, (sizes, fraction) in enumerate(zip(microbatches, fractions, strict=True))
+    )
+
+
+HALVES = (0.5, 0.5)
+ONE = parts(((8,), (8,)), HALVES)
+FOUR = parts(((2, 2, 2, 2), (2, 2, 2, 2)), HALVES)
+UNEVEN = parts(((4, 3, 2, 1), (1, 1, 2, 2)), (0.8, 0.2))
+ALL_ON_THE_LAST = parts(((4, 4), (4, 4)), (0.0, 1.0))
+WITHOUT_DATA = parts(((4, 4, 4, 4), ()), HALVES)
+OFFLOADING = parts(((4, 4, 4), (2, 2)), HALVES, offloading=(0,))
 
 
 class Peak(Callback):
@@ -33,11 +46,7 @@ def predicted_and_held(recompute, plans, precision):
     data = loader(context=32, batch_size=8)
     problem = profile(GPT(**MODEL), data, strategy={"recompute": recompute}, **options)
     found = []
-    for microbatches, fractions in plans:
-        ranks = tuple(
-            RankPlan(microbatch_sizes=sizes, state_fraction=fraction)
-            for sizes, fraction in zip(microbatches, fractions, strict=True)
-        )
+    for ranks in plans:
         peak = Peak()
         strategy = {"recompute": recompute, "plan": Plan(ranks=ranks)}
         fit(GPT(**MODEL), data, strategy=strategy, callbacks=[peak], max_steps=3, **options)
@@ -49,6 +58,18 @@ def predicted_and_held(recompute, plans, precision):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_predicted_bytes_are_never_less_than_held_and_within_a_tenth(recompute, precision):
-    for rank in in_ranks(2, predicted_and_held, recompute, [ONE, FOUR, UNEVEN], precision):
+    plans = [ONE, FOUR, UNEVEN, ALL_ON_THE_LAST, WITHOUT_DATA]
+    for rank in in_ranks(2, predicted_and_held, recompute, plans, precision):
         for predicted, held in rank:
             assert held <= predicted <= 1.1 * held
+
+
+def test_bytes_of_an_offloading_rank_are_predicted_to_a_twentieth():
+    kept, offloaded = parts(((4, 4, 4), (2, 2)), HALVES), OFFLOADING
+    first, last = in_ranks(2, predicted_and_held, True, [kept, offloaded], "32-true")
+    for predicted, held in (*first, *last):
+        assert held <= predicted <= 1.05 * held
+    (_, all_held), (_, less_held) = first
+    boundary = 32 * 64 * 4  # bytes of a sample's, of which there is one for each of six units
+    assert all_held - less_held >= 2 * 12 * boundary
+    assert last[0] == last[1]
