@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_cephalo.emulation import EmulatedDevice, active_device
+from lightning_cephalo.emulation import active_device
 
 Mark = Any
 """Seconds of ``time.perf_counter``, or a CUDA event."""
@@ -45,10 +45,16 @@ class Marks(Protocol):
 
 
 class HostMarks:
-    """For a device that has done its work when the host goes on."""
+    """For a device that has done its work when the host goes on, or for an emulated one.
+
+    The host of an emulated device runs ahead of it until it issues a collective: if it waits for
+    another meanwhile, its device works, and does not wait.
+    """
 
     def now(self) -> Mark:
-        return time.perf_counter()
+        emulated = active_device()  # ranks are connected before they become emulated devices
+        now_s = time.perf_counter()
+        return now_s if emulated is None else max(now_s, emulated.done_s)
 
     def passed(self, mark: Mark) -> bool:
         return True
@@ -69,22 +75,6 @@ class HostMarks:
             return
         # gloo runs the callback in the thread that has done the work, as soon as it is done
         work.get_future().add_done_callback(lambda _: note(time.perf_counter()))
-
-
-class EmulatedMarks(HostMarks):
-    """For an emulated device, which its host runs ahead of until a collective is issued.
-
-    A host that waits for a collective while the device works would else count work as waiting.
-
-    Args:
-        device: The rank's.
-    """
-
-    def __init__(self, device: EmulatedDevice) -> None:
-        self._device = device
-
-    def now(self) -> Mark:
-        return max(time.perf_counter(), self._device.done_s)
 
 
 class CudaMarks:
@@ -137,10 +127,7 @@ class CudaMarks:
 
 def marks_of(device: torch.device, backend: str | None) -> Marks:
     """Marks of a device whose collectives run on ``backend``."""
-    if device.type == "cuda":
-        return CudaMarks(backend == "nccl")
-    emulated = active_device()
-    return HostMarks() if emulated is None else EmulatedMarks(emulated)
+    return CudaMarks(backend == "nccl") if device.type == "cuda" else HostMarks()
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ class Sleep:
 def test_an_emulated_device_that_works_while_its_host_waits_is_busy() -> None:
     matrix = torch.ones(64, 64)
     product_s = 0.1
+    stopwatch = Stopwatch(marks_of(torch.device("cpu"), "gloo"))
     with EmulatedDevice(flops_per_s=2 * 64**3 / product_s):
-        stopwatch = Stopwatch(marks_of(torch.device("cpu"), "gloo"))
         stopwatch.begin()
         matrix @ matrix
         stopwatch.wait(Sleep(0.06))  # the others are quicker than this rank's device
