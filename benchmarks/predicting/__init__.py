@@ -1,0 +1,1 @@
+"""Predicted against measured: what benchmarks/predictions.py runs and prints."""
