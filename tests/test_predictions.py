@@ -43,7 +43,7 @@ def problem(speeds, samples):
     )
 
 
-@pytest.mark.parametrize(("speeds", "samples"), [((3, 1), 12), ((2, 1, 1), 12), ((3, 1), 16)])
+@pytest.mark.parametrize(("speeds", "samples"), [((3, 1), 8), ((2, 1, 1), 8), ((3, 1), 16)])
 def test_every_plan_shares_out_the_batch_and_is_predicted(speeds, samples):
     from predicting.plans import QUICK, cases
 

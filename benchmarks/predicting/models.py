@@ -37,8 +37,8 @@ class Model:
     make: Callable[[], LightningModule]
     data: Callable[[int], Dataset[Any]]
     speeds: tuple[float, ...] = (3, 1)
-    global_batch_size: int = 12
-    total_flops_per_s: float = 3e10
+    global_batch_size: int = 8
+    total_flops_per_s: float = 2e10
 
     def loader(self, steps: int) -> DataLoader[Any]:
         """Batches for so many steps."""
@@ -226,7 +226,7 @@ MODELS: dict[str, Model] = {
     "gpt2": _hugging_face(_gpt2, _language, speeds=(2, 1, 1)),
     "bert": _hugging_face(_bert, _classified),
     "vit": _hugging_face(_vit, _images),
-    "t5": _hugging_face(_t5, _sequence),
+    "t5": _hugging_face(_t5, _sequence, total_flops_per_s=1.5e10),
     "frozen llama": _hugging_face(_frozen_llama, _masked_language),
     "half-frozen gpt2": _hugging_face(_half_frozen_gpt2, _language, speeds=(2, 1, 1)),
 }

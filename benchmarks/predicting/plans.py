@@ -43,10 +43,10 @@ def pieces(samples: int, size: int) -> tuple[int, ...]:
 
 
 def ragged(samples: int) -> tuple[int, ...]:
-    """Microbatches of 4, 3 and 1 samples in turn."""
+    """Microbatches of 3, 2 and 1 samples in turn."""
     found: list[int] = []
     while samples:
-        found.append(min((4, 3, 1)[len(found) % 3], samples))
+        found.append(min((3, 2, 1)[len(found) % 3], samples))
         samples -= found[-1]
     return tuple(found)
 
@@ -101,7 +101,7 @@ def cases(problem: Problem, speeds: Sequence[float]) -> list[Case]:
         case("state all on the last", cut(fair, 4), lone[::-1]),
         case("many microbatches", cut(fair, 1), skewed),
         case("large microbatches", cut(fair, samples), skewed),
-        case("ragged (4, 3, 1)", [ragged(batch) for batch in fair], skewed[::-1]),
+        case("ragged (3, 2, 1)", [ragged(batch) for batch in fair], skewed[::-1]),
         case("last without data", cut(idle, 4), halves),
         case("last offloads", cut(fair, 2), skewed, offloading=last),
         case("first offloads", cut(fair, 2), halves, offloading=0),
