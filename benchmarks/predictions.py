@@ -8,6 +8,19 @@ by plans that nobody would choose. "step" is the whole step with the optimizer's
 the rank where prediction and measurement differ most, without its waiting; "memory" likewise its
 peak, which has no noise. Ranks without work have no "busy". Exits with 1 if a median exceeds 5% or
 a figure 15%: on a busy machine those of time will.
+
+What is left between the two, and why:
+
+- Time is predicted too long rather than too short. Profiling waits for the device at every unit, so
+  that the host's own work between operators shows where an operator is short (the root's part of
+  small microbatches); in a real step it hides behind work that was queued before. With a clock that
+  knows only the device's work the difference is below 1% (tests/profiling/test_profiling_work.py).
+- The optimizer is timed as torch's AdamW, in the slowest of all ranks; ``fused=True`` is quicker.
+- Memory is predicted too high where several microbatches are kept: the most that is kept and the
+  most that one microbatch takes inside a unit come at different moments, farther apart in two
+  stacks (t5) and with activations kept. It is too low by what the optimizer takes while it steps on
+  a rank without samples: the tensor it works on here, but a number for each parameter of the rank's
+  share on CUDA, where AdamW takes all tensors at once unless ``fused=True``.
 """
 
 from __future__ import annotations
