@@ -141,7 +141,7 @@ class Runner(Evaluator):
             for call in calls
         ]
         if self.ring is not None:
-            self.ring.start()
+            self._guarded(self.ring.start)  # may allocate
         self._outer_s = 0.0
         self._start_gather(ROOT)
         if order:  # what comes before the first unit hides its gather

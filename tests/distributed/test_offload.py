@@ -175,6 +175,33 @@ def test_a_host_with_too_little_memory_stops_all_ranks():
     assert "RemoteRankError: Rank 1 failed" in text
 
 
+def _refused_later(rank: int) -> None:
+    model, batch = build("llama", 8)
+    runner = make_runner(model, TWO.fractions, recompute=True)
+    taken = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        taken.append(nbytes)
+        if rank and len(taken) > 1:
+            raise RuntimeError("no pinned memory")
+        return host_memory(nbytes)
+
+    runner.ring = HostRing(torch.device("cpu"), allocate, math.inf)
+    parts = microbatches_of(batch, TWO, rank)
+    sharded_step(runner, model, hugging_face_loss, parts)
+    # as if the step had taken several pieces, which the next one wants in one
+    runner.ring._chunks *= 2
+    sharded_step(runner, model, hugging_face_loss, parts)
+
+
+def test_a_host_that_gives_no_memory_between_steps_stops_all_ranks():
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, _refused_later)
+    text = str(failure.value)
+    assert "HostMemoryError: This rank's host did not give" in text
+    assert "RemoteRankError: Rank 1 failed" in text
+
+
 def test_the_ring_is_allocated_once():
     taken = []
 
