@@ -169,8 +169,17 @@ class Boundaries:
 
 
 def take_memory(leaf: Tensor) -> None:
-    """Let go of a leaf's values. It keeps its shape, to which gradients must fit meanwhile."""
-    leaf.data = leaf.new_empty(()).expand(leaf.shape)
+    """Let go of a leaf's values. It keeps its shape, to which gradients must fit meanwhile.
+
+    What is not :func:`is_plain` stays as it is.
+    """
+    if is_plain(leaf):
+        leaf.data = leaf.new_empty(()).expand(leaf.shape)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether shape and strides tell where its values are: not of nested and sparse tensors."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _new_leaf(tensor: Tensor) -> Tensor:

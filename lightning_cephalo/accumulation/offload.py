@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cephalo.accumulation.boundaries import take_memory
+from lightning_cephalo.accumulation.boundaries import is_plain, take_memory
 
 # Boundaries of the last units are needed again at once: they stay.
 UNITS_THAT_STAY = 2
@@ -98,7 +98,9 @@ class HostRing:
             HostMemoryError: If the host has no memory for it.
         """
         values = leaf.detach()
-        if not values.numel() or not torch.ops.aten.is_non_overlapping_and_dense(values):
+        if not is_plain(values) or not values.numel():
+            return None
+        if not torch.ops.aten.is_non_overlapping_and_dense(values):
             return None
         host = self._place(values)
         self._let_go_of_copied()

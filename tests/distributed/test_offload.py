@@ -7,7 +7,14 @@ import math
 
 import pytest
 import torch
-from harness import Allocation, full_gradients, make_runner, microbatches_of, sharded_step
+from harness import (
+    Allocation,
+    full_gradients,
+    make_runner,
+    microbatches_of,
+    relative_error,
+    sharded_step,
+)
 from launch import RankFailure, run_ranks
 from torch import nn
 from zoo import ZOO, build, hugging_face_loss
@@ -248,6 +255,39 @@ def test_layouts_come_back_as_they_were():
     ring.bring(away)
     assert leaf.stride() == stride and torch.equal(leaf.detach(), values)
     assert ring.put(torch.zeros(1).expand(5).requires_grad_()) is None
+
+
+class NestedBlocks(Blocks):
+    """Its blocks pass sequences of unequal lengths in one tensor that has no strides of its own."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        rows = [row[: 1 + index].unsqueeze(-1) for index, row in enumerate(value)]
+        nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        for block in self.blocks:
+            nested = block(nested * 1.5)
+        return self.head(nested).values()
+
+
+def _nested(rank: int) -> None:
+    torch.manual_seed(0)
+    single = NestedBlocks(skips=False, residual=False)
+    for block in single.blocks:
+        block.inner = nn.Linear(1, 1)
+    single.head = nn.Linear(1, 1)
+    batch = {"x": torch.randn(3, WIDTH)}
+    squared(single, batch).backward()
+    wanted = {name: parameter.grad for name, parameter in single.named_parameters()}
+    for offload in (False, True):
+        model = copy.deepcopy(single)
+        model.zero_grad()
+        runner = make_runner(model, [0.5, 0.5], recompute=True)
+        runner.ring = make_ring() if offload else None
+        sharded_step(runner, model, squared, [] if rank else [batch])
+        assert relative_error(full_gradients(model), wanted) <= 1e-5
+
+
+def test_nested_tensors_between_units_stay_where_they_are():
+    run_ranks(2, _nested)
 
 
 def test_what_the_host_does_not_give_is_said():
