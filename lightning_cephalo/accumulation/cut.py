@@ -41,6 +41,11 @@ class Cut:
         module._compiled_call_impl = None
         module.forward = self
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the module was compiled in place."""
+        return self._compiled is not None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._enter(self._body, self._buffers, args, kwargs)
 

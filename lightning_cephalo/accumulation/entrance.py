@@ -60,6 +60,12 @@ class Entrance:
             hook.remove()
         self._hooks, self._cuts = [], []
 
+    @property
+    def compiled_units(self) -> list[str]:
+        """Names of the units that were compiled in place."""
+        cut_units = zip(self.units[1:], self._cuts, strict=True)
+        return [unit.name for unit, cut in cut_units if cut.is_compiled]
+
     def _root_wanted(self, module: nn.Module, args: Any) -> None:
         self.units[ROOT].wait_gather()
         if not self._in_step:

@@ -153,6 +153,10 @@ def describe(
             for name, p in unit.named_sharded()
         ],
         "units": [unit.name for unit in engine.units],
+        "compiled": [
+            *engine.runner.compiled_units,
+            *[name for name, inner in module.named_modules() if inner._compiled_call_impl],
+        ],
         "modules": [[name, *_described(inner, inner is module)]
                     for name, inner in module.named_modules()],
         "sources": _sources(module),
@@ -173,7 +177,7 @@ def describe(
 
 
 def _described(inner: nn.Module, is_root: bool) -> list[Any]:
-    """Class and numbers of a module: widths, heads, rates of dropout.
+    """Class and numbers of a module: widths, heads, strides, rates of dropout.
 
     Those of the root are left out: it is the user's LightningModule, whose numbers are learning
     rates and counters, and its shapes tell the rest.
@@ -181,10 +185,16 @@ def _described(inner: nn.Module, is_root: bool) -> list[Any]:
     config = getattr(inner, "config", None)
     numbers = {} if is_root else {
         name: value for name, value in vars(inner).items()
-        if isinstance(value, (bool, int, float)) and name != "training"
+        if _is_number(value) and name != "training"
     }  # fmt: skip
     attention = getattr(config, "_attn_implementation", None)
     return [f"{type(inner).__module__}.{type(inner).__qualname__}", numbers, str(attention)]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_number(part) for part in value)
+    return isinstance(value, (bool, int, float))
 
 
 def _sources(module: nn.Module) -> dict[str, str]:

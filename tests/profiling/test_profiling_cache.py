@@ -92,7 +92,22 @@ def longer():
     return DataLoader(TensorDataset(tokens), batch_size=4)
 
 
+def with_stride(stride):
+    """Strides change no shape of a parameter."""
+    module = GPT()
+    module.network.blocks[0].pool = torch.nn.AvgPool2d((1, 1), stride=(stride, stride))
+    return module
+
+
+def compiled():
+    module = GPT()
+    for block in module.network.blocks:
+        block.compile(backend="eager")
+    return module
+
+
 OTHERS = {
+    "compiled units": {"make": compiled},
     "a wider model": {"make": wider},
     "frozen weights": {"make": frozen},
     "a larger batch": {"data": lambda: loader(batch_size=8)},
@@ -107,6 +122,12 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_job_is_measured(other):
     assert measures_again(**OTHERS[other])
+
+
+def test_strides_make_another_job():
+    in_ranks(2, lambda: started(lambda: with_stride(1)))
+    assert in_ranks(2, lambda: started(lambda: with_stride(1)))[0][0] is False
+    assert in_ranks(2, lambda: started(lambda: with_stride(2)))[0][0] is True
 
 
 def slower():
