@@ -128,6 +128,8 @@ class Microbatch:
                 self._greenlet.throw(greenlet.GreenletExit)
         finally:
             before.restore()
+            for record in self._records:
+                self._forget(record)
             self._records, self._boundaries = [], Boundaries()
 
     # -- forward, inside the greenlet ---------------------------------------------------------
@@ -271,6 +273,7 @@ class Microbatch:
         self._fetch_before(position)
         if record is not None:
             self._through_body(record)
+            self._forget(record)  # no gradient has come: nothing was computed again
         self._boundaries.passed(position)
         self._boundaries.through_glue(position)
         if self._clock:
@@ -283,6 +286,11 @@ class Microbatch:
         earlier = next((r for r in reversed(self._records[:position]) if r is not None), None)
         for away in earlier.away if earlier is not None else ():
             self._ring.fetch(away)
+
+    def _forget(self, record: _Record | None) -> None:
+        if self._ring is not None and record is not None:
+            for away in record.away:
+                self._ring.forget(away)
 
     def _through_body(self, record: _Record) -> None:
         gradients = [(i, leaf.grad) for i, leaf in record.output_leaves if leaf.grad is not None]

@@ -142,6 +142,13 @@ class HostRing:
         away.leaf.data = away.returning
         away.returning = away.arrival = None
 
+    def forget(self, away: Away) -> None:
+        """Nobody will ask for the values: give back the memory that they may be on their way to."""
+        if away.arrival is not None:
+            # it may be used again only by work that waits for the copy
+            torch.cuda.current_stream(away.leaf.device).wait_event(away.arrival)
+        away.returning = away.arrival = None
+
     def _let_go_of_copied(self) -> None:
         # all but the last: the compute stream would wait for a copy that has only just begun
         while len(self._leaving) > 1:

@@ -19,7 +19,7 @@ from launch import RankFailure, run_ranks
 from torch import nn
 from zoo import ZOO, build, hugging_face_loss
 
-from lightning_cephalo.accumulation.offload import HostMemoryError, HostRing
+from lightning_cephalo.accumulation.offload import Away, HostMemoryError, HostRing
 from lightning_cephalo.emulation import MemoryTracker
 
 TWO = Allocation(((2, 1, 2), (1, 2)), (0.7, 0.3))
@@ -255,6 +255,70 @@ def test_layouts_come_back_as_they_were():
     ring.bring(away)
     assert leaf.stride() == stride and torch.equal(leaf.detach(), values)
     assert ring.put(torch.zeros(1).expand(5).requires_grad_()) is None
+
+
+class NotingRing(HostRing):
+    """Keeps what was fetched."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), host_memory, math.inf)
+        self.fetched: list[Away] = []
+
+    def fetch(self, away: Away) -> None:
+        super().fetch(away)
+        self.fetched.append(away)
+
+
+class SideBranch(Blocks):
+    """Nothing comes of its second half."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:6]:
+            value = block(value)
+        side = value
+        for block in self.blocks[6:]:
+            side = block(side)
+        return self.head(value)
+
+
+class Counting(Block):
+    calls, most_calls = 0, math.inf
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > self.most_calls:
+            raise ArithmeticError("refused")
+        return super().forward(value)
+
+
+TWO_PARTS = [{"x": torch.ones(2, WIDTH)} for _ in range(2)]
+
+
+def _fetched_in_vain(rank: int) -> None:
+    model = SideBranch(skips=False, residual=False)
+    runner = make_runner(model, [0.5, 0.5], recompute=True)
+    runner.ring = NotingRing()
+    sharded_step(runner, model, squared, TWO_PARTS)
+    assert runner.ring.fetched
+    assert all(away.returning is None for away in runner.ring.fetched)
+
+
+def _stopped_before_use(rank: int) -> None:
+    model = Blocks(skips=False, residual=False)
+    model.blocks = nn.ModuleList(Counting() for _ in range(12))
+    model.blocks[8].most_calls = len(TWO_PARTS)  # and not once more to compute it again
+    runner = make_runner(model, [0.5, 0.5], recompute=True)
+    runner.ring = NotingRing()
+    with pytest.raises(ArithmeticError, match="refused"):
+        sharded_step(runner, model, squared, TWO_PARTS)
+    assert runner.ring.fetched
+    assert all(away.returning is None for away in runner.ring.fetched)
+
+
+@pytest.mark.parametrize("reason", [_fetched_in_vain, _stopped_before_use])
+def test_what_was_fetched_in_vain_is_given_back_by_the_ring(reason):
+    """On CUDA its memory must not be used again before the copy into it is done."""
+    run_ranks(2, reason)
 
 
 class NestedBlocks(Blocks):
