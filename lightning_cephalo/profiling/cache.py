@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,12 +206,24 @@ def _sources(module: nn.Module) -> dict[str, str]:
             path = inspect.getsourcefile(kind)
             if path is not None and not path.startswith(_TORCH):
                 found[f"{kind.__module__}.{kind.__qualname__}"] = _file_digest(path)
+                continue
         except (OSError, TypeError):
-            continue  # written in C, or at a prompt
+            path = None  # written in C, or at a prompt
+        if path is None:
+            functions = [value for value in vars(kind).values() if inspect.isfunction(value)]
+            told = [_told_of(function.__code__) for function in functions]
+            found[f"{kind.__module__}.{kind.__qualname__}"] = _hashed(told)
     step = inspect.unwrap(type(module).training_step)  # type: ignore[attr-defined]
     code = getattr(step, "__code__", None)
-    found["training_step"] = hashlib.sha256(b"" if code is None else code.co_code).hexdigest()
+    found["training_step"] = _hashed(None if code is None else _told_of(code))
     return found
+
+
+def _told_of(code: CodeType) -> list[Any]:
+    """What a function does, whatever file and line it is written in."""
+    inner = [part for part in code.co_consts if isinstance(part, CodeType)]
+    plain = [repr(part) for part in code.co_consts if isinstance(part, (int, float, str, tuple))]
+    return [code.co_code.hex(), list(code.co_names), plain, [_told_of(part) for part in inner]]
 
 
 def _file_digest(path: str) -> str:

@@ -140,6 +140,29 @@ def test_a_learning_rate_makes_no_other_job():
     assert not measures_again(make=slower)
 
 
+AT_A_PROMPT = """
+class Typed(GPT):
+    def training_step(self, batch, batch_idx):
+        return {factor} * super().training_step(batch, batch_idx)
+
+    def forward(self, tokens):
+        return [{name}(tokens) for _ in range({count})]
+"""
+
+
+def typed(factor=1.0, count=1, name="abs"):
+    """Digests of a class that no file holds."""
+    names = {"GPT": GPT, "__name__": "prompt"}
+    exec(AT_A_PROMPT.format(factor=factor, count=count, name=name), names)
+    return cache._sources(names["Typed"]())
+
+
+def test_classes_typed_at_a_prompt_are_told_apart():
+    assert typed() == typed()
+    others = ({}, {"factor": 2.0}, {"count": 2}, {"name": "len"})
+    assert len({json.dumps(typed(**other)) for other in others}) == len(others)
+
+
 def test_a_change_of_the_file_with_the_training_step_is_measured(tmp_path):
     def start():
         spec = importlib.util.spec_from_file_location("written", tmp_path / "written.py")
