@@ -24,7 +24,7 @@ from torch.utils.weak import TensorWeakRef
 from lightning_cephalo.accumulation.arguments import UnitUseError
 
 
-class _Passed(torch.autograd.Function):
+class _OutOfUnit(torch.autograd.Function):
     """What the glue sees of an output's leaf, so that it may change it in place (``x += y``)."""
 
     @staticmethod
@@ -37,7 +37,7 @@ class _Passed(torch.autograd.Function):
 
 
 # where the glue's graph ends: at parameters and other leaves, and at outputs of units
-_ENDS = ("AccumulateGrad", "_PassedBackward")
+_ENDS = ("AccumulateGrad", "_OutOfUnitBackward")
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Boundaries:
     def show(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Cut an output of a unit; return its leaf and what the glue sees of it."""
         leaf = _new_leaf(output)
-        shown = _Passed.apply(leaf)
+        shown = _OutOfUnit.apply(leaf)
         cut = _Cut(TensorWeakRef(shown), shown.grad_fn, leaf)
         self._cuts[id(shown)] = cut
         self._shown.append(cut)
