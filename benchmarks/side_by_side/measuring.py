@@ -21,9 +21,10 @@ from lightning_cephalo.cluster import synchronized_clock
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.engine import Engine
 from lightning_cephalo.plan import Plan, Problem, RankProfile, solve
-from lightning_cephalo.profiling.compute import Sweep, measure_times
+from lightning_cephalo.profiling.compute import Sweep, ladder, measure_times
 from lightning_cephalo.profiling.memory import state_bytes
 from lightning_cephalo.profiling.network import measure_network
+from lightning_cephalo.profiling.optimizer import optimizer_time
 from lightning_cephalo.profiling.probe import Prober
 from lightning_cephalo.profiling.profile import pooled
 
@@ -184,8 +185,10 @@ def _profile(engine: Engine, device: EmulatedDevice, tokens: torch.Tensor, case:
         return loss_of(engine.module, part)
 
     prober = Prober(engine, clock, batch_of, step, nullcontext)
-    sizes = range(1, case.samples + 1)
-    measured = measure_times(prober, Sweep(sizes, case.global_batch_size, _PROFILE_S))
+    sizes = sorted({*ladder(1, case.samples), case.global_batch_size})
+    devices = engine.agreement.exchange_objects(device.name)
+    measured = measure_times(prober, Sweep(sizes, _PROFILE_S, devices))
+    optimizer_s = optimizer_time(engine, clock, None)
     network = measure_network(engine, clock, math.inf)
     for unit in engine.units:
         for flat in unit.flats:
@@ -213,7 +216,7 @@ def _profile(engine: Engine, device: EmulatedDevice, tokens: torch.Tensor, case:
         reduce_s=network.reduce_s,
         state_bytes=float(state_bytes(engine)),
         global_batch_size=case.global_batch_size,
-        optimizer_s=network.optimizer_s,
+        optimizer_s=optimizer_s,
         step_overhead_s=network.step_overhead_s,
         even_gather_s=network.even_gather_s,
         even_reduce_s=network.even_reduce_s,
