@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,32 @@ class _Live:
     def __init__(self, storage: ReferenceType[torch.UntypedStorage], nbytes: int) -> None:
         self.storage = storage
         self.nbytes = nbytes
+
+
+class _EagerStance:
+    """torch's stance towards compiling, eager while any tracker is active.
+
+    The stance is the whole process's. Trackers of several threads overlap without being nested, and
+    one that put back what it found would leave the other's behind for good.
+    """
+
+    _lock = threading.Lock()
+    _active = 0
+    _stance: Any = None
+
+    @classmethod
+    def enter(cls) -> None:
+        with cls._lock:
+            cls._active += 1
+            if cls._active == 1:
+                cls._stance = torch.compiler.set_stance("force_eager")
+
+    @classmethod
+    def leave(cls) -> None:
+        with cls._lock:
+            cls._active -= 1
+            if cls._active == 0:
+                cls._stance.__exit__(None, None, None)
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -131,15 +158,14 @@ class MemoryTracker(TorchDispatchMode):
         if self._depth == 1:
             # Else torch.compile, which does not compile under a mode, would remember that of every
             # function that is called inside, and never run it compiled again.
-            self._eager = torch.compiler.set_stance("force_eager")
-            self._eager.__enter__()
+            _EagerStance.enter()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._depth -= 1
         super().__exit__(*exception)
         if self._depth == 0:
-            self._eager.__exit__(None, None, None)
+            _EagerStance.leave()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None

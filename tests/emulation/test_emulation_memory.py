@@ -1,6 +1,7 @@
 import copy
 import gc
 import pickle
+import threading
 
 import pytest
 import torch
@@ -326,3 +327,28 @@ def test_compiled_functions_are_compiled_again_after_the_block():
     compiled(torch.zeros(3))
     compiled(torch.zeros(4))
     assert (len(compilations), len(runs)) == (2, 3)
+
+
+def test_overlapping_trackers_leave_compiling_as_it_was():
+    compilations = []
+
+    def backend(graph, example_inputs):
+        compilations.append(graph)
+        return graph
+
+    first, second = MemoryTracker(), MemoryTracker()
+    begun, done = threading.Event(), threading.Event()
+
+    def other():
+        with second:
+            begun.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=other)
+    with first:
+        thread.start()
+        assert begun.wait(10)
+    done.set()
+    thread.join()
+    torch.compile(lambda values: values * 3 + 1, backend=backend)(torch.zeros(3))
+    assert len(compilations) == 1
