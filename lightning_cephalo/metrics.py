@@ -30,6 +30,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_cephalo.accumulation.agreement import Agreement
+from lightning_cephalo.metric_states import prepare_states, states_of
 
 
 class _Samples(int):
@@ -80,7 +81,7 @@ class StepLog:
     Args:
         results: The trainer's result collection of the running loop, or None.
         sample_counts: Samples of each of this rank's microbatches; may be filled later.
-        metrics: The module's torchmetrics objects: see :func:`metrics_of`.
+        metrics: The module's torchmetrics objects, by their names.
 
     Attributes:
         weight: Of this rank's step among all ranks', where no one else says (evaluation).
@@ -289,8 +290,8 @@ class StepLog:
             )
             for key, metric in self._live().items()
         ]
-        everyone = agreement.exchange_objects((own, _states_of(self._metrics)))
-        _prepare_states(self._metrics, [states for _, states in everyone], self._idle)
+        everyone = agreement.exchange_objects((own, states_of(self._metrics)))
+        prepare_states(self._metrics, [states for _, states in everyone], self._idle)
         if self._results is None:
             return
         order: dict[str, _Key] = {}
@@ -326,53 +327,6 @@ class StepLog:
         metric = self._results[item.key]
         metric._forward_cache = None  # there is no value of a step to show
         metric._cephalo_borrowed = True
-
-
-def metrics_of(module: torch.nn.Module) -> list[tuple[str, Metric]]:
-    """Names and objects of the torchmetrics that a module holds."""
-    return [(name, inner) for name, inner in module.named_modules() if isinstance(inner, Metric)]
-
-
-def _states_of(metrics: Sequence[tuple[str, Metric]]) -> dict[str, dict[str, Any]]:
-    """Per metric that was updated, how its states look: dtype and shape, of lists that of a row."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, metric in metrics:
-        if not metric._update_count:
-            continue
-        looks = found[name] = {}
-        for attribute in metric._reductions:
-            state = getattr(metric, attribute)
-            if isinstance(state, Tensor):
-                looks[attribute] = (None, state.shape)
-            elif state and state[0].ndim:
-                looks[attribute] = (state[0].dtype, state[0].shape[1:])
-    return found
-
-
-def _prepare_states(
-    metrics: Sequence[tuple[str, Metric]], everyone: Sequence[dict[str, Any]], idle: bool
-) -> None:
-    """Make metrics ready to be synchronised that other ranks have updated and this one has not.
-
-    Left alone, torchmetrics sends an empty float tensor of one dimension for an empty list, and a
-    state of the shape it starts with, whatever the other ranks send: the process group does not
-    raise then, it aborts the process.
-    """
-    for name, metric in metrics:
-        looks = next((looks[name] for looks in everyone if name in looks), None)
-        if looks is None or metric._update_count:
-            continue
-        for attribute, (dtype, shape) in looks.items():
-            state = getattr(metric, attribute)
-            if isinstance(state, Tensor):
-                if state.shape != shape and state.numel() == 1:
-                    setattr(metric, attribute, state.reshape(()).expand(shape).clone())
-            elif not state and dtype is not None:
-                empty = torch.empty((0, *shape), dtype=dtype, device=metric.device)
-                setattr(metric, attribute, [empty])
-        if idle:
-            # or it warns that it was never updated, which is as it should be
-            metric._update_count = 1
 
 
 def _over_ranks(metric: Any, values: Sequence[float], weights: Sequence[float]) -> Tensor:

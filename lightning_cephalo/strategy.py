@@ -13,25 +13,25 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cephalo import precision, support
 from lightning_cephalo.accumulation.runner import MicrobatchCall
 from lightning_cephalo.cluster import host_memory
-from lightning_cephalo.data import rebuild_eval_loader, rebuild_train_loader
+from lightning_cephalo.dealing import DealingStrategy
 from lightning_cephalo.engine import Engine, UnitOptions
 from lightning_cephalo.host_memory import parse_cap
 from lightning_cephalo.local_step import local_update
 from lightning_cephalo.memory_cap import CapOnDevice, MemoryCap
 from lightning_cephalo.memory_meter import MemoryMeter
-from lightning_cephalo.metrics import StepLog, metrics_of
+from lightning_cephalo.metric_states import metrics_of
+from lightning_cephalo.metrics import StepLog
 from lightning_cephalo.pace import MeasuredRank
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.planning import PlanningOptions, prepare
-from lightning_cephalo.sharded import ShardedStrategy
-from lightning_cephalo.stepping import BatchCutter, joined_result, loss_and_weight
+from lightning_cephalo.stepping import joined_result, loss_and_weight
 from lightning_cephalo.user_gathers import UserGathers
 from lightning_cephalo.watch import Watch
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class CephaloStrategy(ShardedStrategy):
+class CephaloStrategy(DealingStrategy):
     """Trains on unequal devices with uneven batches, uneven shards and layered accumulation.
 
     Args:
@@ -101,7 +101,21 @@ class CephaloStrategy(ShardedStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
+        if not isinstance(recompute, bool) and recompute != "auto":
+            raise ValueError(f"recompute: expected True, False or 'auto', but got {recompute!r}.")
         super().__init__(
+            planning=PlanningOptions(
+                global_batch_size=global_batch_size,
+                collate_per_microbatch=collate_per_microbatch,
+                split_batch=split_batch,
+                equal_microbatches=equal_microbatches,
+                profile_budget_s=profile_budget_s,
+                remeasure=remeasure,
+                verbose=verbose,
+                memory_cap=None if memory_cap is None else MemoryCap.parse(memory_cap),
+                host_memory_cap=parse_cap(host_memory_cap),
+                choose_recompute=recompute == "auto",
+            ),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -116,23 +130,7 @@ class CephaloStrategy(ShardedStrategy):
             None if unit_types is None else tuple(unit_types),
             None if unit_names is None else tuple(unit_names),
         )
-        if not isinstance(recompute, bool) and recompute != "auto":
-            raise ValueError(f"recompute: expected True, False or 'auto', but got {recompute!r}.")
         self._recompute = bool(recompute)
-        self._planning = PlanningOptions(
-            global_batch_size=global_batch_size,
-            collate_per_microbatch=collate_per_microbatch,
-            split_batch=split_batch,
-            equal_microbatches=equal_microbatches,
-            profile_budget_s=profile_budget_s,
-            remeasure=remeasure,
-            verbose=verbose,
-            memory_cap=None if memory_cap is None else MemoryCap.parse(memory_cap),
-            host_memory_cap=parse_cap(host_memory_cap),
-            choose_recompute=recompute == "auto",
-        )
-        self._cutter: BatchCutter | None = None
-        self._users_sampler_flag: bool | None = None
         self._caches: support.SwitchedOffCaches | None = None
         self._cap_on_device: CapOnDevice | None = None
         self._watch = Watch(trace)
@@ -155,21 +153,6 @@ class CephaloStrategy(ShardedStrategy):
     def measured_ranks(self) -> tuple[MeasuredRank, ...]:
         """Work and waiting of every rank, known on all ranks at the end of ``fit``."""
         return self._watch.ranks
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._take_over_samplers()
-
-    def _take_over_samplers(self) -> None:
-        """Keep Lightning from putting a DistributedSampler into loaders that we deal ourselves.
-
-        Private, and the only way to get the user's own loader (reference: lightning 3.3).
-        """
-        assert self.lightning_module is not None
-        connector = self.lightning_module.trainer._accelerator_connector
-        if self._users_sampler_flag is None:
-            self._users_sampler_flag = connector.use_distributed_sampler
-        connector.use_distributed_sampler = False
 
     # -- setup and teardown -------------------------------------------------------------------
 
@@ -268,9 +251,8 @@ class CephaloStrategy(ShardedStrategy):
             self._caches = None
         if self._cap_on_device is not None:
             self._cap_on_device.lift()
-        if trainer is not None and self._users_sampler_flag is not None:
-            trainer._accelerator_connector.use_distributed_sampler = self._users_sampler_flag
-            self._users_sampler_flag = None
+        if trainer is not None:
+            self._give_back_samplers(trainer)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         assert self.accelerator is not None
@@ -377,40 +359,6 @@ class CephaloStrategy(ShardedStrategy):
         if self._preparation is not None and self._planning.verbose and self.is_global_zero:
             self._preparation.report_measured(self.measured_step_s, self.measured_memory)
         self._watch.end(self.plan, self._planning.verbose)
-
-    # -- data ---------------------------------------------------------------------------------
-
-    def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None and self._groups is not None
-        if not self._users_sampler_flag:
-            return dataloader  # use_distributed_sampler=False: the user deals the samples himself
-        trainer = self.lightning_module.trainer
-        agreement = self._groups.agreement
-        options: dict[str, Any] = {
-            "rank": self.global_rank,
-            "seed": self._seed(),
-            "broadcast": agreement.broadcast,
-            "all_have_next": lambda more: all(row[0] for row in agreement.exchange([float(more)])),
-            "epoch": trainer.current_epoch,
-        }
-        if trainer.state.stage == RunningStage.TRAINING and self.plan is not None:
-            rank_plan = self.plan.ranks[self.global_rank]
-            per_microbatch = self._planning.collate_per_microbatch
-            return rebuild_train_loader(
-                dataloader,
-                batch_sizes=[rank.batch_size for rank in self.plan.ranks],
-                global_batch_size=self._planning.global_batch_size,
-                microbatch_sizes=rank_plan.microbatch_sizes if per_microbatch else None,
-                layout=self._cutter.layouts[0] if self._cutter is not None else None,
-                **options,
-            )
-        return rebuild_eval_loader(dataloader, world_size=self.world_size, **options)
-
-    def _seed(self) -> int:
-        from lightning_cephalo.data import agreed_seed
-
-        assert self._groups is not None
-        return agreed_seed(self._groups.agreement.broadcast)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

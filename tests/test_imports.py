@@ -42,7 +42,9 @@ ALLOWED = {
     "host_memory": {"accumulation", "cluster", "emulation", "memory_cap", "plan"},
     "memory_meter": {"emulation", "engine", "memory_account", "sharding"},
     "stepping": {"data"},
-    "metrics": {"accumulation"},
+    "metric_states": set(),
+    "metrics": {"accumulation", "metric_states"},
+    "dealing": {"data", "planning", "sharded", "stepping"},
     "engine": {"accumulation", "sharding", "stopwatch"},
     "pace": {"plan", "report"},
     "watch": {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from lightning_cephalo.plan import Plan, Problem, RankPlan, cost
+from lightning_cephalo.plan import Plan, Problem, RankPlan
+from lightning_cephalo.plan.solve import priced
 
 SOLVED = "the solver's"
 QUICK = ("by speed, even state", "state all on the last", "many microbatches", "last offloads")
@@ -17,23 +18,6 @@ class Case:
 
     name: str
     plan: Plan
-
-
-def with_predictions(problem: Problem, ranks: Sequence[RankPlan]) -> Plan:
-    """The plan with all that the problem predicts of it."""
-    prediction = cost.predict(problem, ranks)
-    parts = [
-        replace(
-            rank,
-            forward_s=part.forward_s,
-            backward_s=part.backward_s,
-            tail_s=part.tail_s,
-            memory_bytes=part.memory_bytes,
-            host_bytes=part.host_bytes,
-        )
-        for rank, part in zip(ranks, prediction.ranks, strict=True)
-    ]
-    return Plan(tuple(parts), step_s=prediction.step_s)
 
 
 def pieces(samples: int, size: int) -> tuple[int, ...]:
@@ -87,7 +71,7 @@ def cases(problem: Problem, speeds: Sequence[float]) -> list[Case]:
             )
             for rank, (sizes, fraction) in enumerate(zip(batches, fractions, strict=True))
         ]
-        return Case(name, with_predictions(problem, ranks))
+        return Case(name, priced(problem, ranks, backend="by hand"))
 
     def cut(batches: Sequence[int], size: int) -> list[tuple[int, ...]]:
         largest = [profile.largest_microbatch_size for profile in problem.ranks]
