@@ -98,12 +98,13 @@ def _measure(
             )
             if index >= 2:  # the first finds the order of the units
                 found[name].append(times)
-    if profile and not rank:
+    if profile:  # on all ranks, as they meet in every unit
         with cProfile.Profile() as watched:
             for _ in range(rounds):
                 runner.forward(calls)
                 runner.backward()
-        pstats.Stats(watched).sort_stats("tottime").print_stats(45)
+        if not rank:
+            pstats.Stats(watched).sort_stats("tottime").print_stats(45)
     return found
 
 

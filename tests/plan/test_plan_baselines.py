@@ -300,7 +300,7 @@ def test_published_is_refused_with_the_reason():
 
 
 def test_published_does_not_fill_a_table_without_end(monkeypatch):
-    monkeypatch.setattr("lightning_cephalo.plan.published._MOST_UPDATES", 10)
+    monkeypatch.setattr("lightning_cephalo.plan._published_table._MOST_UPDATES", 10)
     with pytest.raises(SolverError, match=r"needs .* updates, more than"):
         published(problem([rank(capacity=90)] * 4, 32, state=1), FREE)
 
