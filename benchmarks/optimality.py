@@ -70,6 +70,8 @@ def random_problem(random: np.random.Generator) -> Problem:
         minimum_microbatch_size=int(random.choice([1, 1, 1, 2])),
         equal_microbatches=bool(random.random() < 1 / 3),
         optimizer_s=float(random.choice([0.0, 1.0])),
+        reshard_after_forward=[True, "auto", False][random.integers(0, 3)],
+        unresharded_bytes=float(random.choice([0.0, 5.0])),
     )
 
 
@@ -81,7 +83,7 @@ def fault(problem: Problem, expected_s: float | None) -> str | None:
         return None if expected_s is None else f"refused what takes {expected_s} s: {error}"
     if expected_s is None:
         return "a plan where brute force finds none"
-    prediction = predict(problem, plan.ranks)
+    prediction = predict(problem, plan)
     for part, profile in zip(prediction.ranks, problem.ranks, strict=True):
         if part.memory_bytes > profile.capacity_bytes:
             return f"{part.memory_bytes} bytes of {profile.capacity_bytes}"

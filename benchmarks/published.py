@@ -205,7 +205,7 @@ def _broken(problem: Problem, ours: Plan | None, theirs: Plan | None) -> str:
     """Which claim this problem breaks, or nothing."""
     if ours is None:
         return "refused, but an allocation exists" if theirs or exists(problem) else ""
-    prediction = predict(problem, ours.ranks)
+    prediction = predict(problem, ours)
     for profile, rank in zip(problem.ranks, prediction.ranks, strict=True):
         if rank.memory_bytes > profile.capacity_bytes * _SAME:
             return f"exceeds rank {profile.name}"

@@ -132,7 +132,7 @@ def random_case(
 
 def difference(problem: Problem, plan: Plan) -> float:
     """The simulated step over the closed form's, less 1."""
-    return simulate(problem, plan).step_s / predict(problem, plan.ranks).step_s - 1
+    return simulate(problem, plan).step_s / predict(problem, plan).step_s - 1
 
 
 def large_case(kinds: int) -> tuple[Problem, Plan]:

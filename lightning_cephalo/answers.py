@@ -175,7 +175,7 @@ def summarise(problem: Problem, plan: Plan, simulation: Simulation) -> Summary:
                 profile.capacity_bytes,
             )
         )
-    predicted_s = predict(problem, plan.ranks).step_s
+    predicted_s = predict(problem, plan).step_s
     return Summary(predicted_s, simulation.step_s, problem.global_batch_size, tuple(ranks))
 
 

@@ -185,6 +185,11 @@ class Engine:
         return self.units[0].full_bytes + sum(full[:2])
 
     @property
+    def unresharded_bytes(self) -> int:
+        """Full parameters beside these where units stay gathered from forward to backward."""
+        return sum(unit.full_bytes for unit in self.units) - self.gathered_parameter_bytes
+
+    @property
     def gathered_gradient_bytes(self) -> int:
         """The full gradients among :attr:`gathered_bytes`."""
         gradients = sorted((unit.gradient_bytes for unit in self.units[1:]), reverse=True)

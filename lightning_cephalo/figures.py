@@ -141,7 +141,7 @@ def memory_figure(
     _check_ranks(simulation, len(plan.ranks), "the plan")
     rows, left_out = _rows(simulation, problem)
     figure, (bars, lines) = _figure(path, 13, 2.2 + 0.42 * len(rows), columns=2)
-    scale, unit = _byte_scale(cost.predict(problem, plan.ranks))
+    scale, unit = _byte_scale(cost.predict(problem, plan))
     _draw_memory_bars(bars, rows, problem, plan, scale)
     bars.set_xlabel(f"predicted memory ({unit})")
     _title(bars, "What fills the memory", f"black mark: capacity, red name: over it{left_out}")
@@ -315,12 +315,13 @@ def _draw_memory_lines(
 
 def _memory_parts(problem: Problem, plan: Plan, rank: int) -> tuple[float, float, float, float]:
     """Bytes of state, gathered buffers, boundaries and the peak, as ``plan/cost.py`` adds them."""
+    problem = cost.as_planned(problem, plan)
     part, profile = plan.ranks[rank], problem.ranks[rank]
     mode = cost.Mode(part.recompute, part.offload)
     held = cost.kept_bytes(problem, part.microbatch_sizes, mode)
     working = cost.working_bytes(problem, profile, part.microbatch_sizes, mode)
     state = part.state_fraction * problem.state_bytes
-    return state, problem.gathered_bytes, held, working - problem.gathered_bytes - held
+    return state, problem.fixed_bytes, held, working - problem.fixed_bytes - held
 
 
 def _throughput(row: ComparisonRow) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_cephalo import report, support
 from lightning_cephalo.accumulation.agreement import Agreement
@@ -49,6 +49,7 @@ class PlanningOptions:
     verbose: bool = True
     host_memory_cap: float | int | None = None
     choose_recompute: bool = False
+    reshard_after_forward: bool | Literal["auto"] = "auto"
     memory_cap: MemoryCap | None = None
 
 
@@ -154,11 +155,13 @@ def prepare(
         given = agreement.broadcast(given)
         engine = make_engine(fractions=[rank.state_fraction for rank in given.ranks])
         with named_where_nothing_fits(caps_bytes):
-            check_capacities(engine, device.cap_bytes)
+            check_capacities(
+                engine, device.cap_bytes, reshard_after_forward=_reshards(given, options)
+            )
         enforce(device.cap_bytes)
         _show(given, options, agreement)
         predicted = tuple(RankMemory(peak_bytes=rank.memory_bytes) for rank in given.ranks)
-        _obey(given.ranks[agreement.rank], engine, host)
+        _obey(given, options, engine, host)
         cutter = _cutter(given.ranks[agreement.rank], layouts, loaders)
         return Preparation(engine, given, cutter, predicted)
 
@@ -205,6 +208,7 @@ def prepare(
                 ),
             )
         _keep(problem, found, options, agreement)
+    problem = replace(problem, reshard_after_forward=options.reshard_after_forward)
     if engine.runner.recompute:
         problem = with_host_memory(problem, agreement.exchange_objects(host))
     with Progress(options.verbose and agreement.rank == 0) as progress:
@@ -218,7 +222,7 @@ def prepare(
     predicted = predicted_memory(problem, solved, engine)
     engine.change_fractions([rank.state_fraction for rank in solved.ranks])
     _show(solved, options, agreement)
-    _obey(solved.ranks[agreement.rank], engine, host)
+    _obey(solved, options, engine, host)
     cutter = _cutter(solved.ranks[agreement.rank], layouts, loaders)
     return Preparation(engine, solved, cutter, predicted)
 
@@ -248,14 +252,15 @@ def _solved(
             raise InfeasibleError(f"{error} {hint}") from None
 
 
-def _obey(rank: RankPlan, engine: Engine, host: HostMemory) -> None:
-    """Have this rank's steps treat activations as the plan says; collective.
+def _obey(plan: Plan, options: PlanningOptions, engine: Engine, host: HostMemory) -> None:
+    """Have this rank's steps treat units and activations as the plan says; collective.
 
     Raises:
         PlanError: If the plan wants boundaries moved that kept activations hold.
         HostMemoryError: If the host has less memory than the plan needs.
     """
-    runner = engine.runner
+    runner, rank = engine.runner, plan.ranks[engine.agreement.rank]
+    runner.reshard_after_forward = _reshards(plan, options)
     if rank.recompute is not None:
         runner.recompute = rank.recompute
     runner.planned_memory = _planned_memory(rank)
@@ -270,6 +275,11 @@ def _obey(rank: RankPlan, engine: Engine, host: HostMemory) -> None:
         return make_ring(engine.device, host, rank)
 
     runner.ring = support.together(engine.agreement, "allocating host memory", ring)
+
+
+def _reshards(plan: Plan, options: PlanningOptions) -> bool:
+    said = plan.reshard_after_forward
+    return options.reshard_after_forward is not False if said is None else said
 
 
 def _cutter(rank: RankPlan, layouts: Sequence[BatchLayout], loaders: Loaders) -> BatchCutter:

@@ -265,6 +265,8 @@ def _memory(rank: RankPlan) -> str:
 def _outcome(plan: Plan) -> str | None:
     """Return what the solver says of the whole plan as a sentence; None where it says nothing."""
     parts = []
+    if plan.reshard_after_forward is False:
+        parts.append("units stay gathered from forward to backward")
     if plan.step_s is not None:
         rate = plan.global_batch_size / plan.step_s if plan.step_s else math.inf
         parts.append(

@@ -64,7 +64,8 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
             ranks, or it says what was not profiled (a microbatch size, a mode).
     """
     steps = _fields.whole("steps", steps, minimum=1)
-    cost.predict(problem, plan.ranks)  # its complaints are ours
+    cost.predict(problem, plan)  # its complaints are ours
+    problem = cost.as_planned(problem, plan)
     kinds: dict[tuple[object, ...], list[int]] = {}
     for rank, (profile, part) in enumerate(zip(problem.ranks, plan.ranks, strict=True)):
         doing = (part.microbatch_sizes, part.recompute, part.offload, part.state_fraction)
@@ -98,7 +99,9 @@ class _Cluster:
                 lane.forward(unit, ready_s)
             ready_s = following_s
         for unit in reversed(range(units)):
-            following_s = self._gather(unit - 1) if unit else ready_s
+            following_s = ready_s
+            if unit and problem.reshard_after_forward:
+                following_s = self._gather(unit - 1)
             for lane in self._lanes:
                 lane.backward(unit, ready_s)
             self._collective(Activity.REDUCE, unit, self._reduce_s)
@@ -168,7 +171,7 @@ class _Lane:
         self._ranks = tuple(ranks)
         self._offloaded_units = problem.units - cost.UNITS_ON_DEVICE if part.offload else 0
         self._keeps = mode.recompute is False
-        resting = problem.gathered_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
+        resting = problem.fixed_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
         if part.offload and problem.units > cost.UNITS_ON_DEVICE:
             resting += problem.boundary_bytes * part.batch_size  # gradients between units
         self._base_bytes = part.state_fraction * problem.state_bytes, resting

@@ -52,6 +52,10 @@ class CephaloStrategy(DealingStrategy):
         recompute: Keep only what enters a unit and compute its inside again in backward. "auto":
             rank by rank as the plan chooses, which takes more measuring; a given plan that does
             not say recomputes.
+        reshard_after_forward: Give units back after the forward and gather them again in the
+            backward. False: they stay gathered in between, for a third less to communicate and
+            room for the whole model's parameters on every rank. "auto": as the plan chooses; a
+            given plan that does not say gives them back.
         collate_per_microbatch: Collate each microbatch by itself; hooks then see a list of
             batches. For batches that cannot be cut along their first dimension.
         split_batch: ``split_batch(batch, sizes)`` returns one batch per size, in place of cutting
@@ -83,6 +87,7 @@ class CephaloStrategy(DealingStrategy):
         unit_types: list[Any] | None = None,
         unit_names: list[str] | None = None,
         recompute: bool | Literal["auto"] = True,
+        reshard_after_forward: bool | Literal["auto"] = "auto",
         collate_per_microbatch: bool = False,
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         equal_microbatches: bool = False,
@@ -101,8 +106,12 @@ class CephaloStrategy(DealingStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        if not isinstance(recompute, bool) and recompute != "auto":
-            raise ValueError(f"recompute: expected True, False or 'auto', but got {recompute!r}.")
+        for name, choice in (
+            ("recompute", recompute),
+            ("reshard_after_forward", reshard_after_forward),
+        ):
+            if not isinstance(choice, bool) and choice != "auto":
+                raise ValueError(f"{name}: expected True, False or 'auto', but got {choice!r}.")
         super().__init__(
             planning=PlanningOptions(
                 global_batch_size=global_batch_size,
@@ -115,6 +124,7 @@ class CephaloStrategy(DealingStrategy):
                 memory_cap=None if memory_cap is None else MemoryCap.parse(memory_cap),
                 host_memory_cap=parse_cap(host_memory_cap),
                 choose_recompute=recompute == "auto",
+                reshard_after_forward=reshard_after_forward,
             ),
             accelerator=accelerator,
             parallel_devices=parallel_devices,

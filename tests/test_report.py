@@ -69,6 +69,12 @@ def cells(text: str, *, row: int) -> list[str]:
     return [cell.strip() for cell in rows[row].strip("│").split("│")]
 
 
+def test_plan_table_says_where_units_stay_gathered() -> None:
+    for said, is_shown in ((None, False), (True, False), (False, True)):
+        text = text_of(plan_table(replace(SOLVED, reshard_after_forward=said)))
+        assert ("units stay gathered from forward to backward" in text) is is_shown
+
+
 def test_plan_table_of_a_solved_plan_shows_every_prediction() -> None:
     text = text_of(plan_table(SOLVED, units=10))
     memory = "3.0 GiB of 4.0 GiB (75%)"

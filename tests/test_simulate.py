@@ -198,14 +198,16 @@ def test_copies_by_hand():
 # -- the order --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(("units", "microbatches"), [(1, 2), (2, 1), (5, 3)])
-def test_the_order_is_that_of_the_schedule(units, microbatches):
+def test_the_order_is_that_of_the_schedule(units, microbatches, reshard):
     case = problem(1, 1, units=units)
-    simulation = simulate(case, Plan([RankPlan((1,) * microbatches, 0.5), RankPlan((), 0.5)]))
+    parts = [RankPlan((1,) * microbatches, 0.5), RankPlan((), 0.5)]
+    simulation = simulate(case, Plan(parts, reshard_after_forward=reshard))
     visits = [Visit(unit) for unit in range(units)]
     actions = [
-        *forward_actions(visits, microbatches),
-        *backward_actions(visits, microbatches, [True] * units),
+        *forward_actions(visits, microbatches, reshard=reshard),
+        *backward_actions(visits, microbatches, [True] * units, reshard=reshard),
     ]
     collectives = (Operation.GATHER, Operation.REDUCE)
     streams = by_stream(simulation)

@@ -61,6 +61,7 @@ def cases(problem: Problem, speeds: Sequence[float]) -> list[Case]:
         fractions: Sequence[float],
         keeping: Sequence[int] = (),
         offloading: int | None = None,
+        reshard: bool = True,
     ) -> Case:
         ranks = [
             RankPlan(
@@ -71,7 +72,7 @@ def cases(problem: Problem, speeds: Sequence[float]) -> list[Case]:
             )
             for rank, (sizes, fraction) in enumerate(zip(batches, fractions, strict=True))
         ]
-        return Case(name, priced(problem, ranks, backend="by hand"))
+        return Case(name, priced(problem, ranks, backend="by hand", reshard_after_forward=reshard))
 
     def cut(batches: Sequence[int], size: int) -> list[tuple[int, ...]]:
         largest = [profile.largest_microbatch_size for profile in problem.ranks]
@@ -90,5 +91,7 @@ def cases(problem: Problem, speeds: Sequence[float]) -> list[Case]:
         case("last offloads", cut(fair, 2), skewed, offloading=last),
         case("first offloads", cut(fair, 2), halves, offloading=0),
         case("none recomputes", cut(fair, 2), skewed, keeping=everyone),
+        case("units stay gathered", cut(fair, 4), skewed, reshard=False),
+        case("none recomputes, all stay", cut(fair, 2), halves, everyone, reshard=False),
         case("the last recomputes", cut(fair, 4), halves, keeping=everyone[:-1]),
     ]

@@ -151,9 +151,11 @@ def _fully_shard(name: str, size: ModelSize, ranks: int) -> Contender:
     model = size.make()
     _checkpoint(model, size)
     mesh = init_device_mesh("cpu", (ranks,))
+    # there is no limit to memory here, and this communicates less
+    reshard = name != TUNED
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     if name == TUNED:
         _tune(model)
 

@@ -106,6 +106,7 @@ def _measure(
     rank = engine.agreement.rank
     plan = engine.agreement.broadcast(_solved(problem, case) if rank == 0 else None)
     engine.change_fractions([part.state_fraction for part in plan.ranks])
+    engine.runner.reshard_after_forward = plan.reshard_after_forward is not False
     batch = _global_batch(case, setup.model)
     _prepare(own, batch, rank, [part.microbatch_sizes for part in plan.ranks])
     for other in others:
@@ -223,6 +224,8 @@ def _profile(engine: Engine, device: EmulatedDevice, tokens: torch.Tensor, case:
         root_gather_s=network.root_gather_s,
         root_reduce_s=network.root_reduce_s,
         fill_s=network.fill_s,
+        reshard_after_forward="auto",
+        unresharded_bytes=float(engine.unresharded_bytes),
     )
 
 

@@ -29,6 +29,7 @@ CAPTION = (
     "Ideal: samples/s, the sum of the ranks' own speeds. Each way to train: % of ideal reached ("
     "% of the step lost to waiting for the slowest rank, communication not hidden, overhead). Last"
     " columns: step time over cephalo's, median of rounds (quartiles); above 1 cephalo is ahead."
+    " 'stay': by cephalo's plan units stay gathered from the forward to the backward."
 )
 # What is asked for at 3:1, and what steps on emulated devices vary by.
 _NEAR_IDEAL, _NOISE = 0.95, 0.01
@@ -65,7 +66,8 @@ def _row(result: Result) -> list[str]:
         cells.append("–" if split is None else cell(split.shares()))
     best = result.best(EVEN)
     ratios = (f"{result.ratios[best]} {best}", str(result.ratios[DDP_BY_SPEED]))
-    return [*cells, *ratios, ":".join(map(str, result.batches))]
+    stay = " stay" if result.stay_gathered else ""
+    return [*cells, *ratios, ":".join(map(str, result.batches)) + stay]
 
 
 def cell(shares: Sequence[float]) -> str:

@@ -98,6 +98,7 @@ class Result:
         ratios: Of every contender but cephalo.
         reasons: Why the others could not run.
         batches: Of every rank, by cephalo's plan.
+        stay_gathered: Whether units do, by that plan, from the forward to the backward.
         state_fractions: Likewise.
     """
 
@@ -108,6 +109,7 @@ class Result:
     ratios: Mapping[str, Ratio]
     reasons: Mapping[str, str]
     batches: tuple[int, ...]
+    stay_gathered: bool
     state_fractions: tuple[float, ...]
 
     def best(self, names: Sequence[str]) -> str:
@@ -145,6 +147,7 @@ def combine(case: Case, records: Sequence[RankRecord]) -> Result:
         },
         reasons=records[0].reasons,
         batches=tuple(part.batch_size for part in records[0].plan.ranks),
+        stay_gathered=records[0].plan.reshard_after_forward is False,
         state_fractions=tuple(part.state_fraction for part in records[0].plan.ranks),
     )
 

@@ -61,7 +61,8 @@ class Runner(Evaluator):
     ) -> None:
         super().__init__(units, agreement, device)
         self.stopwatch = agreement.stopwatch
-        self.recompute = recompute
+        self._recompute, self._reshard_after_forward = recompute, True
+        self._find_memory_again()
         self.units[ROOT].keep_memory(False)  # gathered once a step: nothing must find it again
         self.ring: HostRing | None = None
         self._throttle = Throttle(device)
@@ -81,8 +82,25 @@ class Runner(Evaluator):
     @recompute.setter
     def recompute(self, recompute: bool) -> None:
         self._recompute = recompute
+        self._find_memory_again()
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether units are freed after the forward and gathered again in the backward.
+
+        May change between steps, on all ranks together.
+        """
+        return self._reshard_after_forward
+
+    @reshard_after_forward.setter
+    def reshard_after_forward(self, reshard_after_forward: bool) -> None:
+        self._reshard_after_forward = reshard_after_forward
+        self._find_memory_again()
+
+    def _find_memory_again(self) -> None:
+        # what is not freed in between need not be where it was in the last step
         for unit in self.units[1:]:
-            unit.keep_memory(not recompute)
+            unit.keep_memory(self._reshard_after_forward and not self._recompute)
 
     def forget_order(self) -> None:
         """Discover the order of visits anew in the next step."""
@@ -151,7 +169,13 @@ class Runner(Evaluator):
         for index in range(len(self._microbatches)):
             self._compute(Activity.TAIL, ROOT, index, self._advance_and_tail, index)
         visits = self._discovered() if order is None else order
-        for action in forward_actions(visits, len(calls), prefetch=order is not None):
+        actions = forward_actions(
+            visits,
+            len(calls),
+            prefetch=order is not None,
+            reshard=self.reshard_after_forward,
+        )
+        for action in actions:
             self._execute(action, order)
         if order is not None:
             self._visits = order
@@ -311,7 +335,10 @@ class Runner(Evaluator):
         armed: set[int] = set()
         self._in_backward = True
         trainable = [unit.trainable for unit in self.units]
-        for action in backward_actions(self._visits, len(self._calls), trainable):
+        actions = backward_actions(
+            self._visits, len(self._calls), trainable, reshard=self.reshard_after_forward
+        )
+        for action in actions:
             needs_gradients = action.operation in (Operation.BACKWARD, Operation.REDUCE)
             if needs_gradients and action.unit not in armed:
                 self._place = Place("gradient", self.units[action.unit].name)

@@ -12,6 +12,9 @@ microbatches a rank has. With visits ``a b c`` and two microbatches::
 A *visit* is one use of a unit by every microbatch; a unit that is used twice has two visits and is
 reduced after the one that comes last in the backward. The root unit is not in these lists: it is
 gathered before them and reduced after.
+
+Without ``reshard`` (FSDP's ``reshard_after_forward=False``) no unit is freed before its last
+backward: each is gathered once a step.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ class Action:
 
 
 def forward_actions(
-    visits: Iterable[Visit], microbatches: int, *, prefetch: bool = True
+    visits: Iterable[Visit], microbatches: int, *, prefetch: bool = True, reshard: bool = True
 ) -> Iterator[Action]:
     """Yield the actions of the forward pass.
 
@@ -73,6 +76,7 @@ def forward_actions(
             that an order that is still being discovered can be given lazily.
         microbatches: Of this rank; 0 for a rank that only communicates.
         prefetch: Gather the next unit before the microbatches pass the current one.
+        reshard: Free a unit when the microbatches have passed it.
     """
     pending = iter(visits)
     current = next(pending, None)
@@ -93,7 +97,7 @@ def forward_actions(
         if not prefetch:
             following = next(pending, None)
         # the last unit is the first that the backward needs
-        if following is not None and following.unit != current.unit:
+        if reshard and following is not None and following.unit != current.unit:
             yield Action(Operation.FREE, current.unit, position)
             gathered.discard(current.unit)
         current, position = following, position + 1
@@ -105,6 +109,7 @@ def backward_actions(
     trainable: Sequence[bool],
     *,
     prefetch: bool = True,
+    reshard: bool = True,
 ) -> Iterator[Action]:
     """Yield the actions of the backward pass; the unit of the last visit is gathered already.
 
@@ -113,16 +118,18 @@ def backward_actions(
         microbatches: Of this rank.
         trainable: Per unit, whether it has gradients to reduce.
         prefetch: Gather the next unit before the microbatches pass the current one.
+        reshard: As in the forward: without it, all units are gathered already.
     """
-    held = visits[-1].unit if visits else -1
     order = [p for p in reversed(range(len(visits))) if visits[p].differentiable]
     final: dict[int, int] = {}
     for position in order:
         final[visits[position].unit] = position
-    gathered = {held} if visits else set()
-    if (order and visits[order[0]].unit != held) or (visits and not order):
-        yield Action(Operation.FREE, held, len(visits) - 1)
-        gathered.clear()
+    last = {visit.unit: position for position, visit in enumerate(visits)}
+    gathered = {visit.unit for visit in (visits[-1:] if reshard else visits)}
+    wanted = {visits[position].unit for position in (order[:1] if reshard else order)}
+    for unit in sorted(gathered - wanted, key=last.__getitem__):
+        yield Action(Operation.FREE, unit, last[unit])
+    gathered &= wanted
     for index, position in enumerate(order):
         unit = visits[position].unit
         if unit not in gathered:
@@ -136,6 +143,7 @@ def backward_actions(
             yield Action(Operation.BACKWARD, unit, position, microbatch)
         if final[unit] == position and trainable[unit]:
             yield Action(Operation.REDUCE, unit, position)
-        if following is None or visits[following].unit != unit:
+        is_left = following is None or visits[following].unit != unit
+        if is_left if reshard else final[unit] == position:
             yield Action(Operation.FREE, unit, position)
             gathered.discard(unit)

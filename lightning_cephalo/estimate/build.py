@@ -71,6 +71,7 @@ def build_problem(
     cache_folder: str | PathLike[str] | None = None,
     recompute: bool = True,
     choose_recompute: bool = False,
+    choose_resharding: bool = True,
     allow_offload: bool = False,
     largest_microbatch_size: int = LARGEST_MICROBATCH_SIZE,
     uneven_factor: float = UNEVEN_FACTOR,
@@ -87,6 +88,8 @@ def build_problem(
         cache_folder: where measured tables are; default: the user's cache.
         recompute: whether units are computed again in the backward.
         choose_recompute: leave that to the plan, rank by rank; the trainer must know how.
+        choose_resharding: let the plan keep units gathered from the forward to the backward, as the
+            trainer does by default.
         allow_offload: let the plan move boundaries to host memory, where the cluster has any and
             units are computed again.
         largest_microbatch_size: no larger ones are considered.
@@ -146,6 +149,8 @@ def build_problem(
         boundary_bytes=kept_always,
         kept_bytes=work.kept_bytes if choose_recompute else 0.0,
         gathered_bytes=gathered,
+        reshard_after_forward="auto" if choose_resharding else True,
+        unresharded_bytes=unresharded_bytes(work),
         optimizer_s=_optimizer_s(cluster, work, efficiencies),
     )
     sources = tuple(
@@ -169,6 +174,12 @@ def gathered_bytes(work: ModelWork) -> float:
     """
     full = work.root_parameters + min(2, work.units) * work.largest_unit_parameters
     return (_COMPUTE_BYTES[work.dtype] + _GRADIENT_BYTES) * full
+
+
+def unresharded_bytes(work: ModelWork) -> float:
+    """Full parameters beside these where units stay gathered from forward to backward."""
+    others = work.units * work.unit_parameters - min(2, work.units) * work.largest_unit_parameters
+    return _COMPUTE_BYTES[work.dtype] * max(0.0, others)
 
 
 def _profile(

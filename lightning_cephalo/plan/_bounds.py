@@ -13,7 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._columns import RankType, step_seconds, usable_sizes
-from .cost import Mode, host_bytes, modes, peak_curve, sample_bytes, time_curves
+from .cost import (
+    Mode,
+    backward_collectives_s,
+    host_bytes,
+    modes,
+    peak_curve,
+    sample_bytes,
+    time_curves,
+)
 from .problem import Problem, RankProfile
 
 
@@ -63,7 +71,8 @@ def time_bounds(problem: Problem, types: Sequence[RankType], largest: int) -> Ti
         for kind in range(4)
     ]
     forward = max(slowest[0], problem.gather_s)
-    backward = max(slowest[1], problem.gather_s + problem.reduce_s)
+    collectives_s = backward_collectives_s(problem, problem.gather_s, problem.reduce_s)
+    backward = max(slowest[1], collectives_s)
     apart = problem.units * (forward + backward) + slowest[2]
     return TimeBounds(least, rates, (forward, backward, slowest[2]), max(apart, slowest[3]))
 
@@ -118,7 +127,7 @@ def _held(problem: Problem, profile: RankProfile, mode: Mode, largest: int) -> n
     sizes = usable_sizes(problem, profile, mode)
     if sizes:
         peak = peak_curve(profile, mode)[sizes[0] - 1]
-        used = problem.gathered_bytes + peak + sample_bytes(problem, mode) * batches
+        used = problem.fixed_bytes + peak + sample_bytes(problem, mode) * batches
         on_host = host_bytes(problem, 1, mode) * batches
         held |= (used <= profile.capacity_bytes) & (on_host <= profile.host_capacity_bytes)
     return held

@@ -224,7 +224,7 @@ class _Builder:
             batch=np.zeros(1, dtype=np.int64),
             count=np.zeros(1, dtype=np.int64),
             times_s=np.zeros((1, 3)),
-            used_bytes=np.full(1, float(self.problem.gathered_bytes)),
+            used_bytes=np.full(1, float(self.problem.fixed_bytes)),
             copies=np.zeros((1, self.profile.largest_microbatch_size), dtype=np.int32),
             mode=np.full(1, self.mode_index),
         )
@@ -233,7 +233,7 @@ class _Builder:
         self, peaks: np.ndarray | float, batch: np.ndarray, count: np.ndarray
     ) -> np.ndarray:
         kept = sample_bytes(self.problem, self.mode) * batch + self.problem.microbatch_bytes * count
-        return self.problem.gathered_bytes + peaks + kept
+        return self.problem.fixed_bytes + peaks + kept
 
     def _all_mixtures(self) -> Columns | None:
         """Every multiset of the sizes that is not beaten, or None when they are too many.

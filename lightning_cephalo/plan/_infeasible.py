@@ -47,10 +47,15 @@ def _refuse_buffers(problem: Problem, types: Sequence[RankType]) -> None:
         if missing > 0:
             raise InfeasibleError(
                 f"Memory binds on rank {_members(kind)}: the gathered buffers that every rank "
-                f"holds need {_bytes(problem.gathered_bytes)}, its capacity is "
+                f"holds need {_bytes(problem.fixed_bytes)}, its capacity is "
                 f"{_bytes(kind.profile.capacity_bytes)}, {_bytes(missing)} are missing. Use "
-                f"smaller units, raise its capacity_bytes, or leave this rank out."
+                f"smaller units, {_resharding(problem)}raise its capacity_bytes, or leave this "
+                f"rank out."
             )
+
+
+def _resharding(problem: Problem) -> str:
+    return "reshard_after_forward=True, " if problem.reshard_after_forward is False else ""
 
 
 def _refuse_idle(problem: Problem, types: Sequence[RankType]) -> None:
@@ -198,11 +203,11 @@ def _capacity(problem: Problem) -> float:
 
 
 def _buffers(problem: Problem) -> float:
-    return problem.gathered_bytes * len(problem.ranks)
+    return problem.fixed_bytes * len(problem.ranks)
 
 
 def _room(problem: Problem, profile: RankProfile) -> float:
-    return profile.capacity_bytes - problem.gathered_bytes
+    return profile.capacity_bytes - problem.fixed_bytes
 
 
 def _members(kind: RankType) -> str:

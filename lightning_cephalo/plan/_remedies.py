@@ -19,14 +19,20 @@ _MOST_RANKS = 256
 def remedies(problem: Problem, types: Sequence[RankType]) -> str:
     """Sentences that name single changes after which there is a plan.
 
-    Tried are a smaller batch, host memory for boundary activations on every rank, and more ranks of
-    each type. What could not be settled within a few seconds is said to be open.
+    Tried are a smaller batch, units that are given back after the forward, host memory for boundary
+    activations on every rank, and more ranks of each type. What could not be settled within a few
+    seconds is said to be open.
     """
     trials = _Trials(time.perf_counter() + _TIME_S)
     found = []
     batch = trials.largest_batch(problem)
     if batch:
         found.append(f"lower global_batch_size to {batch}")
+    if trials.resharding_helps(problem):
+        found.append(
+            f"give units back between forward and backward, reshard_after_forward=True "
+            f"({problem.unresharded_bytes / 2**30:.3f} GiB on every rank)"
+        )
     if trials.offload_helps(problem):
         host = problem.boundary_bytes * problem.units * problem.global_batch_size
         found.append(
@@ -75,6 +81,12 @@ class _Trials:
                 batch = larger
         return batch
 
+    def resharding_helps(self, problem: Problem) -> bool:
+        """Whether there is a plan if units are given back after the forward, where they stay."""
+        if problem.reshard_after_forward is not False:
+            return False
+        return self._fits(dataclasses.replace(problem, reshard_after_forward=True))
+
     def offload_helps(self, problem: Problem) -> bool:
         """Whether there is a plan if every rank may offload as much as it likes."""
         if not problem.boundary_bytes:
@@ -86,7 +98,7 @@ class _Trials:
 
     def more_ranks(self, problem: Problem, profile: RankProfile) -> int:
         """The fewest further ranks like this one that are enough; 0 when none is known."""
-        if profile.capacity_bytes <= problem.gathered_bytes:
+        if profile.capacity_bytes <= problem.fixed_bytes:
             return 0
         failed, count = 0, 1
         while not self._fits(_with_more(problem, profile, count)):
@@ -106,7 +118,7 @@ class _Trials:
 
     def _fits(self, problem: Problem) -> bool:
         """Whether there is any plan at all, however slow; False when that is not known in time."""
-        if any(rank.capacity_bytes < problem.gathered_bytes for rank in problem.ranks):
+        if any(rank.capacity_bytes < problem.fixed_bytes for rank in problem.ranks):
             return False
         # Without times all that is left of the search is the question of memory.
         timeless = dataclasses.replace(

@@ -9,7 +9,8 @@ rank counts, and forward, backward and tail each have their own slowest (DESIGN,
 
 with F_i, B_i, tail_i the sums over rank i's microbatches. The maxima are the overlap: the next unit
 is gathered, and the last one reduced, while this one computes. G and R are those of uneven shards,
-or of even ones where all ranks hold equal shares.
+or of even ones where all ranks hold equal shares. Where units stay gathered from the forward to the
+backward (FSDP's ``reshard_after_forward=False``), the backward has R alone to hide.
 
 A rank holds its share of the state, the gathered buffers, the peak of its largest microbatch, what
 every microbatch keeps, and one boundary per unit for every sample of its batch, or of three units
@@ -21,12 +22,13 @@ nothing is offloaded.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import PlanError
-from .plan import RankPlan
+from .plan import Plan, RankPlan
 from .problem import Problem, RankProfile
 
 # Offloaded boundaries: of so many units the values are on the device, and of one the gradients.
@@ -76,18 +78,29 @@ def modes(problem: Problem, profile: RankProfile) -> tuple[Mode, ...]:
     return tuple(found)
 
 
-def predict(problem: Problem, ranks: Sequence[RankPlan]) -> StepPrediction:
+def as_planned(problem: Problem, plan: Plan) -> Problem:
+    """The problem with nothing left open that the plan says of all ranks."""
+    chosen = plan.reshard_after_forward
+    if chosen is None:
+        chosen = problem.reshard_after_forward is not False
+    return dataclasses.replace(problem, reshard_after_forward=chosen)
+
+
+def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPrediction:
     """Predict one step of an allocation. Batch, capacity and fractions are not judged here, only
     priced.
 
     Args:
         problem: what there is.
-        ranks: one :class:`RankPlan` per rank of the problem, in rank order; ``plan.ranks`` will do.
+        ranks: a plan; or one :class:`RankPlan` per rank of the problem, in rank order, whose units
+            are given back after the forward where the problem leaves that open.
 
     Raises:
         PlanError: another number of ranks, a microbatch size that was not profiled, or a mode that
             the rank's profile does not know.
     """
+    if isinstance(ranks, Plan):
+        problem, ranks = as_planned(problem, ranks), ranks.ranks
     if len(ranks) != len(problem.ranks):
         raise PlanError(
             f"Expected one rank plan for each of the problem's {len(problem.ranks)} ranks, "
@@ -132,7 +145,7 @@ def step_time(
     """
     gather_s, reduce_s = collective_times(problem, even=even)
     forward = max(gather_s, forward_s)
-    backward = max(gather_s + reduce_s, backward_s)
+    backward = max(backward_collectives_s(problem, gather_s, reduce_s), backward_s)
     return problem.units * (forward + backward) + tail_s + fixed_time(problem)
 
 
@@ -155,6 +168,11 @@ def collective_times(problem: Problem, *, even: bool) -> tuple[float, float]:
         )
     )
     return gather_s, reduce_s
+
+
+def backward_collectives_s(problem: Problem, gather_s: float, reduce_s: float) -> float:
+    """Seconds of what one unit's backward has to hide."""
+    return reduce_s if problem.reshard_after_forward is False else gather_s + reduce_s
 
 
 def shares_are_even(state_fractions: Sequence[float]) -> bool:
@@ -219,7 +237,7 @@ def working_bytes(
     curve = peak_curve(profile, mode)
     peak = max((curve[size - 1] for size in microbatch_sizes), default=0.0)
     kept = kept_bytes(problem, microbatch_sizes, mode)
-    return problem.gathered_bytes + peak + kept
+    return problem.fixed_bytes + peak + kept
 
 
 def host_bytes(problem: Problem, samples: int, mode: Mode) -> float:

@@ -141,6 +141,8 @@ class Plan:
             ``bound_s`` is that step. The plan's own may be longer by a thousandth, for headroom.
         solve_s: how long the solver took.
         backend: what solved it.
+        reshard_after_forward: whether units are given back after the forward and gathered again in
+            the backward, or (False) stay gathered in between; None: as the strategy says.
 
     Raises:
         PlanError: a field is not what is expected; the message names it.
@@ -152,6 +154,7 @@ class Plan:
     gap: float | None = None
     solve_s: float | None = None
     backend: str | None = None
+    reshard_after_forward: bool | None = None
 
     def __post_init__(self) -> None:
         ranks = _fields.items("Plan.ranks", self.ranks, of="RankPlan")
@@ -180,6 +183,13 @@ class Plan:
             object.__setattr__(self, name, value)
         if self.backend is not None:
             _fields.text("Plan.backend", self.backend)
+        if self.reshard_after_forward is not None and not isinstance(
+            self.reshard_after_forward, bool
+        ):
+            raise PlanError(
+                f"Plan.reshard_after_forward: expected true or false, "
+                f"but got {self.reshard_after_forward!r}."
+            )
 
     @property
     def world_size(self) -> int:
@@ -216,7 +226,7 @@ class Plan:
         """Plain lists and numbers, for YAML and JSON; what is None is left out."""
         data: dict[str, Any] = {
             name: getattr(self, name)
-            for name in ("step_s", "bound_s", "gap", "solve_s", "backend")
+            for name in ("step_s", "bound_s", "gap", "solve_s", "backend", "reshard_after_forward")
             if getattr(self, name) is not None
         }
         data["ranks"] = [rank.to_dict() for rank in self.ranks]

@@ -11,7 +11,7 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from . import _fields, _files
 from .errors import PlanError
@@ -161,6 +161,9 @@ class Problem:
         kept_bytes: kept per sample and unit, beside the boundary, on ranks that do not recompute.
         microbatch_bytes: kept of every microbatch until its backward, whatever its samples (weights
             that autocast has cast, and keeps for the backward).
+        reshard_after_forward: whether units are given back after the forward and gathered again in
+            the backward; False: they stay gathered in between; "auto": as the plan says.
+        unresharded_bytes: what every rank holds beside ``gathered_bytes`` where they stay.
 
     Raises:
         PlanError: a field is not what is expected; the message names it.
@@ -186,6 +189,8 @@ class Problem:
     fill_s: float = 0.0
     kept_bytes: float = 0.0
     microbatch_bytes: float = 0.0
+    reshard_after_forward: bool | Literal["auto"] = True
+    unresharded_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         ranks = _fields.items("Problem.ranks", self.ranks, of="RankProfile")
@@ -214,6 +219,7 @@ class Problem:
             "fill_s",
             "kept_bytes",
             "microbatch_bytes",
+            "unresharded_bytes",
         ):
             object.__setattr__(self, name, _fields.real(f"Problem.{name}", getattr(self, name)))
         for name in ("even_gather_s", "even_reduce_s"):
@@ -224,6 +230,18 @@ class Problem:
                 f"Problem.equal_microbatches: expected True or False, "
                 f"but got {self.equal_microbatches!r}."
             )
+        reshard = self.reshard_after_forward
+        if not isinstance(reshard, bool) and reshard != "auto":
+            raise PlanError(
+                f"Problem.reshard_after_forward: expected True, False or 'auto', "
+                f"but got {reshard!r}."
+            )
+
+    @property
+    def fixed_bytes(self) -> float:
+        """What every rank holds beside its share of the state, whatever its samples."""
+        unresharded = self.unresharded_bytes if self.reshard_after_forward is False else 0.0
+        return self.gathered_bytes + unresharded
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, for YAML and JSON; what is None is left out."""

@@ -30,7 +30,15 @@ import numpy as np
 from ._allocation import GIB, checked_plan, even_batches
 from ._published_table import Options, least_seconds, search
 from ._state import share_state
-from .cost import Mode, collective_times, host_bytes, modes, predict, working_bytes
+from .cost import (
+    Mode,
+    backward_collectives_s,
+    collective_times,
+    host_bytes,
+    modes,
+    predict,
+    working_bytes,
+)
 from .errors import InfeasibleError, PlanError
 from .plan import Plan, RankPlan
 from .problem import Problem, RankProfile
@@ -89,7 +97,8 @@ class PublishedModel:
         forward = count * profile.forward_s[size - 1]
         between = (count - 1) * self.between_microbatches_s
         backward = count * profile.backward_s[size - 1] + between
-        return max(gather_s, forward) + max(gather_s + reduce_s, backward)
+        collectives_s = backward_collectives_s(problem, gather_s, reduce_s)
+        return max(gather_s, forward) + max(collectives_s, backward)
 
     def fitting_sizes(
         self, problem: Problem, profile: RankProfile, *, even_state: bool = False

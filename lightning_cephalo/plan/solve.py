@@ -14,7 +14,8 @@ state shared last.
 6. Again without offloading where that makes the step no longer.
 
 Where even shares travel faster than uneven ones, all of this is done a second time with an equal
-share of the state on every rank, and the better plan is taken.
+share of the state on every rank, and the better plan is taken. Likewise where units may stay
+gathered from the forward to the backward, once with and once without.
 
 The limit of step 2 starts just above the bound and is raised until the optimum lies within it, so
 that what it cuts off is provably slower.
@@ -58,10 +59,11 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
 
     Decides for every rank its microbatch sizes and their number (none is allowed: a rank that only
     holds state), whether it recomputes and offloads where its profile leaves that open, and its
-    share of the state. Of the plans within a thousandth of that step time, one with even memory
-    headroom is taken, and every rank gives the same part of its free memory to state. While the
-    combinations are few, microbatches of a rank may be of any sizes; otherwise of one size with a
-    ragged last one, or an even split. The optimum, and ``bound_s``, are among those.
+    share of the state; for all of them together, whether units are given back after the forward,
+    where the problem leaves that open. Of the plans within a thousandth of that step time, one with
+    even memory headroom is taken, and every rank gives the same part of its free memory to state.
+    While the combinations are few, microbatches of a rank may be of any sizes; otherwise of one
+    size with a ragged last one, or an even split. The optimum, and ``bound_s``, are among those.
 
     Args:
         problem: what there is.
@@ -196,10 +198,13 @@ def _headroom(plan: Plan) -> float:
 
 
 def _variants(problem: Problem) -> list[_Variant]:
+    if problem.reshard_after_forward == "auto":
+        choices = [dataclasses.replace(problem, reshard_after_forward=c) for c in (True, False)]
+        return [variant for choice in choices for variant in _variants(choice)]
     variants = [_Variant(problem, even=False)]
     gather_s, reduce_s = collective_times(problem, even=True)
     share = problem.state_bytes / len(problem.ranks)
-    fixed = share + problem.gathered_bytes
+    fixed = share + problem.fixed_bytes
     fits = all(fixed <= rank.capacity_bytes > share for rank in problem.ranks)
     if fits and (gather_s < problem.gather_s or reduce_s < problem.reduce_s):
         ranks = tuple(
@@ -214,7 +219,10 @@ def _variants(problem: Problem) -> list[_Variant]:
 
 
 def _as_plan(problem: Problem, best: _Candidate) -> Plan:
-    found = best.found
+    found, reshard = best.found, best.variant.problem.reshard_after_forward
+    assert isinstance(reshard, bool)
+    chosen = None if problem.reshard_after_forward is True else reshard
+    problem = dataclasses.replace(problem, reshard_after_forward=reshard)
     runs: list[tuple[tuple[int, ...], Mode]] = [((), PLAIN)] * len(problem.ranks)
     for index, kind in enumerate(best.types):
         rows = np.flatnonzero((found.pool.kind == index) & (found.chosen > 0))
@@ -240,20 +248,29 @@ def _as_plan(problem: Problem, best: _Candidate) -> Plan:
         RankPlan(sizes, fraction, recompute=mode.recompute, offload=mode.offload)
         for (sizes, mode), fraction in zip(runs, fractions, strict=True)
     ]
-    return priced(problem, bare, backend="cvxpy/HiGHS")
+    return priced(problem, bare, backend="cvxpy/HiGHS", reshard_after_forward=chosen)
 
 
-def priced(problem: Problem, ranks: Sequence[RankPlan], *, backend: str) -> Plan:
+def priced(
+    problem: Problem,
+    ranks: Sequence[RankPlan],
+    *,
+    backend: str,
+    reshard_after_forward: bool | None = None,
+) -> Plan:
     """A plan of these parts, with every prediction filled in.
 
     Args:
         problem: what there is.
         ranks: microbatches, fractions and modes, in rank order.
         backend: what chose them.
+        reshard_after_forward: what the plan says of that; None: nothing.
 
     Raises:
         PlanError: as :func:`~lightning_cephalo.plan.predict` and :class:`Plan` do.
     """
+    if reshard_after_forward is not None:
+        problem = dataclasses.replace(problem, reshard_after_forward=reshard_after_forward)
     prediction = predict(problem, ranks)
     filled = tuple(
         dataclasses.replace(
@@ -268,4 +285,9 @@ def priced(problem: Problem, ranks: Sequence[RankPlan], *, backend: str) -> Plan
         )
         for rank, profile, part in zip(ranks, problem.ranks, prediction.ranks, strict=True)
     )
-    return Plan(filled, step_s=prediction.step_s, backend=backend)
+    return Plan(
+        filled,
+        step_s=prediction.step_s,
+        backend=backend,
+        reshard_after_forward=reshard_after_forward,
+    )

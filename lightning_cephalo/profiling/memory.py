@@ -83,27 +83,34 @@ def resting_bytes(engine: Engine) -> int:
     return resting
 
 
-def check_capacities(engine: Engine, capacity_bytes: float) -> None:
+def check_capacities(
+    engine: Engine, capacity_bytes: float, *, reshard_after_forward: bool = True
+) -> None:
     """Raise if any rank cannot even hold what every rank must; collective.
 
     Args:
         engine: The sharded model.
         capacity_bytes: What this rank may hold.
+        reshard_after_forward: Whether units are given back after the forward.
 
     Raises:
         TooLittleMemoryError: On every rank.
     """
+    gathered, ways_out = engine.gathered_bytes, "smaller units (unit_types=, unit_names=)"
+    if not reshard_after_forward:
+        gathered += engine.unresharded_bytes
+        ways_out = f"reshard_after_forward=True, {ways_out}"
     shards = sum(_nbytes(flat.shard) * (2 if flat.trainable else 1) for flat in _flats(engine))
     rows = engine.agreement.exchange([capacity_bytes, float(shards)])
     for rank, (capacity, held) in enumerate(rows):
-        missing = held + engine.gathered_bytes - capacity
+        missing = held + gathered - capacity
         if missing > 0:
             raise TooLittleMemoryError(
                 f"Rank {rank} cannot take part: its {capacity / 2**20:,.1f} MiB do not hold the"
-                f" gathered units ({engine.gathered_bytes / 2**20:,.1f} MiB on every rank) and its"
+                f" gathered units ({gathered / 2**20:,.1f} MiB on every rank) and its"
                 f" {held / 2**20:,.1f} MiB of parameters and gradients;"
-                f" {missing / 2**20:,.1f} MiB are missing. Use smaller units (unit_types=,"
-                " unit_names=), a lower precision, or leave this device out."
+                f" {missing / 2**20:,.1f} MiB are missing. Use {ways_out}, a lower precision, or"
+                " leave this device out."
             )
 
 
@@ -124,6 +131,9 @@ def _flats(engine: Engine) -> list[Flat]:
 def predicted(problem: Problem, plan: Plan, engine: Engine) -> tuple[RankMemory, ...]:
     """What a plan made for this problem takes on every rank: the terms of the formula, by kind."""
     received = _receive_bytes(engine)
+    gathered = engine.gathered_parameter_bytes
+    if not cost.as_planned(problem, plan).reshard_after_forward:
+        gathered += engine.unresharded_bytes
     found = []
     for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
         mode = cost.Mode(rank.recompute, rank.offload)
@@ -132,7 +142,7 @@ def predicted(problem: Problem, plan: Plan, engine: Engine) -> tuple[RankMemory,
             RankMemory(
                 peak_bytes=rank.memory_bytes,
                 state_bytes=rank.state_fraction * (problem.state_bytes - received),
-                gathered_bytes=engine.gathered_parameter_bytes,
+                gathered_bytes=gathered,
                 gradients_bytes=engine.gathered_gradient_bytes + rank.state_fraction * received,
                 boundaries_bytes=cost.kept_bytes(problem, rank.microbatch_sizes, mode),
                 inside_bytes=max((curve[size - 1] for size in rank.microbatch_sizes), default=0.0),

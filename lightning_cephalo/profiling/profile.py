@@ -193,6 +193,7 @@ def measure(
         root_gather_s=network.root_gather_s,
         root_reduce_s=network.root_reduce_s,
         fill_s=network.fill_s,
+        unresharded_bytes=float(engine.unresharded_bytes),
     )
     if agreement.rank == 0 and active_device() is None:  # an emulated device is none to plan with
         lost = remember(

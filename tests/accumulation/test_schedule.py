@@ -25,11 +25,12 @@ def step(
     trainable: list[bool] | None = None,
     *,
     prefetch: bool = True,
+    reshard: bool = True,
 ) -> list[Action]:
     trainable = [True] * 9 if trainable is None else trainable
     return [
-        *forward_actions(visits, microbatches, prefetch=prefetch),
-        *backward_actions(visits, microbatches, trainable, prefetch=prefetch),
+        *forward_actions(visits, microbatches, prefetch=prefetch, reshard=reshard),
+        *backward_actions(visits, microbatches, trainable, prefetch=prefetch, reshard=reshard),
     ]
 
 
@@ -125,6 +126,25 @@ def test_a_unit_used_with_and_without_gradient_is_reduced_once():
     assert written(list(backward_actions(visits, 1, [True] * 2))) == "ga B0 rb fb A0 ra fa"
 
 
+def test_without_resharding_units_stay_until_their_last_backward():
+    assert written(step(chain(3), 2, reshard=False)) == (
+        "ga gb a0 a1 gc b0 b1 c0 tail0 c1 tail1 C0 C1 rc fc B0 B1 rb fb A0 A1 ra fa"
+    )
+
+
+def test_without_resharding_a_unit_used_again_stays_for_both():
+    assert written(step([Visit(0), Visit(1), Visit(0)], 1, reshard=False)) == (
+        "ga gb a0 b0 a0 tail0 A0 B0 rb fb A0 ra fa"
+    )
+
+
+def test_without_resharding_what_has_no_backward_is_given_back_before_it():
+    visits = [Visit(0, False), Visit(1), Visit(2, False), Visit(3)]
+    assert written(list(backward_actions(visits, 1, [True] * 4, reshard=False))) == (
+        "fa fc D0 rd fd B0 rb fb"
+    )
+
+
 # -- properties -------------------------------------------------------------------------------
 
 some_visits = st.lists(st.builds(Visit, st.integers(0, 4), st.booleans()), max_size=12)
@@ -132,12 +152,12 @@ some_trainable = st.lists(st.booleans(), min_size=5, max_size=5)
 counts = st.integers(0, 3)
 
 
-@given(some_visits, counts, some_trainable, st.booleans())
+@given(some_visits, counts, some_trainable, st.booleans(), st.booleans())
 def test_whatever_is_computed_is_gathered_and_nothing_is_left_gathered(
-    visits, microbatches, trainable, prefetch
+    visits, microbatches, trainable, prefetch, reshard
 ):
     gathered: set[int] = set()
-    for action in step(visits, microbatches, trainable, prefetch=prefetch):
+    for action in step(visits, microbatches, trainable, prefetch=prefetch, reshard=reshard):
         match action.operation:
             case Operation.GATHER:
                 assert action.unit not in gathered, "gathered twice"
@@ -147,7 +167,8 @@ def test_whatever_is_computed_is_gathered_and_nothing_is_left_gathered(
             case Operation.FORWARD | Operation.BACKWARD:
                 assert action.unit in gathered
                 assert visits[action.visit].unit == action.unit
-        assert len(gathered) <= (2 if prefetch else 1)
+        if reshard:
+            assert len(gathered) <= (2 if prefetch else 1)
     assert not gathered
 
 
@@ -201,6 +222,20 @@ def test_the_collectives_do_not_depend_on_the_number_of_microbatches(
         return [action for action in actions if action.operation in COLLECTIVE]
 
     assert collectives(0) == collectives(microbatches)
+
+
+@given(some_visits, counts, some_trainable, st.booleans())
+def test_without_resharding_every_unit_is_gathered_once_and_nothing_else_changes(
+    visits, microbatches, trainable, prefetch
+):
+    stays = step(visits, microbatches, trainable, prefetch=prefetch, reshard=False)
+    gathers = Counter(a.unit for a in stays if a.operation is Operation.GATHER)
+    assert gathers == dict.fromkeys({visit.unit for visit in visits}, 1)
+    moved = (Operation.GATHER, Operation.FREE)
+    resharded = step(visits, microbatches, trainable, prefetch=prefetch)
+    assert [a for a in stays if a.operation not in moved] == [
+        a for a in resharded if a.operation not in moved
+    ]
 
 
 @given(st.permutations(range(6)), counts)

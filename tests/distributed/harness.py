@@ -60,7 +60,12 @@ def microbatches_of(
 
 
 def make_runner(
-    model: nn.Module, fractions: Sequence[float], recompute: bool, **discovery: Any
+    model: nn.Module,
+    fractions: Sequence[float],
+    recompute: bool,
+    *,
+    reshard: bool = True,
+    **discovery: Any,
 ) -> Runner:
     device = torch.device("cpu")
     stopwatch = Stopwatch()
@@ -70,6 +75,7 @@ def make_runner(
     divider = Divider(fractions)
     units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
     runner = Runner(units, Agreement(dist.new_group(), stopwatch), device, recompute)
+    runner.reshard_after_forward = reshard
     runner.install()
     return runner
 

@@ -29,10 +29,12 @@ def models_imported_before_forking():
         build(name, 1)
 
 
-def compare(rank: int, name: str, allocation: Allocation, recompute: bool) -> dict[str, float]:
+def compare(
+    rank: int, name: str, allocation: Allocation, recompute: bool, reshard: bool = True
+) -> dict[str, float]:
     model, batch = build(name, batch_size_of(allocation))
     single = copy.deepcopy(model)
-    runner = make_runner(model, allocation.fractions, recompute)
+    runner = make_runner(model, allocation.fractions, recompute, reshard=reshard)
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     single_adamw = torch.optim.AdamW([p for p in single.parameters() if p.requires_grad], lr=1e-3)
     parts = microbatches_of(batch, allocation, rank)
@@ -98,3 +100,18 @@ def test_ranks_choose_recomputation_each_for_itself(name):
     for errors in run_ranks(2, _compare_mixed, name):
         assert errors["gradient"] <= 1e-5
         assert errors["loss"] <= 1e-5
+
+
+def _compare_gathered(rank: int, name: str) -> list[dict[str, float]]:
+    allocation = ALLOCATIONS["3:1"]
+    return [compare(rank, name, allocation, again, reshard=False) for again in (True, False)]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_units_that_stay_gathered_change_nothing(name):
+    for of_rank in run_ranks(2, _compare_gathered, name):
+        for errors in of_rank:
+            assert errors["gradient"] <= 1e-5
+            assert errors["loss"] <= 1e-5
+            assert errors["norm"] <= 1e-5
+            assert errors["parameters"] <= 1e-4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -385,12 +386,12 @@ MODELS = {
 }
 
 
-def _equals(rank: int, name: str, recompute: bool) -> None:
+def _equals(rank: int, name: str, recompute: bool, reshard: bool) -> None:
     torch.manual_seed(3)
     model = MODELS[name]()
     single = copy.deepcopy(model)
     batch = make_batch(batch_size_of(UNEVEN))
-    runner = make_runner(model, UNEVEN.fractions, recompute)
+    runner = make_runner(model, UNEVEN.fractions, recompute, reshard=reshard)
     assert len(runner.units) > 2
     parts = microbatches_of(batch, UNEVEN, rank)
     for step in range(3):
@@ -412,12 +413,12 @@ def _equals(rank: int, name: str, recompute: bool) -> None:
         torch.testing.assert_close(found[key], 2 * gradient)
 
 
-def _equals_both_ways(rank: int, name: str) -> None:
-    for recompute in (True, False):
-        _equals(rank, name, recompute)
+def _equals_all_ways(rank: int, name: str) -> None:
+    for recompute, reshard in itertools.product((True, False), repeat=2):
+        _equals(rank, name, recompute, reshard)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_one_device_however_units_are_used(name):
-    """With recompute and without."""
-    run_ranks(UNEVEN.world_size, _equals_both_ways, name)
+    """With recompute and without, with units given back after the forward and without."""
+    run_ranks(UNEVEN.world_size, _equals_all_ways, name)

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from toys import UNEVEN, WIDTH, Base, Block, assert_idle, make_batch, mean_loss
 
 from lightning_cephalo.accumulation.runner import MicrobatchCall, Runner
+from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.collectives import Pending
 
 # -- collectives and buffers --------------------------------------------------------------------
@@ -110,6 +111,33 @@ def _counts(rank: int, recompute: bool) -> list[tuple]:
 def test_two_gathers_and_one_reduce_per_unit_whatever_the_microbatches(recompute):
     found = run_ranks(3, _counts, recompute)
     assert len({order for orders in found for order in orders}) == 1, "ranks or batches differ"
+
+
+def _gathered_once(rank: int, recompute: bool) -> None:
+    model = Deep()
+    runner = make_runner(model, UNEVEN.fractions, recompute, reshard=False)
+    parts = microbatches_of(make_batch(8), UNEVEN, rank)
+    held = []
+    for _ in range(3):  # the first step discovers the order
+        observer = Observer(runner)
+        sharded_step(runner, model, mean_loss, parts)
+        assert observer.gathers == dict.fromkeys(range(7), 1)
+        assert observer.reduces == dict.fromkeys(range(7), 1)
+        assert observer.most_full == 6
+        assert observer.most_gradients <= 2
+        assert_idle(runner)
+        held.append([buffer.storage.data_ptr() for buffer in pool_of(runner).buffers])
+    assert sorted(held[0]) == sorted(held[1]) == sorted(held[2]), "memory was allocated anew"
+    assert len(held[0]) == 7  # the root is in this pool too
+
+
+def pool_of(runner: Runner) -> BufferPool:
+    return runner.units[1].flats[0].context.buffers
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "kept"])
+def test_units_that_stay_are_gathered_once_and_into_the_same_memory_in_every_step(recompute):
+    run_ranks(3, _gathered_once, recompute)
 
 
 def _discovers(rank: int) -> None:

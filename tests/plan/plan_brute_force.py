@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import (
@@ -32,6 +33,9 @@ def partitions(total: int, sizes: list[int]) -> list[tuple[int, ...]]:
 
 def least_step(problem: Problem) -> float | None:
     """The shortest step of any feasible plan, or None when there is none."""
+    if problem.reshard_after_forward == "auto":
+        choices = [least_step(replace(problem, reshard_after_forward=c)) for c in (True, False)]
+        return min((step for step in choices if step is not None), default=None)
     batch = problem.global_batch_size
 
     def ways(profile: RankProfile) -> dict[int, list[Way]]:

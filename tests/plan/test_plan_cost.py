@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cephalo.plan import PlanError, Problem, RankPlan, RankProfile, predict
+from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, predict
 from lightning_cephalo.plan._state import share_state
 
 FAST = RankProfile("fast", [1, 1.5, 2], [2, 3, 4], [5, 6, 7], [10, 20, 30], 1000)
@@ -50,6 +50,23 @@ def test_every_microbatch_may_keep_something_whatever_its_samples():
 def test_a_gather_that_takes_longer_than_all_compute_sets_the_pace():
     found = predict(PROBLEM, [RankPlan((1,), 1.0), RankPlan((), 0.0)])
     assert found.step_s == 4 * (2.5 + 5.5) + 5 + 0.75
+
+
+def test_units_that_stay_gathered_leave_the_backward_a_reduce_to_hide_and_take_their_room():
+    plans = [RankPlan((1,), 1.0), RankPlan((), 0.0)]
+    problem = replace(PROBLEM, unresharded_bytes=11)
+    before, stay = predict(problem, plans), replace(problem, reshard_after_forward=False)
+    after = predict(stay, plans)
+    assert after.step_s == 4 * (2.5 + 3) + 5 + 0.75
+    assert [rank.memory_bytes - 11 for rank in after.ranks] == [
+        rank.memory_bytes for rank in before.ranks
+    ]
+    # a plan says more than the problem, and without a word of either they are given back
+    either = replace(problem, reshard_after_forward="auto")
+    assert predict(either, Plan(plans, reshard_after_forward=False)) == after
+    assert predict(stay, Plan(plans, reshard_after_forward=True)) == before
+    assert predict(stay, Plan(plans)) == after
+    assert predict(either, Plan(plans)) == predict(either, plans) == before
 
 
 def test_a_rank_without_samples_holds_state_and_buffers_only():

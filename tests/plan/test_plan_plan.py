@@ -77,6 +77,12 @@ def test_plans_say_what_came(ranks, message):
         Plan(ranks=ranks)
 
 
+@pytest.mark.parametrize("value", ["auto", 0, 1.0])
+def test_whether_units_are_given_back_is_said_by_true_or_false(value):
+    with pytest.raises(PlanError, match=rf"reshard_after_forward: .* false, but got {value!r}"):
+        Plan((RankPlan((1,), 1.0),), reshard_after_forward=value)
+
+
 def test_check_knows_world_size_and_global_batch():
     UNEVEN.check(world_size=2, global_batch_size=12)
     UNEVEN.check()
@@ -104,9 +110,15 @@ _rank_plans = st.builds(
     others=st.lists(_rank_plans, max_size=3),
     fraction=st.floats(1 - 1e-7, 1),
     numbers=st.tuples(_seconds, _seconds, _seconds, _seconds),
+    reshard=st.sampled_from([None, True, False]),
 )
-def test_text_round_trips_are_exact(others, fraction, numbers):
-    plan = Plan((RankPlan((2, 1), fraction), *others), *numbers, backend="cvxpy/HiGHS")
+def test_text_round_trips_are_exact(others, fraction, numbers, reshard):
+    plan = Plan(
+        (RankPlan((2, 1), fraction), *others),
+        *numbers,
+        backend="cvxpy/HiGHS",
+        reshard_after_forward=reshard,
+    )
     assert Plan.from_dict(plan.to_dict()) == plan
     assert Plan.from_yaml(plan.to_yaml()) == plan
     assert Plan.from_json(plan.to_json()) == plan

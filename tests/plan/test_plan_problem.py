@@ -90,6 +90,11 @@ def test_profile_names_the_field_and_what_came(changes, message):
         ({"gathered_bytes": None}, r"Problem.gathered_bytes: .* but got None"),
         ({"optimizer_s": "slow"}, r"Problem.optimizer_s: .* but got 'slow'"),
         ({"step_overhead_s": -1}, r"Problem.step_overhead_s"),
+        ({"unresharded_bytes": -1}, r"Problem.unresharded_bytes"),
+        (
+            {"reshard_after_forward": None},
+            r"reshard_after_forward: expected True, False or 'auto', but got None",
+        ),
         ({"equal_microbatches": 1}, r"equal_microbatches: expected True or False, but got 1"),
     ],
 )
@@ -109,6 +114,8 @@ def test_saved_and_loaded_problems_are_equal(tmp_path, suffix):
         state_bytes=1e20,
         equal_microbatches=True,
         minimum_microbatch_size=2,
+        reshard_after_forward="auto",
+        unresharded_bytes=3,
     )
     path = tmp_path / f"problem{suffix}"
     came.save(path)

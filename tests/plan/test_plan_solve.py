@@ -46,7 +46,7 @@ def affine(name: str, speed: float, capacity: float = 1000.0, longest: int = 4) 
 def checked(problem: Problem, plan: Plan) -> Plan:
     """Whatever the plan is, it must be true: batch, caps, predictions."""
     plan.check(world_size=len(problem.ranks), global_batch_size=problem.global_batch_size)
-    prediction = predict(problem, plan.ranks)
+    prediction = predict(problem, plan)
     assert plan.step_s == prediction.step_s
     for rank, part, profile in zip(plan.ranks, prediction.ranks, problem.ranks, strict=True):
         assert part.memory_bytes <= profile.capacity_bytes
@@ -108,6 +108,8 @@ def problems(draw) -> Problem:
         root_reduce_s=draw(st.sampled_from([0.0, 0.5])),
         kept_bytes=draw(st.sampled_from([0.0, 0.5])),
         microbatch_bytes=draw(st.sampled_from([0.0, 0.0, 1.5])),
+        reshard_after_forward=draw(st.sampled_from([True, True, "auto", "auto", False])),
+        unresharded_bytes=draw(st.sampled_from([0.0, 5.0, 30.0])),
     )
 
 
@@ -347,6 +349,31 @@ def test_no_rank_offloads_for_headroom_alone():
     assert offloading(90, 90) == [True, True]
 
 
+def test_units_stay_gathered_where_that_is_faster_and_there_is_room():
+    def stays(reduce_s: float, capacity: float = 1000, unresharded: float = 50, asked="auto"):
+        problem = Problem(
+            [affine("a", 1, capacity)] * 2,
+            units=4,
+            gather_s=2,
+            reduce_s=reduce_s,
+            state_bytes=100,
+            global_batch_size=4,
+            unresharded_bytes=unresharded,
+            reshard_after_forward=asked,
+        )
+        plan = checked(problem, solve(problem))
+        assert plan.gap == 0
+        return plan.reshard_after_forward
+
+    # two samples on a rank: backward 4.4, beside which 2 are gathered and these reduced
+    assert stays(reduce_s=2) is True
+    assert stays(reduce_s=3) is False
+    assert stays(reduce_s=3, capacity=119.9) is True  # 20 of a microbatch, 50 of the state
+    assert stays(reduce_s=3, capacity=120) is False
+    assert stays(reduce_s=2, asked=False) is False
+    assert stays(reduce_s=3, asked=True) is None  # nothing to say
+
+
 def test_even_shares_are_taken_where_they_travel_enough_faster():
     def fractions(even_gather_s: float | None, capacity: float = 100) -> list[float]:
         problem = Problem(
@@ -479,6 +506,17 @@ def test_refusal_when_the_buffers_do_not_fit_a_rank():
     message = refused([affine("a", 1), affine("b", 1, capacity=30)], gathered_bytes=50)
     assert "Memory binds on rank 1 ('b')" in message
     assert "20 bytes are missing" in message
+
+
+def test_refusal_names_the_room_that_units_which_stay_gathered_take():
+    stay = {"reshard_after_forward": False, "unresharded_bytes": 60}
+    message = refused([affine("a", 1, 100), affine("b", 1, 50)], **stay)
+    assert "the gathered buffers that every rank holds need" in message
+    assert "Use smaller units, reshard_after_forward=True, raise" in message
+    message = refused([affine("a", 1, 100)] * 2, state_bytes=100, **stay)
+    assert "give units back between forward and backward, reshard_after_forward=True" in message
+    message = refused([affine("a", 1, 100)] * 2, state_bytes=250, **stay)
+    assert "give units back" not in message
 
 
 def test_refusal_when_the_state_fits_nowhere():

@@ -145,5 +145,8 @@ def test_a_given_plan_that_needs_more_than_the_cap_is_refused_on_every_rank():
     ranks = tuple(replace(rank, memory_bytes=3.0 * 2**20) for rank in BY_HAND.ranks)
     for message in refusals({1: 2**20}, plan=replace(BY_HAND, ranks=ranks)):
         assert "needs 3.0 MiB on rank 1, but memory_cap allows 1.0 MiB" in message
+    stay = replace(BY_HAND, reshard_after_forward=False)
+    for message in refusals({1: 2**20}, plan=stay):
+        assert "Rank 1 cannot take part" in message and "reshard_after_forward=True" in message
     for message in refusals({1: 1000}, plan=BY_HAND):
         assert "Rank 1 cannot take part" in message and "memory_cap allows" in message

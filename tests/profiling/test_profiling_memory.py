@@ -40,7 +40,7 @@ class Peak(Callback):
         self.peak_bytes = active_device().peak_bytes
 
 
-def predicted_and_held(recompute, plans, precision):
+def predicted_and_held(recompute, plans, precision, reshard=True):
     """Of this rank, for each plan."""
     options = {"speeds": (1.0, 1.0), "precision": precision}
     data = loader(context=32, batch_size=8)
@@ -48,9 +48,10 @@ def predicted_and_held(recompute, plans, precision):
     found = []
     for ranks in plans:
         peak = Peak()
-        strategy = {"recompute": recompute, "plan": Plan(ranks=ranks)}
+        plan = Plan(ranks=ranks, reshard_after_forward=reshard)
+        strategy = {"recompute": recompute, "plan": plan}
         fit(GPT(**MODEL), data, strategy=strategy, callbacks=[peak], max_steps=3, **options)
-        predicted = cost.predict(problem, ranks).ranks[dist.get_rank()].memory_bytes
+        predicted = cost.predict(problem, plan).ranks[dist.get_rank()].memory_bytes
         found.append((predicted, peak.peak_bytes))
     return found
 
@@ -62,6 +63,15 @@ def test_predicted_bytes_are_never_less_than_held_and_within_a_tenth(recompute, 
     for rank in in_ranks(2, predicted_and_held, recompute, plans, precision):
         for predicted, held in rank:
             assert held <= predicted <= 1.1 * held
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_bytes_of_units_that_stay_gathered_are_predicted(precision):
+    for recompute in (True, False):
+        plans = (FOUR, UNEVEN, WITHOUT_DATA)
+        for rank in in_ranks(2, predicted_and_held, recompute, plans, precision, False):
+            for predicted, held in rank:
+                assert held <= predicted <= 1.1 * held
 
 
 def test_bytes_of_an_offloading_rank_are_predicted_to_a_twentieth():
