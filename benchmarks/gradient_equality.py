@@ -2,8 +2,9 @@
 
     python benchmarks/gradient_equality.py
 
-Every model of the tests' zoo, under every plan, with and without recomputation: three AdamW steps
-with clipping on gloo ranks against the same steps in one process, in fp32. Printed is the largest
+Every model of the tests' zoo, under every plan, with and without recomputation, and with units that
+stay gathered from forward to backward: three AdamW steps with clipping on gloo ranks against the
+same steps in one process, in fp32. Printed is the largest
 relative error over the three steps: of the loss, of the whole gradient (norm of the difference
 over the norm), of the clipped norm, and of all parameters at the end.
 """
@@ -24,6 +25,9 @@ from launch import run_ranks
 from test_gradients import compare
 from zoo import ZOO
 
+CASES = [(plan, recompute, True) for plan in ALLOCATIONS for recompute in (True, False)]
+CASES += [(plan, recompute, False) for plan in ("3:1", "no data") for recompute in (True, False)]
+
 
 def main() -> None:
     table = Table(title="Largest relative error against one device, fp32")
@@ -34,19 +38,25 @@ def main() -> None:
         table.add_column(heading, justify="right")
     worst = dict.fromkeys(kinds, 0.0)
     for name in ZOO:
-        for plan, allocation in ALLOCATIONS.items():
-            for recompute in (True, False):
-                found = run_ranks(
-                    allocation.world_size, compare, name, allocation, recompute, timeout_s=300
-                )
-                errors = {kind: max(row[kind] for row in found) for kind in kinds}
-                worst = {kind: max(worst[kind], errors[kind]) for kind in kinds}
-                table.add_row(
-                    name,
-                    plan,
-                    "on" if recompute else "off",
-                    *[f"{errors[kind]:.1e}" for kind in kinds],
-                )
+        for plan, recompute, reshard in CASES:
+            allocation = ALLOCATIONS[plan]
+            found = run_ranks(
+                allocation.world_size,
+                compare,
+                name,
+                allocation,
+                recompute,
+                reshard,
+                timeout_s=300,
+            )
+            errors = {kind: max(row[kind] for row in found) for kind in kinds}
+            worst = {kind: max(worst[kind], errors[kind]) for kind in kinds}
+            table.add_row(
+                name,
+                plan if reshard else f"{plan}, stay",
+                "on" if recompute else "off",
+                *[f"{errors[kind]:.1e}" for kind in kinds],
+            )
     table.add_row("worst", "", "", *[f"{worst[kind]:.1e}" for kind in kinds], style="bold")
     Console(width=100).print(table)
 
