@@ -208,6 +208,8 @@ class Engine:
     def release_buffers(self) -> None:
         """Free what is gathered, and the memory for it: whole parameters are about to be held."""
         self.runner.reshard()
+        for unit in self.units:
+            unit.release()
         for pool in self.buffer_pools:
             pool.release()
 

@@ -18,6 +18,7 @@ from lightning_cephalo.plan import PlanError, Problem, RankPlan
 
 # Part of the host's free memory that ranks take unasked; the rest is the data loaders'.
 _FREE_SHARE = 0.5
+_PLANNED_SHARE = 0.9
 _COPIED_BYTES, _REPEATS = 2**24, 3
 
 
@@ -30,11 +31,18 @@ class HostMemory:
         copy_bytes_per_s: Rate of copies from and to the device.
         is_apart: Whether it is other memory than the device's. Not so on the CPU: moving anything
             there would free nothing.
+        is_pinned: Whether it comes in pieces, whose ends may stay empty.
     """
 
     capacity_bytes: float
     copy_bytes_per_s: float = math.inf
     is_apart: bool = True
+    is_pinned: bool = False
+
+    @property
+    def planned_bytes(self) -> float:
+        """What a plan may count on."""
+        return self.capacity_bytes * (_PLANNED_SHARE if self.is_pinned else 1.0)
 
 
 def parse_cap(value: float | int | str | None) -> float | int | None:
@@ -76,7 +84,8 @@ def describe_host_memory(
                 " leave it out."
             )
     is_apart = device.type != "cpu" or active_device() is not None
-    return HostMemory(capacity, _copy_rate(device) if capacity and is_apart else math.inf, is_apart)
+    rate = _copy_rate(device) if capacity and is_apart else math.inf
+    return HostMemory(capacity, rate, is_apart, is_pinned=device.type == "cuda")
 
 
 def _copy_rate(device: torch.device) -> float:
@@ -112,7 +121,7 @@ def with_host_memory(problem: Problem, hosts: Sequence[HostMemory]) -> Problem:
     ranks = tuple(
         replace(
             rank,
-            host_capacity_bytes=host.capacity_bytes,
+            host_capacity_bytes=host.planned_bytes,
             offload_bytes_per_s=host.copy_bytes_per_s,
         )
         if host.is_apart
@@ -132,6 +141,7 @@ def _pooled(problem: Problem, hosts: Sequence[HostMemory]) -> list[HostMemory]:
                 min(host.capacity_bytes for host in group),
                 min(host.copy_bytes_per_s for host in group),
                 all(host.is_apart for host in group),
+                any(host.is_pinned for host in group),
             )
         )
     return found

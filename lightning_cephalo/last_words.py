@@ -71,9 +71,13 @@ class LastWords:
         """This rank."""
         return self.agreement.rank
 
+    def is_known(self, exception: BaseException) -> bool:
+        """Whether all ranks raise at this point, so that none has a collective under way."""
+        return isinstance(exception, RemoteRankError) or exception is self.agreement.told
+
     def on_exception(self, exception: BaseException) -> None:
         """Leave a message; if the connection was lost, add another rank's to the exception."""
-        if isinstance(exception, RemoteRankError) or exception is self.agreement.told:
+        if self.is_known(exception):
             return
         if isinstance(exception, RuntimeError) and any(s in str(exception) for s in _LOST):
             self._explain(exception)

@@ -158,6 +158,8 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
 
 
 def _square_of_norm(gradients: list[Any], device: torch.device) -> Tensor:
+    if not gradients:  # torch's norm of nothing is on the CPU: copying it waits for the device
+        return torch.zeros((), dtype=torch.float64, device=device)
     # in double precision the square of what is not infinite in single precision is not either
     return torch.nn.utils.get_total_norm(gradients).to(device, torch.float64).square()
 

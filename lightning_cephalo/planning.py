@@ -261,6 +261,8 @@ def _obey(plan: Plan, options: PlanningOptions, engine: Engine, host: HostMemory
     """
     runner, rank = engine.runner, plan.ranks[engine.agreement.rank]
     runner.reshard_after_forward = _reshards(plan, options)
+    # at least: with tokens as weights what profiling has left is nearer
+    runner.expect_weight(plan.global_batch_size)
     if rank.recompute is not None:
         runner.recompute = rank.recompute
     runner.planned_memory = _planned_memory(rank)

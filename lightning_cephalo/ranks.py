@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import threading
 import time
 import weakref
 from datetime import timedelta
@@ -30,11 +31,13 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed import distributed_c10d
 
 from lightning_cephalo.engine import Groups
 from lightning_cephalo.last_words import LastWords
 
 _FAREWELL_S = 0.02
+_ABORT_S = 10.0
 
 
 class RanksStrategy(ParallelStrategy):
@@ -147,6 +150,11 @@ class RanksStrategy(ParallelStrategy):
         )
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
+        if self._process_group_backend == "nccl":
+            # gathers and reduces run at once on communicators of their own, issued in one order on
+            # all ranks: from 2.26 on NCCL keeps to that order if asked to ("Using multiple NCCL
+            # communicators concurrently" in its documentation)
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         _init_dist_connection(
             self.cluster_environment,
             self._process_group_backend,
@@ -169,6 +177,9 @@ class RanksStrategy(ParallelStrategy):
         super().on_exception(exception)
         if self._last_words is not None:
             self._last_words.on_exception(exception)
+            known = self._last_words.is_known(exception)
+            if self._process_group_backend == "nccl" and not known:
+                abort_groups()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not _distributed_is_initialized():
@@ -184,6 +195,21 @@ class RanksStrategy(ParallelStrategy):
         values = [obj]
         dist.broadcast_object_list(values, src, group=_group.WORLD)
         return values[0]
+
+
+def abort_groups() -> None:
+    """End all process groups without waiting for what is under way, which may never end.
+
+    A rank that fails alone leaves others in a collective. To destroy NCCL's groups, or to empty
+    CUDA's cache, as Lightning does next, would wait for kernels that wait for that rank
+    (pytorch/torchtitan#1342); and NCCL's communicators must be aborted together (pytorch#119797).
+
+    Private: nothing public aborts all groups. In a thread, as that may itself wait for ever.
+    """
+    if _distributed_is_initialized():
+        thread = threading.Thread(target=distributed_c10d._abort_process_group, daemon=True)
+        thread.start()
+        thread.join(_ABORT_S)
 
 
 def _leave(strategy: weakref.ref[RanksStrategy]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,6 +203,7 @@ def _weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Tensor:
     chosen = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
     if not chosen:
         return losses[-1].detach().reshape(())
-    stacked = torch.stack([loss.detach().reshape(()).double() for loss, _ in chosen])
-    share = torch.tensor([weight for _, weight in chosen], dtype=torch.float64).to(stacked.device)
-    return ((stacked * share).sum() / share.sum()).to(losses[0].dtype)
+    total = math.fsum(weight for _, weight in chosen)
+    # numbers of the host as factors, not as a tensor: copying one there waits for the device
+    parts = [loss.detach().reshape(()).double() * (weight / total) for loss, weight in chosen]
+    return torch.stack(parts).sum().to(losses[0].dtype)

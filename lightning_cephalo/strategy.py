@@ -54,8 +54,8 @@ class CephaloStrategy(DealingStrategy):
             not say recomputes.
         reshard_after_forward: Give units back after the forward and gather them again in the
             backward. False: they stay gathered in between, for a third less to communicate and
-            room for the whole model's parameters on every rank. "auto": as the plan chooses; a
-            given plan that does not say gives them back.
+            room for the whole model's parameters on every rank. "auto": as the plan chooses. A
+            given plan decides itself; one that does not say gives them back, unless this is False.
         collate_per_microbatch: Collate each microbatch by itself; hooks then see a list of
             batches. For batches that cannot be cut along their first dimension.
         split_batch: ``split_batch(batch, sizes)`` returns one batch per size, in place of cutting

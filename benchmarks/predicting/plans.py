@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_cephalo.plan import Plan, Problem, RankPlan
 from lightning_cephalo.plan.solve import priced
@@ -72,7 +72,8 @@ def cases(problem: Problem, speeds: Sequence[float]) -> list[Case]:
             )
             for rank, (sizes, fraction) in enumerate(zip(batches, fractions, strict=True))
         ]
-        return Case(name, priced(problem, ranks, backend="by hand", reshard_after_forward=reshard))
+        chosen = replace(problem, reshard_after_forward=reshard)
+        return Case(name, priced(chosen, ranks, backend="by hand"))
 
     def cut(batches: Sequence[int], size: int) -> list[tuple[int, ...]]:
         largest = [profile.largest_microbatch_size for profile in problem.ranks]

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+
+_SIGNS = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 class OutOfMemoryInStepError(torch.OutOfMemoryError):
@@ -41,11 +49,10 @@ def is_out_of_memory(failure: BaseException) -> bool:
     """Whether a device, real or emulated, or the host had no memory left."""
     if isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError":
         return True
+    if isinstance(failure, dist.DistBackendError):
+        return False  # whatever NCCL lacked: its communicator is broken, and no other try can help
     text = str(failure)
-    return isinstance(failure, RuntimeError) and any(
-        sign in text
-        for sign in ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    )
+    return isinstance(failure, RuntimeError) and any(sign in text for sign in _SIGNS)
 
 
 def explained(

@@ -30,6 +30,19 @@ class HostMemoryError(RuntimeError):
     """The host has less memory for offloaded boundaries than a step needs."""
 
 
+def powers_of_two(nbytes: int) -> list[int]:
+    """Powers of two, the largest first, that sum to so many bytes or little more."""
+    pieces: list[int] = []
+    while (left := nbytes - sum(pieces)) > 0:
+        pieces.append(max(_LEAST_CHUNK_BYTES, 2 ** (left.bit_length() - 1)))
+    return pieces
+
+
+def _power_from(nbytes: int) -> int:
+    """The least power of two that is no smaller."""
+    return int(2 ** max(0, nbytes - 1).bit_length())
+
+
 @dataclass
 class Away:
     """A leaf whose values are in host memory.
@@ -54,13 +67,22 @@ class HostRing:
         device: This rank's device.
         allocate: Returns so many bytes of host memory as a 1-d uint8 tensor, pinned on CUDA.
         capacity_bytes: Most bytes to use.
+        by_powers_of_two: Allocate in pieces of such sizes, and keep them. torch rounds what it pins
+            up to the next power of two, and keeps what it is given back (pytorch#95823): one piece
+            of 33 GiB would take 64 of the host. None: on CUDA.
     """
 
     def __init__(
-        self, device: torch.device, allocate: Callable[[int], Tensor], capacity_bytes: float
+        self,
+        device: torch.device,
+        allocate: Callable[[int], Tensor],
+        capacity_bytes: float,
+        by_powers_of_two: bool | None = None,
     ) -> None:
         self._allocate = allocate
         self.capacity_bytes = capacity_bytes
+        in_powers = device.type == "cuda" if by_powers_of_two is None else by_powers_of_two
+        self._by_powers_of_two = in_powers
         self._chunks: list[Tensor] = []
         self._chunk = 0
         self._offset = 0
@@ -75,20 +97,24 @@ class HostRing:
         return sum(chunk.numel() for chunk in self._chunks)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate so many bytes in one piece, in place of what was allocated before.
+        """Allocate so many bytes, in place of what was allocated before.
 
         Raises:
             HostMemoryError: If that is more than the capacity, or not to be had.
         """
         self._chunks = []
-        self._chunks = [self._new_chunk(nbytes)] if nbytes else []
+        for piece in powers_of_two(nbytes) if self._by_powers_of_two else [nbytes]:
+            if piece:
+                self._chunks.append(self._new_chunk(piece, min(piece, nbytes - self.held_bytes)))
         self.start()
 
     def start(self) -> None:
         """Begin a step: nothing of the last one is needed any more."""
         self._leaving.clear()
         self._used_bytes = self._chunk = self._offset = 0
-        if len(self._chunks) > 1:  # what came piece by piece is had in one from now on
+        if (
+            len(self._chunks) > 1 and not self._by_powers_of_two
+        ):  # what came piece by piece is had in one from now on
             self.reserve(self.most_bytes)
 
     def put(self, leaf: Tensor) -> Away | None:
@@ -100,6 +126,8 @@ class HostRing:
         values = leaf.detach()
         if not is_plain(values) or not values.numel():
             return None
+        if self._stream is not None and not values.is_cuda:
+            return None  # it takes no room on the device
         if not torch.ops.aten.is_non_overlapping_and_dense(values):
             return None
         host = self._place(values)
@@ -167,13 +195,19 @@ class HostRing:
                 break
             self._chunk, self._offset = self._chunk + 1, 0
         else:
-            self._chunks.append(self._new_chunk(max(nbytes, _LEAST_CHUNK_BYTES), nbytes))
+            self._chunks.append(self._new_chunk(self._growth_for(nbytes), nbytes))
             chunk = self._chunks[self._chunk]
         piece = chunk[self._offset : self._offset + nbytes]
         self._offset += nbytes
         self._used_bytes += nbytes
         self.most_bytes = max(self.most_bytes, self._used_bytes)
         return piece
+
+    def _growth_for(self, nbytes: int) -> int:
+        if not self._by_powers_of_two:
+            return max(nbytes, _LEAST_CHUNK_BYTES)
+        # as much again as there is: few pieces, of which each wastes less than a leaf at its end
+        return max(_power_from(nbytes), _LEAST_CHUNK_BYTES, _power_from(self.held_bytes) // 2)
 
     def _new_chunk(self, nbytes: int, least_bytes: int | None = None) -> Tensor:
         free = self.capacity_bytes - self.held_bytes

@@ -62,8 +62,8 @@ class Runner(Evaluator):
         super().__init__(units, agreement, device)
         self.stopwatch = agreement.stopwatch
         self._recompute, self._reshard_after_forward = recompute, True
-        self._find_memory_again()
-        self.units[ROOT].keep_memory(False)  # gathered once a step: nothing must find it again
+        self._choose_memory()
+        self.units[ROOT].choose_memory(kept=False)  # gathered once a step: nothing finds it again
         self.ring: HostRing | None = None
         self._throttle = Throttle(device)
         self.clock: Callable[[], float] | None = None
@@ -82,7 +82,7 @@ class Runner(Evaluator):
     @recompute.setter
     def recompute(self, recompute: bool) -> None:
         self._recompute = recompute
-        self._find_memory_again()
+        self._choose_memory()
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -95,12 +95,19 @@ class Runner(Evaluator):
     @reshard_after_forward.setter
     def reshard_after_forward(self, reshard_after_forward: bool) -> None:
         self._reshard_after_forward = reshard_after_forward
-        self._find_memory_again()
+        self._choose_memory()
 
-    def _find_memory_again(self) -> None:
-        # what is not freed in between need not be where it was in the last step
+    def _choose_memory(self) -> None:
         for unit in self.units[1:]:
-            unit.keep_memory(self._reshard_after_forward and not self._recompute)
+            unit.choose_memory(kept=not self._recompute, stays=not self._reshard_after_forward)
+
+    def expect_weight(self, total: float) -> None:
+        """Say what the weights of the next step's microbatches sum to, about.
+
+        The loss is scaled by a power of two near that, so that gradients are as large as those of
+        one device: in fp16 larger ones would overflow. From then on each step goes by the last.
+        """
+        self._total_weight = max(self._total_weight, total)
 
     def forget_order(self) -> None:
         """Discover the order of visits anew in the next step."""
@@ -335,6 +342,11 @@ class Runner(Evaluator):
         armed: set[int] = set()
         self._in_backward = True
         trainable = [unit.trainable for unit in self.units]
+        # hooks may have freed what stays for the backward (checkpoints, samples)
+        for visit in self._visits[-1:] if self.reshard_after_forward else self._visits:
+            self._start_gather(visit.unit)
+        self._start_gather(ROOT)
+        self.units[ROOT].wait_gather()
         actions = backward_actions(
             self._visits, len(self._calls), trainable, reshard=self.reshard_after_forward
         )

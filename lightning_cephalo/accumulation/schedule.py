@@ -125,8 +125,9 @@ def backward_actions(
     for position in order:
         final[visits[position].unit] = position
     last = {visit.unit: position for position, visit in enumerate(visits)}
-    gathered = {visit.unit for visit in (visits[-1:] if reshard else visits)}
-    wanted = {visits[position].unit for position in (order[:1] if reshard else order)}
+    held, needed = (visits[-1:], order[:1]) if reshard else (visits, order)
+    gathered = {visit.unit for visit in held}
+    wanted = {visits[position].unit for position in needed}
     for unit in sorted(gathered - wanted, key=last.__getitem__):
         yield Action(Operation.FREE, unit, last[unit])
     gathered &= wanted
@@ -143,7 +144,10 @@ def backward_actions(
             yield Action(Operation.BACKWARD, unit, position, microbatch)
         if final[unit] == position and trainable[unit]:
             yield Action(Operation.REDUCE, unit, position)
-        is_left = following is None or visits[following].unit != unit
-        if is_left if reshard else final[unit] == position:
+        if reshard:
+            is_done = following is None or visits[following].unit != unit
+        else:
+            is_done = final[unit] == position
+        if is_done:
             yield Action(Operation.FREE, unit, position)
             gathered.discard(unit)

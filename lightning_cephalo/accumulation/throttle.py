@@ -41,6 +41,6 @@ class Throttle:
 
 
 def _cuda_event() -> Any:
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(blocking=True)  # waiting for it sleeps instead of spinning
     event.record()
     return event

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -56,10 +57,19 @@ class Search:
     types: Sequence[RankType]
     deadline: float
 
+    @cached_property
+    def _bounds(self) -> TimeBounds:
+        return time_bounds(self.problem, self.types, first_largest(self.problem, self.types))
+
     @property
     def bound_s(self) -> float:
         """What no plan can beat, without any search."""
-        return time_bounds(self.problem, self.types, first_largest(self.problem, self.types)).step_s
+        return self._bounds.step_s
+
+    @property
+    def backward_floor_s(self) -> float:
+        """Seconds of a unit's backward, or of its collectives, that no plan can beat."""
+        return self._bounds.floors_s[1]
 
     def run(self) -> Found | None:
         """The optimum, or the best found in time, with the most headroom among its equals; None
@@ -80,9 +90,7 @@ class Search:
         if math.isinf(headroom.capacity_bytes):
             return fastest
         limit_s = fastest.step_s * (1 + EQUAL)
-        bounds = self._wider(
-            time_bounds(self.problem, self.types, first_largest(self.problem, self.types)), limit_s
-        )
+        bounds = self._wider(self._bounds, limit_s)
         equals = _Round(self, bounds, limit_s)
         used = fastest.pool.take(fastest.chosen > 0)
         slowest = np.maximum(used.times_s.max(axis=0), bounds.floors_s)
@@ -107,7 +115,7 @@ class Search:
         return best
 
     def _fastest(self) -> Found | None:
-        bounds = time_bounds(self.problem, self.types, first_largest(self.problem, self.types))
+        bounds = self._bounds
         if math.isinf(bounds.step_s):
             bounds = self._wider(bounds, math.inf)
         best: Found | None = None

@@ -8,6 +8,7 @@ fits, and a batch is cut into near-equal microbatches.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,6 +26,28 @@ from .published import PublishedModel, published
 _NO_TIME_S = 1e-12
 
 
+Baseline = Callable[[Problem], Plan]
+
+
+def _either_way(baseline: Baseline) -> Baseline:
+    """Where units may stay gathered from forward to backward, the faster of both."""
+
+    @functools.wraps(baseline)
+    def chosen(problem: Problem) -> Plan:
+        if problem.reshard_after_forward != "auto":
+            return baseline(problem)
+        given_back = baseline(replace(problem, reshard_after_forward=True))
+        try:
+            stay = baseline(replace(problem, reshard_after_forward=False))
+        except InfeasibleError:
+            return given_back
+        assert stay.step_s is not None and given_back.step_s is not None
+        return stay if stay.step_s < given_back.step_s else given_back
+
+    return chosen
+
+
+@_either_way
 def even(problem: Problem) -> Plan:
     """Even batch and even state, as FSDP: all ranks run the same number of microbatches, the
     fastest that fits every rank. Samples that remain go to the first ranks, one each.
@@ -39,6 +62,7 @@ def even(problem: Problem) -> Plan:
     return _fastest(problem, found, batches, limits, "even batch, even state", started)
 
 
+@_either_way
 def proportional(problem: Problem) -> Plan:
     """Batch by speed and even state, as Whale and Poplar.
 
@@ -62,6 +86,7 @@ def proportional(problem: Problem) -> Plan:
     return _fastest(problem, found, batches, limits, "batch by speed, even state", started)
 
 
+@_either_way
 def state_by_memory(problem: Problem) -> Plan:
     """Even batch, and the state by free memory: as :func:`even` otherwise."""
     started = time.perf_counter()
@@ -243,7 +268,7 @@ def _why_none(problem: Problem, batches: Sequence[int], limits: Sequence[float])
 
 
 # By the name that a comparison shows.
-BASELINES: MappingProxyType[str, Callable[[Problem], Plan]] = MappingProxyType(
+BASELINES: MappingProxyType[str, Baseline] = MappingProxyType(
     {
         "even batch, even state (FSDP)": even,
         "batch by speed, even state (Whale, Poplar)": proportional,

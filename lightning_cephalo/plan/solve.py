@@ -125,9 +125,14 @@ def _fastest(problem: Problem, started: float, deadline: float) -> Plan:
     refuse_early(problem, types)
     candidates: list[_Candidate] = []
     bound_s, failure = math.inf, None
-    for variant in _variants(problem):
-        kinds = group_types(variant.problem)
-        search = Search(variant.problem, kinds, deadline)
+    least_s = math.inf
+    for variant, search in _searches(problem, deadline):
+        # what is provably no equal of the best, or what there is no time for
+        if candidates and (
+            search.bound_s > least_s * (1 + EQUAL + _EXACT) or time.perf_counter() > deadline
+        ):
+            bound_s = min(bound_s, search.bound_s)
+            continue
         try:
             found = search.run()
         except SolverError as error:
@@ -135,8 +140,8 @@ def _fastest(problem: Problem, started: float, deadline: float) -> Plan:
             bound_s = min(bound_s, search.bound_s)
             continue
         if found is not None:
-            bound_s = min(bound_s, found.bound_s)
-            candidates.append(_Candidate(variant, kinds, found))
+            bound_s, least_s = min(bound_s, found.bound_s), min(least_s, found.step_s)
+            candidates.append(_Candidate(variant, search.types, found))
     if not candidates:
         if failure is not None:
             raise failure
@@ -197,6 +202,20 @@ def _headroom(plan: Plan) -> float:
     )
 
 
+def _searches(problem: Problem, deadline: float) -> list[tuple[_Variant, Search]]:
+    """What to search, the most promising first."""
+    found = []
+    for variant in _variants(problem):
+        asked = variant.problem
+        search = Search(asked, group_types(asked), deadline)
+        may_stay = problem.reshard_after_forward == "auto" and not asked.reshard_after_forward
+        # where every plan's backward hides a gather as well, units need not stay for that
+        if may_stay and search.backward_floor_s >= asked.gather_s + asked.reduce_s:
+            continue
+        found.append((variant, search))
+    return sorted(found, key=lambda pair: pair[1].bound_s)
+
+
 def _variants(problem: Problem) -> list[_Variant]:
     if problem.reshard_after_forward == "auto":
         choices = [dataclasses.replace(problem, reshard_after_forward=c) for c in (True, False)]
@@ -220,8 +239,6 @@ def _variants(problem: Problem) -> list[_Variant]:
 
 def _as_plan(problem: Problem, best: _Candidate) -> Plan:
     found, reshard = best.found, best.variant.problem.reshard_after_forward
-    assert isinstance(reshard, bool)
-    chosen = None if problem.reshard_after_forward is True else reshard
     problem = dataclasses.replace(problem, reshard_after_forward=reshard)
     runs: list[tuple[tuple[int, ...], Mode]] = [((), PLAIN)] * len(problem.ranks)
     for index, kind in enumerate(best.types):
@@ -248,29 +265,20 @@ def _as_plan(problem: Problem, best: _Candidate) -> Plan:
         RankPlan(sizes, fraction, recompute=mode.recompute, offload=mode.offload)
         for (sizes, mode), fraction in zip(runs, fractions, strict=True)
     ]
-    return priced(problem, bare, backend="cvxpy/HiGHS", reshard_after_forward=chosen)
+    return priced(problem, bare, backend="cvxpy/HiGHS")
 
 
-def priced(
-    problem: Problem,
-    ranks: Sequence[RankPlan],
-    *,
-    backend: str,
-    reshard_after_forward: bool | None = None,
-) -> Plan:
-    """A plan of these parts, with every prediction filled in.
+def priced(problem: Problem, ranks: Sequence[RankPlan], *, backend: str) -> Plan:
+    """A plan of these parts, with every prediction filled in; it says what it was priced with.
 
     Args:
-        problem: what there is.
+        problem: what there is. Where it leaves that open, units are given back after the forward.
         ranks: microbatches, fractions and modes, in rank order.
         backend: what chose them.
-        reshard_after_forward: what the plan says of that; None: nothing.
 
     Raises:
         PlanError: as :func:`~lightning_cephalo.plan.predict` and :class:`Plan` do.
     """
-    if reshard_after_forward is not None:
-        problem = dataclasses.replace(problem, reshard_after_forward=reshard_after_forward)
     prediction = predict(problem, ranks)
     filled = tuple(
         dataclasses.replace(
@@ -289,5 +297,5 @@ def priced(
         filled,
         step_s=prediction.step_s,
         backend=backend,
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=problem.reshard_after_forward is not False,
     )

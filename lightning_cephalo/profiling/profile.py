@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accumulation.agreement import Agreement
@@ -139,6 +140,8 @@ def measure(
             progress.say("profiling: without recomputation")
             keeping = measure_keeping(prober, measured, sweep)
         progress.say("profiling: network")
+        # NCCL allocates when it first communicates, and cannot ask torch for what that keeps
+        _give_back_kept_memory(engine.device)
         # first: measuring the network lets go of the gradients that clipping is timed with
         clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         optimizer_s = optimizer_time(engine, clock, clip)
@@ -147,6 +150,7 @@ def measure(
     for unit in engine.units:
         for flat in unit.flats:
             flat.forget_gradient()  # memory that moving the shards may need
+    _give_back_kept_memory(engine.device)
     visits = engine.runner.visits
     units = max(1, sum(visit.differentiable for visit in visits))
     own_keeping = Kept(0.0, 0.0) if keeping is None else keeping.kept
@@ -225,6 +229,11 @@ def balanced_step_s(problem: Problem) -> float:
         if rank.forward_s
     )
     return problem.global_batch_size / samples_per_s + fixed_time(problem)
+
+
+def _give_back_kept_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _exchanged(agreement: Agreement, profile: RankProfile) -> list[RankProfile]:

@@ -12,7 +12,9 @@
 [Note: borrowed memory]
 ``full`` and ``grad_full`` borrow their memory from a pool, and other flats have it next. A graph
 that is kept from forward to backward points into ``full``, though, and must find the parameters
-there again: a flat that ``is_kept`` has storage of its own, which shrinks to nothing in between.
+there again: a flat that ``is_kept`` has storage of its own, which shrinks to nothing in between. A
+flat that ``stays`` gathered from forward to backward has storage of its own too, as hooks may free
+it in between; all of these are whole at once anyway, so that it is allocated for good.
 """
 
 from __future__ import annotations
@@ -122,7 +124,7 @@ class Flat:
         self._own_views = [parameter.data for parameter in self.parameters]
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.full.untyped_storage().resize_(0)
-        self.is_kept = True
+        self.is_kept, self.stays = True, False
         self._full_buffer: Buffer | None = None
         self._full_views: WeakKeyDictionary[Buffer, list[torch.Tensor]] = WeakKeyDictionary()
         self.grad_full: torch.Tensor | None = None
@@ -219,7 +221,7 @@ class Flat:
                 return gather_slices(self.full, self.sizes, self.context.gather_group)
 
     def _find_memory(self) -> None:
-        if self.is_kept or not self.numel:
+        if self.is_kept or self.stays or not self.numel:
             self.full.untyped_storage().resize_(self._full_bytes)
             return
         buffers = self.context.buffers
@@ -240,13 +242,19 @@ class Flat:
             parameter.data = view
 
     def free(self) -> None:
-        """Let go of the memory of ``full``."""
+        """Let go of the memory of ``full``, but for that of a flat that ``stays``."""
         if self._full_buffer is None:
-            self.full.untyped_storage().resize_(0)
+            if not self.stays:
+                self.release()
             return
         self._point_to([self._own_full, *self._own_views])
         buffer, self._full_buffer = self._full_buffer, None
         self.context.buffers.give(buffer)
+
+    def release(self) -> None:
+        """Give the memory of ``full`` back that is its own; nothing may be gathered."""
+        assert self._full_buffer is None
+        self.full.untyped_storage().resize_(0)
 
     def plain_parameters(self) -> list[nn.Parameter]:
         """Full parameters on the CPU, in the dtype they came in; collective."""

@@ -129,6 +129,6 @@ def with_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def default_mesh(device_type: str) -> DeviceMesh:
     """Build the one-dimensional mesh over all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    assert dist.group.WORLD is not None
+    # `init_device_mesh` makes a group of its own where gloo serves a machine with CUDA
+    return DeviceMesh.from_group(dist.group.WORLD, device_type)

@@ -14,6 +14,9 @@ from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider
 
+# 16 bytes in the narrowest dtype, of one byte
+_ALIGNED_NUMEL = 16
+
 
 class UnitState(enum.Enum):
     """SHARDED -> (gather) -> GATHERING -> (wait) -> GATHERED -> (free) -> SHARDED."""
@@ -50,6 +53,10 @@ class Unit:
         self._names: list[list[str]] = []
         self.flats: list[Flat] = []
         for indices in groups.values():
+            # those of odd sizes last, so that they leave the others aligned for fast kernels
+            indices.sort(
+                key=lambda index: members.parameters[index][0].numel() % _ALIGNED_NUMEL > 0
+            )
             chosen = [members.parameters[index] for index in indices]
             layout = divide_flat([tuple(parameter.shape) for parameter, _ in chosen], divider)
             self.flats.append(Flat([parameter for parameter, _ in chosen], layout, context))
@@ -165,10 +172,23 @@ class Unit:
         assert self.state is UnitState.SHARDED, self
         self._show([flat.plain_parameters() for flat in self.flats])
 
-    def keep_memory(self, kept: bool) -> None:
-        """Say whether graphs are kept that point into the full parameters while those are freed."""
+    def choose_memory(self, *, kept: bool, stays: bool = False) -> None:
+        """Say whose memory the full parameters are gathered into; see ``flat.py``.
+
+        Args:
+            kept: Graphs are kept that point into them while they are freed.
+            stays: They are gathered from the forward to the backward.
+        """
         for flat in self.flats:
-            flat.is_kept = kept
+            flat.is_kept, flat.stays = kept, stays
+        if not stays and self.state is UnitState.SHARDED:
+            self.release()
+
+    def release(self) -> None:
+        """Give back the memory that is held for the full parameters."""
+        assert self.state is UnitState.SHARDED, self
+        for flat in self.flats:
+            flat.release()
 
     # -- gradients ----------------------------------------------------------------------------
 

@@ -14,7 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW
 
-from lightning_cephalo.local_step import clip_by_norm, clip_by_value, local_update, steps_locally
+from lightning_cephalo.local_step import (
+    _square_of_norm,
+    clip_by_norm,
+    clip_by_value,
+    local_update,
+    steps_locally,
+)
 from lightning_cephalo.sharding.placement import local_part, with_rows_of
 from lightning_cephalo.support import RowsArithmetic
 
@@ -343,3 +349,8 @@ def test_optimizers_of_plain_tensors_are_left_alone():
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.ones(3))
     copied = copy.deepcopy(optimizer)
     assert not copied._optimizer_step_pre_hooks
+
+
+def test_the_norm_of_no_gradients_is_on_the_device():
+    """On the CPU, as torch has it, a GPU's host would wait to copy it."""
+    assert _square_of_norm([], torch.device("meta")).device.type == "meta"

@@ -19,7 +19,12 @@ from launch import RankFailure, run_ranks
 from torch import nn
 from zoo import ZOO, build, hugging_face_loss
 
-from lightning_cephalo.accumulation.offload import Away, HostMemoryError, HostRing
+from lightning_cephalo.accumulation.offload import (
+    Away,
+    HostMemoryError,
+    HostRing,
+    powers_of_two,
+)
 from lightning_cephalo.emulation import MemoryTracker
 
 TWO = Allocation(((2, 1, 2), (1, 2)), (0.7, 0.3))
@@ -361,3 +366,51 @@ def test_what_the_host_does_not_give_is_said():
     ring = HostRing(torch.device("cpu"), refuse, math.inf)
     with pytest.raises(HostMemoryError, match=r"did not give .* no pinned memory"):
         ring.reserve(100)
+
+
+def test_what_is_on_the_host_already_stays_where_it_is():
+    ring = make_ring()
+    ring._stream = object()  # as on CUDA
+    leaf = torch.ones(8)
+    assert ring.put(leaf) is None
+    assert torch.equal(leaf, torch.ones(8))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 2**24, 2**24 + 1, 33 * 2**30, 21_904_333_209])
+def test_powers_of_two_hold_what_is_asked_for_and_little_more(nbytes):
+    pieces = powers_of_two(nbytes)
+    assert all(piece.bit_count() == 1 for piece in pieces)
+    assert nbytes <= sum(pieces) < nbytes + 2**24
+    assert pieces == sorted(pieces, reverse=True)
+
+
+def test_a_pinned_ring_takes_powers_of_two_and_keeps_them():
+    """What torch pins it rounds up to these, and what it is given back it keeps."""
+    taken = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        taken.append(nbytes)
+        return host_memory(nbytes)
+
+    ring = HostRing(torch.device("cpu"), allocate, math.inf, by_powers_of_two=True)
+    ring.reserve(5 * 2**24)
+    assert taken == [2**26, 2**24]
+    for _ in range(3):
+        ring.start()
+        kept = []
+        for index in range(30):
+            leaf = torch.full((1_000_000,), float(index)).requires_grad_()
+            kept.append((index, leaf, ring.put(leaf)))
+        for index, leaf, away in kept:
+            ring.bring(away)
+            assert torch.equal(leaf.detach(), torch.full((1_000_000,), float(index)))
+    assert taken == [2**26, 2**24, 2**26] and ring.held_bytes == sum(taken)
+
+
+def test_a_pinned_ring_stays_within_its_capacity():
+    ring = HostRing(torch.device("cpu"), host_memory, 3 * 2**24 + 5, by_powers_of_two=True)
+    ring.reserve(3 * 2**24 + 5)
+    assert ring.held_bytes == 3 * 2**24 + 5
+    ring = HostRing(torch.device("cpu"), host_memory, 100.0, by_powers_of_two=True)
+    with pytest.raises(HostMemoryError, match="this rank may use"):
+        ring.reserve(101)

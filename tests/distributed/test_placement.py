@@ -265,3 +265,39 @@ def test_the_internals_of_shard_that_rows_overrides_are_still_what_they_were(met
     assert theirs is not None, f"torch's Shard lost {method}: look at how Rows must do it now"
     found = list(inspect.signature(theirs).parameters)
     assert found == parameters, f"Shard.{method} is called otherwise now: adapt Rows"
+
+
+def _mesh_beside_cuda(rank):
+    torch.cuda.is_available = lambda: True  # this process ends with the test
+    before = len(dist.distributed_c10d._world.pg_names)
+    mesh = default_mesh("cpu")
+    assert len(dist.distributed_c10d._world.pg_names) == before
+    assert mesh.get_group() is dist.group.WORLD and mesh.ndim == 1
+
+
+def test_the_mesh_makes_no_group_of_its_own():
+    """With gloo on a machine with CUDA ``init_device_mesh`` does, one for every model."""
+    run_ranks(2, _mesh_beside_cuda)
+
+
+class OddTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 3))
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+
+def _aligned(rank):
+    module = OddTable()
+    single = copy.deepcopy(module)
+    (unit,) = shard(module, (0.6, 0.4))
+    unit.wait_gather()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, single.get_parameter(name))
+        if name != "table":
+            assert parameter.storage_offset() % 16 == 0
+    unit.free()
+
+
+def test_a_parameter_of_odd_size_leaves_the_others_aligned():
+    run_ranks(2, _aligned)

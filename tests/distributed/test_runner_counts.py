@@ -24,7 +24,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from toys import UNEVEN, WIDTH, Base, Block, assert_idle, make_batch, mean_loss
 
 from lightning_cephalo.accumulation.runner import MicrobatchCall, Runner
-from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.collectives import Pending
 
 # -- collectives and buffers --------------------------------------------------------------------
@@ -126,13 +125,12 @@ def _gathered_once(rank: int, recompute: bool) -> None:
         assert observer.most_full == 6
         assert observer.most_gradients <= 2
         assert_idle(runner)
-        held.append([buffer.storage.data_ptr() for buffer in pool_of(runner).buffers])
-    assert sorted(held[0]) == sorted(held[1]) == sorted(held[2]), "memory was allocated anew"
-    assert len(held[0]) == 7  # the root is in this pool too
-
-
-def pool_of(runner: Runner) -> BufferPool:
-    return runner.units[1].flats[0].context.buffers
+        flats = [flat for unit in runner.units[1:] for flat in unit.flats]
+        held.append([flat.full.data_ptr() for flat in flats])
+        assert not any(flat.is_lent for flat in flats) and all(held[-1])
+    assert held[0] == held[1] == held[2], "memory was allocated anew"
+    runner.reshard_after_forward = True
+    assert all(flat.full.untyped_storage().nbytes() == 0 for flat in flats)
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "kept"])

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from common import in_ranks
 from launch import RankFailure
 from lightning.pytorch import Callback, Trainer
@@ -378,6 +379,31 @@ def test_a_rank_that_dies_ends_the_others(kind: type[Dies], tmp_path: Path) -> N
     seconds, message = report.read_text().split("\n", 1)
     assert float(seconds) < SECONDS
     assert "Another rank has gone" in message and "out of memory" in message
+
+
+class FailsAlone(Recorder):
+    """Outside of a step, where nothing tells the other ranks; its groups end as NCCL's must."""
+
+    def on_fit_start(self) -> None:
+        self.trainer.strategy._process_group_backend = "nccl"
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.global_rank == 1:
+            raise ValueError("only here")
+
+
+def test_a_rank_that_fails_alone_leaves_no_collective_to_wait_for(tmp_path: Path) -> None:
+    def fit() -> tuple[float, str, bool]:
+        start = time.monotonic()
+        with pytest.raises((ValueError, RuntimeError)) as failure:
+            trainer_of().fit(FailsAlone(tmp_path), loader("3:1"))
+        return time.monotonic() - start, str(failure.value), dist.is_initialized()
+
+    (first_s, first, is_first), (second_s, second, is_second) = in_ranks(2, fit, timeout_s=40.0)
+    assert max(first_s, second_s) < SECONDS
+    assert second == "only here"
+    assert "Rank 1 failed: ValueError: only here" in first
+    assert not is_first and not is_second
 
 
 # -- models and modules that cannot work -------------------------------------------------------

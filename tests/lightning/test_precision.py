@@ -396,3 +396,35 @@ def test_a_users_own_precision_plugin_stays_as_it_is():
     assert vars(strategy.precision_plugin) is vars(plugin)
     assert pickle.loads(pickle.dumps(strategy.precision_plugin)).precision == "bf16-mixed"
     assert isinstance(CephaloStrategy().precision_plugin, Precision)
+
+
+class Scales(Net):
+    """Notes with what gradient the backward of every loss begins."""
+
+    scales: list[float]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: self.scales.append(float(gradient)))
+        return loss
+
+
+def scales_of(plan):
+    module = Scales()
+    module.scales = []
+    run = trainer("3:1", max_steps=3)
+    if plan == "solved":
+        run.strategy._plan_option = None
+    run.fit(module, loader(), loader(8))
+    own = run.strategy.plan.ranks[run.global_rank].microbatch_sizes
+    # what profiling has run comes before
+    return module.scales[len(module.scales) - 3 * len(own) :], own
+
+
+@pytest.mark.parametrize("plan", ["given", "solved"])
+def test_losses_of_the_first_step_are_scaled_as_those_of_later_ones(plan):
+    """Gradients are as large as those of one device: in fp16 larger ones overflow."""
+    for scales, sizes in in_ranks(2, scales_of, plan):
+        # of 8 samples in all
+        assert sorted(scales) == sorted(3 * [size / 8 for size in sizes])

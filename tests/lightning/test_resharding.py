@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from common import in_ranks
 from lightning.pytorch import Callback
 
@@ -22,6 +23,7 @@ from lightning_cephalo.plan import Problem
 MODEL = {"width": 64, "depth": 6, "context": 32}
 BY_HAND = Plan((RankPlan((4, 4), 0.75), RankPlan((4, 4), 0.25)))
 STAY = replace(BY_HAND, reshard_after_forward=False)
+IDLE = Plan((RankPlan((4, 4, 8), 0.5), RankPlan((), 0.5)), reshard_after_forward=False)
 
 
 class Watch(Callback):
@@ -123,8 +125,45 @@ def test_asked_for_it_is_so_and_not_asked_for_it_is_not():
         assert plan.reshard_after_forward is False
         assert gathers == [1] * 6
     for plan, gathers, _ in in_ranks(2, lambda: solved(10.0, None, reshard_after_forward=True)):
-        assert plan.reshard_after_forward is None
+        assert plan.reshard_after_forward is True
         assert gathers == [1, 2, 2, 2, 2, 2]
+
+
+class Between(Watch):
+    """Samples, or saves, when the forward is done and the backward is not."""
+
+    def __init__(self, doing: str, folder: Path) -> None:
+        super().__init__()
+        self.doing, self.folder = doing, folder
+
+    def on_before_zero_grad(self, trainer, module, _) -> None:
+        if self.doing == "samples":
+            with torch.no_grad():
+                module.network(torch.zeros(1, 32, dtype=torch.long, device=module.device))
+        if self.doing == "saves":
+            trainer.save_checkpoint(self.folder / "between.ckpt")
+
+
+def between(folder: Path, plan: Plan, recompute: bool) -> list[list[float]]:
+    losses = []
+    for doing in ("nothing", "samples", "saves"):
+        watch = Between(doing, folder)
+        fit(
+            GPT(**MODEL),
+            loader(samples=64, context=32, batch_size=8),
+            callbacks=[watch],
+            max_steps=4,
+            strategy={"plan": plan, "recompute": recompute},
+        )
+        losses.append(watch.losses)
+    return losses
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("plan", [BY_HAND, STAY, IDLE], ids=["given back", "stay", "without data"])
+def test_what_frees_units_between_forward_and_backward_changes_nothing(plan, recompute, tmp_path):
+    for nothing, samples, saves in in_ranks(2, between, tmp_path, plan, recompute):
+        assert nothing == samples == saves
 
 
 @pytest.mark.parametrize("value", ["never", None, 1])

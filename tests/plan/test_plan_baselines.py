@@ -78,6 +78,19 @@ def test_even_deals_the_remainder_to_the_first_ranks():
     assert plan.step_s == predict(problem([rank()] * 4, 10, state=8), plan.ranks).step_s == 9
 
 
+def test_even_shards_stay_gathered_where_cephalo_may_have_them_stay():
+    """FSDP2 has the same option: a comparison must not count it as the planner's."""
+    slow = {"gather_s": 20, "reduce_s": 20, "unresharded_bytes": 5}
+    for baseline in (even, proportional, state_by_memory):
+        plans = [
+            baseline(problem([rank(capacity=capacity)] * 2, 4, reshard_after_forward=asked, **slow))
+            for capacity in (20, 5)
+            for asked in ("auto", True)
+        ]
+        assert [plan.reshard_after_forward for plan in plans] == [False, True, True, True]
+        assert [plan.step_s for plan in plans] == [40, 60, 60, 60]
+
+
 def test_even_accumulates_until_the_smallest_rank_fits():
     # 4 of 8 bytes of state and at most 2 of compute
     plan = even(problem([rank(), rank("small", capacity=6)], 8, state=8))

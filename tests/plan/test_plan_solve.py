@@ -371,7 +371,44 @@ def test_units_stay_gathered_where_that_is_faster_and_there_is_room():
     assert stays(reduce_s=3, capacity=119.9) is True  # 20 of a microbatch, 50 of the state
     assert stays(reduce_s=3, capacity=120) is False
     assert stays(reduce_s=2, asked=False) is False
-    assert stays(reduce_s=3, asked=True) is None  # nothing to say
+    assert stays(reduce_s=3, asked=True) is True
+
+
+def test_what_cannot_be_faster_is_not_searched(monkeypatch):
+    searched = []
+    run = Search.run
+
+    def noted(self):
+        searched.append(self.problem.reshard_after_forward)
+        return run(self)
+
+    monkeypatch.setattr(Search, "run", noted)
+
+    def searches(gather_s: float) -> list[bool]:
+        searched.clear()
+        problem = Problem(
+            [affine("a", 1), affine("b", 3)],
+            units=4,
+            gather_s=gather_s,
+            reduce_s=gather_s,
+            state_bytes=100,
+            global_batch_size=8,
+            reshard_after_forward="auto",
+        )
+        assert solve(problem).gap == 0
+        return searched
+
+    assert searches(0.1) == [True]  # hidden by every plan
+    assert searches(100) == [False]  # three collectives of a unit are longer than two
+
+
+def test_out_of_time_the_better_half_is_kept_and_the_other_only_bounded():
+    ranks = [affine(f"r{index}", 1 + index / 9, longest=4) for index in range(24)]
+    asked = {"units": 4, "gather_s": 500, "reduce_s": 500, "state_bytes": 100}
+    problem = Problem(ranks, global_batch_size=64, reshard_after_forward="auto", **asked)
+    plan = solve(problem, time_limit_s=1e-3)
+    assert plan.reshard_after_forward is False
+    assert plan.bound_s <= plan.step_s < 4 * 1500
 
 
 def test_even_shares_are_taken_where_they_travel_enough_faster():

@@ -1,6 +1,7 @@
 """The arithmetic between what is measured and the problem."""
 
 import pytest
+from torch.distributed import DistBackendError
 
 from lightning_cephalo.accumulation.memory_errors import is_out_of_memory
 from lightning_cephalo.plan import RankProfile
@@ -166,4 +167,8 @@ def test_failures_for_lack_of_memory_are_known_by_type_and_by_text():
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes"))
     assert not is_out_of_memory(RuntimeError("shapes differ"))
+    # its communicator is broken: the step must not go on as if only a microbatch had failed
+    assert not is_out_of_memory(
+        DistBackendError("NCCL error: Failed to CUDA calloc: out of memory")
+    )
     assert not is_out_of_memory(ValueError("out of memory"))
