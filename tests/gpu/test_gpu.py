@@ -33,7 +33,7 @@ def losses(folder: Path, ranks: int, *options: str, steps: int = 8) -> list[floa
         capture_output=True,
         text=True,
         timeout=110,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     )
     assert run.returncode == 0, run.stderr[-3000:]
     said = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -75,12 +75,15 @@ def check_held(folder: Path, step: int | None) -> None:
 
 @pytest.mark.slow
 def test_the_script_itself_on_the_cpu(tmp_path):
-    wanted = losses(tmp_path / "one", 1)
-    options = ["--plan", json.dumps(UNEVEN), "--share-one-device", "--trace", "--offload"]
+    wanted = losses(tmp_path / "one", 1, "--clip", "0.5")
+    given = ["--clip", "0.5", "--share-one-device"]
+    options = [*given, "--plan", json.dumps(UNEVEN), "--trace", "--offload"]
     assert losses(tmp_path / "two", 2, *options) == pytest.approx(wanted, rel=1e-5)
     check_times(tmp_path / "two", 2)
-
     check_held(tmp_path / "two", step=2)
+    assert losses(tmp_path / "solved", 2, *given, "--solve") == pytest.approx(wanted, rel=1e-5)
+    options = ["--clip", "0.5", "--plan", json.dumps(ONE), "--stay", "--no-syncs"]
+    assert losses(tmp_path / "stay", 1, *options) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.gpu
@@ -93,6 +96,23 @@ def test_one_rank_on_nccl_equals_plain_lightning(tmp_path, keep):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("option", ["--keep", "--offload", "--stay", None])
+def test_the_host_waits_for_the_device_nowhere_in_a_step(tmp_path, option):
+    options = ["--accelerator", "gpu", "--plan", json.dumps(ONE), "--clip", "0.5", "--no-syncs"]
+    losses(tmp_path / "ours", 1, *options, *([option] if option else []))
+
+
+@pytest.mark.gpu
+def test_a_plan_is_measured_solved_and_held(tmp_path):
+    alone = torch.cuda.device_count() < 2
+    options = ["--accelerator", "gpu", "--solve"]
+    options += ["--backend", "gloo", "--share-one-device"] if alone else []
+    wanted = losses(tmp_path / "plain", 1, "--accelerator", "gpu")
+    assert losses(tmp_path / "ours", 2, *options) == pytest.approx(wanted, rel=1e-5)
+    check_held(tmp_path / "ours", step=None)
+
+
+@pytest.mark.gpu
 def test_offloading_changes_nothing(tmp_path):
     options = ["--accelerator", "gpu", "--plan", json.dumps(ONE)]
     wanted = losses(tmp_path / "kept", 1, *options)
@@ -100,7 +120,7 @@ def test_offloading_changes_nothing(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("option", ["--keep", "--offload", None])
+@pytest.mark.parametrize("option", ["--keep", "--offload", "--stay", None])
 def test_reserved_memory_is_flat_over_200_steps(tmp_path, option):
     options = ["--accelerator", "gpu", "--plan", json.dumps(ONE), "--epochs", "50"]
     options += [option] if option else []

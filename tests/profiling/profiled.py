@@ -76,7 +76,7 @@ def fit(
         speeds = speeds or (1.0,) * world_size
         callbacks.insert(0, Emulation(speeds, capacity_bytes, total_flops_per_s))
     chosen = {"verbose": False, "timeout": timedelta(seconds=40), **(strategy or {})}
-    options = {"max_steps": 1, "logger": False, **options}
+    options = {"max_steps": 1, "logger": False, "num_sanity_val_steps": 0, **options}
     trainer = Trainer(
         accelerator="cpu",
         devices=world_size,
@@ -85,7 +85,6 @@ def fit(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        num_sanity_val_steps=0,
         **options,
     )
     trainer.fit(module, data)
