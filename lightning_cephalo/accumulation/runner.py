@@ -16,10 +16,10 @@ from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.call import ForwardOutcome, MicrobatchCall, StepTimes
 from lightning_cephalo.accumulation.entrance import ROOT
-from lightning_cephalo.accumulation.evaluator import Evaluator
 from lightning_cephalo.accumulation.guard import BEGINNING
 from lightning_cephalo.accumulation.memory_errors import Place
 from lightning_cephalo.accumulation.microbatch import Microbatch
+from lightning_cephalo.accumulation.modes import Modes
 from lightning_cephalo.accumulation.offload import UNITS_THAT_STAY, HostRing
 from lightning_cephalo.accumulation.order import Order, where
 from lightning_cephalo.accumulation.schedule import (
@@ -42,7 +42,7 @@ _DOING = {
 }
 
 
-class Runner(Evaluator):
+class Runner(Modes):
     """Runs training and evaluation steps over units.
 
     Args:
@@ -59,11 +59,8 @@ class Runner(Evaluator):
         device: torch.device,
         recompute: bool = True,
     ) -> None:
-        super().__init__(units, agreement, device)
+        super().__init__(units, agreement, device, recompute)
         self.stopwatch = agreement.stopwatch
-        self._recompute, self._reshard_after_forward = recompute, True
-        self._choose_memory()
-        self.units[ROOT].choose_memory(kept=False)  # gathered once a step: nothing finds it again
         self.ring: HostRing | None = None
         self._throttle = Throttle(device)
         self.clock: Callable[[], float] | None = None
@@ -73,33 +70,6 @@ class Runner(Evaluator):
         self._visits: tuple[Visit, ...] = ()
         self._loss_scale = 1.0
         self._total_weight = 1.0
-
-    @property
-    def recompute(self) -> bool:
-        """Whether units are computed again in the backward; may change between steps."""
-        return self._recompute
-
-    @recompute.setter
-    def recompute(self, recompute: bool) -> None:
-        self._recompute = recompute
-        self._choose_memory()
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        """Whether units are freed after the forward and gathered again in the backward.
-
-        May change between steps, on all ranks together.
-        """
-        return self._reshard_after_forward
-
-    @reshard_after_forward.setter
-    def reshard_after_forward(self, reshard_after_forward: bool) -> None:
-        self._reshard_after_forward = reshard_after_forward
-        self._choose_memory()
-
-    def _choose_memory(self) -> None:
-        for unit in self.units[1:]:
-            unit.choose_memory(kept=not self._recompute, stays=not self._reshard_after_forward)
 
     def expect_weight(self, total: float) -> None:
         """Say what the weights of the next step's microbatches sum to, about.
