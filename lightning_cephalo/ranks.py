@@ -180,6 +180,7 @@ class RanksStrategy(ParallelStrategy):
             known = self._last_words.is_known(exception)
             if self._process_group_backend == "nccl" and not known:
                 abort_groups()
+                self.forget_groups()  # another fit makes new ones
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not _distributed_is_initialized():

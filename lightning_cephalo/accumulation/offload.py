@@ -112,9 +112,8 @@ class HostRing:
         """Begin a step: nothing of the last one is needed any more."""
         self._leaving.clear()
         self._used_bytes = self._chunk = self._offset = 0
-        if (
-            len(self._chunks) > 1 and not self._by_powers_of_two
-        ):  # what came piece by piece is had in one from now on
+        # what came piece by piece is had in one from now on
+        if len(self._chunks) > 1 and not self._by_powers_of_two:
             self.reserve(self.most_bytes)
 
     def put(self, leaf: Tensor) -> Away | None:
