@@ -35,7 +35,7 @@ def run_python(code: str, folder: Path | None = None, **environment: str) -> str
         cwd=folder or Path(sys.prefix),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

@@ -35,7 +35,7 @@ def run_main_job(folder: Path, *overrides: str) -> subprocess.CompletedProcess[s
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
     )
 
 

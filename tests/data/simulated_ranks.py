@@ -92,7 +92,7 @@ class ThreadGroup:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.votes = [True] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=10)
+        self.barrier = threading.Barrier(world_size, timeout=100)
 
     def all_have_next(self, rank: int):
         def agree(value: bool) -> bool:

@@ -24,7 +24,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     process_group: bool = True,
 ) -> list[Any]:
     """Return ``function(rank, *args)`` of every rank; a hang or a failure is an AssertionError."""

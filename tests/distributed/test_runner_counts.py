@@ -430,7 +430,7 @@ def _evaluates(rank: int) -> None:
 
 
 def test_ranks_may_evaluate_units_differently_often_or_not_at_all():
-    run_ranks(3, _evaluates, timeout_s=30)
+    run_ranks(3, _evaluates)
 
 
 def _evaluation_fails(rank: int) -> None:
@@ -455,7 +455,7 @@ def _evaluation_fails(rank: int) -> None:
 
 
 def test_a_failing_evaluation_is_raised_on_all_ranks():
-    run_ranks(3, _evaluation_fails, timeout_s=30)
+    run_ranks(3, _evaluation_fails)
 
 
 def _outside(rank: int) -> None:

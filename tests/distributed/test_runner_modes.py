@@ -430,4 +430,4 @@ def _leaks(rank):
 
 
 def test_a_loss_that_uses_what_a_unit_did_not_return_is_refused_rather_than_wrong():
-    run_ranks(3, _leaks, timeout_s=30)
+    run_ranks(3, _leaks)

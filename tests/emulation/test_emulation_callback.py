@@ -273,7 +273,7 @@ def test_even_sharding_in_ranks_that_lightning_starts_as_scripts(tmp_path):
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     fast, slow = records(tmp_path)

@@ -162,7 +162,7 @@ def test_a_process_forked_inside_the_block_is_not_on_the_device():
         queue = context.Queue()
         process = context.Process(target=child, args=(queue, device))
         process.start()
-        assert queue.get(timeout=20) == (True, 0)
+        assert queue.get(timeout=100) == (True, 0)
         process.join(20)
 
 

@@ -32,7 +32,7 @@ def losses(folder: Path, ranks: int, *options: str, steps: int = 8) -> list[floa
         [sys.executable, *start, str(SCRIPT), str(folder), *options],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     )
     assert run.returncode == 0, run.stderr[-3000:]

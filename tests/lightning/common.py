@@ -45,7 +45,7 @@ PLANS = {
 
 
 def strategy(plan: str, **options: Any) -> CephaloStrategy:
-    options = {"verbose": False, "timeout": timedelta(seconds=20), **options}
+    options = {"verbose": False, "timeout": timedelta(seconds=100), **options}
     return CephaloStrategy(plan=PLANS[plan], global_batch_size=GLOBAL_BATCH, **options)
 
 
@@ -67,9 +67,7 @@ def trainer(plan: str | None, strategy_options: dict[str, Any] | None = None, **
     return Trainer(strategy=strategy(plan, **strategy_options or {}), devices=devices, **options)
 
 
-def in_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0
-) -> list[Any]:
+def in_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Return ``function(*args)`` of every rank, each run as torchrun would run a script."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -92,7 +90,7 @@ def in_ranks(
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
 
-    return run_ranks(world_size, script, timeout_s=timeout_s, process_group=False)
+    return run_ranks(world_size, script, process_group=False)
 
 
 def by_plan(plan: str | None, function: Callable[..., Any], *args: Any) -> Any:

@@ -144,7 +144,7 @@ def make_trainer(
         return Trainer(strategy="auto", devices=1, **options)
     defaults: dict[str, Any] = {
         "start_method": "fork",
-        "timeout": timedelta(seconds=20),
+        "timeout": timedelta(seconds=100),
         "verbose": False,
     }
     if isinstance(plan, str):

@@ -40,9 +40,8 @@ from lightning_cephalo.data import BatchSplitError
 from lightning_cephalo.plan import PlanError
 from lightning_cephalo.support import UnsupportedError
 
-pytestmark = pytest.mark.timeout(90)
-
-SECONDS = 15.0
+# far above what a busy machine needs, far below the half hour
+SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Failure:
     seconds: float
 
 
-def failures(fit: Callable[[], Any], world_size: int = 2, timeout_s: float = 40.0) -> list[Failure]:
+def failures(fit: Callable[[], Any], world_size: int = 2) -> list[Failure]:
     """How ``fit`` fails on every rank; checks what is true of every failure."""
     before = sorted(path.name for path in Path.cwd().iterdir())
     start = time.monotonic()
@@ -74,7 +73,7 @@ def failures(fit: Callable[[], Any], world_size: int = 2, timeout_s: float = 40.
             return Failure(type(failure).__name__, message, time.monotonic() - start)
         return Failure("nothing", "was raised", time.monotonic() - start)
 
-    found = in_ranks(world_size, rank, timeout_s=timeout_s)
+    found = in_ranks(world_size, rank)
     for failure in found:
         assert failure.kind != "nothing", found
         assert failure.seconds < SECONDS, found
@@ -374,7 +373,7 @@ def test_a_rank_that_dies_ends_the_others(kind: type[Dies], tmp_path: Path) -> N
             raise
 
     with pytest.raises(RankFailure, match=f"rank {kind.rank}:\ndied without a result"):
-        in_ranks(2, fit, timeout_s=40.0)
+        in_ranks(2, fit)
     (report,) = reports.iterdir()
     seconds, message = report.read_text().split("\n", 1)
     assert float(seconds) < SECONDS
@@ -400,7 +399,7 @@ def test_a_rank_that_fails_alone_leaves_no_collective_to_wait_for(tmp_path: Path
         is_left = dist.is_initialized() or trainer.strategy._groups is not None
         return time.monotonic() - start, str(failure.value), is_left
 
-    (first_s, first, is_first), (second_s, second, is_second) = in_ranks(2, fit, timeout_s=40.0)
+    (first_s, first, is_first), (second_s, second, is_second) = in_ranks(2, fit)
     assert max(first_s, second_s) < SECONDS
     assert second == "only here"
     assert "Rank 1 failed: ValueError: only here" in first

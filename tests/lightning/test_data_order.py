@@ -34,8 +34,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def seeded(seed: int = 11) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

@@ -25,8 +25,6 @@ from recording import (
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Evaluated(Recorder):
     """Notes what each step of evaluation was given, and what callbacks see in the end."""

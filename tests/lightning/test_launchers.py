@@ -215,7 +215,7 @@ def _write(tmp_path, arguments, head=""):
     return script
 
 
-def _run(commands, environment=None, timeout=100):
+def _run(commands, environment=None, timeout=250):
     """Run commands at once; returns their outputs; whatever is left of them is ended."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     processes = [

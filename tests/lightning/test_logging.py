@@ -26,11 +26,8 @@ from recording import (
 )
 from torch.utils.data import DataLoader
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    # said for every key that is logged per epoch without sync_dist, which is what is tested
-    pytest.mark.filterwarnings("ignore:It is recommended to use .self.log"),
-]
+# said for every key that is logged per epoch without sync_dist, which is what is tested
+pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
 
 
 class Logger(Recorder):

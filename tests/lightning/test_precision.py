@@ -281,7 +281,7 @@ def _scale_steps(rank, overflowing, make):
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
     engine = Engine(
         model,
-        Groups.create(timedelta(seconds=20)),
+        Groups.create(timedelta(seconds=100)),
         torch.device("cpu"),
         fractions=[0.75, 0.25],
         units=UnitOptions(),

@@ -75,7 +75,7 @@ def fit(
     if speeds is not None or capacity_bytes is not None:
         speeds = speeds or (1.0,) * world_size
         callbacks.insert(0, Emulation(speeds, capacity_bytes, total_flops_per_s))
-    chosen = {"verbose": False, "timeout": timedelta(seconds=40), **(strategy or {})}
+    chosen = {"verbose": False, "timeout": timedelta(seconds=100), **(strategy or {})}
     options = {"max_steps": 1, "logger": False, "num_sanity_val_steps": 0, **options}
     trainer = Trainer(
         accelerator="cpu",

@@ -38,7 +38,7 @@ class _Net(nn.Module):
 def _engine(vectors, numel):
     engine = Engine(
         _Net(vectors, numel),
-        Groups.create(timedelta(seconds=20)),
+        Groups.create(timedelta(seconds=100)),
         torch.device("cpu"),
         fractions=[0.5, 0.5],
         units=UnitOptions(),

@@ -110,13 +110,12 @@ def under_even_sharding() -> list[Outcome]:
             samples_per_rank=1,
         )
 
-    return in_ranks(2, rank, timeout_s=90)
+    return in_ranks(2, rank)
 
 
 def under_cephalo() -> list[Outcome]:
     """Outcomes of both ranks under cephalo."""
     return in_ranks(
         2,
-        lambda: trained(CephaloStrategy(verbose=False, timeout=timedelta(seconds=30)), 4),
-        timeout_s=90,
+        lambda: trained(CephaloStrategy(verbose=False, timeout=timedelta(seconds=100)), 4),
     )
