@@ -16,6 +16,9 @@ from lightning_cephalo.estimate import cached_tables
 from lightning_cephalo.profiling.profile import balanced_step_s
 from lightning_cephalo.profiling.remember import remember
 
+# of what is timed; under a second suite on the same two cores three were too few once
+TRIES = 6
+
 
 def problem_of_a_gpt(**options):
     return profile(GPT(), loader(), **options).to_dict()
@@ -118,7 +121,7 @@ def third_of_the_speed() -> tuple[bool, list[int], bool]:
 
 @pytest.mark.slow
 def test_a_rank_of_a_third_of_the_speed_gets_a_quarter_of_the_batch():
-    for _ in range(3):  # other work on the machine lengthens some measurement now and then
+    for _ in range(TRIES):  # other work on the machine lengthens some measurement now and then
         found = third_of_the_speed()
         if found == (True, [12, 4], True):
             return
@@ -138,7 +141,7 @@ def predicted_and_measured():
 
 @pytest.mark.slow
 def test_the_predicted_step_time_comes_true():
-    for _ in range(3):  # other work on the machine lengthens one of the two now and then
+    for _ in range(TRIES):  # other work on the machine lengthens one of the two now and then
         predicted_s, measured_s = in_ranks(2, predicted_and_measured)[0]
         if predicted_s == pytest.approx(measured_s, rel=0.1):
             return
@@ -170,7 +173,7 @@ def cost_in_steps():
 
 @pytest.mark.slow
 def test_profiling_takes_less_than_ten_steps():
-    for _ in range(3):  # other work on the machine lengthens it now and then
+    for _ in range(TRIES):  # other work on the machine lengthens it now and then
         steps, largest_share = in_ranks(2, cost_in_steps)[0]
         if steps < 10.0:
             assert largest_share == pytest.approx(30, abs=2)
