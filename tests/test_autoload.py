@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from busy import timed
 
 NAMES = ("cephalo", "cephalo_fork", "cephalo_notebook", "cephalo_spawn")
 
@@ -216,6 +217,7 @@ def test_the_shim_imports_nothing_but_the_standard_library() -> None:
     assert outside == ""
 
 
+@timed
 def test_the_shim_costs_milliseconds() -> None:
     measure = (
         "import time, logging\n"

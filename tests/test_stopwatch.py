@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from busy import timed
 
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.stopwatch import Share, Stopwatch, marks_of
@@ -92,6 +93,7 @@ class Sleep:
         time.sleep(self.seconds)
 
 
+@timed
 def test_an_emulated_device_that_works_while_its_host_waits_is_busy() -> None:
     matrix = torch.ones(64, 64)
     product_s = 0.1

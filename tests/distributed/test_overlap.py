@@ -8,6 +8,7 @@ from statistics import median
 
 import pytest
 import torch
+from busy import timed
 from harness import make_runner
 from launch import run_ranks
 from torch import Tensor, nn
@@ -104,6 +105,7 @@ def collectives(events: tuple[Event, ...], name: Activity, unit: int) -> list[Ev
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
+@timed
 def test_gathers_and_reduces_run_under_the_compute_of_the_neighbouring_unit(microbatches):
     for events, own_group in run_ranks(2, recorded, 2, microbatches):
         assert own_group
@@ -130,6 +132,7 @@ def test_gathers_and_reduces_run_under_the_compute_of_the_neighbouring_unit(micr
         assert streams == {Stream.REDUCTION}
 
 
+@timed
 def test_compute_begins_while_collectives_are_under_way():
     """A collective ends when the slow rank has issued it: the fast one computes meanwhile."""
     (events, _), _ = run_ranks(2, recorded, 2, 1, (PAUSE_S, 1.6 * PAUSE_S))
@@ -144,6 +147,7 @@ def test_compute_begins_while_collectives_are_under_way():
         assert reduce.start_s <= backward[unit - 1][0] < reduce.end_s, unit
 
 
+@timed
 def test_a_step_that_still_finds_its_order_does_not_overlap():
     """Which shows that the recorder can tell."""
     for events, _ in run_ranks(2, recorded, 1, 1):
@@ -173,6 +177,7 @@ def shares(rank: int, pauses_s: tuple[float, ...]) -> list[Share]:
     return runner.stopwatch.read()[1:]
 
 
+@timed
 def test_a_fast_rank_waits_for_a_slow_one_and_its_work_stays_what_it_is():
     fast, slow = run_ranks(2, shares, (0.01, 0.06))
     difference_s = 2 * UNITS * 0.05
@@ -183,6 +188,7 @@ def test_a_fast_rank_waits_for_a_slow_one_and_its_work_stays_what_it_is():
     assert waiting_s == pytest.approx(difference_s, rel=0.4)
 
 
+@timed
 def test_an_exchange_is_waiting_too():
     """A rank without data has nothing but exchanges and collectives to do."""
 

@@ -9,6 +9,7 @@ from statistics import median
 
 import pytest
 import torch
+from busy import timed
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -111,6 +112,7 @@ def trainer_of(folder, emulation, **options):
     )
 
 
+@timed
 def test_ddp_runs_at_the_pace_of_its_slowest_rank(tmp_path):
     emulation = Emulation(speeds=(2, 1), total_flops_per_s=SMALL_SHARE * measure_flops_per_s())
     trainer = trainer_of(tmp_path, emulation, strategy="ddp_fork", devices=2)
@@ -263,11 +265,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@timed
 def test_even_sharding_in_ranks_that_lightning_starts_as_scripts(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    folders = [str(here), str(here.parent), str(here.parents[1])]
+    path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path), str(SMALL_SHARE * measure_flops_per_s())],
         env={**os.environ, "PYTHONPATH": path},

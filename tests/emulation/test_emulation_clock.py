@@ -3,6 +3,7 @@ import threading
 import time
 
 import pytest
+from busy import timed
 
 from lightning_cephalo.emulation.clock import CREDIT_LIMIT_S, ThreadActivity, VirtualClock
 from lightning_cephalo.emulation.rate import emulated_flops_per_s
@@ -127,6 +128,7 @@ def test_waiting_with_nothing_to_do_returns_at_once():
     assert machine.slept_s == 0.0
 
 
+@timed
 def test_activity_tells_sleeping_from_running():
     activity = ThreadActivity()
     before_s = activity()
@@ -142,6 +144,7 @@ def test_activity_tells_sleeping_from_running():
     assert activity() > 0
 
 
+@timed
 def test_activity_counts_the_calling_thread_only():
     activity = ThreadActivity()
     stop = threading.Event()

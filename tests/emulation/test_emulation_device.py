@@ -1,12 +1,15 @@
 import multiprocessing
 import os
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import greenlet
 import pytest
 import torch
 import torch.distributed as dist
+from busy import timed
 from torch.multiprocessing import start_processes
 from torch.utils.data import DataLoader
 
@@ -46,6 +49,7 @@ def seconds_of_products(device, count):
         return time.perf_counter() - start_s
 
 
+@timed
 def test_two_devices_hold_their_ratio_and_their_rate(core_flops_per_s):
     fast = EmulatedDevice(flops_per_s=core_flops_per_s / 5)
     slow = EmulatedDevice(flops_per_s=core_flops_per_s / 15)
@@ -72,6 +76,7 @@ def test_a_busy_host_before_does_not_shorten_a_measurement(core_flops_per_s):
         assert time.perf_counter() - start_s >= device.busy_s - start_busy_s
 
 
+@timed
 def test_blocked_seconds_are_those_without_work_and_add_up_over_entries(core_flops_per_s):
     device = EmulatedDevice(flops_per_s=core_flops_per_s / 3)
     count = round(0.1 * device.flops_per_s / PRODUCT_FLOPS)
@@ -243,7 +248,8 @@ def prefetched(device, count, steps):
     return seconds
 
 
-def run_ranks(folder, flops_per_s, counts, body=lock_step, steps=6):
+def run_ranks(parent, flops_per_s, counts, body=lock_step, steps=6):
+    folder = Path(tempfile.mkdtemp(dir=parent))
     start_processes(
         rank_main,
         args=(str(folder), flops_per_s, counts, steps, body),
@@ -264,6 +270,7 @@ def rates(core_flops_per_s):
     return (core_flops_per_s / 5, core_flops_per_s / 10)
 
 
+@timed
 def test_equal_work_in_lock_step_runs_at_the_pace_of_the_slow_rank(tmp_path, rates):
     count = work_for(0.1, rates[0])
     (fast_s, fast_step_s), (slow_s, slow_step_s) = run_ranks(tmp_path, rates, (count, count))
@@ -273,6 +280,7 @@ def test_equal_work_in_lock_step_runs_at_the_pace_of_the_slow_rank(tmp_path, rat
     assert slow_step_s == pytest.approx(slow_s, rel=0.1)
 
 
+@timed
 def test_work_in_the_ratio_of_speeds_ends_together(tmp_path, rates):
     count = work_for(0.15, rates[1])
     (fast_s, fast_step_s), (slow_s, slow_step_s) = run_ranks(tmp_path, rates, (2 * count, count))
@@ -281,6 +289,7 @@ def test_work_in_the_ratio_of_speeds_ends_together(tmp_path, rates):
     assert slow_step_s == pytest.approx(slow_s, rel=0.1)
 
 
+@timed
 def test_collectives_in_flight_hide_under_compute_and_earn_nothing(tmp_path, rates):
     count = work_for(0.1, rates[0])
     (_, fast_step_s), (issued_s, slow_step_s) = run_ranks(

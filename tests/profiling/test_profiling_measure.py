@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from busy import timed
 from lightning.pytorch.utilities import CombinedLoader
 from profiled import GPT, BatchNormNet, fit, in_ranks, loader, profile
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -15,9 +16,6 @@ from lightning_cephalo import Problem, RankProfile, planning, solve
 from lightning_cephalo.estimate import cached_tables
 from lightning_cephalo.profiling.profile import balanced_step_s
 from lightning_cephalo.profiling.remember import remember
-
-# of what is timed; under a second suite on the same two cores three were too few once
-TRIES = 6
 
 
 def problem_of_a_gpt(**options):
@@ -120,12 +118,11 @@ def third_of_the_speed() -> tuple[bool, list[int], bool]:
 
 
 @pytest.mark.slow
+@timed
 def test_a_rank_of_a_third_of_the_speed_gets_a_quarter_of_the_batch():
-    for _ in range(TRIES):  # other work on the machine lengthens some measurement now and then
-        found = third_of_the_speed()
-        if found == (True, [12, 4], True):
-            return
-    raise AssertionError(f"ratios of 3, batches, fewer sizes on the slow rank: {found}")
+    ratios_of_three, batches, fewer_sizes_on_the_slow_rank = third_of_the_speed()
+    assert ratios_of_three and fewer_sizes_on_the_slow_rank
+    assert batches == [12, 4]
 
 
 def predicted_and_measured():
@@ -140,12 +137,10 @@ def predicted_and_measured():
 
 
 @pytest.mark.slow
+@timed
 def test_the_predicted_step_time_comes_true():
-    for _ in range(TRIES):  # other work on the machine lengthens one of the two now and then
-        predicted_s, measured_s = in_ranks(2, predicted_and_measured)[0]
-        if predicted_s == pytest.approx(measured_s, rel=0.1):
-            return
-    raise AssertionError(f"predicted {predicted_s} s, measured {measured_s} s")
+    predicted_s, measured_s = in_ranks(2, predicted_and_measured)[0]
+    assert predicted_s == pytest.approx(measured_s, rel=0.1)
 
 
 def cost_in_steps():
@@ -172,13 +167,11 @@ def cost_in_steps():
 
 
 @pytest.mark.slow
+@timed
 def test_profiling_takes_less_than_ten_steps():
-    for _ in range(TRIES):  # other work on the machine lengthens it now and then
-        steps, largest_share = in_ranks(2, cost_in_steps)[0]
-        if steps < 10.0:
-            assert largest_share == pytest.approx(30, abs=2)
-            return
-    raise AssertionError(f"profiling took {steps:.1f} steps")
+    steps, largest_share = in_ranks(2, cost_in_steps)[0]
+    assert steps < 10.0
+    assert largest_share == pytest.approx(30, abs=2)
 
 
 def test_a_budget_that_is_spent_leaves_the_smallest_size():
