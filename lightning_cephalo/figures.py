@@ -1,8 +1,6 @@
 """Figures of simulations and comparisons; needs matplotlib (the extra ``plot``).
 
-Written as PNG or SVG by the suffix, whole or not at all, without a display and without pyplot's
-global state. Colours are those of Okabe and Ito (and a dark yellow), which colour-blind readers can
-tell apart.
+How they look and how they are written: ``canvas.py``.
 """
 
 from __future__ import annotations
@@ -12,42 +10,52 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightning_cephalo.plan import Plan, PlanError, Problem, _files, cost
+from lightning_cephalo.canvas import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    OLIVE,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    YELLOW,
+    add_legend,
+    add_title,
+    empty_figure,
+    end_of_labels,
+    save,
+)
+from lightning_cephalo.plan import Plan, PlanError, Problem, cost
 from lightning_cephalo.report import format_rate, format_seconds
 from lightning_cephalo.timeline import Activity, Simulation, Stream, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.text import Annotation
 
-_SUFFIXES = (".png", ".svg")
-_DPI = 150
 _ROWS = 16
 _GIB = 2**30
-_BLACK, _GREY, _PALE, _OLIVE = "#000000", "#999999", "#e8e8e8", "#8A7A00"
-_ORANGE, _SKY, _GREEN, _YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
-_BLUE, _VERMILION, _PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 _COLOURS = {
-    Activity.FORWARD: _SKY,
-    Activity.TAIL: _PURPLE,
-    Activity.BACKWARD: _BLUE,
-    Activity.OPTIMIZER: _GREEN,
-    Activity.GATHER: _ORANGE,
-    Activity.REDUCE: _VERMILION,
-    Activity.OVERHEAD: _GREY,
-    Activity.OFFLOAD: _YELLOW,
-    Activity.FETCH: _OLIVE,
+    Activity.FORWARD: SKY,
+    Activity.TAIL: PURPLE,
+    Activity.BACKWARD: BLUE,
+    Activity.OPTIMIZER: GREEN,
+    Activity.GATHER: ORANGE,
+    Activity.REDUCE: VERMILION,
+    Activity.OVERHEAD: GREY,
+    Activity.OFFLOAD: YELLOW,
+    Activity.FETCH: OLIVE,
 }
-_LINES = (_BLUE, _VERMILION, _GREEN, _ORANGE, _PURPLE, _SKY, _BLACK, _GREY)
+_LINES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK, GREY)
 _MEMORY_PARTS = (
-    ("state", _BLUE),
-    ("gathered buffers", _ORANGE),
-    ("boundaries and kept activations", _SKY),
-    ("peak of a microbatch", _PURPLE),
+    ("state", BLUE),
+    ("gathered buffers", ORANGE),
+    ("boundaries and kept activations", SKY),
+    ("peak of a microbatch", PURPLE),
 )
 # Of a row's height 1, from its top: where a stream is drawn.
 _PLACES = {Stream.COMPUTE: (0.08, 0.44), Stream.COMMUNICATION: (0.54, 0.2)}
@@ -91,7 +99,7 @@ def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLi
     """
     _check_ranks(simulation, len(problem.ranks), "the problem")
     rows, left_out = _rows(simulation, problem)
-    figure, (axes,) = _figure(path, 13, 1.6 + 0.62 * len(rows))
+    figure, (axes,) = empty_figure(path, 13, 1.6 + 0.62 * len(rows))
     scale, unit = _time_scale(simulation.step_s)
     seen: set[Activity] = set()
     for row, (_, timeline) in enumerate(rows):
@@ -109,13 +117,13 @@ def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLi
     )
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"time in the step ({unit})")
-    _title(
+    add_title(
         axes,
         f"One step of {simulation.world_size} ranks, {format_seconds(simulation.step_s)}",
         f"upper bar: compute, below: communication{_copies(seen)}{left_out}",
     )
-    _legend(figure, [(name.value, _COLOURS[name]) for name in _COLOURS if name in seen])
-    _save(figure, path)
+    add_legend(figure, [(name.value, _COLOURS[name]) for name in _COLOURS if name in seen])
+    save(figure, path)
 
 
 def memory_figure(
@@ -140,16 +148,16 @@ def memory_figure(
     _check_ranks(simulation, len(problem.ranks), "the problem")
     _check_ranks(simulation, len(plan.ranks), "the plan")
     rows, left_out = _rows(simulation, problem)
-    figure, (bars, lines) = _figure(path, 13, 2.2 + 0.42 * len(rows), columns=2)
+    figure, (bars, lines) = empty_figure(path, 13, 2.2 + 0.42 * len(rows), columns=2)
     scale, unit = _byte_scale(cost.predict(problem, plan))
     _draw_memory_bars(bars, rows, problem, plan, scale)
     bars.set_xlabel(f"predicted memory ({unit})")
-    _title(bars, "What fills the memory", f"black mark: capacity, red name: over it{left_out}")
+    add_title(bars, "What fills the memory", f"black mark: capacity, red name: over it{left_out}")
     _draw_memory_lines(lines, rows, problem, simulation.step_s, scale)
     lines.set_ylabel(f"simulated memory ({unit})")
-    _title(lines, "Memory over one step", "kept in the forward, released in the backward")
-    _legend(figure, _MEMORY_PARTS)
-    _save(figure, path)
+    add_title(lines, "Memory over one step", "kept in the forward, released in the backward")
+    add_legend(figure, _MEMORY_PARTS)
+    save(figure, path)
 
 
 def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) -> None:
@@ -165,21 +173,21 @@ def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) 
     """
     if not rows:
         raise PlanError("comparison_figure: expected at least one row to compare, but got none.")
-    figure, (axes,) = _figure(path, 9, 1.4 + 0.6 * len(rows))
+    figure, (axes,) = empty_figure(path, 9, 1.4 + 0.6 * len(rows))
     most = max(row.samples_per_s or 0.0 for row in rows) or 1.0
     labels = []
     for index, row in enumerate(rows):
-        colour = _BLUE if index == len(rows) - 1 else _SKY
+        colour = BLUE if index == len(rows) - 1 else SKY
         if row.samples_per_s is None:
-            axes.barh(index, most, height=0.62, color="none", edgecolor=_PALE, hatch="////")
+            axes.barh(index, most, height=0.62, color="none", edgecolor=PALE, hatch="////")
             # more lines would run into the next row; the whole reason is in the table
             text = textwrap.fill(
                 f"cannot run: {row.reason}".rstrip(": "), 70, max_lines=3, placeholder=" …"
             )
-            colour, at = _VERMILION, 0.0
+            colour, at = VERMILION, 0.0
         else:
             axes.barh(index, row.samples_per_s, height=0.62, color=colour, linewidth=0)
-            text, colour, at = _throughput(row), _BLACK, row.samples_per_s
+            text, colour, at = _throughput(row), BLACK, row.samples_per_s
         label = axes.annotate(
             text,
             (at, index),
@@ -195,22 +203,10 @@ def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) 
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("predicted throughput (samples/s)")
-    _title(axes, "Allocations compared", "longer is better")
+    add_title(axes, "Allocations compared", "longer is better")
     axes.set_xlim(0, 3 * most)  # wide, as the layout narrows axes that labels stick out of
-    axes.set_xlim(0, max(1.05 * most, _end_of_labels(figure, axes, labels)))
-    _save(figure, path)
-
-
-def _end_of_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[float, Annotation]]) -> float:
-    """Where the axis must end for the labels beside bars of these lengths to be inside of it."""
-    figure.draw_without_rendering()  # the layout sets the width of the axes
-    width_px = axes.get_window_extent().width
-    gap_px = 15.0
-    return max(
-        # no label takes more than four fifths, however narrow the axes
-        at / max(0.2, 1 - (label.get_window_extent().width + gap_px) / width_px)
-        for at, label in labels
-    )
+    axes.set_xlim(0, max(1.05 * most, end_of_labels(figure, axes, labels)))
+    save(figure, path)
 
 
 def _rows(simulation: Simulation, problem: Problem) -> tuple[list[tuple[str, Timeline]], str]:
@@ -246,7 +242,7 @@ def _draw_streams(
         span = (event.start_s * scale, (event.end_s - event.start_s) * scale)
         spans.setdefault((event.stream, event.name), []).append(span)
     for top, height in places.values():
-        axes.broken_barh([(0, step_s * scale)], (row + top, height), facecolors=_PALE)
+        axes.broken_barh([(0, step_s * scale)], (row + top, height), facecolors=PALE)
     for (stream, name), found in spans.items():
         top, height = places[stream]
         # a seam between neighbours, where they are wide enough to leave something beside it
@@ -277,10 +273,10 @@ def _draw_memory_bars(
         longest = max(longest, left)
         limit = problem.ranks[rank].capacity_bytes * scale
         if math.isfinite(limit):
-            axes.plot([limit, limit], [row - 0.42, row + 0.42], color=_BLACK, linewidth=2)
+            axes.plot([limit, limit], [row - 0.42, row + 0.42], color=BLACK, linewidth=2)
             longest = max(longest, limit)
         if left > limit * (1 + 1e-9):
-            axes.get_yticklabels()[row].set_color(_VERMILION)
+            axes.get_yticklabels()[row].set_color(VERMILION)
     axes.set_xlim(0, 1.06 * longest or 1)
     axes.set_ylim(len(rows) - 0.4, -0.6)
 
@@ -352,50 +348,3 @@ def _byte_scale(prediction: cost.StepPrediction) -> tuple[float, str]:
 
 def _copies(seen: set[Activity]) -> str:
     return ", copies" if Activity.OFFLOAD in seen else ""
-
-
-def _figure(
-    path: str | PathLike[str], width: float, height: float, *, columns: int = 1
-) -> tuple[Figure, Sequence[Axes]]:
-    """An empty figure; sizes in inches."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise PlanError(
-            f"{path}: expected a file name that ends in {', '.join(_SUFFIXES)}, "
-            f"but got the suffix {suffix!r}. Rename the file."
-        )
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Figures need matplotlib, which is not installed. "
-            "Install it with: pip install 'lightning-cephalo[plot]'"
-        ) from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, columns, squeeze=False)[0]
-    for one in axes:
-        for side in ("top", "right"):
-            one.spines[side].set_visible(False)
-    return figure, axes
-
-
-def _title(axes: Axes, title: str, below: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=20)
-    axes.text(0, 1, below, transform=axes.transAxes, va="bottom", fontsize=9, color="#555555")
-
-
-def _legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
-    from matplotlib.patches import Patch
-
-    handles: list[Any] = [Patch(color=colour, label=label) for label, colour in entries]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9
-    )
-
-
-def _save(figure: Figure, path: str | PathLike[str]) -> None:
-    """Write the file whole or not at all, or raise PlanError naming it."""
-    with _files.replacing(Path(path)) as beside:
-        figure.savefig(beside, dpi=_DPI, facecolor="white")

@@ -61,7 +61,7 @@ def drawn(monkeypatch):
     """The figures that are drawn, instead of files."""
     pytest.importorskip("matplotlib")
     found = []
-    monkeypatch.setattr(figures, "_save", lambda figure, path: found.append(figure))
+    monkeypatch.setattr(figures, "save", lambda figure, path: found.append(figure))
     return found
 
 
