@@ -7,10 +7,8 @@ INSTALLED := .venv/.installed
 train: $(INSTALLED)
 	$(BIN)/python examples/train.py
 
-# RETRY=1: what fails where all tests were run (pytest's status 1) is run once more, alone
 test: $(INSTALLED)
-	$(BIN)/python -m pytest$(if $(RETRY), || \
-		{ test $$? -eq 1 && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; })
+	$(BIN)/python -m pytest
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from busy import timed
+from busy import by_the_clock, timed
 
 NAMES = ("cephalo", "cephalo_fork", "cephalo_notebook", "cephalo_spawn")
 
@@ -226,7 +226,9 @@ def test_the_shim_costs_milliseconds() -> None:
         "print(time.perf_counter() - start)"
     )
     # an upper bound that a busy machine keeps too; alone it takes about 3 ms
-    assert statistics.median(float(run_python(measure)) for _ in range(5)) < 0.1
+    taken_s = statistics.median(float(run_python(measure)) for _ in range(5))
+    with by_the_clock():
+        assert taken_s < 0.1
 
 
 def test_public_names_that_do_not_exist_are_attribute_errors() -> None:

@@ -22,8 +22,7 @@ from lightning_cephalo.accumulation.agreement import RemoteRankError
 from lightning_cephalo.accumulation.arguments import UnitUseError
 from lightning_cephalo.accumulation.runner import MicrobatchCall, Runner
 
-# far above what a busy machine needs, far below the timeout of a collective
-SECONDS = 30.0
+SECONDS = 5.0
 
 
 class Broken(RuntimeError):

@@ -40,8 +40,7 @@ from lightning_cephalo.data import BatchSplitError
 from lightning_cephalo.plan import PlanError
 from lightning_cephalo.support import UnsupportedError
 
-# far above what a busy machine needs, far below the half hour
-SECONDS = 60.0
+SECONDS = 15.0
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def refusals(memory_cap, capacity_bytes=(None, None), **options):
 
     found = in_ranks(2, refused)
     for message, seconds in found:
-        assert message and seconds < 60, found
+        assert message and seconds < 20, found
     return [message for message, _ in found]
 
 

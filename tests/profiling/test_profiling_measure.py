@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from busy import timed
+from busy import by_the_clock, timed
 from lightning.pytorch.utilities import CombinedLoader
 from profiled import GPT, BatchNormNet, fit, in_ranks, loader, profile
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -106,7 +106,7 @@ def on_unequal_ranks(total_flops_per_s):
 
 
 def third_of_the_speed() -> tuple[bool, list[int], bool]:
-    problem, batches = in_ranks(2, on_unequal_ranks, 2e10)[0]
+    problem, batches = in_ranks(2, on_unequal_ranks, 1e10)[0]
     fast, slow = problem["ranks"]
     ratios = [
         one / other
@@ -121,8 +121,9 @@ def third_of_the_speed() -> tuple[bool, list[int], bool]:
 @timed
 def test_a_rank_of_a_third_of_the_speed_gets_a_quarter_of_the_batch():
     ratios_of_three, batches, fewer_sizes_on_the_slow_rank = third_of_the_speed()
-    assert ratios_of_three and fewer_sizes_on_the_slow_rank
-    assert batches == [12, 4]
+    with by_the_clock():
+        assert ratios_of_three and fewer_sizes_on_the_slow_rank
+        assert batches == [12, 4]
 
 
 def predicted_and_measured():
@@ -140,7 +141,8 @@ def predicted_and_measured():
 @timed
 def test_the_predicted_step_time_comes_true():
     predicted_s, measured_s = in_ranks(2, predicted_and_measured)[0]
-    assert predicted_s == pytest.approx(measured_s, rel=0.1)
+    with by_the_clock():
+        assert predicted_s == pytest.approx(measured_s, rel=0.1)
 
 
 def cost_in_steps():
@@ -170,7 +172,8 @@ def cost_in_steps():
 @timed
 def test_profiling_takes_less_than_ten_steps():
     steps, largest_share = in_ranks(2, cost_in_steps)[0]
-    assert steps < 10.0
+    with by_the_clock():
+        assert steps < 10.0
     assert largest_share == pytest.approx(30, abs=2)
 
 
