@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_cephalo.estimate.analytic import (
+from lightning_cephalo.offline.estimate.analytic import (
     Efficiency,
     Error,
     Measurement,
@@ -24,11 +24,11 @@ from lightning_cephalo.estimate.analytic import (
     kind_of,
     relative_errors,
 )
-from lightning_cephalo.estimate.devices import find_device
-from lightning_cephalo.estimate.models import work_of
-from lightning_cephalo.estimate.published import read_published
-from lightning_cephalo.estimate.table import Curves
-from lightning_cephalo.estimate.work import ModelWork
+from lightning_cephalo.offline.estimate.devices import find_device
+from lightning_cephalo.offline.estimate.models import work_of
+from lightning_cephalo.offline.estimate.work import ModelWork
+from lightning_cephalo.offline.paper.profiles import read_published
+from lightning_cephalo.plan.curves import Curves
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/cephalo-profiles"
 LARGEST = 16  # microbatch size

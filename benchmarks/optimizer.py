@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT / "tests" / "distributed")]
 from harness import make_runner  # noqa: E402
 from launch import run_ranks  # noqa: E402
 
-from lightning_cephalo.local_step import clip_by_norm, local_update  # noqa: E402
-from lightning_cephalo.support import RowsArithmetic  # noqa: E402
+from lightning_cephalo.adapters.optimizer import clip_by_norm, local_update  # noqa: E402
+from lightning_cephalo.adapters.supported import RowsArithmetic  # noqa: E402
 
 Pairs = dict[str, list[tuple[float, float]]]
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

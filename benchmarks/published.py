@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_cephalo.estimate.published import PublishedProfiles, read_published
+from lightning_cephalo.offline.paper.planner import PublishedModel, published
+from lightning_cephalo.offline.paper.profiles import PublishedProfiles, read_published
 from lightning_cephalo.plan import (
     InfeasibleError,
     Plan,
@@ -33,7 +34,6 @@ from lightning_cephalo.plan import (
     predict,
     solve,
 )
-from lightning_cephalo.plan.published import PublishedModel, published
 
 _FOUR = ("l4", "l4", "a6000", "p40")
 _EIGHT = (*_FOUR, "p40", "p40", "p100", "p100")

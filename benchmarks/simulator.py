@@ -17,8 +17,8 @@ import time
 
 import numpy as np
 
+from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, predict
-from lightning_cephalo.simulate import simulate
 
 CLAIM = 0.03
 CLAIM_FROM_UNITS = 24

@@ -36,7 +36,7 @@ from side_by_side.links import LinkError, ShapedHosts  # noqa: E402
 from side_by_side.measuring import Setup, run_rank  # noqa: E402
 from side_by_side.results import Result, combine  # noqa: E402
 
-from lightning_cephalo.emulation.rate import (  # noqa: E402
+from lightning_cephalo.accelerator.emulated.rate import (  # noqa: E402
     emulated_flops_per_s,
     measure_flops_per_s,
     usable_processors,

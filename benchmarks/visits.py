@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT / "tests" / "distributed")]
 from harness import make_runner  # noqa: E402
 from launch import run_ranks  # noqa: E402
 
-from lightning_cephalo.accumulation.call import MicrobatchCall  # noqa: E402
+from lightning_cephalo.execution.call import MicrobatchCall  # noqa: E402
 
 _VALUES = 8
 

@@ -15,7 +15,7 @@ from lightning_cephalo import _autoload
 
 if TYPE_CHECKING:
     from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, solve
-    from lightning_cephalo.slurm import UnevenSLURMEnvironment
+    from lightning_cephalo.ranks.slurm import UnevenSLURMEnvironment
     from lightning_cephalo.strategy import CephaloStrategy
 
 __version__ = "0.1.0"
@@ -37,7 +37,7 @@ _HOME_OF = {
     "Problem": "lightning_cephalo.plan",
     "RankPlan": "lightning_cephalo.plan",
     "RankProfile": "lightning_cephalo.plan",
-    "UnevenSLURMEnvironment": "lightning_cephalo.slurm",
+    "UnevenSLURMEnvironment": "lightning_cephalo.ranks.slurm",
     "solve": "lightning_cephalo.plan",
 }
 

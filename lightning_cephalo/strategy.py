@@ -17,23 +17,23 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cephalo import precision, support
-from lightning_cephalo.accumulation.runner import MicrobatchCall
-from lightning_cephalo.cluster import host_memory
-from lightning_cephalo.dealing import DealingStrategy
-from lightning_cephalo.engine import Engine, UnitOptions
-from lightning_cephalo.host_memory import parse_cap
-from lightning_cephalo.local_step import local_update
-from lightning_cephalo.memory_cap import CapOnDevice, MemoryCap
-from lightning_cephalo.memory_meter import MemoryMeter
-from lightning_cephalo.metric_states import metrics_of
-from lightning_cephalo.metrics import StepLog
-from lightning_cephalo.pace import MeasuredRank
+from lightning_cephalo.accelerator.device import host_memory
+from lightning_cephalo.adapters import precision, supported
+from lightning_cephalo.adapters.dealing import DealingStrategy
+from lightning_cephalo.adapters.logging import StepLog
+from lightning_cephalo.adapters.optimizer import local_update
+from lightning_cephalo.adapters.torchmetrics import metrics_of
+from lightning_cephalo.adapters.user_gathers import UserGathers
+from lightning_cephalo.data.cutting import joined_result, loss_and_weight
+from lightning_cephalo.execution.runner import MicrobatchCall
+from lightning_cephalo.execution.sharded_model import Engine, UnitOptions
+from lightning_cephalo.observe.memory_meter import MemoryMeter
+from lightning_cephalo.observe.pace import MeasuredRank
+from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan
-from lightning_cephalo.planning import PlanningOptions, prepare
-from lightning_cephalo.stepping import joined_result, loss_and_weight
-from lightning_cephalo.user_gathers import UserGathers
-from lightning_cephalo.watch import Watch
+from lightning_cephalo.preparation.host_memory import parse_cap
+from lightning_cephalo.preparation.memory_cap import CapOnDevice, MemoryCap
+from lightning_cephalo.preparation.prepare import PlanningOptions, prepare
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -141,7 +141,7 @@ class CephaloStrategy(DealingStrategy):
             None if unit_names is None else tuple(unit_names),
         )
         self._recompute = bool(recompute)
-        self._caches: support.SwitchedOffCaches | None = None
+        self._caches: supported.SwitchedOffCaches | None = None
         self._cap_on_device: CapOnDevice | None = None
         self._watch = Watch(trace)
 
@@ -171,17 +171,17 @@ class CephaloStrategy(DealingStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            support.refuse_unsupported(trainer, self.lightning_module)
+            supported.refuse_unsupported(trainer, self.lightning_module)
         self._meter = self._measured_memory = None
         self._prepare(trainer, fitting)
         self._metrics = metrics_of(self.lightning_module)
-        support.refuse_synchronising_metrics(self._metrics)
+        supported.refuse_synchronising_metrics(self._metrics)
         self.model = self.lightning_module
         if fitting:
             self.setup_optimizers(trainer)
             self._together(
                 "checking the optimizers",
-                partial(support.check_optimizers, self.optimizers, self.engine),
+                partial(supported.check_optimizers, self.optimizers, self.engine),
             )
         self.setup_precision_plugin()
 
@@ -193,7 +193,7 @@ class CephaloStrategy(DealingStrategy):
         # as FSDPStrategy does: `self.device` of a module that is never moved as a whole
         self.lightning_module._device = self.root_device
         if fitting:
-            self._caches = support.SwitchedOffCaches(self.lightning_module)
+            self._caches = supported.SwitchedOffCaches(self.lightning_module)
 
         def make_engine(fractions: list[float]) -> Engine:
             assert self._groups is not None and self.lightning_module is not None
@@ -240,7 +240,7 @@ class CephaloStrategy(DealingStrategy):
     def _together(self, doing: str, function: Callable[[], Any]) -> Any:
         """Run something that does not communicate; if it fails anywhere, raise everywhere."""
         assert self._groups is not None
-        return support.together(self._groups.agreement, doing, function)
+        return supported.together(self._groups.agreement, doing, function)
 
     def model_to_device(self) -> None:
         """Nothing to move: shards and buffers are made on the device."""
@@ -329,7 +329,7 @@ class CephaloStrategy(DealingStrategy):
         """The user's step on a batch that is not counted: what profiling runs."""
         assert self.lightning_module is not None
         return self.lightning_module.training_step(
-            *support.step_arguments(self.lightning_module, batch)
+            *supported.step_arguments(self.lightning_module, batch)
         )
 
     def _no_loss(self) -> Tensor:
@@ -352,7 +352,7 @@ class CephaloStrategy(DealingStrategy):
             def closure_and_rules() -> Any:
                 outcome = closure()
                 # from here on hooks and the optimizer see gradients, as DTensors
-                after_backward.enter_context(support.RowsArithmetic())
+                after_backward.enter_context(supported.RowsArithmetic())
                 return outcome
 
             with self.engine.runner.naming_place("optimizer's step"):

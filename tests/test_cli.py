@@ -12,10 +12,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from lightning_cephalo import Plan, Problem, RankProfile, answers, cli, scenario
-from lightning_cephalo.cli import BAD_INPUT, DONE, INFEASIBLE, UNEXPECTED, UNSOLVED, main
-from lightning_cephalo.estimate import Curves, CurveTable, save_measured
-from lightning_cephalo.figures import ComparisonRow
+from lightning_cephalo import Plan, Problem, RankProfile
+from lightning_cephalo.offline import answers, cli, scenario
+from lightning_cephalo.offline.cli import BAD_INPUT, DONE, INFEASIBLE, UNEXPECTED, UNSOLVED, main
+from lightning_cephalo.offline.estimate import Curves, CurveTable, save_measured
+from lightning_cephalo.offline.figures import ComparisonRow
 from lightning_cephalo.plan import InfeasibleError, SolverError, predict
 
 SOURCE = Path(__file__).resolve().parents[1]
@@ -399,7 +400,7 @@ class Blocks(torch.nn.Module):
 def test_a_class_of_the_current_folder_is_found_by_an_installed_script(tmp_path):
     (tmp_path / "mymod.py").write_text(MODULE)
     (tmp_path / "helper_beside.py").write_text("WIDTH = 16\n")
-    script = "import sys; from lightning_cephalo.cli import main; sys.exit(main())"
+    script = "import sys; from lightning_cephalo.offline.cli import main; sys.exit(main())"
     asked = ["plan", *MINE, "--model", "mymod:Blocks", "--batch-size", "4"]
     # as an installed script, which has no current folder to import from
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(SOURCE)}
@@ -470,7 +471,7 @@ def test_a_plan_of_other_ranks_is_not_simulated(capsys, tmp_path, problem):
 
 
 def test_help_is_for_newcomers():
-    command = [sys.executable, "-m", "lightning_cephalo.cli"]
+    command = [sys.executable, "-m", "lightning_cephalo.offline.cli"]
     for arguments in ([], ["plan"], ["simulate"], ["compare"]):
         said = subprocess.run(
             [*command, *arguments, "--help"], capture_output=True, text=True, check=True

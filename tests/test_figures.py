@@ -7,16 +7,16 @@ import sys
 
 import pytest
 
-from lightning_cephalo import figures
-from lightning_cephalo.figures import (
+from lightning_cephalo.offline import figures
+from lightning_cephalo.offline.figures import (
     ComparisonRow,
     comparison_figure,
     memory_figure,
     timeline_figure,
 )
+from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile
-from lightning_cephalo.simulate import simulate
-from lightning_cephalo.timeline import Simulation
+from lightning_cephalo.plan.timeline import Simulation
 
 ROWS = (
     ComparisonRow("even", reason="rank 1 (T4) needs 20.1 GiB of 15.0 GiB"),

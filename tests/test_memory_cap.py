@@ -5,8 +5,8 @@ import math
 import pytest
 
 from lightning_cephalo import CephaloStrategy
-from lightning_cephalo.memory_cap import MemoryCap
 from lightning_cephalo.plan import PlanError
+from lightning_cephalo.preparation.memory_cap import MemoryCap
 
 
 @pytest.mark.parametrize(

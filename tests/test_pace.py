@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lightning_cephalo.pace import (
+from lightning_cephalo.observe.pace import (
     Drift,
     MeasuredRank,
     busy_table,

@@ -7,9 +7,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from lightning_cephalo.memory_account import RankMemory
-from lightning_cephalo.plan import Plan, RankPlan
-from lightning_cephalo.report import (
+from lightning_cephalo.observe.memory_account import RankMemory
+from lightning_cephalo.observe.report import (
     format_bytes,
     format_microbatches,
     format_rate,
@@ -18,6 +17,7 @@ from lightning_cephalo.report import (
     plan_table,
     prediction_table,
 )
+from lightning_cephalo.plan import Plan, RankPlan
 
 BY_HAND = Plan(
     ranks=(

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cephalo.accumulation.schedule import (
+from lightning_cephalo.offline.simulate import simulate
+from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, cost, predict
+from lightning_cephalo.plan.program import (
     Operation,
     Visit,
     backward_actions,
     forward_actions,
 )
-from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, cost, predict
-from lightning_cephalo.simulate import simulate
-from lightning_cephalo.timeline import Activity, Event, Simulation, Stream
+from lightning_cephalo.plan.timeline import Activity, Event, Simulation, Stream
 
 _PATH = Path(__file__).parent.parent / "benchmarks" / "simulator.py"
 _SPEC = importlib.util.spec_from_file_location("benchmark_of_the_simulator", _PATH)

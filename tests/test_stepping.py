@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_cephalo.stepping import joined_result, loss_and_weight
+from lightning_cephalo.data.cutting import joined_result, loss_and_weight
 
 
 def _join(results, weights, counts):

@@ -9,7 +9,7 @@ import torch
 from busy import by_the_clock, timed
 
 from lightning_cephalo.emulation import EmulatedDevice
-from lightning_cephalo.stopwatch import Share, Stopwatch, marks_of
+from lightning_cephalo.observe.stopwatch import Share, Stopwatch, marks_of
 
 
 class FakeDevice:

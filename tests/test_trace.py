@@ -7,11 +7,11 @@ from collections import defaultdict
 
 import pytest
 
+from lightning_cephalo.observe.trace import write_recording, write_trace
+from lightning_cephalo.observe.watch import aligned
+from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile
-from lightning_cephalo.simulate import simulate
-from lightning_cephalo.timeline import Activity, Event, Recording, Stream
-from lightning_cephalo.trace import write_recording, write_trace
-from lightning_cephalo.watch import aligned
+from lightning_cephalo.plan.timeline import Activity, Event, Recording, Stream
 
 PROFILE = RankProfile(
     "T4",

@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 from lightning.pytorch import Trainer
 
-from lightning_cephalo import CephaloStrategy, planning
+from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.emulation import Emulation
-from lightning_cephalo.pace import predicted_busy_s
+from lightning_cephalo.observe.pace import predicted_busy_s
 from lightning_cephalo.plan import Plan, Problem
+from lightning_cephalo.preparation import prepare as planning
 
 from .models import Model
 from .plans import SOLVED, cases

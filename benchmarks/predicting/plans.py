@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_cephalo.plan import Plan, Problem, RankPlan
-from lightning_cephalo.plan.solve import priced
+from lightning_cephalo.plan.solver.solve import priced
 
 SOLVED = "the solver's"
 QUICK = ("by speed, even state", "state all on the last", "many microbatches", "last offloads")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_cephalo.data.dealing import deal
+from lightning_cephalo.data.shares import deal
 
 SPEEDS = ((1, 1), (2, 1), (3, 1), (4, 2, 1, 1))
 FAST, SLOW = "fast", "slow"

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cephalo.engine import Engine, Groups, UnitOptions
+from lightning_cephalo.execution.sharded_model import Engine, Groups, UnitOptions
 
 from .cases import CEPHALO, DDP, DDP_BY_SPEED, FSDP, MODEL_PARALLEL, TUNED
 

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_cephalo.cluster import synchronized_clock
+from lightning_cephalo.accelerator.device import synchronized_clock
 from lightning_cephalo.emulation import EmulatedDevice
-from lightning_cephalo.engine import Engine
+from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.plan import Plan, Problem, RankProfile, solve
-from lightning_cephalo.profiling.compute import Sweep, ladder, measure_times
-from lightning_cephalo.profiling.memory import state_bytes
+from lightning_cephalo.profiling.measure import pooled
+from lightning_cephalo.profiling.memory_model import state_bytes
 from lightning_cephalo.profiling.network import measure_network
 from lightning_cephalo.profiling.optimizer import optimizer_time
 from lightning_cephalo.profiling.probe import Prober
-from lightning_cephalo.profiling.profile import pooled
+from lightning_cephalo.profiling.sweep import Sweep, ladder, measure_times
 
 from . import links
 from .cases import CEPHALO, DDP_BY_SPEED, Case, cut

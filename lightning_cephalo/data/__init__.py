@@ -6,7 +6,6 @@ communicates: what ranks must agree on goes through functions that the caller pa
 """
 
 from lightning_cephalo.data.collate import RankCollate
-from lightning_cephalo.data.dealing import deal, split_sizes
 from lightning_cephalo.data.loaders import rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.data.lockstep import LockStepLoader
 from lightning_cephalo.data.reading import (
@@ -19,6 +18,7 @@ from lightning_cephalo.data.reading import (
     sample_batches,
 )
 from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
+from lightning_cephalo.data.shares import deal, split_sizes
 from lightning_cephalo.data.split import BatchLayout, BatchSplitError, MicrobatchList, zero_rows
 
 __all__ = [

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lightning_cephalo.data.dealing import split_sizes
 from lightning_cephalo.data.randomness import preserved_randomness
+from lightning_cephalo.data.shares import split_sizes
 from lightning_cephalo.data.split import BatchLayout, BatchSplitError, MicrobatchList, zero_rows
 
 

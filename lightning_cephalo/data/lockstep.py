@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning_cephalo.data.nesting import contains_arrays
+from lightning_cephalo.data.containers import contains_arrays
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.data.split import BatchLayout, BatchSplitError, MicrobatchList, zero_rows
 

@@ -19,12 +19,12 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from lightning_cephalo.data.dealing import deal
 from lightning_cephalo.data.randomness import (
     SwappedRandomness,
     draws_from_global_generators,
     samplers_within,
 )
+from lightning_cephalo.data.shares import deal
 
 
 class GlobalOrder(Sampler[Any]):

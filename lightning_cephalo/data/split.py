@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_cephalo.data.nesting import (
+from lightning_cephalo.data.containers import (
     Path,
     children_of,
     contains_arrays,

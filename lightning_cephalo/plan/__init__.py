@@ -3,11 +3,11 @@
 Pure: numpy and, inside the solver only, cvxpy. No torch, no Lightning.
 """
 
-from .cost import RankPrediction, StepPrediction, predict
-from .errors import InfeasibleError, PlanError, SolverError
-from .plan import Plan, RankPlan
-from .problem import Problem, RankProfile
-from .solve import solve
+from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
+from lightning_cephalo.plan.cost import RankPrediction, StepPrediction, predict
+from lightning_cephalo.plan.plan import Plan, RankPlan
+from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.solve import solve
 
 __all__ = [
     "InfeasibleError",

@@ -27,9 +27,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .errors import PlanError
-from .plan import Plan, RankPlan
-from .problem import Problem, RankProfile
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.plan.plan import Plan, RankPlan
+from lightning_cephalo.plan.problem import Problem, RankProfile
 
 # Offloaded boundaries: of so many units the values are on the device, and of one the gradients.
 UNITS_ON_DEVICE = 2

@@ -13,8 +13,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from . import _fields, _files
-from .errors import PlanError
+from lightning_cephalo.common import files, records
+from lightning_cephalo.common.errors import PlanError
 
 _FRACTION_TOLERANCE = 1e-6
 _PREDICTED = ("forward_s", "backward_s", "tail_s", "memory_bytes", "capacity_bytes", "host_bytes")
@@ -56,17 +56,17 @@ class RankPlan:
     host_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        _fields.text("RankPlan.name", self.name)
+        records.text("RankPlan.name", self.name)
         where = f"RankPlan {self.name!r}: " if self.name else "RankPlan."
-        sizes = _fields.items(
+        sizes = records.items(
             f"{where}microbatch_sizes", self.microbatch_sizes, of="positive whole numbers"
         )
         sizes = tuple(
-            _fields.whole(f"{where}microbatch_sizes[{index}]", size, minimum=1)
+            records.whole(f"{where}microbatch_sizes[{index}]", size, minimum=1)
             for index, size in enumerate(sizes)
         )
         object.__setattr__(self, "microbatch_sizes", sizes)
-        fraction = _fields.real(f"{where}state_fraction", self.state_fraction)
+        fraction = records.real(f"{where}state_fraction", self.state_fraction)
         if fraction > 1:
             raise PlanError(
                 f"{where}state_fraction: expected a fraction from 0 to 1, "
@@ -74,7 +74,7 @@ class RankPlan:
             )
         object.__setattr__(self, "state_fraction", fraction)
         for name in ("forward_s", "backward_s", "tail_s", "memory_bytes", "host_bytes"):
-            value = _fields.optional_real(f"{where}{name}", getattr(self, name))
+            value = records.optional_real(f"{where}{name}", getattr(self, name))
             object.__setattr__(self, name, value)
         for name, others in (("recompute", (None,)), ("offload", ())):
             if not isinstance(getattr(self, name), bool) and getattr(self, name) not in others:
@@ -86,7 +86,7 @@ class RankPlan:
                 f"{where}offload: true goes with recompute: true only: activations that are kept "
                 f"inside the units hold what enters them. Leave one of the two out."
             )
-        capacity = _fields.optional_real(
+        capacity = records.optional_real(
             f"{where}capacity_bytes", self.capacity_bytes, above_minimum=True, infinite=True
         )
         object.__setattr__(self, "capacity_bytes", capacity)
@@ -116,7 +116,7 @@ class RankPlan:
         """Inverse of :meth:`to_dict`. Raises PlanError on unknown or missing keys, starting with
         ``where``.
         """
-        values = _fields.mapping(
+        values = records.mapping(
             where,
             data,
             known=[field.name for field in dataclasses.fields(cls)],
@@ -157,11 +157,11 @@ class Plan:
     reshard_after_forward: bool | None = None
 
     def __post_init__(self) -> None:
-        ranks = _fields.items("Plan.ranks", self.ranks, of="RankPlan")
+        ranks = records.items("Plan.ranks", self.ranks, of="RankPlan")
         for index, rank in enumerate(ranks):
             if not isinstance(rank, RankPlan):
                 raise PlanError(
-                    f"Plan.ranks[{index}]: expected a RankPlan, but got {_fields.shortened(rank)}."
+                    f"Plan.ranks[{index}]: expected a RankPlan, but got {records.shortened(rank)}."
                 )
         if not ranks:
             raise PlanError("Plan.ranks: expected at least one RankPlan, but got none.")
@@ -179,10 +179,10 @@ class Plan:
                 f"Divide each by their sum."
             )
         for name in ("step_s", "bound_s", "gap", "solve_s"):
-            value = _fields.optional_real(f"Plan.{name}", getattr(self, name))
+            value = records.optional_real(f"Plan.{name}", getattr(self, name))
             object.__setattr__(self, name, value)
         if self.backend is not None:
-            _fields.text("Plan.backend", self.backend)
+            records.text("Plan.backend", self.backend)
         if self.reshard_after_forward is not None and not isinstance(
             self.reshard_after_forward, bool
         ):
@@ -237,54 +237,50 @@ class Plan:
         """Inverse of :meth:`to_dict`. Raises PlanError on unknown or missing keys, naming
         ``source``.
         """
-        what = f"{_fields.in_source(source)}plan"
-        values = _fields.mapping(
+        what = f"{records.in_source(source)}plan"
+        values = records.mapping(
             what,
             data,
             known=[field.name for field in dataclasses.fields(cls)],
             required=["ranks"],
         )
-        ranks = _fields.items(f"{what}: ranks", values["ranks"], of="rank plans")
+        ranks = records.items(f"{what}: ranks", values["ranks"], of="rank plans")
         values["ranks"] = [
             RankPlan.from_dict(rank, where=f"{what}: ranks[{index}]")
             for index, rank in enumerate(ranks)
         ]
-        return _fields.built(cls, values, source)
+        return records.built(cls, values, source)
 
     def to_yaml(self) -> str:
         """This plan as YAML text."""
-        return _files.dump_yaml(self.to_dict())
+        return files.dump_yaml(self.to_dict())
 
     @classmethod
     def from_yaml(cls, content: str, *, source: str | None = None) -> Plan:
         """Inverse of :meth:`to_yaml`. Raises PlanError, naming ``source``."""
-        return cls.from_dict(
-            _files.parse_yaml(content, what="a plan", source=source), source=source
-        )
+        return cls.from_dict(files.parse_yaml(content, what="a plan", source=source), source=source)
 
     def to_json(self) -> str:
         """This plan as JSON text."""
-        return _files.dump_json(self.to_dict())
+        return files.dump_json(self.to_dict())
 
     @classmethod
     def from_json(cls, content: str, *, source: str | None = None) -> Plan:
         """Inverse of :meth:`to_json`. Raises PlanError, naming ``source``."""
-        return cls.from_dict(
-            _files.parse_json(content, what="a plan", source=source), source=source
-        )
+        return cls.from_dict(files.parse_json(content, what="a plan", source=source), source=source)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write YAML or JSON by the suffix; the file is replaced whole or not at all."""
         target = Path(path)
-        as_json = _files.format_of(target) == "json"
-        _files.write_text(target, self.to_json() if as_json else self.to_yaml())
+        as_json = files.format_of(target) == "json"
+        files.write_text(target, self.to_json() if as_json else self.to_yaml())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
         """Read what :meth:`save` wrote, or what a user wrote. Raises PlanError naming the file."""
         source = Path(path)
-        read = cls.from_json if _files.format_of(source) == "json" else cls.from_yaml
-        return read(_files.read_text(source, what="a plan"), source=str(source))
+        read = cls.from_json if files.format_of(source) == "json" else cls.from_yaml
+        return read(files.read_text(source, what="a plan"), source=str(source))
 
 
 def _listed(values: list[Any], most: int = 16) -> str:

@@ -13,8 +13,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from . import _fields, _files
-from .errors import PlanError
+from lightning_cephalo.common import files, records
+from lightning_cephalo.common.errors import PlanError
 
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
 _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
@@ -22,7 +22,7 @@ _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
 
 @dataclass(frozen=True)
 class RankProfile:
-    """One rank, measured (DESIGN, "Contracts").
+    """One rank, measured.
 
     The four curves have one entry per microbatch size 1, 2, ... and the same length; ranks may
     differ in length. Empty curves are legal: such a rank can hold state but takes no samples.
@@ -61,13 +61,13 @@ class RankProfile:
     offload_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
-        _fields.text("RankProfile.name", self.name)
+        records.text("RankProfile.name", self.name)
         where = f"rank {self.name!r}"
         for curve in (*_CURVES, *_KEPT_CURVES):
             field = f"{where}: {curve}"
-            entries = _fields.items(field, getattr(self, curve), of="numbers")
+            entries = records.items(field, getattr(self, curve), of="numbers")
             checked = tuple(
-                _fields.real(f"{field} at microbatch size {size}", entry)
+                records.real(f"{field} at microbatch size {size}", entry)
                 for size, entry in enumerate(entries, start=1)
             )
             object.__setattr__(self, curve, checked)
@@ -79,15 +79,15 @@ class RankProfile:
                 f"{where}: expected one entry per microbatch size in every curve, "
                 f"but got lengths {came}. Profile the same sizes for all."
             )
-        capacity = _fields.real(
+        capacity = records.real(
             f"{where}: capacity_bytes", self.capacity_bytes, above_minimum=True, infinite=True
         )
         object.__setattr__(self, "capacity_bytes", capacity)
-        host = _fields.real(
+        host = records.real(
             f"{where}: host_capacity_bytes", self.host_capacity_bytes, infinite=True
         )
         object.__setattr__(self, "host_capacity_bytes", host)
-        rate = _fields.real(
+        rate = records.real(
             f"{where}: offload_bytes_per_s",
             self.offload_bytes_per_s,
             above_minimum=True,
@@ -121,7 +121,7 @@ class RankProfile:
         """Inverse of :meth:`to_dict`. Raises PlanError on unknown or missing keys."""
         fields = dataclasses.fields(cls)
         return cls(
-            **_fields.mapping(
+            **records.mapping(
                 where,
                 data,
                 known=[field.name for field in fields],
@@ -132,8 +132,7 @@ class RankProfile:
 
 @dataclass(frozen=True)
 class Problem:
-    """All that :func:`~lightning_cephalo.plan.solve` needs to know of one training step (DESIGN,
-    "Contracts").
+    """All that :func:`~lightning_cephalo.plan.solve` needs to know of one training step.
 
     Args:
         ranks: one :class:`RankProfile` per rank, in rank order.
@@ -193,18 +192,18 @@ class Problem:
     unresharded_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        ranks = _fields.items("Problem.ranks", self.ranks, of="RankProfile")
+        ranks = records.items("Problem.ranks", self.ranks, of="RankProfile")
         for index, rank in enumerate(ranks):
             if not isinstance(rank, RankProfile):
                 raise PlanError(
                     f"Problem.ranks[{index}]: expected a RankProfile, "
-                    f"but got {_fields.shortened(rank)}."
+                    f"but got {records.shortened(rank)}."
                 )
         if not ranks:
             raise PlanError("Problem.ranks: expected at least one RankProfile, but got none.")
         object.__setattr__(self, "ranks", ranks)
         for name in ("units", "global_batch_size", "minimum_microbatch_size"):
-            value = _fields.whole(f"Problem.{name}", getattr(self, name), minimum=1)
+            value = records.whole(f"Problem.{name}", getattr(self, name), minimum=1)
             object.__setattr__(self, name, value)
         for name in (
             "gather_s",
@@ -221,9 +220,9 @@ class Problem:
             "microbatch_bytes",
             "unresharded_bytes",
         ):
-            object.__setattr__(self, name, _fields.real(f"Problem.{name}", getattr(self, name)))
+            object.__setattr__(self, name, records.real(f"Problem.{name}", getattr(self, name)))
         for name in ("even_gather_s", "even_reduce_s"):
-            even_s = _fields.optional_real(f"Problem.{name}", getattr(self, name))
+            even_s = records.optional_real(f"Problem.{name}", getattr(self, name))
             object.__setattr__(self, name, even_s)
         if not isinstance(self.equal_microbatches, bool):
             raise PlanError(
@@ -258,52 +257,52 @@ class Problem:
         """Inverse of :meth:`to_dict`. Raises PlanError on unknown or missing keys, naming
         ``source``.
         """
-        what = f"{_fields.in_source(source)}problem"
+        what = f"{records.in_source(source)}problem"
         fields = dataclasses.fields(cls)
-        values = _fields.mapping(
+        values = records.mapping(
             what,
             data,
             known=[field.name for field in fields],
             required=[field.name for field in fields if field.default is dataclasses.MISSING],
         )
-        ranks = _fields.items(f"{what}: ranks", values["ranks"], of="rank profiles")
+        ranks = records.items(f"{what}: ranks", values["ranks"], of="rank profiles")
         values["ranks"] = [
             RankProfile.from_dict(rank, where=f"{what}: ranks[{index}]")
             for index, rank in enumerate(ranks)
         ]
-        return _fields.built(cls, values, source)
+        return records.built(cls, values, source)
 
     def to_yaml(self) -> str:
         """This problem as YAML text."""
-        return _files.dump_yaml(self.to_dict())
+        return files.dump_yaml(self.to_dict())
 
     @classmethod
     def from_yaml(cls, content: str, *, source: str | None = None) -> Problem:
         """Inverse of :meth:`to_yaml`. Raises PlanError, naming ``source``."""
         return cls.from_dict(
-            _files.parse_yaml(content, what="a problem", source=source), source=source
+            files.parse_yaml(content, what="a problem", source=source), source=source
         )
 
     def to_json(self) -> str:
         """This problem as JSON text."""
-        return _files.dump_json(self.to_dict())
+        return files.dump_json(self.to_dict())
 
     @classmethod
     def from_json(cls, content: str, *, source: str | None = None) -> Problem:
         """Inverse of :meth:`to_json`. Raises PlanError, naming ``source``."""
         return cls.from_dict(
-            _files.parse_json(content, what="a problem", source=source), source=source
+            files.parse_json(content, what="a problem", source=source), source=source
         )
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write YAML or JSON by the suffix; the file is replaced whole or not at all."""
         target = Path(path)
-        as_json = _files.format_of(target) == "json"
-        _files.write_text(target, self.to_json() if as_json else self.to_yaml())
+        as_json = files.format_of(target) == "json"
+        files.write_text(target, self.to_json() if as_json else self.to_yaml())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Problem:
         """Read what :meth:`save` wrote. Raises PlanError naming the file."""
         source = Path(path)
-        read = cls.from_json if _files.format_of(source) == "json" else cls.from_yaml
-        return read(_files.read_text(source, what="a problem"), source=str(source))
+        read = cls.from_json if files.format_of(source) == "json" else cls.from_yaml
+        return read(files.read_text(source, what="a problem"), source=str(source))

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cephalo.accumulation.replay import RandomState
+from lightning_cephalo.accelerator.emulated import active_device
 from lightning_cephalo.data.randomness import preserved_randomness, read_states, write_states
-from lightning_cephalo.emulation import active_device
+from lightning_cephalo.execution.replay import RandomState
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_cephalo.plan import RankProfile
-from lightning_cephalo.profiling.compute import Measured, Sweep, measure_memory
-from lightning_cephalo.profiling.memory import Kept, compute_curve
+from lightning_cephalo.profiling.memory_model import Kept, compute_curve
 from lightning_cephalo.profiling.probe import Prober
+from lightning_cephalo.profiling.sweep import Measured, Sweep, measure_memory
 
 _REPEATS = 2
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_cephalo.accumulation.entrance import ROOT
-from lightning_cephalo.engine import Engine
+from lightning_cephalo.execution.entrance import ROOT
+from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.sharding.unit import Unit
 
 # Units beside the root that are timed, and how often; a unit is much like the next.

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_cephalo import local_step
-from lightning_cephalo.engine import Engine
+from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
+from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.placement import local_part
 
@@ -56,7 +56,7 @@ def clipping(largest: float | None, algorithm: str | None) -> Callable[..., obje
     """What the trainer's ``gradient_clip_val`` and ``gradient_clip_algorithm`` do in a step."""
     if not largest:
         return None
-    clip = local_step.clip_by_value if algorithm == "value" else local_step.clip_by_norm
+    clip = clip_by_value if algorithm == "value" else clip_by_norm
     return lambda parameters: clip(parameters, largest)
 
 

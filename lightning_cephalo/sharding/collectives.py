@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_cephalo.stopwatch import Stopwatch
+from lightning_cephalo.observe.stopwatch import Stopwatch
 
 
 @dataclass

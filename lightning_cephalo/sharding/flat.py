@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_cephalo.observe.stopwatch import Stopwatch
 from lightning_cephalo.sharding.buffers import Buffer, BufferPool
 from lightning_cephalo.sharding.collectives import (
     Pending,
@@ -38,7 +39,6 @@ from lightning_cephalo.sharding.collectives import (
 )
 from lightning_cephalo.sharding.layout import Divider, FlatLayout
 from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spec
-from lightning_cephalo.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cephalo.accumulation.schedule import (
+from lightning_cephalo.plan.program import (
     Action,
     Operation,
     Visit,

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_cephalo.accumulation.throttle import Throttle
+from lightning_cephalo.accelerator.throttle import Throttle
 
 
 def test_a_step_begins_when_the_one_before_the_last_has_ended():

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cephalo.accumulation.agreement import Agreement
-from lightning_cephalo.accumulation.runner import MicrobatchCall, Runner
+from lightning_cephalo.execution.runner import MicrobatchCall, Runner
+from lightning_cephalo.observe.stopwatch import Stopwatch
+from lightning_cephalo.ranks.control import Agreement
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import default_mesh
 from lightning_cephalo.sharding.unit import Unit
-from lightning_cephalo.stopwatch import Stopwatch
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Mean loss of a model over a batch (a dict of tensors with samples along dimension 0)."""

@@ -14,15 +14,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW
 
-from lightning_cephalo.local_step import (
+from lightning_cephalo.adapters.optimizer import (
     _square_of_norm,
     clip_by_norm,
     clip_by_value,
     local_update,
     steps_locally,
 )
+from lightning_cephalo.adapters.supported import RowsArithmetic
 from lightning_cephalo.sharding.placement import local_part, with_rows_of
-from lightning_cephalo.support import RowsArithmetic
 
 SHARES = {"3:1": (0.75, 0.25), "3:1:0": (0.75, 0.25, 0.0)}
 

@@ -19,13 +19,13 @@ from launch import RankFailure, run_ranks
 from torch import nn
 from zoo import ZOO, build, hugging_face_loss
 
-from lightning_cephalo.accumulation.offload import (
+from lightning_cephalo.emulation import MemoryTracker
+from lightning_cephalo.execution.offload import (
     Away,
     HostMemoryError,
     HostRing,
     powers_of_two,
 )
-from lightning_cephalo.emulation import MemoryTracker
 
 TWO = Allocation(((2, 1, 2), (1, 2)), (0.7, 0.3))
 WIDTH = 64

@@ -13,10 +13,10 @@ from harness import make_runner
 from launch import run_ranks
 from torch import Tensor, nn
 
-from lightning_cephalo.accumulation.recorder import Recorder
-from lightning_cephalo.accumulation.runner import MicrobatchCall, Runner
-from lightning_cephalo.stopwatch import Share
-from lightning_cephalo.timeline import Activity, Event, Stream
+from lightning_cephalo.execution.runner import MicrobatchCall, Runner
+from lightning_cephalo.observe.recorder import Recorder
+from lightning_cephalo.observe.stopwatch import Share
+from lightning_cephalo.plan.timeline import Activity, Event, Stream
 
 UNITS, WIDTH = 4, 128
 # long against what gloo takes for 64 KB on a machine that others use as well

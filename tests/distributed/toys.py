@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from harness import Allocation
 from torch import Tensor, nn
 
-from lightning_cephalo.accumulation.runner import Runner
+from lightning_cephalo.execution.runner import Runner
 from lightning_cephalo.sharding.unit import UnitState
 
 UNEVEN = Allocation(((2, 1), (1,), ()), (0.6, 0.0, 0.4))

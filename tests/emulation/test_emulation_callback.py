@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_cephalo.accelerator.emulated.rate import measure_flops_per_s
 from lightning_cephalo.emulation import Emulation, active_device
-from lightning_cephalo.emulation.rate import measure_flops_per_s
 
 WIDTH = 256
 SAMPLES = 512

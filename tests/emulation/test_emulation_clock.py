@@ -5,8 +5,12 @@ import time
 import pytest
 from busy import by_the_clock, timed
 
-from lightning_cephalo.emulation.clock import CREDIT_LIMIT_S, ThreadActivity, VirtualClock
-from lightning_cephalo.emulation.rate import emulated_flops_per_s
+from lightning_cephalo.accelerator.emulated.clock import (
+    CREDIT_LIMIT_S,
+    ThreadActivity,
+    VirtualClock,
+)
+from lightning_cephalo.accelerator.emulated.rate import emulated_flops_per_s
 
 
 class Machine:

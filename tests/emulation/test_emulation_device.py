@@ -13,8 +13,8 @@ from busy import by_the_clock, timed
 from torch.multiprocessing import start_processes
 from torch.utils.data import DataLoader
 
+from lightning_cephalo.accelerator.emulated.rate import measure_flops_per_s
 from lightning_cephalo.emulation import EmulatedDevice, MemoryTracker, active_device
-from lightning_cephalo.emulation.rate import measure_flops_per_s
 
 WIDTH = 192
 PRODUCT_FLOPS = 2 * WIDTH**3

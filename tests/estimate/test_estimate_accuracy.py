@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_cephalo.estimate.analytic import find_efficiency, relative_errors
-from lightning_cephalo.estimate.models import work_of
+from lightning_cephalo.offline.estimate.analytic import find_efficiency, relative_errors
+from lightning_cephalo.offline.estimate.models import work_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared/data/cephalo-profiles"

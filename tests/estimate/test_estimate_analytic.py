@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cephalo.estimate.analytic import (
+from lightning_cephalo.offline.estimate.analytic import (
     KINDS,
     Efficiency,
     Measurement,
@@ -16,9 +16,9 @@ from lightning_cephalo.estimate.analytic import (
     kind_of,
     relative_errors,
 )
-from lightning_cephalo.estimate.devices import CATALOGUE, find_device
-from lightning_cephalo.estimate.efficiencies import FITTED
-from lightning_cephalo.estimate.work import Linear, ModelWork, Pass
+from lightning_cephalo.offline.estimate.devices import CATALOGUE, find_device
+from lightning_cephalo.offline.estimate.efficiencies import FITTED
+from lightning_cephalo.offline.estimate.work import Linear, ModelWork, Pass
 from lightning_cephalo.plan import PlanError
 
 WORK = ModelWork(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_cephalo.estimate import (
+from lightning_cephalo.offline.estimate import (
     Cluster,
     Curves,
     CurveTable,
@@ -15,7 +15,7 @@ from lightning_cephalo.estimate import (
     save_measured,
     work_of,
 )
-from lightning_cephalo.estimate.sources import curves_of
+from lightning_cephalo.offline.estimate.sources import curves_of
 from lightning_cephalo.plan import PlanError, Problem, predict, solve
 
 pytest.importorskip("transformers")

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from lightning_cephalo import cluster as running
-from lightning_cephalo.estimate.cluster import USABLE_SHARE, Cluster, Link
-from lightning_cephalo.estimate.collective import even_collective_s, uneven_collective_s
-from lightning_cephalo.estimate.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS
+from lightning_cephalo.accelerator import device as running
+from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS
+from lightning_cephalo.offline.estimate.cluster import USABLE_SHARE, Cluster, Link
+from lightning_cephalo.offline.estimate.collective import even_collective_s, uneven_collective_s
 from lightning_cephalo.plan import PlanError
 
 GIB = 2**30
@@ -149,7 +149,7 @@ def test_collectives_take_what_the_slowest_link_takes():
 
 def test_reading_a_cluster_does_not_load_torch():
     code = (
-        "import sys; from lightning_cephalo.estimate import Cluster;"
+        "import sys; from lightning_cephalo.offline.estimate import Cluster;"
         "Cluster.from_yaml('nodes: [{devices: {T4: 1}}]');"
         "sys.exit('torch' in sys.modules or 'cvxpy' in sys.modules)"
     )

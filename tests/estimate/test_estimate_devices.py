@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_cephalo.estimate.devices import CATALOGUE, find_device, lookup, same_name
+from lightning_cephalo.offline.estimate.devices import CATALOGUE, find_device, lookup, same_name
 from lightning_cephalo.plan import PlanError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cephalo.estimate.published import read_published
+from lightning_cephalo.offline.paper.profiles import read_published
 from lightning_cephalo.plan import PlanError, solve
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared/data/cephalo-profiles"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cephalo.estimate.models import work_of
-from lightning_cephalo.estimate.work import Linear, count_work
+from lightning_cephalo.offline.estimate.models import work_of
+from lightning_cephalo.offline.estimate.work import Linear, count_work
 from lightning_cephalo.plan import PlanError
 
 transformers = pytest.importorskip("transformers")

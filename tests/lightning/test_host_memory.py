@@ -16,8 +16,8 @@ from profiled import GPT, fit, loader
 
 from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device
-from lightning_cephalo.host_memory import HostMemory, parse_cap, with_host_memory
 from lightning_cephalo.plan import PlanError, Problem, RankProfile
+from lightning_cephalo.preparation.host_memory import HostMemory, parse_cap, with_host_memory
 
 MODEL = {"width": 32, "depth": 16, "context": 64}
 # State, gathered buffers and the boundaries of 32 samples are more than twice this, so that no plan

@@ -18,7 +18,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-from lightning_cephalo import CephaloStrategy, UnevenSLURMEnvironment, cluster
+from lightning_cephalo import CephaloStrategy, UnevenSLURMEnvironment
+from lightning_cephalo.accelerator import device as cluster
 
 TOLERANCE = 1e-5
 

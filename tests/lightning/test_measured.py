@@ -15,7 +15,7 @@ import pytest
 from common import PLANS, Net, RankFailure, in_ranks, loader, trainer
 
 from lightning_cephalo import CephaloStrategy
-from lightning_cephalo.pace import MeasuredRank
+from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.plan import PlanError
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")

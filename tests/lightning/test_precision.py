@@ -273,9 +273,9 @@ def _scale_steps(rank, overflowing, make):
     """Three updates by a scaler, one rank of which overflows in the second, and what came of it."""
     from datetime import timedelta
 
-    from lightning_cephalo.engine import Engine, Groups, UnitOptions
-    from lightning_cephalo.local_step import local_update
-    from lightning_cephalo.precision import RanksGradScaler
+    from lightning_cephalo.adapters.optimizer import local_update
+    from lightning_cephalo.adapters.precision import RanksGradScaler
+    from lightning_cephalo.execution.sharded_model import Engine, Groups, UnitOptions
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
@@ -378,7 +378,7 @@ def test_hooks_of_a_step_see_dtensors_with_and_without_a_gradient_scaler(tmp_pat
     order = [*(reversed(order) if scaled else order), "after the step"]
     assert [when for when, _ in seen] == order * 2
     assert [filled for _, filled in seen] == [False, False, True, True, True, True]
-    assert module == "lightning_cephalo.precision"
+    assert module == "lightning_cephalo.adapters.precision"
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
     assert ("scale" in saved.get("MixedPrecision", {})) is scaled
 

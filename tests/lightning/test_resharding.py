@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))
 
 from profiled import GPT, fit, loader
 
-from lightning_cephalo import CephaloStrategy, Plan, RankPlan, planning
+from lightning_cephalo import CephaloStrategy, Plan, RankPlan
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.plan import Problem
+from lightning_cephalo.preparation import prepare as planning
 
 MODEL = {"width": 64, "depth": 6, "context": 32}
 BY_HAND = Plan((RankPlan((4, 4), 0.75), RankPlan((4, 4), 0.25)))

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cephalo.estimate.published import PublishedProfiles, read_published
+from lightning_cephalo.offline.baselines import (
+    BASELINES,
+    compute_balance,
+    even,
+    proportional,
+    state_by_memory,
+)
+from lightning_cephalo.offline.paper.planner import PublishedModel, published
+from lightning_cephalo.offline.paper.profiles import PublishedProfiles, read_published
 from lightning_cephalo.plan import (
     InfeasibleError,
     Plan,
@@ -21,14 +29,6 @@ from lightning_cephalo.plan import (
     predict,
     solve,
 )
-from lightning_cephalo.plan.baselines import (
-    BASELINES,
-    compute_balance,
-    even,
-    proportional,
-    state_by_memory,
-)
-from lightning_cephalo.plan.published import PublishedModel, published
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared/data/cephalo-profiles"
 FOUR = ("l4", "l4", "a6000", "p40")
@@ -313,7 +313,7 @@ def test_published_is_refused_with_the_reason():
 
 
 def test_published_does_not_fill_a_table_without_end(monkeypatch):
-    monkeypatch.setattr("lightning_cephalo.plan._published_table._MOST_UPDATES", 10)
+    monkeypatch.setattr("lightning_cephalo.offline.paper.table._MOST_UPDATES", 10)
     with pytest.raises(SolverError, match=r"needs .* updates, more than"):
         published(problem([rank(capacity=90)] * 4, 32, state=1), FREE)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, predict
-from lightning_cephalo.plan._state import share_state
+from lightning_cephalo.plan.solver.state import share_state
 
 FAST = RankProfile("fast", [1, 1.5, 2], [2, 3, 4], [5, 6, 7], [10, 20, 30], 1000)
 SLOW = RankProfile("slow", [3], [7], [8], [10], 500)

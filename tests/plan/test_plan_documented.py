@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_cephalo.offline.baselines import even
 from lightning_cephalo.plan import Problem, RankPlan, RankProfile, predict, solve
-from lightning_cephalo.plan.baselines import even
 
 GIB = 2**30
 SIZES = range(1, 5)

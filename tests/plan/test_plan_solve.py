@@ -21,11 +21,11 @@ from lightning_cephalo.plan import (
     Problem,
     RankProfile,
     SolverError,
-    _remedies,
     predict,
     solve,
 )
-from lightning_cephalo.plan._search import Search
+from lightning_cephalo.plan.solver import remedies as _remedies
+from lightning_cephalo.plan.solver.search import Search
 
 PACKAGE = Path(plan_package.__file__).parents[1]
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo import CephaloStrategy, planning
+from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.emulation import Emulation
 from lightning_cephalo.plan import Problem
+from lightning_cephalo.preparation import prepare as planning
 
 TESTS = Path(__file__).parents[1]
 sys.path += [str(TESTS / "lightning"), str(TESTS / "distributed"), str(TESTS.parent / "examples")]

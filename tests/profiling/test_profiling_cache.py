@@ -13,8 +13,8 @@ import torch
 from profiled import GPT, fit, in_ranks, loader
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo import planning
-from lightning_cephalo.profiling import cache
+from lightning_cephalo.preparation import prepare as planning
+from lightning_cephalo.profiling import job_cache
 
 STEP = """
 from profiled import GPT
@@ -154,7 +154,7 @@ def typed(factor=1.0, count=1, name="abs"):
     """Digests of a class that no file holds."""
     names = {"GPT": GPT, "__name__": "prompt"}
     exec(AT_A_PROMPT.format(factor=factor, count=count, name=name), names)
-    return cache._sources(names["Typed"]())
+    return job_cache._sources(names["Typed"]())
 
 
 def test_classes_typed_at_a_prompt_are_told_apart():
@@ -200,19 +200,19 @@ def test_other_amounts_of_memory_are_measured_and_small_changes_planned_with(cap
     data = json.loads(path.read_text())
     ranks = data["problem"]["ranks"]
     capacities = [rank["capacity_bytes"] for rank in ranks]
-    found = cache._read(path, [0.9 * capacity for capacity in capacities])
+    found = job_cache._read(path, [0.9 * capacity for capacity in capacities])
     assert [rank.capacity_bytes for rank in found.problem.ranks] == pytest.approx(
         [0.9 * min(capacities)] * 2
     )
     for factor in (0.7, 1.4):
-        found = cache._read(path, [capacities[0], factor * capacities[1]])
+        found = job_cache._read(path, [capacities[0], factor * capacities[1]])
         assert found.problem is None and "rank 1 may fill" in found.said
     unknown = [float("inf")] * 2
-    assert cache._read(path, unknown).problem is None
+    assert job_cache._read(path, unknown).problem is None
     data["problem"]["ranks"] = [{**rank, "capacity_bytes": "inf"} for rank in ranks]
     path.write_text(json.dumps(data))
-    assert cache._read(path, unknown).problem is not None
-    assert cache._read(path, [1e9]).problem is None  # of another number of ranks
+    assert job_cache._read(path, unknown).problem is not None
+    assert job_cache._read(path, [1e9]).problem is None  # of another number of ranks
 
 
 def test_emulated_devices_are_measured_at_every_start():

@@ -3,9 +3,12 @@
 import pytest
 from torch.distributed import DistBackendError
 
-from lightning_cephalo.accumulation.memory_errors import is_out_of_memory
+from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.plan import RankProfile
-from lightning_cephalo.profiling.compute import (
+from lightning_cephalo.profiling.measure import pooled
+from lightning_cephalo.profiling.memory_model import Kept, compute_curve
+from lightning_cephalo.profiling.probe import Times
+from lightning_cephalo.profiling.sweep import (
     Measured,
     _by_device,
     _disturbed,
@@ -16,9 +19,6 @@ from lightning_cephalo.profiling.compute import (
     _useful,
     ladder,
 )
-from lightning_cephalo.profiling.memory import Kept, compute_curve
-from lightning_cephalo.profiling.probe import Times
-from lightning_cephalo.profiling.profile import pooled
 
 
 def rank(name: str, per_sample_s: float, length: int = 4, capacity_bytes: float = 1e9):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
-from lightning_cephalo import planning
+from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.profiling.isolation import preserved_state
 
 

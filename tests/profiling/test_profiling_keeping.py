@@ -11,7 +11,7 @@ from lightning_cephalo import CephaloStrategy, Plan
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.plan import RankPlan, RankProfile, predict
 from lightning_cephalo.profiling.keeping import _reaching
-from lightning_cephalo.profiling.profile import pooled
+from lightning_cephalo.profiling.measure import pooled
 
 MODEL = {"width": 64, "depth": 6, "context": 32}
 

@@ -12,10 +12,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from profiled import GPT, BatchNormNet, fit, in_ranks, loader, profile
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_cephalo import Problem, RankProfile, planning, solve
-from lightning_cephalo.estimate import cached_tables
-from lightning_cephalo.profiling.profile import balanced_step_s
-from lightning_cephalo.profiling.remember import remember
+from lightning_cephalo import Problem, RankProfile, solve
+from lightning_cephalo.offline.estimate import cached_tables
+from lightning_cephalo.preparation import prepare as planning
+from lightning_cephalo.profiling.measure import balanced_step_s
+from lightning_cephalo.profiling.save_curves import remember
 
 
 def problem_of_a_gpt(**options):

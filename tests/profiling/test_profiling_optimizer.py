@@ -16,8 +16,8 @@ from torch import nn
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from launch import run_ranks
 
-from lightning_cephalo.engine import Engine, Groups, UnitOptions
-from lightning_cephalo.local_step import local_update
+from lightning_cephalo.adapters.optimizer import local_update
+from lightning_cephalo.execution.sharded_model import Engine, Groups, UnitOptions
 from lightning_cephalo.profiling.optimizer import clipping, optimizer_time
 
 

@@ -13,9 +13,9 @@ from zoo import build
 
 from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device
-from lightning_cephalo.pace import predicted_busy_s
+from lightning_cephalo.observe.pace import predicted_busy_s
 from lightning_cephalo.plan import cost
-from lightning_cephalo.profiling import profile as profiling
+from lightning_cephalo.profiling import measure as profiling
 
 SPEEDS, SAMPLES = (3.0, 1.0), 8
 

@@ -1,0 +1,1 @@
+"""The one room that knows devices: real and emulated."""

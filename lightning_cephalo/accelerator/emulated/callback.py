@@ -1,0 +1,187 @@
+"""A Lightning callback that makes the ranks of one machine as unequal as wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_cephalo.accelerator.emulated.device import EmulatedDevice
+from lightning_cephalo.accelerator.emulated.rate import (
+    emulated_flops_per_s,
+    measure_flops_per_s,
+    usable_processors,
+)
+
+__all__ = ["Emulation"]
+
+
+class Emulation(Callback):
+    """Gives every rank of a CPU run an emulated device of its own speed and memory.
+
+    ::
+
+        Trainer(accelerator="cpu", devices=2, strategy="ddp", callbacks=[Emulation(speeds=(3, 1))])
+
+    The device is entered in ``setup``, before the strategy touches the model, and left in
+    ``teardown`` or ``on_exception``. One torch thread per rank meanwhile. The clock is synchronised
+    at the end of every batch: put this callback first, so that others measure true step times, from
+    the end of one batch to the end of the next (data loading in between is hidden like other host
+    work; to time a part, call :meth:`EmulatedDevice.synchronize` before and after it).
+    Parameters and optimizer state count as device memory from the moment at which training,
+    validation, testing or predicting starts; everything that operators make counts at once.
+
+    Works with any strategy and launcher whose ranks all run on this machine.
+
+    Args:
+        speeds: Relative speed of every global rank; any unit.
+        capacity_bytes: Device memory of every global rank; None, or None for a rank: no limit.
+        total_flops_per_s: Sum of all ranks' rates. By default rank 0 measures this machine and all
+            take the largest total at which the ratios hold (see
+            ``emulated_flops_per_s`` in ``accelerator/emulated/rate.py``). Give it to make
+            a run repeatable to the millisecond; too high a rate breaks the ratios silently.
+
+    Raises:
+        ValueError: On construction, for a speed, capacity or total that is not a positive number,
+            or lengths that differ; in ``setup``, on every rank, when there are not as many ranks as
+            speeds.
+        torch.OutOfMemoryError: While running, on a rank whose tensors exceed its capacity.
+    """
+
+    def __init__(
+        self,
+        speeds: Sequence[float] = (3, 1),
+        capacity_bytes: Sequence[int | None] | None = None,
+        total_flops_per_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.speeds = tuple(float(speed) for speed in speeds)
+        if not self.speeds or not all(speed > 0 and math.isfinite(speed) for speed in self.speeds):
+            raise ValueError(f"speeds: expected a positive number per rank, got {speeds!r}.")
+        if total_flops_per_s is not None and not (
+            total_flops_per_s > 0 and math.isfinite(total_flops_per_s)
+        ):
+            raise ValueError(
+                f"total_flops_per_s: expected a positive number or None, got {total_flops_per_s!r}."
+            )
+        self.total_flops_per_s = total_flops_per_s
+        self.capacity_bytes = (
+            (None,) * len(self.speeds) if capacity_bytes is None else tuple(capacity_bytes)
+        )
+        if len(self.capacity_bytes) != len(self.speeds):
+            raise ValueError(
+                f"capacity_bytes: expected one for each of the {len(self.speeds)} speeds, got "
+                f"{len(self.capacity_bytes)}: {capacity_bytes!r}."
+            )
+        for capacity in self.capacity_bytes:
+            if capacity is not None and not capacity > 0:
+                raise ValueError(
+                    f"capacity_bytes: expected positive numbers or None, got {capacity_bytes!r}."
+                )
+        self._device: EmulatedDevice | None = None
+        self._threads = 0
+        self._measured: tuple[float, ...] | None = None
+
+    @property
+    def device(self) -> EmulatedDevice | None:
+        """This rank's device between ``setup`` and ``teardown``, else None."""
+        return self._device
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._device is not None:
+            return
+        if trainer.world_size != len(self.speeds):
+            raise ValueError(
+                f"Emulation has speeds for {len(self.speeds)} ranks, got {trainer.world_size}. "
+                f"Use Trainer(devices={len(self.speeds)}) or as many speeds as ranks."
+            )
+        flops_per_s = self._rates(trainer)[trainer.global_rank]
+        device = EmulatedDevice(
+            flops_per_s=flops_per_s,
+            capacity_bytes=self.capacity_bytes[trainer.global_rank],
+            name=f"cpu x{self.speeds[trainer.global_rank]:g}",
+        )
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._device = device.__enter__()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave(None)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._leave(exception)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._track(pl_module, *[optimizer.state for optimizer in trainer.optimizers])
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._track(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._track(pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._track(pl_module)
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._forget_delays()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._forget_delays()
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self._synchronize()
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self._synchronize()
+
+    def on_test_batch_end(self, *_: Any, **__: Any) -> None:
+        self._synchronize()
+
+    def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
+        self._synchronize()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A device belongs to the thread that entered it: a copy of the callback starts without one.
+        return {**self.__dict__, "_device": None}
+
+    def _rates(self, trainer: Trainer) -> tuple[float, ...]:
+        if self.total_flops_per_s is not None:
+            return tuple(self.total_flops_per_s * speed / sum(self.speeds) for speed in self.speeds)
+        if self._measured is None:
+            measured: tuple[float, ...] = ()
+            if trainer.global_rank == 0:
+                processors = usable_processors()
+                core_flops_per_s = measure_flops_per_s(min(processors, len(self.speeds)))
+                measured = emulated_flops_per_s(self.speeds, core_flops_per_s, processors)
+            # Each rank measuring for itself would give ratios as noisy as the machine.
+            self._measured = trainer.strategy.broadcast(measured, src=0)
+        return self._measured
+
+    def _track(self, *values: Any) -> None:
+        if self._device is not None:
+            self._device.track(*values)
+        self._forget_delays()
+
+    def _synchronize(self) -> None:
+        # What the optimizer and the loop cost this host after the step's last collective is caught
+        # up in the next step, so that steps take their virtual time on average.
+        if self._device is not None:
+            self._device.synchronize(keep_credit=True)
+
+    def _forget_delays(self) -> None:
+        # A second of setting up, or of writing a checkpoint, must not make the next steps too fast.
+        if self._device is not None:
+            self._device.synchronize()
+
+    def _leave(self, exception: BaseException | None) -> None:
+        device, self._device = self._device, None
+        if device is None:
+            return
+        device.__exit__(None if exception is None else type(exception), exception, None)
+        torch.set_num_threads(self._threads)

@@ -1,0 +1,212 @@
+"""A device of a given speed and memory, played by the CPU of this process."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+
+# Private, and the only way to see the stack of this thread (a variable of our own would be wrong
+# in other threads, and a context variable in greenlets). tests/emulation says when it changes.
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_cephalo.accelerator.emulated.clock import ThreadActivity, VirtualClock
+from lightning_cephalo.accelerator.emulated.memory import MemoryTracker
+from lightning_cephalo.accelerator.emulated.operators import FlopCounter, Operator, bytes_in
+
+__all__ = ["EmulatedDevice", "active_device"]
+
+
+class EmulatedDevice(MemoryTracker):
+    """Runs the operators of a ``with`` block at the pace and in the memory of another device.
+
+    ::
+
+        with EmulatedDevice(flops_per_s=5e9, capacity_bytes=2**30, name="small") as device:
+            step()
+            device.synchronize()
+
+    Results are those of the CPU, bit for bit; only time passes more slowly. The host runs ahead of
+    the device, as with a GPU, and waits for it before every collective, in :meth:`synchronize`, and
+    at the end of the block. Set ``torch.set_num_threads(1)``, and keep ``flops_per_s`` well under
+    what one core really does: an emulated device cannot be faster than the machine.
+
+    Args:
+        flops_per_s: Floating-point operations per second. None: as fast as the CPU is.
+        bytes_per_s: Memory bandwidth: if given, an operator costs its FLOPs over ``flops_per_s``
+            plus the bytes that it reads and writes over this.
+        capacity_bytes: Bytes of live tensors that fit. None sets no limit.
+        name: For messages and tables.
+
+    Raises:
+        ValueError: On construction, when a rate or the capacity is not a positive number.
+        torch.OutOfMemoryError: Inside the block, by the operator (or the :meth:`track`) whose
+            result does not fit; the result is dropped and the block can go on.
+
+    See the package's docstring for what is faithful and what is not.
+    """
+
+    def __init__(
+        self,
+        *,
+        flops_per_s: float | None = None,
+        bytes_per_s: float | None = None,
+        capacity_bytes: int | None = None,
+        name: str = "emulated",
+    ) -> None:
+        super().__init__()
+        for key, value in (
+            ("flops_per_s", flops_per_s),
+            ("bytes_per_s", bytes_per_s),
+            ("capacity_bytes", capacity_bytes),
+        ):
+            _check_positive(key, name, value)
+        self.name = name
+        self.flops_per_s = flops_per_s
+        self.bytes_per_s = bytes_per_s
+        self.capacity_bytes = capacity_bytes
+        self._flops = 0
+        self._busy_s = 0.0
+        self._blocked_s = 0.0
+        self._counter = FlopCounter()
+        self._activity: ThreadActivity | None = None
+        self._clock: VirtualClock | None = None
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations done so far, over all entries."""
+        return self._flops
+
+    @property
+    def busy_s(self) -> float:
+        """Virtual seconds of work done so far, over all entries: what noise cannot touch."""
+        return self._busy_s
+
+    def change_capacity(self, capacity_bytes: int | None) -> None:
+        """Gives the device another memory, as a cap for one process does on a GPU.
+
+        The peak starts anew. Where more is alive already, the next allocation is refused.
+
+        Args:
+            capacity_bytes: Bytes of live tensors that fit from now on. None sets no limit.
+
+        Raises:
+            ValueError: When it is not a positive number.
+        """
+        _check_positive("capacity_bytes", self.name, capacity_bytes)
+        self.capacity_bytes = capacity_bytes
+        self.reset_peak()
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds in which the device had nothing to do while its host was blocked, over all
+        entries: waiting for other ranks, and communication that no compute hides. Up to date after
+        :meth:`synchronize`.
+        """
+        current_s = 0.0 if self._clock is None else self._clock.blocked_s
+        return self._blocked_s + current_s
+
+    @property
+    def done_s(self) -> float:
+        """When the device is done with the work given to it so far, by ``time.perf_counter``; in
+        the past if it waits for more, and outside of the ``with`` block.
+        """
+        return -math.inf if self._clock is None else self._clock.done_s
+
+    def synchronize(self, *, keep_credit: bool = False) -> None:
+        """Blocks until the device has done its work, as ``torch.cuda.synchronize`` does.
+
+        Between two calls at least the work's virtual time passes, so a measurement of it is never
+        too short: that the host was late before the first call does not speed up what follows.
+        Does nothing outside the ``with`` block.
+
+        Args:
+            keep_credit: Let the host catch up afterwards for what it was late until now (up to
+                0.25 s). For marks inside a run whose total time matters more than its parts.
+        """
+        if self._clock is not None and self._process == os.getpid():
+            self._clock.wait()
+            if not keep_credit:
+                self._clock.forfeit()
+
+    def __enter__(self) -> EmulatedDevice:
+        super().__enter__()
+        if self._depth == 1:
+            torch.empty(0)  # the first operator under a mode imports torch._dynamo: about a second
+            self._activity = ThreadActivity()
+            self._clock = VirtualClock(active=self._activity)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._depth == 1:
+            if not exception or exception[0] is None:
+                self.synchronize()
+            self._blocked_s = self.blocked_s
+            self._clock = None
+            if self._activity is not None:
+                self._activity.close()
+                self._activity = None
+        super().__exit__(*exception)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(name={self.name!r}, flops_per_s={self.flops_per_s}, "
+            f"bytes_per_s={self.bytes_per_s}, capacity_bytes={self.capacity_bytes})"
+        )
+
+    def _before(self, operator: Operator) -> None:
+        if self._clock is not None and operator.collective:
+            self._clock.wait()
+
+    def _after(
+        self, function: Any, operator: Operator, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        cost_s = 0.0
+        if operator.flops is not None and not getattr(args[0], "is_meta", False):
+            flops = self._counter.count(function, operator.flops, args, kwargs, result)
+            self._flops += flops
+            if self.flops_per_s is not None:
+                cost_s = flops / self.flops_per_s
+        if self.bytes_per_s is not None and operator.moves_data and not operator.collective:
+            moved_bytes = bytes_in(args) + bytes_in(tuple(kwargs.values())) + bytes_in(result)
+            cost_s += moved_bytes / self.bytes_per_s
+        self._busy_s += cost_s
+        if self._clock is None:
+            return
+        self._clock.advance(cost_s)
+        if operator.collective or operator.waits:
+            self._clock.suspect()
+
+    def _refuse(self, wanted_bytes: int) -> torch.OutOfMemoryError | None:
+        if self.capacity_bytes is None or self._current_bytes <= self.capacity_bytes:
+            return None
+        live_bytes = self._current_bytes - wanted_bytes
+        return torch.OutOfMemoryError(
+            f"Emulated device {self.name!r} out of memory. Tried to allocate "
+            f"{_readable(wanted_bytes)}: {_readable(live_bytes)} are live already and the capacity "
+            f"is {_readable(self.capacity_bytes)}."
+        )
+
+
+def active_device() -> EmulatedDevice | None:
+    """The emulated device that the operators of this thread run on: the innermost, if any.
+
+    None in another thread, and in a process forked inside the block (a DataLoader worker).
+    """
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, EmulatedDevice) and mode._process == os.getpid():
+            return mode
+    return None
+
+
+def _check_positive(key: str, name: str, value: float | None) -> None:
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise ValueError(
+            f"{key} of device {name!r}: expected a positive number or None, got {value!r}."
+        )
+
+
+def _readable(count_bytes: int) -> str:
+    return f"{count_bytes} bytes ({count_bytes / 2**20:.2f} MiB)"

@@ -1,0 +1,302 @@
+"""Bytes of live tensors, counted from outside the allocator."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_cephalo.accelerator.emulated.operators import Operator, describe, tensors_in
+
+__all__ = ["MemoryTracker"]
+
+
+class _Live:
+    """A storage that is alive, and the bytes it had when last looked at."""
+
+    __slots__ = ("nbytes", "storage")
+
+    def __init__(self, storage: ReferenceType[torch.UntypedStorage], nbytes: int) -> None:
+        self.storage = storage
+        self.nbytes = nbytes
+
+
+class _EagerStance:
+    """torch's stance towards compiling, eager while any tracker is active.
+
+    The stance is the whole process's. Trackers of several threads overlap without being nested, and
+    one that put back what it found would leave the other's behind for good.
+    """
+
+    _lock = threading.Lock()
+    _active = 0
+    _stance: Any = None
+
+    @classmethod
+    def enter(cls) -> None:
+        with cls._lock:
+            cls._active += 1
+            if cls._active == 1:
+                cls._stance = torch.compiler.set_stance("force_eager")
+
+    @classmethod
+    def leave(cls) -> None:
+        with cls._lock:
+            cls._active -= 1
+            if cls._active == 0:
+                cls._stance.__exit__(None, None, None)
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make inside the ``with`` block.
+
+    ::
+
+        with MemoryTracker() as tracker:
+            loss = model(batch).sum()
+            loss.backward()
+        print(tracker.peak_bytes)
+
+    Tensors that were there before do not count unless :meth:`track` names them; ``torch.device
+    ("meta")`` and fake tensors never do; a DTensor counts with its local shard. Works inside
+    another tracker or an emulated device, which then see the same operators. Only the thread and
+    the process that entered the block are watched.
+
+    Functions of ``torch.compile`` run eagerly inside, and compiled again afterwards.
+
+    On CUDA, ``torch.cuda.max_memory_allocated`` is the better instrument.
+
+    Source: ``torch.distributed._tools.MemTracker`` for storages by weak reference; that one is
+    private, replaces ``UntypedStorage.resize_`` in the whole process and is about ten times slower.
+    """
+
+    # Without this torch refuses every higher-order operator (control flow, say) under the mode.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operators: dict[Any, Operator] = {}
+        self._live: dict[int, _Live] = {}
+        # A storage can die in any thread (a gloo worker drops the last reference) and in the middle
+        # of any statement here (garbage collection): only the append, which is atomic, happens then
+        self._freed: deque[int] = deque()
+        self._current_bytes = 0
+        self._peak_bytes = 0
+        self._depth = 0
+        self._process = 0
+        self._is_paused = False
+        self._eager: Any = None
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes of the counted storages that are alive now."""
+        self._measure()
+        self._peak_bytes = max(self._peak_bytes, self._current_bytes)
+        return self._current_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once since the first entry or the last :meth:`reset_peak`."""
+        return max(self._peak_bytes, self.current_bytes)
+
+    def reset_peak(self) -> None:
+        """Starts a new peak from the bytes that are alive now."""
+        self._measure()
+        self._peak_bytes = self._current_bytes
+
+    def track(self, *values: Any) -> None:
+        """Counts tensors that were not made inside the block.
+
+        Args:
+            values: Tensors, modules (parameters with their gradients, and buffers), and mappings
+                and sequences of them. What is counted already, or is no tensor, is left alone.
+
+        Raises:
+            torch.OutOfMemoryError: By a device with a capacity, when they do not fit.
+        """
+        before_bytes = self._current_bytes
+        for storage in _storages(values):
+            if id(storage) not in self._live:
+                self._add(storage)
+        self._check(self._current_bytes - before_bytes)
+
+    def untrack(self, *values: Any) -> None:
+        """Stops counting tensors, for example those that stand for host memory on a CPU.
+
+        Args:
+            values: As in :meth:`track`. What is not counted is left alone.
+        """
+        for storage in _storages(values):
+            live = self._live.pop(id(storage), None)
+            if live is not None:
+                self._freed.append(live.nbytes)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what operators do inside: on tensors that stand for host memory on a CPU.
+
+        What was counted before still counts until it is freed.
+        """
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __enter__(self) -> Any:
+        self._process = os.getpid()
+        self._depth += 1
+        if self._depth == 1:
+            # Else torch.compile, which does not compile under a mode, would remember that of every
+            # function that is called inside, and never run it compiled again.
+            _EagerStance.enter()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._depth -= 1
+        super().__exit__(*exception)
+        if self._depth == 0:
+            _EagerStance.leave()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # A DataLoader worker forked from inside the block inherits the mode: its tensors are host
+        # memory of another process. Fake tensors (DTensor plans with them) only look real.
+        if self._is_paused or os.getpid() != self._process or FakeTensor in types:
+            return func(*args, **kwargs)
+        if types and any(_dispatches_itself(kind) for kind in types):
+            return NotImplemented  # DTensor and the like: the local operators inside come back here
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = describe(func)
+        if operator.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
+        self._before(operator)
+        result = func(*args, **kwargs)
+        self._after(func, operator, args, kwargs, result)
+        before_bytes = self._current_bytes
+        self._observe(operator, args, kwargs, result)
+        try:
+            self._check(self._current_bytes - before_bytes)
+        except torch.OutOfMemoryError:
+            # The traceback keeps this frame alive, and a real allocation would not have happened.
+            del result
+            raise
+        return result
+
+    def _before(self, operator: Operator) -> None:
+        """What a device does before an operator runs."""
+
+    def _after(
+        self, function: Any, operator: Operator, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        """What a device does after an operator has run."""
+
+    def _refuse(self, wanted_bytes: int) -> torch.OutOfMemoryError | None:
+        """The error of a device that cannot hold what is alive; the bytes are exact when asked."""
+        return None
+
+    def _observe(self, operator: Operator, args: Any, kwargs: Any, result: Any) -> None:
+        live = self._live
+        seen = set()
+        for tensor in tensors_in((args, tuple(kwargs.values())) if kwargs else args):
+            storage = _storage(tensor)
+            if storage is None:
+                continue
+            seen.add(id(storage))
+            known = live.get(id(storage))
+            if known is not None and known.nbytes != (nbytes := storage.nbytes()):
+                self._current_bytes += nbytes - known.nbytes
+                known.nbytes = nbytes
+        if not operator.makes_storage:
+            return
+        for tensor in tensors_in(result):
+            storage = _storage(tensor)
+            if storage is None or id(storage) in live:
+                continue
+            if operator.adopts or id(storage) not in seen:
+                self._add(storage)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type == "meta":
+            return
+        key = id(storage)
+
+        def forget(_: Any) -> None:
+            gone = self._live.pop(key, None)
+            if gone is not None:
+                self._freed.append(gone.nbytes)
+
+        nbytes = storage.nbytes()
+        self._live[key] = _Live(ref(storage, forget), nbytes)
+        self._current_bytes += nbytes
+
+    def _drain(self) -> None:
+        while self._freed:
+            self._current_bytes -= self._freed.popleft()
+
+    def _measure(self) -> None:
+        # UntypedStorage.resize_ is no operator, and replacing it would reach beyond this block. So
+        # what shrank unseen is found by looking again, which is needed only where it matters: for a
+        # new peak, for a refusal, and when somebody asks.
+        self._drain()
+        for live in list(self._live.values()):
+            storage = live.storage()
+            if storage is not None and (nbytes := storage.nbytes()) != live.nbytes:
+                self._current_bytes += nbytes - live.nbytes
+                live.nbytes = nbytes
+
+    def _check(self, wanted_bytes: int) -> None:
+        self._drain()
+        if self._current_bytes <= self._peak_bytes:
+            return
+        self._measure()
+        if self._current_bytes <= self._peak_bytes:
+            return
+        refusal = self._refuse(wanted_bytes)
+        if refusal is not None:
+            raise refusal
+        self._peak_bytes = self._current_bytes
+
+
+def _dispatches_itself(kind: type) -> bool:
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own is not None and own is not Tensor.__torch_dispatch__
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have none
+        return None
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    if isinstance(value, Tensor):
+        if value.is_leaf and value.grad is not None:  # reading it elsewhere warns
+            yield from _storages(value.grad)
+        if hasattr(value, "__tensor_flatten__"):
+            # a wrapper's own storage is a fiction: a DTensor's has the size of the whole tensor
+            for name in value.__tensor_flatten__()[0]:
+                yield from _storages(getattr(value, name))
+        elif (storage := _storage(value)) is not None:
+            yield storage
+    elif isinstance(value, nn.Module):
+        yield from _storages([*value.parameters(), *value.buffers()])
+    elif isinstance(value, Mapping):
+        yield from _storages(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _storages(item)

@@ -1,0 +1,134 @@
+"""Ordinary Lightning checkpoints from shards, and shards from ordinary checkpoints.
+
+A checkpoint holds plain full tensors under the user's names, as a single-device run writes it, so
+that it says nothing of the plan or of the number of ranks. Tensors are gathered one at a time to
+the CPU of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from lightning_cephalo.execution.sharded_model import to_full
+from lightning_cephalo.sharding.materialise import on_cpu
+from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, with_rows_of
+
+
+def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
+    """Return ``module.state_dict()`` with full tensors; collective.
+
+    Args:
+        module: The sharded model.
+        keep: Whether this rank wants the values (rank 0); others get an empty dict.
+    """
+    seen: dict[int, Any] = {}
+    result: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            if id(value) not in seen:  # tied weights are written as one tensor, as torch does
+                seen[id(value)] = to_full(value, keep)
+            value = seen[id(value)]
+        result[name] = value
+    return result if keep else {}
+
+
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load full tensors into a model, sharded or not; every rank has all of ``state``."""
+    _make_room(module, state)
+    parameters = {**dict(module.named_parameters(remove_duplicate=False))}
+    sharded = {
+        name: _like(parameters[name], value)
+        if name in parameters and isinstance(value, Tensor)
+        else value
+        for name, value in state.items()
+    }
+    with torch.no_grad():
+        module.load_state_dict(sharded, strict=strict)
+
+
+def _make_room(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Put those parameters and buffers that are on the meta device, and in ``state``, on the CPU.
+
+    Into meta tensors torch would load nothing. What ``state`` lacks stays on meta, to be
+    initialised when the model is sharded; tied weights stay tied.
+    """
+    places = [
+        (f"{prefix}.{name}" if prefix else name, table, name)
+        for prefix, inner in module.named_modules(remove_duplicate=False)
+        for table in (inner._parameters, inner._buffers)
+        for name in table
+    ]
+    room: dict[int, Tensor] = {}
+    for full_name, table, name in places:
+        value = table[name]
+        if value is not None and value.is_meta and full_name in state and id(value) not in room:
+            room[id(value)] = on_cpu(value)
+    for table, name, made in [(t, n, room.get(id(t[n]))) for _, t, n in places]:
+        if made is not None:
+            table[name] = made
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """Take this rank's rows of a full tensor, if ``parameter`` is sharded and shapes agree."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != parameter.shape:
+        return value
+    placement = parameter.placements[0]
+    local = local_part(parameter)
+    if isinstance(placement, Rows):
+        rank = parameter.device_mesh.get_local_rank()
+        first, end = placement.rows[rank]
+        value = value[first:end]
+    elif not isinstance(placement, Replicate):
+        raise TypeError(f"Expected a parameter in rows or replicated, got {placement}.")
+    dtype = local.dtype if value.is_floating_point() else value.dtype
+    # a copy: the full tensor it is a part of must not be kept alive by the optimizer
+    mine = value.detach().to(local.device, dtype, copy=True).contiguous()
+    return as_dtensor(mine, parameter._spec)
+
+
+def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()`` with full tensors; collective; empty unless ``keep``."""
+    state = optimizer.state_dict()
+    parameters = dict(_numbered_parameters(state, optimizer))
+    full = {
+        index: {
+            name: to_full(with_rows_of(value, parameters[index]), keep)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in entries.items()
+        }
+        for index, entries in state["state"].items()
+    }
+    return {**state, "state": full} if keep else {}
+
+
+def _numbered_parameters(
+    state: Mapping[str, Any], optimizer: Optimizer
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the parameters with their numbers in an optimizer's state dict."""
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        yield from zip(saved["params"], group["params"], strict=False)
+
+
+def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load an optimizer state of full tensors; every rank has all of ``state``."""
+    parameters = dict(_numbered_parameters(state, optimizer))
+    sharded = {
+        index: {
+            # a step count has the shape of a 0-d parameter, but is a plain number on every rank
+            name: _like(parameters[index], value)
+            if isinstance(value, Tensor) and index in parameters and name != "step"
+            else value
+            for name, value in entries.items()
+        }
+        for index, entries in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": sharded})

@@ -1,0 +1,356 @@
+"""``self.log`` when a step is several microbatches, and ranks have different numbers of them.
+
+Lightning synchronises inside every ``self.log`` call and keeps the last call's value. Both are
+wrong here: ranks call it differently often (a hang), and the last microbatch is not the batch.
+So while a microbatch runs its values are only collected; after the step each key gets one value,
+the weighted mean (or sum, minimum, maximum) over microbatches and, for ``sync_dist=True``, over
+ranks. What Lightning accumulates for the epoch is this rank's part of that value.
+
+==================  ================================================================================
+weight of a value   the ``batch_size`` given to ``self.log``; else the ``"weight"`` that
+                    ``training_step`` returned; else the microbatch's samples
+torchmetrics        collected by the object itself, exactly; its value of a *step* is the weighted
+                    mean over microbatches, exact for metrics that are means over samples
+no samples          a rank without samples in a step takes over the other ranks' value
+==================  ================================================================================
+
+[Note: Lightning's result collection] ``trainer._results`` and its metrics are private; they are
+touched in this file only, and ``tests/lightning/test_logging.py`` fails when they change.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_cephalo.adapters.torchmetrics import prepare_states, states_of
+from lightning_cephalo.ranks.control import Agreement
+
+
+class _Samples(int):
+    """A batch size that the user has not given himself."""
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """One call of ``self.log`` in a microbatch."""
+
+    microbatch: int
+    value: Tensor
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class _Combined:
+    """What this rank's microbatches logged under one key, as one value.
+
+    Attributes:
+        value: The weighted mean, the sum, or the extreme.
+        weight: Of this rank's value among all ranks'.
+        samples: What Lightning counts it with in the mean of an epoch.
+        scaled: Whether weight and samples are the same quantity.
+
+    The value stays a tensor: reading it would make the host wait for the device in every step.
+    """
+
+    value: Tensor
+    weight: float
+    samples: int
+    scaled: bool
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A logged key as a rank needs to know it that has not logged it itself."""
+
+    key: str
+    options: dict[str, Any]
+    dataloader_idx: int | None
+    metric_attribute: str | None
+
+
+class StepLog:
+    """Collects what the microbatches of one step log.
+
+    Args:
+        results: The trainer's result collection of the running loop, or None.
+        sample_counts: Samples of each of this rank's microbatches; may be filled later.
+        metrics: The module's torchmetrics objects, by their names.
+
+    Attributes:
+        weight: Of this rank's step among all ranks', where no one else says (evaluation).
+    """
+
+    def __init__(
+        self,
+        results: Any,
+        sample_counts: Sequence[int],
+        metrics: Sequence[tuple[str, Metric]] = (),
+    ) -> None:
+        self._results = results
+        self._sample_counts = sample_counts
+        self._metrics = metrics
+        self._microbatch = 0
+        self._calls: dict[str, list[_Logged]] = {}
+        self._metric_values: dict[str, dict[int, Any]] = {}
+        self.weight = 0.0
+
+    # -- while microbatches run ---------------------------------------------------------------
+
+    def resume(self, microbatch: int) -> None:
+        """A microbatch goes on: collect what it logs."""
+        if self._results is None:
+            return
+        self._microbatch = microbatch
+        self._results.batch_size = _Samples(self._sample_counts[microbatch])
+        self._results.update_metrics = self._collect  # on the instance, until pause
+
+    def pause(self, microbatch: int) -> None:
+        """A microbatch has parked or returned."""
+        if self._results is not None:
+            self._results.__dict__.pop("update_metrics", None)
+
+    def _collect(self, key: str, value: Any, batch_size: int) -> None:
+        metric = self._results[key]
+        metric.has_reset = False
+        metric.__dict__.pop("_cephalo_borrowed", None)
+        if metric.is_tensor:
+            self._calls.setdefault(key, []).append(_Logged(self._microbatch, value, batch_size))
+        else:
+            type(self._results).update_metrics(self._results, key, value, batch_size)
+            self._metric_values.setdefault(key, {})[self._microbatch] = metric._forward_cache
+
+    def note(self) -> tuple[float, ...]:
+        """What all ranks must know: the keys, whether values are shared, samples, and weight."""
+        self.pause(self._microbatch)
+        # numbers travel as float64, which holds every checksum of 32 bits
+        updated = ("1" if metric._update_count else "0" for _, metric in self._metrics)
+        checksum = zlib.crc32("\n".join([*self._live(), *updated]).encode())
+        synced = any(self._synced(key) for key in self._live())
+        return float(checksum), float(synced), float(sum(self._sample_counts)), self.weight
+
+    @property
+    def _idle(self) -> bool:
+        return not sum(self._sample_counts)
+
+    def _live(self) -> dict[str, Any]:
+        """Keys logged since they were last reset at the end of an epoch."""
+        items = (self._results or {}).items()
+        return {
+            key: metric
+            for key, metric in items
+            if not metric.has_reset and not metric.meta.sync.rank_zero_only
+        }
+
+    def _synced(self, key: str) -> bool:
+        metric = self._results[key]
+        return bool(metric.is_tensor and metric.meta.on_step and metric.meta.sync.should)
+
+    # -- after the step -----------------------------------------------------------------------
+
+    def finish(
+        self,
+        weights: Sequence[float],
+        notes: Sequence[Sequence[float]],
+        agreement: Agreement,
+        module: torch.nn.Module,
+        sync: Callable[..., Any],
+        total_weight: float | None = None,
+    ) -> None:
+        """Combine the values; collective exactly when the notes of all ranks say so.
+
+        Args:
+            weights: Of this rank's microbatches.
+            notes: :meth:`note` of every rank.
+            agreement: Exchanges between ranks.
+            module: The LightningModule, which holds the torchmetrics objects that were logged.
+            sync: Lightning's reduce function, for keys that this rank has not logged itself.
+            total_weight: Of all microbatches of all ranks; None: the sum of the noted ones.
+        """
+        samples = sum(row[2] for row in notes)
+        total = sum(row[3] for row in notes) if total_weight is None else total_weight
+        weight_of_sample = total / samples if samples else 1.0
+        own = {key: self._combined(key, calls, weights) for key, calls in self._calls.items()}
+        for key, values in self._metric_values.items():
+            self._combine_metric(key, values, weights)
+        differ = len({row[0] for row in notes}) > 1
+        if differ:
+            self._agree_on_keys(agreement, module, sync)
+        for key, combined in own.items():
+            self._accumulate(key, combined, weight_of_sample)
+        idle = any(not row[2] for row in notes)
+        if differ or idle or any(row[1] for row in notes):
+            self._share(own, agreement, samples)
+
+    def _combined(self, key: str, calls: Sequence[_Logged], weights: Sequence[float]) -> _Combined:
+        values = torch.stack([call.value.detach().double().reshape(()) for call in calls])
+        reduce_fx = self._results[key].meta.reduce_fx
+        samples = sum(int(call.batch_size) for call in calls)
+        if reduce_fx is not torch.mean:
+            return _Combined(reduce_fx(values), 1.0, samples, True)
+        given = not all(isinstance(call.batch_size, _Samples) for call in calls)
+        shares = [float(call.batch_size) if given else weights[call.microbatch] for call in calls]
+        weight = sum(shares)
+        if not weight:
+            return _Combined(values.mean(), 0.0, samples, given)
+        share = torch.tensor(shares, dtype=torch.float64).to(values.device, non_blocking=True)
+        return _Combined((values * share).sum() / weight, weight, samples, given)
+
+    def _combine_metric(self, key: str, values: dict[int, Any], weights: Sequence[float]) -> None:
+        found = {
+            index: value
+            for index, value in values.items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+        total = sum(weights[index] for index in found)
+        if len(found) > 1 and total:
+            self._results[key]._forward_cache = sum(
+                value.detach() * (weights[index] / total) for index, value in found.items()
+            )
+
+    def _accumulate(self, key: str, combined: _Combined, weight_of_sample: float) -> None:
+        """Hand Lightning one value for the step, in place of those of the microbatches."""
+        metric = self._results[key]
+        value = combined.value
+        if (
+            metric.meta.is_mean_reduction
+            and metric.meta.sync.should
+            and not combined.scaled
+            and combined.samples
+        ):
+            # Over ranks Lightning weighs with samples; what the step weighs with may be tokens.
+            accumulated = value * combined.weight / (weight_of_sample * combined.samples)
+        else:
+            accumulated = value
+        self._update(key, accumulated, combined.samples)
+        self._write(key, value)
+
+    def _update(self, key: str, value: Tensor, samples: int) -> None:
+        self._results.update_metrics(key, value.to(self._results[key].value), samples)
+
+    def _write(self, key: str, value: Tensor) -> None:
+        """Set the value of the step, which is shown and logged."""
+        metric = self._results[key]
+        if not metric.meta.on_step:
+            return
+        metric._forward_cache = value.to(metric.value)
+        if not metric.meta.on_epoch:
+            metric.value = metric._forward_cache
+
+    def _share(self, own: dict[str, _Combined], agreement: Agreement, samples: float) -> None:
+        """Values of the step over all ranks, for those that want or lack them."""
+        tensors = [key for key, metric in self._live().items() if metric.is_tensor]
+        if not tensors:
+            return
+        values = [own[key].value for key in tensors if key in own]
+        read = iter(torch.stack(values).tolist() if values else [])
+        numbers: list[float] = []
+        for key in tensors:
+            numbers += [1.0, next(read), own[key].weight] if key in own else [0.0] * 3
+        rows = agreement.exchange(numbers)
+        for index, key in enumerate(tensors):
+            held = [row[3 * index : 3 * index + 3] for row in rows if row[3 * index]]
+            if not held:
+                continue
+            metric = self._results[key]
+            value = _over_ranks(metric, [row[1] for row in held], [row[2] for row in held])
+            if self._synced(key):
+                self._write(key, value)
+            elif key not in own and not metric.meta.sync.should:
+                self._borrow(key, value, int(samples))
+
+    def _borrow(self, key: str, value: Tensor, samples: int) -> None:
+        """Show the other ranks' value on a rank that has not logged the key itself."""
+        if self._results[key].__dict__.get("_cephalo_borrowed"):
+            self._update(key, value, samples)
+        elif self._idle:
+            self._write(key, value)
+
+    # -- keys that not all ranks have logged --------------------------------------------------
+
+    def _agree_on_keys(
+        self, agreement: Agreement, module: torch.nn.Module, sync: Callable[..., Any]
+    ) -> None:
+        """Give all ranks the same keys in the same order.
+
+        Lightning synchronises them one after the other at the end of the epoch, unnamed.
+        """
+        own = [
+            _Key(
+                key,
+                _options(metric.meta),
+                metric.meta.dataloader_idx,
+                metric.meta.metric_attribute,
+            )
+            for key, metric in self._live().items()
+        ]
+        everyone = agreement.exchange_objects((own, states_of(self._metrics)))
+        prepare_states(self._metrics, [states for _, states in everyone], self._idle)
+        if self._results is None:
+            return
+        order: dict[str, _Key] = {}
+        for keys, _ in everyone:
+            for item in keys:
+                order.setdefault(item.key, item)
+        live = self._live()
+        for item in order.values():
+            if item.key not in live:
+                self._adopt(item, module, sync)
+        results = dict(self._results)
+        self._results.clear()
+        self._results.update({key: results.pop(key) for key in order})
+        self._results.update(results)
+
+    def _adopt(self, item: _Key, module: Any, sync: Callable[..., Any]) -> None:
+        """Log a key that this rank has not logged, in a way that changes nothing."""
+        if item.metric_attribute is not None:
+            value = module.get_submodule(item.metric_attribute)
+        else:
+            neutral = {"max": float("-inf"), "min": float("inf")}
+            value = torch.tensor(neutral.get(item.options["reduce_fx"], 0.0), device=module.device)
+        previous = self._results.batch_size, self._results.dataloader_idx
+        self._results.dataloader_idx = item.dataloader_idx
+        self._results.log(
+            value=value,
+            sync_dist_fn=sync,
+            batch_size=0,
+            metric_attribute=item.metric_attribute,
+            **item.options,
+        )
+        self._results.batch_size, self._results.dataloader_idx = previous
+        metric = self._results[item.key]
+        metric._forward_cache = None  # there is no value of a step to show
+        metric._cephalo_borrowed = True
+
+
+def _over_ranks(metric: Any, values: Sequence[float], weights: Sequence[float]) -> Tensor:
+    numbers = torch.tensor(values, dtype=torch.float64)
+    if not metric.meta.is_mean_reduction:
+        return metric.meta.reduce_fx(numbers)
+    share = torch.tensor(weights, dtype=torch.float64)
+    return (numbers * share).sum() / share.sum() if share.any() else numbers.mean()
+
+
+def _options(meta: Any) -> dict[str, Any]:
+    suffix = f".{meta.dataloader_idx}"
+    suffixed = meta.add_dataloader_idx and meta.dataloader_idx is not None
+    return {
+        # the collection adds the suffix of the running dataloader itself
+        "fx": meta.fx.removesuffix(suffix) if suffixed else meta.fx,
+        "name": meta.name,
+        "prog_bar": meta.prog_bar,
+        "logger": meta.logger,
+        "on_step": meta.on_step,
+        "on_epoch": meta.on_epoch,
+        "reduce_fx": meta.reduce_fx.__name__,
+        "enable_graph": False,
+        "sync_dist": meta.sync.should,
+        "add_dataloader_idx": meta.add_dataloader_idx,
+        "rank_zero_only": meta.sync.rank_zero_only,
+    }

@@ -1,0 +1,127 @@
+"""What precision plugins must do differently when gradients lie in shards.
+
+Clipping by norm and by value would be right as it is: the optimizer's parameters are DTensors,
+whose norm is that of all ranks. It is quicker over this rank's rows, with one message for all. A
+gradient scaler needs one thing: ranks must agree whether a step overflowed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import precision as lightning
+from torch.optim import Optimizer
+
+from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
+from lightning_cephalo.sharding.placement import local_part
+
+
+class RanksGradScaler(torch.amp.GradScaler):
+    """A gradient scaler whose verdict on overflow is that of all ranks.
+
+    Overrides ``_unscale_grads_``, which torch's own sharded scaler does as well
+    (``torch/distributed/fsdp/sharded_grad_scaler.py``): there is no public hook.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        gradients = [
+            local_part(parameter.grad)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        found = found_inf.clone()
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for gradient in gradients:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for chosen in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                chosen, found, inv_scale.to(found.device)
+            )
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return {found.device: found}
+
+
+class _OverRows(lightning.Precision):
+    """Clips gradients without DTensors."""
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_value(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_norm(self.main_params(optimizer), clip_val)
+
+
+# named as Lightning's: checkpoints keep a plugin's state under the name of its class
+class Precision(_OverRows, lightning.Precision):
+    """Lightning's, over rows."""
+
+
+class MixedPrecision(_OverRows, lightning.MixedPrecision):
+    """Lightning's, over rows."""
+
+
+class HalfPrecision(_OverRows, lightning.HalfPrecision):
+    """Lightning's, over rows."""
+
+
+class DoublePrecision(_OverRows, lightning.DoublePrecision):
+    """Lightning's, over rows."""
+
+
+_PLUGINS: dict[type[lightning.Precision], type[lightning.Precision]] = {
+    lightning.Precision: Precision,
+    lightning.MixedPrecision: MixedPrecision,
+    lightning.HalfPrecision: HalfPrecision,
+    lightning.DoublePrecision: DoublePrecision,
+}
+
+
+def adapt(plugin: lightning.Precision | None) -> lightning.Precision | None:
+    """Make a precision plugin fit for sharded gradients.
+
+    Returns:
+        The plugin itself, if it is of a class that Lightning does not have; else one that clips
+        over rows and shares the attributes of the given one.
+    """
+    own = None if plugin is None else _PLUGINS.get(type(plugin))
+    if own is not None:
+        attributes = vars(plugin)
+        plugin = own.__new__(own)
+        plugin.__dict__ = attributes
+    scaler = getattr(plugin, "scaler", None)
+    if not isinstance(plugin, lightning.MixedPrecision) or scaler is None:
+        return plugin
+    if not isinstance(scaler, RanksGradScaler):
+        plugin.scaler = RanksGradScaler(
+            plugin.device,
+            init_scale=scaler.get_scale(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
+            enabled=scaler.is_enabled(),
+        )
+    return plugin
+
+
+def compute_dtype(plugin: lightning.Precision) -> torch.dtype | None:
+    """Dtype in which parameters are gathered, None for their own.
+
+    Half precision ("bf16-true") applies to what is gathered and computed; the master copy that the
+    optimizer updates stays in full precision.
+    """
+    return plugin._desired_input_dtype if isinstance(plugin, lightning.HalfPrecision) else None
+
+
+def loss_factor(plugin: lightning.Precision) -> float:
+    """Factor that the gradient scaler wants on every loss."""
+    scaler: Any = getattr(plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0

@@ -1,0 +1,241 @@
+"""What works under cephalo, what does not and says so at once, and small accommodations."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from lightning_cephalo.adapters.optimizer import steps_locally
+from lightning_cephalo.ranks.control import Agreement
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_cephalo.execution.sharded_model import Engine
+
+_CALLBACKS = {
+    "StochasticWeightAveraging": "it averages full weights, and each rank holds a part",
+    "WeightAveraging": "it copies and averages full weights, and each rank holds a part",
+    "EMAWeightAveraging": "it copies and averages full weights, and each rank holds a part",
+    "ModelPruning": "it masks full weights, and each rank holds a part",
+    "BatchSizeFinder": "the batch of each rank is planned, not searched",
+}
+
+_OPTIMIZERS = {
+    "LBFGS": "it multiplies whole gradients with one another, of which each rank holds a part",
+    "SparseAdam": "it needs sparse gradients, and gradients are summed over ranks as dense ones",
+    "Adafactor": "it keeps row and column means of whole matrices, of which each rank holds rows",
+    "Muon": "it multiplies whole matrices, of which each rank holds rows",
+    "Rprop": "it writes through masks, for which DTensor has no rule",
+}
+
+_FUSED = ("Adam", "AdamW")
+
+# functions that DTensor gets wrong, or dies of, when rows are divided unevenly
+_MIXING = {
+    *("mean", "nanmean", "matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "einsum", "linear"),
+    *("addmm", "addmm_", "addmv", "addmv_", "baddbmm", "baddbmm_", "flatten", "svd", "qr"),
+}
+_LINALG_NORMS = {"linalg_norm", "linalg_vector_norm"}
+
+
+class UnsupportedError(RuntimeError):
+    """Something cannot work under cephalo; the message names it and the way out."""
+
+
+def together(agreement: Agreement, doing: str, function: Callable[[], Any]) -> Any:
+    """Run something that does not communicate; if it fails on any rank, raise on all."""
+    failure: BaseException | None = None
+    result = None
+    try:
+        result = function()
+    except Exception as raised:
+        failure = raised
+    agreement.raise_together(failure, doing)
+    return result
+
+
+def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
+    """Raise for what cannot work, before anything is measured or sharded.
+
+    Raises:
+        UnsupportedError: Named are the feature, the reason and the way out.
+    """
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            "Manual optimization does not work under strategy='cephalo': training_step runs once"
+            " per microbatch, so that its own backward() and step() would run once per microbatch"
+            " too. Use automatic optimization (return the loss), or strategy='ddp'."
+        )
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    if is_overridden("backward", module):
+        raise UnsupportedError(
+            f"{type(module).__name__} overrides backward(), which cephalo does not call: it runs"
+            " the backward itself, unit by unit. Move what it does to on_after_backward() or into"
+            " the loss."
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UnsupportedError(
+            "training_step(dataloader_iter) pulls its own batches, so that they cannot be dealt."
+            " Use training_step(batch, batch_idx)."
+        )
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise UnsupportedError(
+            "A LightningModule compiled as a whole cannot be cut into units. Compile its blocks"
+            " instead: `for i, block in enumerate(blocks): blocks[i] = torch.compile(block)`."
+        )
+    if trainer.strategy._layer_sync is not None:  # type: ignore[attr-defined]
+        raise UnsupportedError(
+            "sync_batchnorm=True communicates inside every microbatch, of which ranks have"
+            " different numbers. Leave it out, or replace batch by group normalisation."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind in type(callback).__mro__:
+            if kind.__name__ in _CALLBACKS:
+                raise UnsupportedError(
+                    f"The callback {type(callback).__name__} does not work under"
+                    f" strategy='cephalo': {_CALLBACKS[kind.__name__]}. Remove it from"
+                    " Trainer(callbacks=...)."
+                )
+
+
+def refuse_synchronising_metrics(metrics: Sequence[tuple[str, Any]]) -> None:
+    """Raise for torchmetrics that communicate inside a step.
+
+    Raises:
+        UnsupportedError: Named are the metrics and the way out.
+    """
+    found = [name for name, metric in metrics if metric.dist_sync_on_step]
+    if found:
+        raise UnsupportedError(
+            f"The metrics {found} have dist_sync_on_step=True: they communicate inside every"
+            " microbatch, of which ranks have different numbers. Leave it out: metrics are"
+            " synchronised at the end of the epoch."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+    """Raise if an optimizer cannot work on shards or holds other parameters than the model's.
+
+    Raises:
+        UnsupportedError: Named are the optimizer and the way out.
+    """
+    if len(optimizers) > 1:
+        raise UnsupportedError(
+            f"configure_optimizers returned {len(optimizers)} optimizers; automatic optimization"
+            " works with one. Use one optimizer with several parameter groups."
+        )
+    known = engine.sharded_parameters()
+    for optimizer in optimizers:
+        for kind in type(optimizer).__mro__:
+            if kind.__name__ in _OPTIMIZERS:
+                raise UnsupportedError(
+                    f"The optimizer {type(optimizer).__name__} cannot work on shards:"
+                    f" {_OPTIMIZERS[kind.__name__]}. Use an element-wise one such as AdamW or SGD."
+                )
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        over_dtensors = not steps_locally(optimizer)
+        if fused and over_dtensors and type(optimizer).__name__ not in _FUSED:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}(fused=True) cannot work on shards: torch's DTensor has"
+                f" rules for the fused kernels of {' and '.join(_FUSED)} only. Leave fused=True"
+                " out; foreach=True is about as fast."
+            )
+        strangers = [
+            tuple(parameter.shape)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in known
+        ]
+        if strangers:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} holds {len(strangers)} parameters that are not the"
+                f" model's (shapes {strangers[:3]}...): they were taken before the model was"
+                " sharded. Call self.parameters() or self.named_parameters() inside"
+                " configure_optimizers()."
+            )
+
+
+class RowsArithmetic(TorchFunctionMode):
+    """While active, functions of sharded tensors give right numbers or raise.
+
+    DTensor takes rows for evenly divided, wherever a function derives new tensors: it averages the
+    ranks' means as if all held equally many rows, and multiplies matrices by gathering rows that
+    are not there. And Lightning's ``grad_norm`` makes one tensor of all norms, which torch cannot
+    do with DTensors. Every rank must call the same functions, since some communicate.
+
+    Raises:
+        UnsupportedError: For functions that mix rows.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # not `types`: DTensor takes no part in torch functions, so that it is not named there
+        if not any(isinstance(value, DTensor) for value in args):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "mean" and len(args) == 1 and not kwargs:
+            return args[0].sum().full_tensor() / args[0].numel()
+        if name in _MIXING or (name.startswith("linalg_") and name not in _LINALG_NORMS):
+            raise UnsupportedError(
+                f"{name}() of whole gradients or weights cannot be had, because each rank holds"
+                " some of their rows. If the optimizer calls it, use an element-wise one such as"
+                " AdamW or SGD; if a hook does, call it on parameter.grad.full_tensor(), on every"
+                " rank."
+            )
+        result = func(*args, **kwargs)
+        if func is Tensor.norm and isinstance(result, DTensor):
+            return result.full_tensor()
+        return result
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Whether training changes buffers that differ between ranks (batch normalisation)."""
+    return any(getattr(inner, "running_mean", None) is not None for inner in module.modules())
+
+
+def smallest_microbatch(module: nn.Module) -> int:
+    """Two where batch normalisation needs more than one value per channel, else one."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return 2 if any(isinstance(inner, kinds) for inner in module.modules()) else 1
+
+
+def step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:
+    """Arguments for ``training_step`` as Lightning's loop gives them for its first batch."""
+    parameters = inspect.signature(module.training_step).parameters
+    return (batch, 0) if "batch_idx" in parameters or len(parameters) > 1 else (batch,)
+
+
+class SwitchedOffCaches:
+    """Key-value caches of Hugging Face models, off while training.
+
+    They are for generation; in training every block would keep its keys and values until the end
+    of the step, and append them a second time when it is computed again. Hugging Face switches
+    them off for its own gradient checkpointing too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._configs: list[Any] = []
+        seen: set[int] = set()
+        for inner in module.modules():
+            config: Any = getattr(inner, "config", None)
+            if id(config) in seen or getattr(config, "use_cache", None) is not True:
+                continue
+            seen.add(id(config))
+            config.use_cache = False
+            self._configs.append(config)
+
+    def restore(self) -> None:
+        """Switch them on again."""
+        for config in self._configs:
+            config.use_cache = True
+        self._configs = []

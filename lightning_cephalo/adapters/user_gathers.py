@@ -1,0 +1,91 @@
+"""Collectives that the user's own step asks for: refused where some rank would not join."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_cephalo.adapters.supported import UnsupportedError
+from lightning_cephalo.ranks.control import Agreement
+
+
+class UserGathers:
+    """Watches ``all_gather`` inside steps; ranks run different numbers of microbatches.
+
+    Args:
+        agreement: Exchanges between the ranks.
+        equal_microbatches: Whether every rank runs the same number of microbatches.
+    """
+
+    def __init__(self, agreement: Agreement, equal_microbatches: bool) -> None:
+        self._agreement = agreement
+        self._equal_microbatches = equal_microbatches
+        self._stages: set[str] = set()
+
+    def called(self, training: bool, planned: Sequence[int] | None, own: int) -> None:
+        """Refuse a gather in a microbatch that some rank would not join; collective.
+
+        Args:
+            training: Whether this is a training step; else one of evaluation.
+            planned: Microbatches of every rank by the plan; None while measuring.
+            own: Microbatches of this rank in this step; negative where its batch cannot be cut.
+
+        Raises:
+            UnsupportedError: With the way out.
+        """
+        if not training:
+            # a step of evaluation is one call on each rank; on a rank without samples, none
+            self._stages.add("evaluation")
+        elif planned is None:
+            _refuse_collectives_unless(self._equal_microbatches)
+        else:
+            _refuse_unequal_collectives(planned)
+            if "training" not in self._stages:
+                # The first one. Ranks are all in their first microbatch, so they can still talk;
+                # from now on they do so before each step, as a smaller last step may differ.
+                self._stages.add("training")
+                self._exchange(own)
+
+    def before_step(self, stage: str, own: int) -> None:
+        """Check that all ranks would join, where the steps of this stage gather; collective.
+
+        Args:
+            stage: "training" or "evaluation".
+            own: Microbatches of this rank in this step; negative where its batch cannot be cut.
+
+        Raises:
+            UnsupportedError: With the way out.
+        """
+        if stage in self._stages:
+            self._exchange(own)
+
+    def _exchange(self, own: int) -> None:
+        counts = [int(row[0]) for row in self._agreement.exchange([float(own)])]
+        if min(counts) >= 0:  # a rank whose batch could not be cut says so itself
+            _refuse_unequal_collectives(counts)
+
+
+def _refuse_unequal_collectives(counts: Sequence[int]) -> None:
+    """Raise if ranks run different numbers of microbatches.
+
+    Raises:
+        UnsupportedError: With the way out.
+    """
+    if len(set(counts)) > 1:
+        raise UnsupportedError(
+            f"all_gather() inside a step, but the ranks run {list(counts)} microbatches: it would"
+            " hang. Use CephaloStrategy(equal_microbatches=True), with DataLoader(drop_last=True)"
+            " if it is a smaller last step; or gather after the step, in a hook."
+        )
+
+
+def _refuse_collectives_unless(equal_microbatches: bool) -> None:
+    """Raise for a collective in a step that is measured, before there is a plan.
+
+    Raises:
+        UnsupportedError: With the way out.
+    """
+    if not equal_microbatches:
+        raise UnsupportedError(
+            "all_gather() inside training_step, of which ranks may run different numbers: it would"
+            " hang. Use CephaloStrategy(equal_microbatches=True), or gather after the step."
+        )

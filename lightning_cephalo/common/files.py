@@ -1,0 +1,109 @@
+"""Plans and problems as text and as files. YAML and JSON hold the same mapping."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.records import in_source
+
+_SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+
+
+class UnwritableError(PlanError, OSError):
+    """A file that cannot be written. An OSError as well, for callers who look for one; the
+    system's own is its cause.
+    """
+
+
+def dump_yaml(data: dict[str, Any]) -> str:
+    """Block style outside, one line for each list of numbers; keys keep their order."""
+    import yaml
+
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
+
+
+def parse_yaml(content: str, *, what: str, source: str | None = None) -> Any:
+    """Parse YAML text, or raise PlanError that says where it stops being YAML."""
+    import yaml
+
+    try:
+        return yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise PlanError(
+            f"{in_source(source)}expected {what} in YAML, but the text is not YAML: {reason}. "
+            f"Write one with save() and edit that."
+        ) from error
+
+
+def dump_json(data: dict[str, Any]) -> str:
+    """Indented JSON; infinities are text in ``data`` already, as JSON has none."""
+    return json.dumps(data, indent=2, allow_nan=False)
+
+
+def parse_json(content: str, *, what: str, source: str | None = None) -> Any:
+    """Parse JSON text, or raise PlanError that says where it stops being JSON."""
+    try:
+        return json.loads(content)
+    except json.JSONDecodeError as error:
+        raise PlanError(
+            f"{in_source(source)}expected {what} in JSON, but the text is not JSON: {error}. "
+            f"Write one with save() and edit that."
+        ) from error
+
+
+def format_of(path: Path) -> str:
+    """ "yaml" or "json" by the suffix, or PlanError."""
+    try:
+        return _SUFFIXES[path.suffix.lower()]
+    except KeyError:
+        raise PlanError(
+            f"{path}: expected a file name that ends in {', '.join(_SUFFIXES)}, "
+            f"but got the suffix {path.suffix!r}. Rename the file."
+        ) from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path beside ``path`` to write to, of the same suffix, and replace ``path`` by it at
+    the end: a reader sees the old file or the new one, never half of one.
+
+    Raises:
+        UnwritableError: an OSError on the way, such as a missing folder or a full disk.
+    """
+    beside = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    try:
+        try:
+            yield beside
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise UnwritableError(
+            f"{path}: cannot be written: {error.strerror or error}. Name a file in a folder that "
+            f"exists, may be written to and has room."
+        ) from error
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a file whole or not at all, or raise UnwritableError naming it."""
+    with replacing(path) as beside:
+        beside.write_text(content, encoding="utf-8")
+
+
+def read_text(path: Path, *, what: str) -> str:
+    """Read a file, or raise PlanError naming it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise PlanError(
+            f"{path}: expected {what}, but there is no such file. Check the path."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: expected {what}, but it cannot be read: {error}.") from error

@@ -1,0 +1,49 @@
+"""What units may be called with, and how they may treat it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_cephalo.execution.containers import flatten
+
+
+class UnitUseError(RuntimeError):
+    """A unit is used in a way that cannot be cut into microbatches."""
+
+
+def without_empty_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Leave out Hugging Face's key-value caches, which are of no use in training.
+
+    A unit that is computed again would append its keys a second time. Hugging Face leaves caches
+    out for the same reason where it checkpoints layers itself.
+    """
+
+    def without(value: Any) -> Any:
+        if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+            return value
+        if int(value.get_seq_length()) > 0:
+            raise UnitUseError(
+                f"A unit is called with a filled {type(value).__name__} (prefix tuning?); computed"
+                " again in the backward it would append to it twice. Use recompute=False."
+            )
+        return None
+
+    return tuple(without(a) for a in args), {key: without(v) for key, v in kwargs.items()}
+
+
+def refuse_changed_containers(args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
+    """Units get copies of containers: what they add to them would be lost."""
+    values = (*args, *kwargs.values())
+    if not any(isinstance(v, (list, dict)) or dataclasses.is_dataclass(v) for v in values):
+        return
+    now = flatten((args, kwargs))[0]
+    same = len(now) == len(inputs) and all(a is b for a, b in zip(now, inputs, strict=True))
+    if not same:
+        raise UnitUseError(
+            "A unit changes a list, dict or dataclass that it is called with. It gets a copy, so"
+            " the change would be lost: return the new values instead."
+        )

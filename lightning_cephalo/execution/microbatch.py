@@ -1,0 +1,326 @@
+"""One microbatch: its greenlet, its visits of units, what it keeps for the backward.
+
+[Note: cuts]
+The user's step runs in a greenlet of its own. Where it enters a unit it parks until the scheduler
+has gathered that unit. The autograd graph is cut there: a unit receives detached *leaves* instead
+of the tensors that need a gradient, and its outputs are leaves again for the code after it (the
+*glue*: residuals, embeddings, masks between units). Backward goes unit by unit: the outputs' leaves
+hold the gradients that came from later, the unit's own graph carries them to its input leaves, and
+the glue before it carries them on, once per tensor and summed over all its uses, when the visit
+that used it first has been passed. That makes residuals around units, encoder outputs that enter
+every decoder unit, and shared position biases exact.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import greenlet
+import torch
+from torch import Tensor
+
+from lightning_cephalo.execution.arguments import (
+    UnitUseError,
+    refuse_changed_containers,
+    without_empty_caches,
+)
+from lightning_cephalo.execution.boundaries import Boundaries
+from lightning_cephalo.execution.containers import (
+    CallStructure,
+    Structure,
+    flatten_call,
+    flatten_result,
+)
+from lightning_cephalo.execution.offload import Away, HostRing
+from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, ThreadState
+from lightning_cephalo.plan.program import Visit
+
+_MAX_PARKS_WHILE_STOPPING = 100
+_CHANGED_INPUT = (
+    "An input of a unit is changed in place, by the unit or by the code after it, so that the"
+    " unit's backward cannot be computed. Write `x = x + y` instead of `x += y` there."
+)
+
+
+@dataclass
+class _Record:
+    """What one visit keeps for its backward."""
+
+    body: Callable[..., Any]
+    inputs: list[Any]
+    structure: Structure | CallStructure
+    input_versions: list[tuple[Tensor, int]]
+    output_leaves: list[tuple[int, Tensor]] = field(default_factory=list)
+    outputs: list[Any] | None = None
+    random: RandomState | None = None
+    modes: ThreadState | None = None
+    buffers: list[Any] = field(default_factory=list)
+    away: list[Away] = field(default_factory=list)
+
+
+class Microbatch:
+    """A run of the user's step over some samples.
+
+    Args:
+        step: Calls the user's step and returns what it returns.
+        device: This rank's device.
+        recompute: Keep only what enters a unit and compute its inside again in the backward.
+        clock: Returns seconds after all work issued so far is done; None: nothing is timed.
+        inside: As for :class:`~lightning_cephalo.execution.boundaries.Boundaries`.
+        ring: Where boundaries are kept; None: on the device.
+        staying_from: Position in the order of visits from which on they stay there all the same.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], Any],
+        device: torch.device,
+        recompute: bool,
+        clock: Callable[[], float] | None = None,
+        inside: frozenset[int] | None = None,
+        ring: HostRing | None = None,
+        staying_from: float = math.inf,
+    ) -> None:
+        self._inside = inside
+        self._ring = ring
+        self._staying_from = staying_from
+        self._device = device
+        self._device_types = tuple({"cpu", device.type})
+        self._recompute = recompute
+        self._clock = clock
+        self._greenlet = greenlet.greenlet(step)
+        # a greenlet starts with no context variables of its own
+        self._greenlet.gr_context = contextvars.copy_context()
+        self._records: list[_Record | None] = []
+        self._boundaries = Boundaries(inside)
+        self.parked: Visit | None = None
+        self.result: Any = None
+        self.finished = False
+        self.forward_s: list[float] = []
+        self.backward_s: list[float] = []
+
+    def advance(self) -> None:
+        """Run the step until it parks at a unit or returns."""
+        before = ThreadState.capture(self._device_types)
+        try:
+            switched = self._greenlet.switch()
+        finally:
+            before.restore()
+        if self._greenlet.dead:
+            self.finished, self.result, self.parked = True, switched, None
+            self._boundaries.end_forward()
+        else:
+            self.parked = switched
+
+    def abandon(self) -> None:
+        """Stop the step where it is and drop what it keeps."""
+        before = ThreadState.capture(self._device_types)
+        try:
+            # code that cleans up may call units again and park there
+            for _ in range(_MAX_PARKS_WHILE_STOPPING):
+                if self._greenlet.dead:
+                    break
+                self._greenlet.throw(greenlet.GreenletExit)
+        finally:
+            before.restore()
+            for record in self._records:
+                self._forget(record)
+            self._records, self._boundaries = [], Boundaries()
+
+    # -- forward, inside the greenlet ---------------------------------------------------------
+
+    def visit(
+        self,
+        unit: int,
+        trainable: bool,
+        body: Callable[..., Any],
+        buffers: ChangingBuffers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Pass a unit: park until it is gathered, then compute its body."""
+        if self._recompute and torch.is_grad_enabled():
+            args, kwargs = without_empty_caches(args, kwargs)
+        flat, structure = flatten_call(args, kwargs)
+        grad = torch.is_grad_enabled()
+        differentiable = grad and (
+            trainable or any(isinstance(value, Tensor) and value.requires_grad for value in flat)
+        )
+        if differentiable and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise UnitUseError(
+                "A unit is called inside a saved-tensor-hooks context (torch.utils.checkpoint or"
+                " save_on_cpu around it). Cephalo recomputes units itself: switch gradient"
+                " checkpointing off in the model, or choose larger units with unit_names=."
+            )
+        position = len(self._records)
+        self._boundaries.drop_values()
+        self._send_away(position - 1)
+        modes = ThreadState.capture(self._device_types)
+        # inference mode is the thread's too; left on, the other microbatches would run in it
+        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        with outside or nullcontext():
+            greenlet.getcurrent().parent.switch(Visit(unit, differentiable))
+        modes.restore()
+
+        start = self._clock() if self._clock else 0.0
+        # autocast would keep casts of weights that are about to be freed, and without their graph
+        # where the forward runs without one
+        torch.set_autocast_cache_enabled(False)
+        try:
+            if differentiable:
+                outputs = self._differentiable(position, flat, structure, body, buffers, modes)
+            else:
+                self._records.append(None)
+                outputs = body(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(modes.autocast_cache)
+        if self._clock:
+            self.forward_s.append(self._clock() - start)
+        return outputs
+
+    def _differentiable(
+        self,
+        position: int,
+        flat: list[Any],
+        structure: Structure | CallStructure,
+        body: Callable[..., Any],
+        buffers: ChangingBuffers,
+        modes: ThreadState,
+    ) -> Any:
+        inputs = [self._boundaries.leaf_of(value, position) for value in flat]
+        record = _Record(
+            body,
+            inputs,
+            structure,
+            [(value, value._version) for value in inputs if isinstance(value, Tensor)],
+        )
+        self._records.append(record)
+        args, kwargs = structure.unflatten(inputs)
+        if self._recompute:
+            record.random, record.modes = RandomState(self._device), modes
+            versions, kept = buffers.versions(), buffers.keep()
+            # whoever looks for tensors that leave otherwise needs their graph; it is dropped below
+            with torch.no_grad() if self._inside is None else nullcontext():
+                result = self._result_of(body, args, kwargs)
+            record.buffers = buffers.changed_since(versions, kept)
+            self._refuse_changed_inputs(record)
+        else:
+            result = self._result_of(body, args, kwargs)
+        refuse_changed_containers(args, kwargs, inputs)
+        outputs, output_structure = flatten_result(result)
+        if not self._recompute:
+            record.outputs = list(outputs)
+        for index, output in enumerate(outputs):
+            if not isinstance(output, Tensor) or not _can_have_gradient(output):
+                continue
+            if not self._recompute and not output.requires_grad:
+                continue
+            leaf, outputs[index] = self._boundaries.show(output)
+            record.output_leaves.append((index, leaf))
+        return output_structure.unflatten(outputs)
+
+    @staticmethod
+    def _result_of(body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return body(*args, **kwargs)
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" in str(error):
+                raise UnitUseError(_CHANGED_INPUT) from error
+            raise
+
+    def _send_away(self, position: int) -> None:
+        """Move what entered the unit before to the host, now that the user's code is past it."""
+        if self._ring is None or not 0 <= position < self._staying_from:
+            return
+        record = self._records[position]
+        if record is None or record.outputs is not None:  # a kept graph holds it anyway
+            return
+        moved = [self._ring.put(leaf) for leaf in self._boundaries.let_go(position)]
+        record.away = [away for away in moved if away is not None]
+
+    def _refuse_changed_inputs(self, record: _Record) -> None:
+        if any(value._version != version for value, version in record.input_versions):
+            raise UnitUseError(_CHANGED_INPUT)
+
+    # -- backward, in the scheduler -----------------------------------------------------------
+
+    def backward_of_loss(self, loss: Tensor) -> None:
+        """Run the backward of the tail, down to the leaves of the last units.
+
+        Graph buffers are freed as on one device unless the tail shares glue with units' inputs,
+        which is walked again later.
+        """
+        if not loss.requires_grad:
+            raise UnitUseError(
+                "The loss that training_step returned does not require a gradient: expected a"
+                " tensor computed from trainable parameters. Is every parameter frozen, or was"
+                " the loss detached?"
+            )
+        self._boundaries.refuse_leaks(loss)
+        torch.autograd.backward([loss], retain_graph=self._boundaries.shares_glue(loss))
+        self._boundaries.drop_values()
+
+    def backward_of_visit(self, position: int) -> None:
+        """Carry gradients through one visit and the glue before it."""
+        record = self._records[position]
+        self._records[position] = None
+        start = self._clock() if self._clock else 0.0
+        self._fetch_before(position)
+        if record is not None:
+            self._through_body(record)
+            self._forget(record)  # no gradient has come: nothing was computed again
+        self._boundaries.passed(position)
+        self._boundaries.through_glue(position)
+        if self._clock:
+            self.backward_s.append(self._clock() - start)
+
+    def _fetch_before(self, position: int) -> None:
+        """Begin to fetch what this microbatch needs after the visit at this position."""
+        if self._ring is None:
+            return
+        earlier = next((r for r in reversed(self._records[:position]) if r is not None), None)
+        for away in earlier.away if earlier is not None else ():
+            self._ring.fetch(away)
+
+    def _forget(self, record: _Record | None) -> None:
+        if self._ring is not None and record is not None:
+            for away in record.away:
+                self._ring.forget(away)
+
+    def _through_body(self, record: _Record) -> None:
+        gradients = [(i, leaf.grad) for i, leaf in record.output_leaves if leaf.grad is not None]
+        if not gradients:
+            return
+        with ChangingBuffers.replayed(record.buffers) if record.buffers else nullcontext():
+            outputs = record.outputs if record.outputs is not None else self._compute_again(record)
+            reached = [(outputs[i], gradient) for i, gradient in gradients]
+            reached = [(output, gradient) for output, gradient in reached if output.requires_grad]
+            if reached:
+                torch.autograd.backward(
+                    [output for output, _ in reached], [gradient for _, gradient in reached]
+                )
+
+    def _compute_again(self, record: _Record) -> Sequence[Any]:
+        assert record.random is not None and record.modes is not None
+        for away in record.away:
+            assert self._ring is not None
+            self._ring.bring(away)
+        self._refuse_changed_inputs(record)
+        before = ThreadState.capture(self._device_types)
+        args, kwargs = record.structure.unflatten(record.inputs)
+        record.modes.restore()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with record.random.replayed(), torch.enable_grad():
+                return flatten_result(record.body(*args, **kwargs))[0]
+        finally:
+            before.restore()
+
+
+def _can_have_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

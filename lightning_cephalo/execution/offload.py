@@ -1,0 +1,227 @@
+"""Boundary activations in host memory, from a unit's forward to its backward.
+
+What enters a unit is kept for every microbatch of the batch until the unit's backward (runtime
+notes, section C: for a large model a gigabyte per microbatch). It is copied out when its microbatch
+has gone on to the next unit, and fetched again while the microbatch passes the unit before, so that
+the device holds those of two units. The memory on the host is allocated once, pinned on CUDA, and
+used from its beginning in every step. The bytes are copied as they are: results stay the same to
+the last bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cephalo.execution.boundaries import is_plain, take_memory
+
+# Boundaries of the last units are needed again at once: they stay.
+UNITS_THAT_STAY = 2
+_ALIGNMENT_BYTES = 256
+_LEAST_CHUNK_BYTES = 2**24
+
+
+class HostMemoryError(RuntimeError):
+    """The host has less memory for offloaded boundaries than a step needs."""
+
+
+def powers_of_two(nbytes: int) -> list[int]:
+    """Powers of two, the largest first, that sum to so many bytes or little more."""
+    pieces: list[int] = []
+    while (left := nbytes - sum(pieces)) > 0:
+        pieces.append(max(_LEAST_CHUNK_BYTES, 2 ** (left.bit_length() - 1)))
+    return pieces
+
+
+def _power_from(nbytes: int) -> int:
+    """The least power of two that is no smaller."""
+    return int(2 ** max(0, nbytes - 1).bit_length())
+
+
+@dataclass
+class Away:
+    """A leaf whose values are in host memory.
+
+    Attributes:
+        leaf: The tensor; while its values are away it has its shape and no memory.
+        host: The values.
+        returning: The values on the device again, or on their way there.
+        arrival: On CUDA the event after which they are there.
+    """
+
+    leaf: Tensor
+    host: Tensor
+    returning: Tensor | None = None
+    arrival: Any = None
+
+
+class HostRing:
+    """Copies leaves to the host and back.
+
+    Args:
+        device: This rank's device.
+        allocate: Returns so many bytes of host memory as a 1-d uint8 tensor, pinned on CUDA.
+        capacity_bytes: Most bytes to use.
+        by_powers_of_two: Allocate in pieces of such sizes, and keep them. torch rounds what it pins
+            up to the next power of two, and keeps what it is given back (pytorch#95823): one piece
+            of 33 GiB would take 64 of the host. None: on CUDA.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        allocate: Callable[[int], Tensor],
+        capacity_bytes: float,
+        by_powers_of_two: bool | None = None,
+    ) -> None:
+        self._allocate = allocate
+        self.capacity_bytes = capacity_bytes
+        in_powers = device.type == "cuda" if by_powers_of_two is None else by_powers_of_two
+        self._by_powers_of_two = in_powers
+        self._chunks: list[Tensor] = []
+        self._chunk = 0
+        self._offset = 0
+        self._used_bytes = 0
+        self.most_bytes = 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of host memory that are allocated."""
+        return sum(chunk.numel() for chunk in self._chunks)
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate so many bytes, in place of what was allocated before.
+
+        Raises:
+            HostMemoryError: If that is more than the capacity, or not to be had.
+        """
+        self._chunks = []
+        for piece in powers_of_two(nbytes) if self._by_powers_of_two else [nbytes]:
+            if piece:
+                self._chunks.append(self._new_chunk(piece, min(piece, nbytes - self.held_bytes)))
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step: nothing of the last one is needed any more."""
+        self._leaving.clear()
+        self._used_bytes = self._chunk = self._offset = 0
+        # what came piece by piece is had in one from now on
+        if len(self._chunks) > 1 and not self._by_powers_of_two:
+            self.reserve(self.most_bytes)
+
+    def put(self, leaf: Tensor) -> Away | None:
+        """Copy a leaf's values out and take its memory; None if it has to stay as it is.
+
+        Raises:
+            HostMemoryError: If the host has no memory for it.
+        """
+        values = leaf.detach()
+        if not is_plain(values) or not values.numel():
+            return None
+        if self._stream is not None and not values.is_cuda:
+            return None  # it takes no room on the device
+        if not torch.ops.aten.is_non_overlapping_and_dense(values):
+            return None
+        host = self._place(values)
+        self._let_go_of_copied()
+        if self._stream is None:
+            host.copy_(values)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(leaf.device))
+            with torch.cuda.stream(self._stream):
+                host.copy_(values, non_blocking=True)
+                copied = torch.cuda.Event()
+                copied.record()
+            # its memory may be used again only by work that waits for the copy
+            self._leaving.append((values, copied))
+        take_memory(leaf)
+        return Away(leaf, host)
+
+    def fetch(self, away: Away) -> None:
+        """Begin to copy the values back."""
+        if away.returning is not None:
+            return
+        away.returning = torch.empty_strided(
+            away.host.shape, away.host.stride(), dtype=away.leaf.dtype, device=away.leaf.device
+        )
+        if self._stream is None:
+            away.returning.copy_(away.host)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(away.leaf.device))
+        with torch.cuda.stream(self._stream):
+            away.returning.copy_(away.host, non_blocking=True)
+            away.arrival = torch.cuda.Event()
+            away.arrival.record()
+
+    def bring(self, away: Away) -> None:
+        """Have the values in the leaf again."""
+        self.fetch(away)
+        if away.arrival is not None:
+            torch.cuda.current_stream(away.leaf.device).wait_event(away.arrival)
+        assert away.returning is not None
+        away.leaf.data = away.returning
+        away.returning = away.arrival = None
+
+    def forget(self, away: Away) -> None:
+        """Nobody will ask for the values: give back the memory that they may be on their way to."""
+        if away.arrival is not None:
+            # it may be used again only by work that waits for the copy
+            torch.cuda.current_stream(away.leaf.device).wait_event(away.arrival)
+        away.returning = away.arrival = None
+
+    def _let_go_of_copied(self) -> None:
+        # all but the last: the compute stream would wait for a copy that has only just begun
+        while len(self._leaving) > 1:
+            values, copied = self._leaving.popleft()
+            torch.cuda.current_stream(values.device).wait_event(copied)
+
+    def _place(self, values: Tensor) -> Tensor:
+        nbytes = values.numel() * values.element_size()
+        chunk = self._room_for(-(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+        return torch.as_strided(chunk[:nbytes].view(values.dtype), values.shape, values.stride())
+
+    def _room_for(self, nbytes: int) -> Tensor:
+        while self._chunk < len(self._chunks):
+            chunk = self._chunks[self._chunk]
+            if self._offset + nbytes <= chunk.numel():
+                break
+            self._chunk, self._offset = self._chunk + 1, 0
+        else:
+            self._chunks.append(self._new_chunk(self._growth_for(nbytes), nbytes))
+            chunk = self._chunks[self._chunk]
+        piece = chunk[self._offset : self._offset + nbytes]
+        self._offset += nbytes
+        self._used_bytes += nbytes
+        self.most_bytes = max(self.most_bytes, self._used_bytes)
+        return piece
+
+    def _growth_for(self, nbytes: int) -> int:
+        if not self._by_powers_of_two:
+            return max(nbytes, _LEAST_CHUNK_BYTES)
+        # as much again as there is: few pieces, of which each wastes less than a leaf at its end
+        return max(_power_from(nbytes), _LEAST_CHUNK_BYTES, _power_from(self.held_bytes) // 2)
+
+    def _new_chunk(self, nbytes: int, least_bytes: int | None = None) -> Tensor:
+        free = self.capacity_bytes - self.held_bytes
+        least = nbytes if least_bytes is None else least_bytes
+        if least > free:
+            raise HostMemoryError(
+                f"Offloaded boundaries need {(self.held_bytes + least) / 2**20:,.1f} MiB of host"
+                f" memory; this rank may use {self.capacity_bytes / 2**20:,.1f} MiB. Raise"
+                " host_memory_cap=, use a smaller global batch, or a plan that offloads less."
+            )
+        try:
+            return self._allocate(int(min(nbytes, free)))
+        except (MemoryError, RuntimeError) as error:  # torch raises either, by the platform
+            raise HostMemoryError(
+                f"This rank's host did not give {nbytes / 2**20:,.1f} MiB for offloaded boundaries:"
+                f" {error} Lower host_memory_cap=, use a smaller global batch, or a plan that"
+                " offloads less."
+            ) from error

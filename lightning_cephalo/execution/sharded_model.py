@@ -1,0 +1,248 @@
+"""A model under cephalo: its units, their shards, and the runner of its steps."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_cephalo.execution.runner import Runner
+from lightning_cephalo.observe.stopwatch import Stopwatch, marks_of
+from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.sharding.buffers import BufferPool
+from lightning_cephalo.sharding.discovery import find_units
+from lightning_cephalo.sharding.flat import Flat, ShardingContext
+from lightning_cephalo.sharding.layout import Divider
+from lightning_cephalo.sharding.materialise import initialise_members
+from lightning_cephalo.sharding.placement import default_mesh
+from lightning_cephalo.sharding.unit import Unit
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a run; made once, used by every stage.
+
+    Attributes:
+        gather: For gathering parameters.
+        reduce: For reducing gradients; its own, so that it overlaps gathers.
+        agreement: For small messages between processes, on the CPU.
+    """
+
+    gather: dist.ProcessGroup
+    reduce: dist.ProcessGroup
+    agreement: Agreement
+
+    @classmethod
+    def create(cls, timeout: datetime.timedelta, device: torch.device | None = None) -> Groups:
+        """Make the groups; collective.
+
+        Args:
+            timeout: Of collectives.
+            device: This rank's; None: the CPU.
+        """
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        stopwatch = Stopwatch(marks_of(device or torch.device("cpu"), dist.get_backend()))
+        return cls(
+            dist.new_group(timeout=timeout),
+            dist.new_group(timeout=timeout),
+            Agreement(control, stopwatch),
+        )
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How units are chosen; see :func:`~lightning_cephalo.sharding.discovery.find_units`."""
+
+    types: tuple[type[nn.Module] | str, ...] | None = None
+    names: tuple[str, ...] | None = None
+
+
+class Engine:
+    """Shards a model over the ranks and runs its steps.
+
+    Args:
+        module: The model; its values on rank 0 count. Parameters may be on the meta device.
+        groups: Process groups.
+        device: This rank's device.
+        fractions: Share of every rank.
+        units: How units are chosen.
+        compute_dtype: Dtype of gathered floating-point parameters (None: their own).
+        recompute: Whether units are computed again in the backward.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Groups,
+        device: torch.device,
+        fractions: Sequence[float],
+        units: UnitOptions,
+        compute_dtype: torch.dtype | None,
+        recompute: bool,
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.agreement = groups.agreement
+        self.compute_dtype = compute_dtype
+        context = ShardingContext(
+            device,
+            default_mesh(device.type),
+            groups.gather,
+            groups.reduce,
+            compute_dtype,
+            stopwatch=groups.agreement.stopwatch,
+        )
+        self.fractions = tuple(fractions)
+        divider = Divider(fractions)
+        self.units: list[Unit] = []
+        members_of_units = find_units(module, units.types, units.names)
+        for members in members_of_units:
+            members = initialise_members(module, members, materialise=context.rank == 0)
+            self.units.append(Unit(members, divider, context))
+            if len(self.units) == 1:  # the root is held all along: it shares no memory
+                context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
+        self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
+        self._move_buffers(compute_dtype)
+        self.runner = Runner(self.units, groups.agreement, device, recompute)
+        self.runner.install()
+
+    def _move_buffers(self, compute_dtype: torch.dtype | None) -> None:
+        """Put buffers on the device with rank 0's values."""
+        for inner in self.module.modules():
+            for name, buffer in inner._buffers.items():
+                if buffer is None:
+                    continue
+                dtype = compute_dtype if buffer.is_floating_point() and compute_dtype else None
+                if dtype is not None and dtype != buffer.dtype:
+                    self._cast_buffers.append((inner, name, buffer.dtype))
+                inner._buffers[name] = buffer.to(self.device, dtype)
+            # metrics keep their state in plain attributes, which only their own `_apply` moves
+            if type(inner)._apply is not nn.Module._apply and not list(inner.parameters()):
+                inner.to(self.device)
+        self.share_buffers(0)
+
+    def share_buffers(self, source: int) -> None:
+        """Give every rank the buffers of rank ``source``; collective."""
+        if dist.get_world_size() == 1:
+            return
+        for buffer in self.module.buffers():
+            if buffer.numel():
+                contiguous = buffer.contiguous()
+                dist.broadcast(contiguous, source)
+                if contiguous is not buffer:
+                    buffer.copy_(contiguous)
+
+    # -- sizes --------------------------------------------------------------------------------
+
+    @property
+    def flats(self) -> list[Flat]:
+        """The flats of all units."""
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(flat.numel for flat in self.flats)
+
+    @property
+    def parameter_pools(self) -> tuple[BufferPool, ...]:
+        """What lends memory to gathered parameters."""
+        return tuple({id(f.context.buffers): f.context.buffers for f in self.flats}.values())
+
+    @property
+    def gradient_pools(self) -> tuple[BufferPool, ...]:
+        """What lends memory to full gradients."""
+        pools = [flat.context.gradient_buffers for flat in self.flats]
+        return tuple({id(pool): pool for pool in pools}.values())
+
+    @property
+    def buffer_pools(self) -> tuple[BufferPool, ...]:
+        """Both of these."""
+        return (*self.parameter_pools, *self.gradient_pools)
+
+    def buffers(self) -> list[Tensor]:
+        """A tensor in each of their buffers."""
+        return [b.view(0, torch.uint8) for pool in self.buffer_pools for b in pool.buffers]
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Full buffers at the worst moment of a step, on every rank.
+
+        The root unit and the two largest others (in use and being fetched), with gradients: the
+        root's and two units' (landing and being reduced).
+        """
+        return self.gathered_parameter_bytes + self.gathered_gradient_bytes
+
+    @property
+    def gathered_parameter_bytes(self) -> int:
+        """The full parameters among :attr:`gathered_bytes`."""
+        full = sorted((unit.full_bytes for unit in self.units[1:]), reverse=True)
+        return self.units[0].full_bytes + sum(full[:2])
+
+    @property
+    def unresharded_bytes(self) -> int:
+        """Full parameters beside these where units stay gathered from forward to backward."""
+        return sum(unit.full_bytes for unit in self.units) - self.gathered_parameter_bytes
+
+    @property
+    def gathered_gradient_bytes(self) -> int:
+        """The full gradients among :attr:`gathered_bytes`."""
+        gradients = sorted((unit.gradient_bytes for unit in self.units[1:]), reverse=True)
+        return self.units[0].gradient_bytes + sum(gradients[:2])
+
+    # -- shards -------------------------------------------------------------------------------
+
+    def change_fractions(self, fractions: Sequence[float]) -> None:
+        """Move the shards to other fractions; collective; before optimizers are made."""
+        self.release_buffers()
+        self.fractions = tuple(fractions)
+        divider = Divider(fractions)
+        for unit in self.units:
+            unit.change_fractions(divider)
+
+    def release_buffers(self) -> None:
+        """Free what is gathered, and the memory for it: whole parameters are about to be held."""
+        self.runner.reshard()
+        for unit in self.units:
+            unit.release()
+        for pool in self.buffer_pools:
+            pool.release()
+
+    def sharded_parameters(self) -> dict[int, str]:
+        """Identity and name of every parameter that an optimizer may hold."""
+        return {id(p): name for unit in self.units for name, p in unit.named_sharded()}
+
+    def restore_full(self) -> None:
+        """Give the module plain full parameters on the CPU again, without cuts; collective."""
+        self.release_buffers()
+        self.runner.uninstall()
+        for unit in self.units:
+            unit.restore_full()
+        for inner, name, dtype in self._cast_buffers:
+            buffer = inner._buffers.get(name)
+            if buffer is not None:
+                inner._buffers[name] = buffer.to(dtype=dtype)
+        self.module.cpu()
+
+    def abandon(self) -> None:
+        """Remove the cuts without communicating, after a failure."""
+        self.runner.uninstall()
+
+
+def to_full(value: Tensor, keep: bool) -> Tensor | None:
+    """Return the full tensor of a DTensor on the CPU; collective.
+
+    Args:
+        value: A DTensor, or a plain tensor that every rank holds.
+        keep: Whether this rank wants it; others only take part.
+    """
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            full = value.full_tensor()
+        return full.cpu() if keep else None
+    return value.detach().cpu() if keep else None

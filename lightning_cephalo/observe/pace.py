@@ -1,0 +1,178 @@
+"""What each rank's steps took, beside what the plan said, and whether a rank's speed changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import median
+
+from rich.table import Table
+
+from lightning_cephalo.observe.report import format_seconds
+from lightning_cephalo.plan import RankPlan
+
+# Steps that count for nothing: caches fill, allocators grow, processors wake up.
+WARM_UP_STEPS = 3
+# With fewer steps there is no telling a change from noise.
+_FEWEST_STEPS = 8
+# A change by less than this factor, or by less than this share of the step, is no news.
+_FACTOR, _SHARE_OF_STEP = 1.5, 0.1
+_RANKS_IN_FULL = 24
+_AGAIN = "the plan was made for another speed. Start again to measure and plan anew."
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A rank that did not keep its speed.
+
+    Attributes:
+        factor: How many times longer its work took in the end than in the beginning.
+        step: Number of the first slow step, counted from 1; about.
+    """
+
+    factor: float
+    step: int
+
+
+@dataclass(frozen=True)
+class MeasuredRank:
+    """One rank's steps, as medians without the first three where there are more.
+
+    Attributes:
+        rank: Which.
+        name: Of its device.
+        steps: How many were counted.
+        step_s: Of a whole step, the optimizer's included.
+        busy_s: Of this rank's own work in the forward and the backward.
+        waiting_s: In the same, of waiting for gathers, reduces, and the other ranks.
+        predicted_busy_s: What the plan said of ``busy_s``; None for a plan without predictions.
+        drift: Whether it became slower in mid-run.
+    """
+
+    rank: int
+    name: str
+    steps: int
+    step_s: float
+    busy_s: float
+    waiting_s: float
+    predicted_busy_s: float | None = None
+    drift: Drift | None = None
+
+    @property
+    def waiting_share(self) -> float:
+        """The part of a step in which it waits, 0 to 1."""
+        return self.waiting_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def over_prediction(self) -> float | None:
+        """Measured over predicted work; None where nothing was predicted."""
+        return self.busy_s / self.predicted_busy_s if self.predicted_busy_s else None
+
+
+def predicted_busy_s(plan: RankPlan, units: int) -> float | None:
+    """Seconds of a rank's own work in a step of so many units; None if the plan does not say."""
+    if plan.forward_s is None or plan.backward_s is None or plan.tail_s is None:
+        return None
+    return units * (plan.forward_s + plan.backward_s) + plan.tail_s
+
+
+def counted(values: Sequence[float]) -> Sequence[float]:
+    """Without the steps that warm up, if there are others."""
+    return values[WARM_UP_STEPS:] or values
+
+
+def drift_of(busy_s: Sequence[float], step_s: float) -> Drift | None:
+    """Whether the last quarter of the steps took far longer than the first; None if not.
+
+    Args:
+        busy_s: Of every step from the first on, those that warm up included.
+        step_s: Of a whole step.
+    """
+    values = counted(busy_s)
+    if len(busy_s) <= WARM_UP_STEPS or len(values) < _FEWEST_STEPS:
+        return None
+    quarter = len(values) // 4
+    before_s, after_s = median(values[:quarter]), median(values[-quarter:])
+    if after_s <= _FACTOR * before_s or after_s - before_s <= _SHARE_OF_STEP * step_s:
+        return None
+    # the step that best parts quick ones before from slow ones after it
+    between_s = sqrt(before_s * after_s)
+    slow = [value > between_s for value in values]
+    misplaced = sum(not each for each in slow)
+    best, fewest = 0, misplaced
+    for index, each in enumerate(slow, start=1):
+        misplaced += 1 if each else -1
+        if misplaced < fewest:
+            best, fewest = index, misplaced
+    return Drift(after_s / max(before_s, 1e-9), WARM_UP_STEPS + best + 1)
+
+
+def busy_table(ranks: Sequence[MeasuredRank]) -> Table:
+    """Every rank's own work, predicted and measured, and how long it waited.
+
+    Beyond 24 ranks only those that waited least: the others waited for them.
+    """
+    shown, title = list(ranks), "Work of each rank in a step"
+    if len(ranks) > _RANKS_IN_FULL:
+        least = sorted(ranks, key=lambda rank: rank.waiting_share)[:_RANKS_IN_FULL]
+        shown = sorted(least, key=lambda rank: rank.rank)
+        title += f" (of {len(ranks)} ranks the {_RANKS_IN_FULL} that waited least)"
+    table = Table(title=title)
+    table.add_column("rank", justify="right")
+    table.add_column("device")
+    for heading in ("predicted", "measured", "difference", "waiting"):
+        table.add_column(heading, justify="right")
+    for rank in shown:
+        over = rank.over_prediction
+        table.add_row(
+            str(rank.rank),
+            rank.name or "–",
+            format_seconds(rank.predicted_busy_s),
+            format_seconds(rank.busy_s),
+            "–" if over is None else f"{over - 1:+.1%}",
+            f"{rank.waiting_share:.0%}",
+        )
+    return table
+
+
+def remarks(ranks: Sequence[MeasuredRank]) -> list[str]:
+    """Sentences on ranks whose speed was not that of the plan; none if all is well."""
+    drifts = {rank.rank: rank.drift for rank in ranks if rank.drift is not None}
+    working = {rank.rank for rank in ranks if rank.busy_s > _SHARE_OF_STEP * rank.step_s}
+    factors = [drift.factor for drift in drifts.values()]
+    if len(drifts) > 1 and working <= drifts.keys() and max(factors) < _FACTOR * min(factors):
+        first = min(drift.step for drift in drifts.values())
+        return [
+            f"All ranks became about {median(factors):.1f} times slower from about step {first}:"
+            " their shares of the work still fit."
+        ]
+    found = []
+    for rank in ranks:
+        if rank.drift is not None:
+            found.append(
+                f"Rank {_named(rank)} became {rank.drift.factor:.1f} times slower from about step"
+                f" {rank.drift.step}: {_AGAIN}"
+            )
+    # what slows all ranks alike leaves their shares as good as they were
+    over = {rank.rank: rank.over_prediction for rank in ranks}
+    known = [factor for factor in over.values() if factor is not None]
+    common = max(1.0, min(known, default=1.0))
+    for rank in ranks:
+        factor, planned_s = over[rank.rank], rank.predicted_busy_s
+        if rank.drift is not None or factor is None or planned_s is None:
+            continue
+        excess_s = rank.busy_s - planned_s * common
+        if (
+            rank.steps >= _FEWEST_STEPS
+            and factor > _FACTOR * common
+            and (excess_s > _SHARE_OF_STEP * rank.step_s)
+        ):
+            found.append(
+                f"Rank {_named(rank)} was {factor:.1f} times slower than predicted: {_AGAIN}"
+            )
+    return found
+
+
+def _named(rank: MeasuredRank) -> str:
+    return f"{rank.rank} ({rank.name})" if rank.name else str(rank.rank)

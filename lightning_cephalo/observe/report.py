@@ -1,0 +1,299 @@
+"""Tables for people: who does what and what is predicted of it, and how that compares afterwards.
+
+Formatting only. What a plan does not predict shows as a dash.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich import box
+from rich.table import Table
+
+from lightning_cephalo.observe.memory_account import RankMemory
+from lightning_cephalo.plan import Plan, RankPlan
+
+_ABSENT = "–"
+_MICROBATCHES_IN_FULL = 4
+_RANKS_IN_FULL = 24
+_BYTE_UNITS = (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1), ("B", 0))
+
+
+def plan_table(
+    plan: Plan,
+    *,
+    devices: Sequence[str] | None = None,
+    units: int | None = None,
+    title: str = "Plan",
+) -> Table:
+    """Return a plan as a table: a row for each rank, and below it the prediction for the whole.
+
+    Beyond 24 ranks, neighbours that show the same share a row, such as "128 × A6000", with what
+    each of them does. What happens to activations is a column where the plan says it of any rank.
+
+    Args:
+        plan: what to show.
+        devices: a name for each rank, in rank order; without it, the names in the plan.
+        units: how many units the model has. With it, a rank's predicted time is that of a whole
+            step, and as a share of the step; without it, that of one unit.
+        title: the table's heading.
+
+    Raises:
+        ValueError: ``devices`` has another length than the plan has ranks.
+    """
+    if devices is not None and len(devices) != plan.world_size:
+        raise ValueError(
+            f"Expected a device name for each of the plan's {plan.world_size} ranks, "
+            f"but got {len(devices)}."
+        )
+    table = Table(title=title, caption=_outcome(plan), caption_justify="left", show_footer=True)
+    table.add_column("rank", justify="right")
+    table.add_column("device")
+    table.add_column("samples", str(plan.global_batch_size), justify="right")
+    table.add_column("microbatches", overflow="fold")
+    has_activations = any(rank.recompute is not None or rank.offload for rank in plan.ranks)
+    if has_activations:
+        table.add_column("activations", overflow="fold")
+    table.add_column("state", justify="right")
+    table.add_column("busy per unit" if units is None else "busy per step", justify="right")
+    table.add_column("memory of capacity", justify="right")
+    rows = [
+        _Row(
+            (rank.name if devices is None else devices[index]) or _ABSENT,
+            (
+                str(rank.batch_size),
+                format_microbatches(rank.microbatch_sizes),
+                *([_activations(rank)] if has_activations else []),
+                f"{rank.state_fraction:.1%}",
+                _busy(rank, units, plan.step_s),
+                _memory(rank),
+            ),
+        )
+        for index, rank in enumerate(plan.ranks)
+    ]
+    first = 0
+    for row, count in _runs(rows):
+        if count == 1:
+            table.add_row(str(first), row.device, *row.cells)
+        else:
+            ranks = f"{first}–{first + count - 1}"
+            table.add_row(ranks, f"{count} × {row.device}", *row.cells)
+        first += count
+    return table
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a table shows of one rank."""
+
+    device: str
+    cells: tuple[str, ...]
+
+
+def _runs(rows: Sequence[_Row]) -> list[tuple[_Row, int]]:
+    """Rows and how many ranks share each: one where there are few ranks."""
+    if len(rows) <= _RANKS_IN_FULL:
+        return [(row, 1) for row in rows]
+    return [(row, len(list(alike))) for row, alike in groupby(rows)]
+
+
+def prediction_table(
+    predicted: Mapping[str, float | None],
+    measured: Mapping[str, float | None],
+    *,
+    title: str = "Predicted and measured",
+) -> Table:
+    """Return predictions beside measurements, with their difference in percent of the prediction.
+
+    Args:
+        predicted: values by name; a name ends in ``_s`` (seconds) or ``_bytes``, such as
+            ``step_s`` or ``rank_0_memory_bytes``.
+        measured: the same names. A name that only one of the two has gets a row as well.
+        title: the table's heading.
+
+    Raises:
+        ValueError: a name that ends otherwise.
+    """
+    table = Table(title=title)
+    table.add_column("")
+    for heading in ("predicted", "measured", "difference"):
+        table.add_column(heading, justify="right")
+    for name in dict.fromkeys([*predicted, *measured]):
+        before, after = predicted.get(name), measured.get(name)
+        label, unit = _split_unit(name)
+        formatted = format_seconds if unit == "s" else format_bytes
+        difference = _ABSENT
+        if before and after is not None:
+            difference = f"{after / before - 1:+.1%}"
+        table.add_row(label, formatted(before), formatted(after), difference)
+    return table
+
+
+_KINDS = {
+    "peak": "peak_bytes",
+    "state": "state_bytes",
+    "gathered": "gathered_bytes",
+    "gradients": "gradients_bytes",
+    "boundaries": "boundaries_bytes",
+    "inside": "inside_bytes",
+    "other": "other_bytes",
+}
+
+
+def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]) -> Table:
+    """Return what every rank held at most as a table: predicted / measured, by kind.
+
+    Of more than 24 ranks those are shown that held the most.
+
+    Args:
+        predicted: Of every rank, in rank order.
+        measured: Likewise.
+
+    Raises:
+        ValueError: Of different numbers of ranks.
+    """
+    rows = list(enumerate(zip(predicted, measured, strict=True)))
+    most = max((rank.peak_bytes or 0.0 for pair in zip(predicted, measured, strict=True)
+                for rank in pair), default=0.0)  # fmt: skip
+    unit, exponent = next(
+        (pair for pair in _BYTE_UNITS if most >= 1024 ** pair[1]), _BYTE_UNITS[-1]
+    )
+    notes = []
+    if len(rows) > _RANKS_IN_FULL:
+        notes.append(f"the fullest {_RANKS_IN_FULL} of {len(rows)} ranks")
+        rows.sort(key=lambda row: -(row[1][1].peak_bytes or 0.0))
+        rows = sorted(rows[:_RANKS_IN_FULL], key=lambda row: row[0])
+    steps = {rank.step for rank in measured if rank.step is not None}
+    if steps:
+        notes.append(f"measured in step {', '.join(map(str, sorted(steps)))}")
+    table = Table(
+        title=f"Memory in {unit}: predicted / measured",
+        caption=", ".join(notes) or None,
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column("rank", justify="right")
+    for heading in _KINDS:
+        table.add_column(heading, justify="right")
+
+    def cell(size: float | None) -> str:
+        if size is None:
+            return _ABSENT
+        amount = size / 1024**exponent
+        return f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}"
+
+    for index, (before, after) in rows:
+        cells = [
+            # in two lines, so that all kinds fit into 80 columns
+            f"{cell(getattr(before, name))} /\n{cell(getattr(after, name))}"
+            for name in _KINDS.values()
+        ]
+        table.add_row(str(index), *cells)
+    return table
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Return a time with a fitting unit: ``1.25 s``, ``12.5 ms``, ``80 µs``; a dash for None."""
+    if seconds is None:
+        return _ABSENT
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size or seconds == 0:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def format_rate(per_s: float) -> str:
+    """Return a rate with three digits below 1000, and whole from there: ``77.2``, ``12,500``."""
+    return f"{per_s:,.0f}" if per_s >= 999.5 else f"{per_s:.3g}"
+
+
+def format_bytes(size: float | None) -> str:
+    """Return an amount of memory in powers of 1024: ``1.5 GiB``; a dash for None."""
+    if size is None:
+        return _ABSENT
+    if math.isinf(size):
+        return "unlimited"
+    for unit, exponent in _BYTE_UNITS[:-1]:
+        if abs(size) >= 1024**exponent:
+            return f"{size / 1024**exponent:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def format_microbatches(sizes: Iterable[int]) -> str:
+    """Return ``4+4+3``, or ``12×4 + 3`` where there are many; ``none`` without a microbatch."""
+    sizes = tuple(sizes)
+    if len(sizes) <= _MICROBATCHES_IN_FULL:
+        return "+".join(map(str, sizes)) or "none"
+    runs = ((size, len(list(run))) for size, run in groupby(sizes))
+    return " + ".join(str(size) if count == 1 else f"{count}×{size}" for size, count in runs)
+
+
+def _activations(rank: RankPlan) -> str:
+    parts = []
+    if rank.recompute is not None:
+        parts.append("recomputed" if rank.recompute else "kept")
+    if rank.offload:
+        size = "" if rank.host_bytes is None else f" {format_bytes(rank.host_bytes)}"
+        parts.append(f"offloaded{size}")
+    return ", ".join(parts) or _ABSENT
+
+
+def _busy(rank: RankPlan, units: int | None, step_s: float | None) -> str:
+    if rank.forward_s is None or rank.backward_s is None:
+        return _ABSENT
+    busy_s = rank.forward_s + rank.backward_s
+    if units is None:
+        return format_seconds(busy_s)
+    busy_s = units * busy_s + (rank.tail_s or 0.0)
+    share = f" ({busy_s / step_s:.0%})" if step_s else ""
+    return format_seconds(busy_s) + share
+
+
+def _memory(rank: RankPlan) -> str:
+    if rank.capacity_bytes is None:
+        return format_bytes(rank.memory_bytes)
+    share = ""
+    if rank.memory_bytes is not None and math.isfinite(rank.capacity_bytes):
+        share = f" ({rank.memory_bytes / rank.capacity_bytes:.0%})"
+    return f"{format_bytes(rank.memory_bytes)} of {format_bytes(rank.capacity_bytes)}{share}"
+
+
+def _outcome(plan: Plan) -> str | None:
+    """Return what the solver says of the whole plan as a sentence; None where it says nothing."""
+    parts = []
+    if plan.reshard_after_forward is False:
+        parts.append("units stay gathered from forward to backward")
+    if plan.step_s is not None:
+        rate = plan.global_batch_size / plan.step_s if plan.step_s else math.inf
+        parts.append(
+            f"predicted step {format_seconds(plan.step_s)} ({format_rate(rate)} samples/s)"
+        )
+    if plan.bound_s is not None:
+        parts.append(f"proven bound {format_seconds(plan.bound_s)}")
+    if plan.gap is not None:
+        parts.append(f"gap {plan.gap:.1%}")
+    if plan.solve_s is not None:
+        by = f" by {plan.backend}" if plan.backend else ""
+        parts.append(f"solved{by} in {format_seconds(plan.solve_s)}")
+    return ", ".join(parts) or None
+
+
+def _split_unit(name: str) -> tuple[str, str]:
+    label, _, unit = name.rpartition("_")
+    if unit not in ("s", "bytes") or not label:
+        raise ValueError(
+            f"Expected a name that ends in its unit, '_s' or '_bytes', but got {name!r}. "
+            "For example: step_s, rank_0_memory_bytes."
+        )
+    return label.replace("_", " "), unit
+
+
+def show(table: object) -> None:
+    """Print a table to the terminal."""
+    from rich.console import Console
+
+    Console().print(table)

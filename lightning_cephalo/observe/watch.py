@@ -1,0 +1,208 @@
+"""Watches a training from beside: times every step, records one, and tells all ranks at the end."""
+
+from __future__ import annotations
+
+import socket
+import time
+import weakref
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from os import PathLike
+from statistics import median
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_cephalo.accelerator.device import describe_device, synchronized_clock
+from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.observe import report, trace
+from lightning_cephalo.observe.pace import (
+    MeasuredRank,
+    busy_table,
+    counted,
+    drift_of,
+    predicted_busy_s,
+    remarks,
+)
+from lightning_cephalo.observe.recorder import Recorder
+from lightning_cephalo.plan import Plan, PlanError
+from lightning_cephalo.plan.timeline import Recording
+from lightning_cephalo.ranks.control import Agreement
+
+# The first ones are unlike all others: orders are found, caches fill, allocators grow.
+RECORDED_STEP = 5
+
+
+class Watch:
+    """Times the steps of one rank and records one.
+
+    Args:
+        trace_path: Where to write a timeline of the fifth step, or of the last if there are fewer;
+            None: nothing is recorded.
+
+    Raises:
+        PlanError: If the file's name does not end in ``.json``.
+
+    Attributes:
+        ranks: What was measured on every rank, after a training that ended in good order.
+    """
+
+    def __init__(self, trace_path: str | PathLike[str] | None = None) -> None:
+        self._path = None if trace_path is None else trace.json_path(trace_path)
+        self._recorder: Recorder | None = None
+        self._clock: Callable[[], float] = time.perf_counter
+        self.ranks: tuple[MeasuredRank, ...] = ()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._started_s = 0.0
+        self._steps_s, self._busy_s, self._waiting_s = array("d"), array("d"), array("d")
+
+    @property
+    def step_s(self) -> float | None:
+        """Median time of a step on this rank, without the first few; None before."""
+        return median(counted(self._steps_s)) if self._steps_s else None
+
+    def check(self, writes: bool) -> None:
+        """Check that the trace can be written.
+
+        Args:
+            writes: Whether this is the rank that will write it.
+
+        Raises:
+            PlanError: There is no such folder.
+        """
+        if writes and self._path is not None and not self._path.absolute().parent.is_dir():
+            raise PlanError(
+                f"trace={str(self._path)!r}: there is no folder {str(self._path.parent)!r}."
+                " Make it, or name another file."
+            )
+
+    def begin(self, engine: Engine) -> None:
+        """Watch a training that is about to start."""
+        self._forget()
+        self.ranks = ()
+        self._engine_reference = weakref.ref(engine)  # its process groups must be let go of in time
+        # on CUDA waiting for the device would cost more than it tells
+        on_host = engine.device.type != "cuda"
+        self._clock = synchronized_clock(engine.device) if on_host else time.perf_counter
+        if self._path is not None:
+            self._recorder = Recorder(engine.runner.stopwatch, self._clock if on_host else None)
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._engine_reference()
+        assert engine is not None, "the engine is gone before the end of the training"
+        return engine
+
+    def start_step(self) -> None:
+        """A step's forward is about to begin."""
+        self._started_s = time.perf_counter()
+        if self._recorder is not None and len(self._steps_s) < RECORDED_STEP:
+            self._engine.runner.recorder = self._recorder
+            self._recorder.restart()
+
+    def finish_step(self, counts: bool = True) -> None:
+        """The optimizer has stepped.
+
+        Args:
+            counts: Whether the step's time is that of others like it.
+        """
+        step_s = self._clock() - self._started_s
+        if counts:
+            self._steps_s.append(step_s)
+        if self._engine.runner.stopwatch.finish() and self._engine.runner.recorder is not None:
+            assert self._recorder is not None
+            self._recorder.finish()
+            self._engine.runner.recorder = None
+        self._read()
+
+    def _read(self) -> None:
+        for share in self._engine.runner.stopwatch.read():
+            self._busy_s.append(share.busy_s)
+            self._waiting_s.append(share.waiting_s)
+
+    def end(self, plan: Plan | None, verbose: bool) -> None:
+        """Tell all ranks what was measured, and write the trace; collective.
+
+        Args:
+            plan: What was trained by.
+            verbose: Whether rank 0 prints the figures.
+        """
+        engine, agreement = self._engine, self._engine.agreement
+        synchronized_clock(engine.device)()  # so that everything can be read
+        self._read()
+        name = describe_device(engine.device, processes_on_host=1).name
+        told = agreement.exchange_objects(self._measured(agreement.rank, name, plan))
+        self.ranks = tuple(rank for rank in told if rank is not None)
+        if verbose and agreement.rank == 0 and len(self.ranks) == agreement.world_size:
+            report.show(busy_table(self.ranks))
+            for remark in remarks(self.ranks):
+                report.show(remark)
+        if self._recorder is not None:
+            self._write(self._recorder, agreement, name)
+
+    def _measured(self, rank: int, name: str, plan: Plan | None) -> MeasuredRank | None:
+        step_s = self.step_s
+        if step_s is None or not self._busy_s:
+            return None
+        units = sum(visit.differentiable for visit in self._engine.runner.visits)
+        return MeasuredRank(
+            rank=rank,
+            name=name,
+            steps=len(counted(self._busy_s)),
+            step_s=step_s,
+            busy_s=median(counted(self._busy_s)),
+            waiting_s=median(counted(self._waiting_s)),
+            predicted_busy_s=None if plan is None else predicted_busy_s(plan.ranks[rank], units),
+            drift=drift_of(self._busy_s, step_s),
+        )
+
+    def _write(self, recorder: Recorder, agreement: Agreement, name: str) -> None:
+        # more than that are not written: thousands of ranks need not send what they recorded
+        shown = agreement.rank < trace.RANKS_IN_FULL
+        events = recorder.events(agreement.rank) if shown else ()
+        own = Recording(agreement.rank, name, events)
+        said = agreement.exchange_objects((socket.gethostname(), recorder.met_s, own))
+        if agreement.rank or self._path is None:
+            return
+        recordings = aligned(said)
+        try:
+            trace.write_recording(recordings, self._path)
+        except PlanError as error:
+            # the training is done: what it has made must not be lost for a file of times
+            rank_zero_warn(f"The timeline was not written. {error}")
+
+
+def aligned(said: list[tuple[str, float | None, Recording]]) -> list[Recording]:
+    """Recordings on one clock that starts with the first event.
+
+    Ranks of one host share a clock. Those of other hosts are moved such that all ranks left their
+    last exchange of the step at the same time.
+
+    Args:
+        said: Of every rank its host, when it last met all others by its clock, and its recording.
+    """
+    host, met_s, _ = said[0]
+    moved = []
+    for other_host, other_met_s, recording in said:
+        shift_s = 0.0
+        if other_host != host and met_s is not None and other_met_s is not None:
+            shift_s = met_s - other_met_s
+        moved.append((shift_s, recording))
+    starts = [shift_s + r.events[0].start_s for shift_s, r in moved if r.events]
+    first_s = min(starts, default=0.0)
+    return [
+        replace(
+            recording,
+            events=tuple(
+                replace(
+                    event,
+                    start_s=event.start_s + shift_s - first_s,
+                    end_s=event.end_s + shift_s - first_s,
+                )
+                for event in recording.events
+            ),
+        )
+        for shift_s, recording in moved
+    ]

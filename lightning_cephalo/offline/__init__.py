@@ -1,0 +1,1 @@
+"""Plans without a cluster: command line, simulation, estimates, figures. No floor imports it."""

@@ -1,0 +1,60 @@
+"""From an allocation to a checked plan: what every baseline ends with."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from lightning_cephalo.common.errors import InfeasibleError
+from lightning_cephalo.plan.plan import Plan, RankPlan
+from lightning_cephalo.plan.problem import Problem
+from lightning_cephalo.plan.solver.solve import priced
+
+GIB = 2.0**30
+# Even shares of a full rank exceed it by rounding.
+_ROUNDING = 1 + 1e-9
+
+
+def checked_plan(
+    problem: Problem, ranks: Sequence[RankPlan], *, backend: str, started_s: float
+) -> Plan:
+    """The plan of this allocation with every prediction filled in.
+
+    Args:
+        problem: what there is.
+        ranks: microbatch sizes, state fraction and mode of every rank, in rank order.
+        backend: name of what chose it.
+        started_s: ``time.perf_counter()`` when choosing began.
+
+    Raises:
+        InfeasibleError: a rank would hold more than it may, on the device or on the host, or ranks
+            run different numbers of microbatches where the problem wants equal ones.
+    """
+    plan = dataclasses.replace(
+        priced(problem, ranks, backend=backend), solve_s=time.perf_counter() - started_s
+    )
+    counts = {len(rank.microbatch_sizes) for rank in ranks}
+    if problem.equal_microbatches and len(counts) > 1:
+        raise InfeasibleError(
+            f"{backend}: equal_microbatches=True wants as many microbatches on every rank, but it "
+            f"chooses {sorted(counts)}. Let solve() choose."
+        )
+    for index, (rank, profile) in enumerate(zip(plan.ranks, problem.ranks, strict=True)):
+        for kind, needed, capacity in (
+            ("", rank.memory_bytes or 0.0, profile.capacity_bytes),
+            ("host ", rank.host_bytes or 0.0, profile.host_capacity_bytes),
+        ):
+            if needed > capacity * _ROUNDING:
+                raise InfeasibleError(
+                    f"{backend}: rank {index} ({profile.name!r}) would hold "
+                    f"{needed / GIB:.2f} GiB of {kind}memory, but its capacity is "
+                    f"{capacity / GIB:.2f} GiB. Let solve() choose batches and state."
+                )
+    return plan
+
+
+def even_batches(problem: Problem) -> list[int]:
+    """The global batch dealt evenly; what remains goes to the first ranks, one sample each."""
+    each, rest = divmod(problem.global_batch_size, len(problem.ranks))
+    return [each + (index < rest) for index in range(len(problem.ranks))]

@@ -1,0 +1,221 @@
+"""What the command line answers: comparisons and summaries of simulations, as rows and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+
+from lightning_cephalo.observe.report import format_bytes, format_rate, format_seconds
+from lightning_cephalo.offline.baselines import BASELINES
+from lightning_cephalo.offline.estimate import Cluster, find_device
+from lightning_cephalo.offline.figures import ComparisonRow
+from lightning_cephalo.offline.scenario import Scenario
+from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, SolverError, solve
+from lightning_cephalo.plan.timeline import Simulation
+
+_OURS = "cephalo"
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank of a simulated step: seconds busy and waiting, and peak bytes."""
+
+    name: str
+    compute_s: float
+    communication_s: float
+    waiting_s: float
+    peak_bytes: float
+    capacity_bytes: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A simulated step beside the closed form's."""
+
+    predicted_s: float
+    simulated_s: float
+    global_batch_size: int
+    ranks: tuple[RankSummary, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return _finite(dataclasses.asdict(self))
+
+
+def with_device(cluster: Cluster, name: str) -> Cluster:
+    """The cluster with one more device in its first node.
+
+    Raises:
+        PlanError: an unknown device.
+    """
+    device = find_device(name, cluster.own_devices, where="--add")
+    first, *others = cluster.nodes
+    alone = dataclasses.replace(first, count=1, devices=(*first.devices, (device, 1)))
+    rest = [] if first.count == 1 else [dataclasses.replace(first, count=first.count - 1)]
+    return dataclasses.replace(cluster, nodes=(alone, *rest, *others))
+
+
+def compare(
+    asked: Scenario,
+    additions: Sequence[str] = (),
+    *,
+    time_limit_s: float = 60.0,
+    say: Callable[[str], Any] = lambda text: None,
+) -> list[ComparisonRow]:
+    """Every baseline, ours with one more of each addition, and ours, which comes last.
+
+    Args:
+        asked: what to compare on.
+        additions: names of devices.
+        time_limit_s: for each plan.
+        say: told what is being done.
+
+    Raises:
+        PlanError: an addition is unknown, or the problem came from a file and has no cluster.
+        InfeasibleError: neither ours nor an addition has a plan.
+        SolverError: likewise, as ours found none in time.
+    """
+    rows = []
+    for name, baseline in BASELINES.items():
+        say(f"comparing: {name}")
+        rows.append(_row(name, asked.problem, partial(baseline, asked.problem)))
+    for addition in additions:
+        say(f"comparing: with one more {addition}")
+        if asked.cluster is None or asked.problem_of is None:
+            raise PlanError("--add needs --cluster or --devices: a saved problem has no cluster.")
+        larger = asked.problem_of(with_device(asked.cluster, addition))
+        solved = partial(solve, larger, time_limit_s=time_limit_s)
+        rows.append(_row(f"{_OURS} and one more {addition}", larger, solved))
+    say(f"comparing: {_OURS}")
+    try:
+        plan = solve(asked.problem, time_limit_s=time_limit_s)
+    except (InfeasibleError, SolverError) as error:
+        if all(row.step_s is None for row in rows[len(BASELINES) :]):
+            raise
+        return [*rows, ComparisonRow(_OURS, reason=str(error))]
+    return [*rows, _row_of(_OURS, asked.problem, plan)]
+
+
+def _row(name: str, problem: Problem, make: Callable[[], Plan]) -> ComparisonRow:
+    try:
+        return _row_of(name, problem, make())
+    except (InfeasibleError, SolverError) as error:
+        return ComparisonRow(name, reason=_reason(name, str(error)))
+
+
+def _row_of(name: str, problem: Problem, plan: Plan) -> ComparisonRow:
+    assert plan.step_s is not None
+    memory = tuple((rank.memory_bytes or 0.0, rank.capacity_bytes or 0.0) for rank in plan.ranks)
+    rate = problem.global_batch_size / plan.step_s if plan.step_s else math.inf
+    return ComparisonRow(name, plan.step_s, rate, memory)
+
+
+def _reason(name: str, error: str) -> str:
+    """Why a row has no plan, without the name of the planner, which the row has already."""
+    planner, separator, rest = error.partition(": ")
+    if separator and (name.startswith(planner) or planner.startswith("published program")):
+        error = rest
+    # ours says itself what binds; a rank may also lack a microbatch size, with memory to spare
+    speaks_of_memory = "GiB" in error and "microbatch size" not in error
+    return error if name.startswith(_OURS) or not speaks_of_memory else f"out of memory: {error}"
+
+
+def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
+    """Rows as a table; the last one is ours, and what others are compared with."""
+    best = rows[-1].samples_per_s
+    table = Table(title="Comparison", caption_justify="left")
+    table.add_column("allocation")
+    for heading in ("step", "samples/s", f"of {_OURS}'s", "fullest rank"):
+        table.add_column(heading, justify="right")
+    notes = []
+    for row in rows:
+        if row.step_s is None or row.samples_per_s is None:
+            notes.append(f"{row.name}: {row.reason}")
+            table.add_row(row.name, "–", "cannot run", "–", "–")
+            continue
+        share = f"{row.samples_per_s / best:.0%}" if best and math.isfinite(best) else "–"
+        fullest = max(used / capacity for used, capacity in row.memory) if row.memory else 0.0
+        table.add_row(
+            row.name,
+            format_seconds(row.step_s),
+            format_rate(row.samples_per_s),
+            share,
+            f"{fullest:.0%}",
+        )
+    table.caption = "\n".join(notes) or None
+    return table
+
+
+def row_as_dict(row: ComparisonRow) -> dict[str, Any]:
+    """For JSON."""
+    return _finite(dataclasses.asdict(row))
+
+
+def summarise(problem: Problem, plan: Plan, simulation: Simulation) -> Summary:
+    """The simulated step beside the closed form's, rank by rank."""
+    from lightning_cephalo.plan import predict
+
+    ranks = []
+    for index, profile in enumerate(problem.ranks):
+        timeline = simulation.timeline(index)
+        ranks.append(
+            RankSummary(
+                profile.name,
+                timeline.compute_s,
+                timeline.communication_s,
+                timeline.waiting_s,
+                max((held for _, held in timeline.memory), default=0.0),
+                profile.capacity_bytes,
+            )
+        )
+    predicted_s = predict(problem, plan).step_s
+    return Summary(predicted_s, simulation.step_s, problem.global_batch_size, tuple(ranks))
+
+
+def simulation_table(summary: Summary) -> Table:
+    """One row for each run of ranks that are alike."""
+    difference = summary.simulated_s / summary.predicted_s - 1 if summary.predicted_s else 0.0
+    rate = summary.global_batch_size / summary.simulated_s if summary.simulated_s else 0.0
+    table = Table(
+        title="Simulated step",
+        caption=f"step {format_seconds(summary.simulated_s)} ({format_rate(rate)} samples/s), "
+        f"{difference:+.1%} from the closed form's {format_seconds(summary.predicted_s)}",
+        caption_justify="left",
+    )
+    for heading in ("ranks", "device"):
+        table.add_column(heading)
+    for heading in ("computing", "communicating", "not computing", "peak of capacity"):
+        table.add_column(heading, justify="right")
+    first = 0
+    for rank, alike in groupby(summary.ranks):
+        last = first + len(list(alike)) - 1
+        table.add_row(
+            str(first) if first == last else f"{first}–{last}",
+            rank.name,
+            format_seconds(rank.compute_s),
+            format_seconds(rank.communication_s),
+            _share(rank.waiting_s, summary.simulated_s),
+            f"{format_bytes(rank.peak_bytes)} of {format_bytes(rank.capacity_bytes)}",
+        )
+        first = last + 1
+    return table
+
+
+def _share(part_s: float, whole_s: float) -> str:
+    return format_seconds(part_s) + (f" ({part_s / whole_s:.0%})" if whole_s else "")
+
+
+def _finite(value: Any) -> Any:
+    """The same for JSON, which has no infinities."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return "inf" if value == float("inf") else value

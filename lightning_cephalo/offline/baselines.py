@@ -1,0 +1,279 @@
+"""What users would do without a planner, priced by the same cost function: the rows that
+``cephalo compare`` sets beside :func:`~lightning_cephalo.plan.solve`.
+
+Every baseline takes a problem and returns a :class:`~lightning_cephalo.plan.Plan`, or raises
+InfeasibleError where it does not fit. Each rank runs its microbatches in its fastest mode that
+fits, and a batch is cut into near-equal microbatches.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from lightning_cephalo.common.errors import InfeasibleError
+from lightning_cephalo.offline.allocation import GIB, checked_plan, even_batches
+from lightning_cephalo.offline.paper.planner import PublishedModel, published
+from lightning_cephalo.plan.cost import Mode, host_bytes, modes, predict, rank_work, working_bytes
+from lightning_cephalo.plan.plan import Plan, RankPlan
+from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.columns import group_types
+from lightning_cephalo.plan.solver.state import share_state
+
+_NO_TIME_S = 1e-12
+
+
+Baseline = Callable[[Problem], Plan]
+
+
+def _either_way(baseline: Baseline) -> Baseline:
+    """Where units may stay gathered from forward to backward, the faster of both."""
+
+    @functools.wraps(baseline)
+    def chosen(problem: Problem) -> Plan:
+        if problem.reshard_after_forward != "auto":
+            return baseline(problem)
+        given_back = baseline(replace(problem, reshard_after_forward=True))
+        try:
+            stay = baseline(replace(problem, reshard_after_forward=False))
+        except InfeasibleError:
+            return given_back
+        assert stay.step_s is not None and given_back.step_s is not None
+        return stay if stay.step_s < given_back.step_s else given_back
+
+    return chosen
+
+
+@_either_way
+def even(problem: Problem) -> Plan:
+    """Even batch and even state, as FSDP: all ranks run the same number of microbatches, the
+    fastest that fits every rank. Samples that remain go to the first ranks, one each.
+    """
+    started = time.perf_counter()
+    share = 1 / len(problem.ranks)
+    batches, limits = even_batches(problem), _beside_even_state(problem)
+    found = [
+        [replace(run, state_fraction=share) for run in runs]
+        for runs in _equal_counts(problem, batches, limits)
+    ]
+    return _fastest(problem, found, batches, limits, "even batch, even state", started)
+
+
+@_either_way
+def proportional(problem: Problem) -> Plan:
+    """Batch by speed and even state, as Whale and Poplar.
+
+    A rank's speed is its most samples per second beside an even share of the state; the batch is
+    dealt by largest remainder, and every rank accumulates as suits it.
+    """
+    started = time.perf_counter()
+    share = 1 / len(problem.ranks)
+    limits = _beside_even_state(problem)
+    speeds = [
+        _speed(problem, profile, limit)
+        for profile, limit in zip(problem.ranks, limits, strict=True)
+    ]
+    batches = _dealt(problem.global_batch_size, speeds)
+    choices: Iterable[list[RankPlan]] = (
+        _equal_counts(problem, batches, limits)
+        if problem.equal_microbatches
+        else filter(None, [_runs(problem, batches, limits)])
+    )
+    found = [[replace(run, state_fraction=share) for run in runs] for runs in choices]
+    return _fastest(problem, found, batches, limits, "batch by speed, even state", started)
+
+
+@_either_way
+def state_by_memory(problem: Problem) -> Plan:
+    """Even batch, and the state by free memory: as :func:`even` otherwise."""
+    started = time.perf_counter()
+    batches = even_batches(problem)
+    limits = [profile.capacity_bytes for profile in problem.ranks]
+    found = []
+    # the fastest modes may leave too little room for the state
+    for lean in (False, True):
+        for runs in _equal_counts(problem, batches, limits, lean=lean):
+            used = [
+                _bytes(problem, profile, run)
+                for profile, run in zip(problem.ranks, runs, strict=True)
+            ]
+            if sum(limits) - sum(used) >= problem.state_bytes:
+                fractions = share_state(problem.state_bytes, used, limits)
+                found.append(
+                    [
+                        replace(run, state_fraction=fraction)
+                        for run, fraction in zip(runs, fractions, strict=True)
+                    ]
+                )
+    return _fastest(problem, found, batches, limits, "even batch, state by memory", started)
+
+
+def compute_balance(problem: Problem, model: PublishedModel | None = None) -> Plan:
+    """The published program with even state and one microbatch per rank: only compute is balanced
+    ("compute balance only").
+    """
+    return published(problem, model, even_state=True, accumulate_gradients=False)
+
+
+def _fastest(
+    problem: Problem,
+    found: Sequence[list[RankPlan]],
+    batches: Sequence[int],
+    limits: Sequence[float],
+    backend: str,
+    started_s: float,
+) -> Plan:
+    if not found:
+        raise InfeasibleError(f"{backend}: {_why_none(problem, batches, limits)}")
+    best = min(found, key=lambda ranks: predict(problem, ranks).step_s)
+    return checked_plan(problem, best, backend=backend, started_s=started_s)
+
+
+def _beside_even_state(problem: Problem) -> list[float]:
+    """Bytes of every rank beside an even share of the state."""
+    share = problem.state_bytes / len(problem.ranks)
+    return [profile.capacity_bytes - share for profile in problem.ranks]
+
+
+def _speed(problem: Problem, profile: RankProfile, limit_bytes: float) -> float:
+    """Most samples per second of any one microbatch that fits."""
+    sizes = range(problem.minimum_microbatch_size, profile.largest_microbatch_size + 1)
+    runs = (_run(problem, profile, size, [1], limit_bytes) for size in sizes)
+    return max(
+        (run.batch_size / max(_seconds(problem, profile, run), _NO_TIME_S) for run in runs if run),
+        default=0.0,
+    )
+
+
+def _dealt(batch: int, speeds: Sequence[float]) -> list[int]:
+    """The batch in proportion to ``speeds`` in whole samples, by largest remainder."""
+    total = sum(speeds)
+    if not total:
+        # nobody can take any: the check of the runs says why
+        speeds, total = [1.0] * len(speeds), float(len(speeds))
+    exact = [batch * speed / total for speed in speeds]
+    dealt = [int(part) for part in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda index: dealt[index] - exact[index])
+    for index in by_remainder[: batch - sum(dealt)]:
+        dealt[index] += 1
+    return dealt
+
+
+def _equal_counts(
+    problem: Problem, batches: Sequence[int], limits: Sequence[float], *, lean: bool = False
+) -> Iterator[list[RankPlan]]:
+    """For every number of microbatches that all ranks with samples can run, what each runs."""
+    for count in range(1, min((batch for batch in batches if batch), default=0) + 1):
+        runs = _runs(problem, batches, limits, [count], lean=lean)
+        if runs is not None:
+            yield runs
+
+
+def _runs(
+    problem: Problem,
+    batches: Sequence[int],
+    limits: Sequence[float],
+    counts: Sequence[int] | None = None,
+    *,
+    lean: bool = False,
+) -> list[RankPlan] | None:
+    """What each rank runs, or None when one of them cannot; ``counts`` None: any."""
+    found: list[RankPlan | None] = [None] * len(batches)
+    for kind in group_types(problem):
+        known: dict[int, RankPlan | None] = {}
+        for index in kind.members:
+            batch = batches[index]
+            if batch not in known:
+                tried = counts or range(1, batch + 1)
+                known[batch] = _run(problem, kind.profile, batch, tried, limits[index], lean=lean)
+            found[index] = known[batch]
+    runs = [run for run in found if run is not None]
+    return runs if len(runs) == len(batches) else None
+
+
+def _run(
+    problem: Problem,
+    profile: RankProfile,
+    batch: int,
+    counts: Iterable[int],
+    limit_bytes: float,
+    *,
+    lean: bool = False,
+) -> RankPlan | None:
+    """The fastest (``lean``: the smallest) way of one rank to run its batch within
+    ``limit_bytes``, without state; None when there is none.
+    """
+    if not batch:
+        idle = RankPlan((), 0.0)
+        return idle if _bytes(problem, profile, idle) <= limit_bytes else None
+    usable = []
+    for count in counts:
+        size, larger = divmod(batch, count)
+        sizes = (size + 1,) * larger + (size,) * (count - larger)
+        if (
+            sizes[-1] < problem.minimum_microbatch_size
+            or sizes[0] > profile.largest_microbatch_size
+        ):
+            continue
+        for mode in modes(problem, profile):
+            run = RankPlan(sizes, 0.0, recompute=mode.recompute, offload=mode.offload)
+            on_host = host_bytes(problem, batch, mode)
+            # an inequality that both sides being infinite passes
+            if not on_host > profile.host_capacity_bytes and (
+                _bytes(problem, profile, run) <= limit_bytes
+            ):
+                usable.append(run)
+    cost = _bytes if lean else _seconds
+    return min(usable, key=lambda run: cost(problem, profile, run), default=None)
+
+
+def _seconds(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
+    """Seconds of a step if this rank were alone and collectives free."""
+    forward, backward, tail = rank_work(problem, profile, run.microbatch_sizes, _mode(run))
+    return problem.units * (forward + backward) + tail
+
+
+def _bytes(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
+    return working_bytes(problem, profile, run.microbatch_sizes, _mode(run))
+
+
+def _mode(run: RankPlan) -> Mode:
+    return Mode(run.recompute, run.offload)
+
+
+def _why_none(problem: Problem, batches: Sequence[int], limits: Sequence[float]) -> str:
+    """Which rank cannot run its batch, or that the state finds no place."""
+    for index, (profile, batch, limit) in enumerate(
+        zip(problem.ranks, batches, limits, strict=True)
+    ):
+        counts = range(1, batch + 1)
+        if _run(problem, profile, batch, counts, limit) is not None:
+            continue
+        leanest = _run(problem, profile, batch, counts, float("inf"), lean=True)
+        if leanest is None:
+            needs = f"was profiled for no microbatch size that cuts {batch} samples"
+        else:
+            needs = f"needs {_bytes(problem, profile, leanest) / GIB:.2f} GiB for {batch} samples"
+        return (
+            f"rank {index} ({profile.name!r}) {needs}, and has {max(limit, 0.0) / GIB:.2f} GiB "
+            f"beside its share of the state. Let solve() choose batches and state."
+        )
+    return (
+        f"no number of microbatches fits all {len(batches)} ranks beside the state of "
+        f"{problem.state_bytes / GIB:.2f} GiB. Let solve() choose batches and state."
+    )
+
+
+# By the name that a comparison shows.
+BASELINES: MappingProxyType[str, Baseline] = MappingProxyType(
+    {
+        "even batch, even state (FSDP)": even,
+        "batch by speed, even state (Whale, Poplar)": proportional,
+        "even batch, state by memory": state_by_memory,
+        "compute balance only": compute_balance,
+        "published program": published,
+    }
+)

@@ -1,0 +1,100 @@
+"""What figures are drawn on: their colours, titles and legends, and the file; needs matplotlib.
+
+Written as PNG or SVG by the suffix, whole or not at all, without a display and without pyplot's
+global state. Colours are those of Okabe and Ito (and a dark yellow), which colour-blind readers can
+tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_cephalo.common import files
+from lightning_cephalo.plan import PlanError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+
+BLACK, GREY, PALE, OLIVE = "#000000", "#999999", "#e8e8e8", "#8A7A00"
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+
+_SUFFIXES = (".png", ".svg")
+_DPI = 150
+
+
+def empty_figure(
+    path: str | PathLike[str], width: float, height: float, *, columns: int = 1
+) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure and its axes, beside each other.
+
+    Args:
+        path: Where it is going to be written.
+        width: In inches.
+        height: In inches.
+        columns: How many axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        PlanError: The path has another suffix than ``.png`` or ``.svg``.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise PlanError(
+            f"{path}: expected a file name that ends in {', '.join(_SUFFIXES)}, "
+            f"but got the suffix {suffix!r}. Rename the file."
+        )
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Figures need matplotlib, which is not installed. "
+            "Install it with: pip install 'lightning-cephalo[plot]'"
+        ) from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for one in axes:
+        for side in ("top", "right"):
+            one.spines[side].set_visible(False)
+    return figure, axes
+
+
+def add_title(axes: Axes, title: str, below: str) -> None:
+    """Put a title over the axes, and what explains them below it."""
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=20)
+    axes.text(0, 1, below, transform=axes.transAxes, va="bottom", fontsize=9, color="#555555")
+
+
+def end_of_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[float, Annotation]]) -> float:
+    """Where the axis must end for the labels beside bars of these lengths to be inside of it."""
+    figure.draw_without_rendering()  # the layout sets the width of the axes
+    width_px = axes.get_window_extent().width
+    gap_px = 15.0
+    return max(
+        # no label takes more than four fifths, however narrow the axes
+        at / max(0.2, 1 - (label.get_window_extent().width + gap_px) / width_px)
+        for at, label in labels
+    )
+
+
+def add_legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
+    """Put labels and their colours below everything else."""
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(color=colour, label=label) for label, colour in entries]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9
+    )
+
+
+def save(figure: Figure, path: str | PathLike[str]) -> None:
+    """Write the file whole or not at all, or raise PlanError naming it."""
+    with files.replacing(Path(path)) as beside:
+        figure.savefig(beside, dpi=_DPI, facecolor="white")

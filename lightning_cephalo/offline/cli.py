@@ -1,0 +1,325 @@
+"""``cephalo plan``, ``cephalo simulate``, ``cephalo compare``: answers before a GPU is rented."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_cephalo.observe import report
+from lightning_cephalo.offline import answers, scenario
+from lightning_cephalo.offline.scenario import Scenario
+from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, SolverError, solve
+
+DONE, INFEASIBLE, BAD_INPUT, UNSOLVED, UNEXPECTED = 0, 1, 2, 3, 70
+
+_EPILOG = """\
+examples:
+  cephalo plan --devices "2x RTX 4090, RTX 3090" --model gpt2 --batch-size 48
+  cephalo plan --cluster cluster.yaml --model llama/config.json --batch-size 64 -o plan.yaml
+  cephalo simulate --problem problem.yaml --plan plan.yaml --trace trace.json
+  cephalo compare --devices "2x RTX 4090, RTX 3090" --model gpt2 --batch-size 48 --add "RTX 3090"
+
+exit codes: 0 done; 1 nothing fits (the message says what would help); 2 wrong input;
+3 the solver found nothing in time; 70 an unexpected error, with its traceback: please report it.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: as in ``sys.argv[1:]``, which is the default.
+
+    Returns:
+        The exit code: see ``--help``.
+    """
+    options = _parser().parse_args(arguments)
+    # Results go to standard output, everything else does not: it may be piped into a program.
+    notes = Console(stderr=True, highlight=False)
+    try:
+        options.run(options, notes)
+    except InfeasibleError as error:
+        return _failed(notes, "Nothing fits", error, INFEASIBLE)
+    except (PlanError, ImportError) as error:
+        return _failed(notes, "Wrong input", error, BAD_INPUT)
+    except SolverError as error:
+        return _failed(notes, "No plan yet", error, UNSOLVED)
+    except Exception:
+        # Python's own exit code for this is 1, which says here that nothing fits.
+        traceback.print_exc()
+        return UNEXPECTED
+    return DONE
+
+
+def _failed(notes: Console, kind: str, error: Exception, code: int) -> int:
+    notes.print(f"{kind}: {error}", markup=False, soft_wrap=True)
+    return code
+
+
+def _plan(options: argparse.Namespace, notes: Console) -> None:
+    asked = _scenario(options, notes)
+    with _status(notes, "solving"):
+        plan = solve(asked.problem, time_limit_s=options.time_limit)
+    if options.output is not None:
+        plan.save(options.output)
+        notes.print(f"Wrote {options.output}.")
+    if options.json:
+        _print_json({**plan.to_dict(), "sources": asked.sources_as_dicts()})
+        return
+    _print_scenario(asked)
+    report.show(report.plan_table(plan, units=asked.problem.units))
+
+
+def _simulate(options: argparse.Namespace, notes: Console) -> None:
+    from lightning_cephalo.offline.simulate import simulate
+
+    asked = _scenario(options, notes)
+    with _status(notes, "solving"):
+        plan = (
+            solve(asked.problem, time_limit_s=options.time_limit)
+            if options.plan is None
+            else Plan.load(options.plan)
+        )
+    plan.check(
+        world_size=len(asked.problem.ranks), global_batch_size=asked.problem.global_batch_size
+    )
+    with _status(notes, "simulating"):
+        simulation = simulate(asked.problem, plan, steps=options.steps)
+    if options.trace is not None:
+        from lightning_cephalo.observe.trace import write_trace
+
+        write_trace(simulation, asked.problem, options.trace)
+        notes.print(f"Wrote {options.trace}: open it in https://ui.perfetto.dev.")
+    if options.figure is not None or options.memory_figure is not None:
+        from lightning_cephalo.offline import figures
+
+        if options.figure is not None:
+            figures.timeline_figure(simulation, asked.problem, options.figure)
+            notes.print(f"Wrote {options.figure}.")
+        if options.memory_figure is not None:
+            figures.memory_figure(simulation, asked.problem, plan, options.memory_figure)
+            notes.print(f"Wrote {options.memory_figure}.")
+    summary = answers.summarise(asked.problem, plan, simulation)
+    if options.json:
+        _print_json(summary.to_dict())
+        return
+    _print_scenario(asked)
+    report.show(answers.simulation_table(summary))
+
+
+def _compare(options: argparse.Namespace, notes: Console) -> None:
+    asked = _scenario(options, notes)
+    with _status(notes, "comparing") as say:
+        rows = answers.compare(asked, options.add, time_limit_s=options.time_limit, say=say)
+    if options.figure is not None:
+        from lightning_cephalo.offline import figures
+
+        figures.comparison_figure(rows, options.figure)
+        notes.print(f"Wrote {options.figure}.")
+    if options.json:
+        _print_json([answers.row_as_dict(row) for row in rows])
+        return
+    _print_scenario(asked)
+    report.show(answers.comparison_table(rows))
+
+
+def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
+    with _status(notes, "counting what the model asks of a device"), _current_folder_first():
+        asked = scenario.read(
+            scenario.Question(
+                problem=options.problem,
+                cluster=options.cluster,
+                devices=options.devices,
+                model=options.model,
+                model_options=tuple(options.model_option),
+                global_batch_size=options.batch_size,
+                sequence_length=options.sequence_length,
+                dtype=options.dtype,
+                tables=tuple(options.table),
+                published=options.published,
+                recompute=options.recompute,
+                offload=options.offload,
+            )
+        )
+    for line in asked.left_out:
+        notes.print(f"Left out: {line}", markup=False, soft_wrap=True)
+    if options.save_problem is not None:
+        asked.problem.save(options.save_problem)
+        notes.print(f"Wrote {options.save_problem}.")
+    return asked
+
+
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    """Where ``--model package.module:Class`` is looked for, as by ``python -m``: an installed
+    script has its own folder there instead.
+    """
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path.remove("")
+
+
+def _print_scenario(asked: Scenario) -> None:
+    for line in asked.lines():
+        print(line)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+@contextmanager
+def _status(notes: Console, doing: str) -> Iterator[Any]:
+    """A line that moves on a terminal, and nothing elsewhere; yields what changes its text."""
+    if not notes.is_terminal:
+        yield lambda text: None
+        return
+    with notes.status(doing) as status:
+        yield status.update
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cephalo",
+        description="Plan training on mixed GPUs, also on a cluster that is not here.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    plan = _command(commands, "plan", _plan, "who does what, proven to be the fastest")
+    plan.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the plan (.yaml or .json): CephaloStrategy(plan=FILE) trains with it",
+    )
+    simulate = _command(commands, "simulate", _simulate, "play one step of a plan, event by event")
+    simulate.add_argument(
+        "--plan", type=Path, metavar="FILE", help="the plan to play (default: solve for one)"
+    )
+    simulate.add_argument(
+        "--steps", type=int, default=1, metavar="N", help="how many steps (default: %(default)s)"
+    )
+    simulate.add_argument(
+        "--trace", type=Path, metavar="FILE.json", help="write a trace for Perfetto or Chrome"
+    )
+    simulate.add_argument(
+        "--figure", type=Path, metavar="FILE", help="draw the timeline (.png or .svg)"
+    )
+    simulate.add_argument(
+        "--memory-figure", type=Path, metavar="FILE", help="draw every rank's memory"
+    )
+    compare = _command(
+        commands, "compare", _compare, "this plan beside what people do without a planner"
+    )
+    compare.add_argument(
+        "--add",
+        action="append",
+        default=[],
+        metavar="DEVICE",
+        help="also with one more of this device, in the first node; may be repeated",
+    )
+    compare.add_argument("--figure", type=Path, metavar="FILE", help="draw it (.png or .svg)")
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    where = command.add_argument_group("the cluster")
+    where.add_argument("--cluster", type=Path, metavar="FILE", help="cluster.yaml")
+    where.add_argument(
+        "--devices", metavar="LIST", help='one node in place of a file: "2x RTX 4090, RTX 3090"'
+    )
+    what = command.add_argument_group("the model and its batch")
+    what.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="config.json of Hugging Face or a folder with one, a type such as gpt2, or "
+        "package.module:Class of a LightningModule",
+    )
+    what.add_argument(
+        "--model-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change the config, or an argument of the class; may be repeated",
+    )
+    what.add_argument("--batch-size", type=int, metavar="N", help="samples of a step, all ranks")
+    what.add_argument(
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="tokens of a sample (default: the model's maximum)",
+    )
+    what.add_argument(
+        "--dtype",
+        choices=("fp32", "tf32", "fp16", "bf16"),
+        help="what is computed in; weights stay fp32 (default: fp32)",
+    )
+    what.add_argument(
+        "--recompute",
+        choices=("on", "off", "choose"),
+        help="activations inside units: again in the backward, kept, or as the plan chooses for "
+        "each rank (default: on)",
+    )
+    what.add_argument(
+        "--offload",
+        action="store_true",
+        help="let the plan move boundary activations to the host_memory of a cluster file",
+    )
+    times = command.add_argument_group("times")
+    times.add_argument(
+        "--table",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="measured curves of devices (.yaml or .json), before any estimate; may be repeated",
+    )
+    times.add_argument(
+        "--published",
+        type=Path,
+        metavar="FOLDER",
+        help="profiles as the paper's release has them (model_latencies.json, ...); --model is a "
+        "name in there, and only compute is counted",
+    )
+    times.add_argument(
+        "--problem",
+        type=Path,
+        metavar="FILE",
+        help="a saved problem, in place of cluster, model and batch",
+    )
+    times.add_argument(
+        "--save-problem", type=Path, metavar="FILE", help="write the problem (.yaml or .json)"
+    )
+    command.add_argument(
+        "--time-limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="after this long the best plan so far is taken, with its gap (default: %(default)s)",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    return command
+
+
+if __name__ == "__main__":
+    sys.exit(main())

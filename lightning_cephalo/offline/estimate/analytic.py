@@ -1,0 +1,220 @@
+"""Times from a datasheet: what a model asks, over what a device can do times how well it does it.
+
+Every operator is bound by arithmetic or by memory: matrix products (with attention) take
+``FLOPs / (compute efficiency x peak)``, all others ``bytes / (bandwidth efficiency x bandwidth)``,
+and a pass takes the sum, or longer where the CPU cannot launch so many operators in that time.
+The two efficiencies are fitted to measured curves. An estimate for ranking plans, not a promise:
+every result says how far such estimates were off on devices that the fit had not seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_cephalo.offline.estimate.devices import Device
+from lightning_cephalo.plan import PlanError
+from lightning_cephalo.plan.curves import Curves
+
+if TYPE_CHECKING:
+    from lightning_cephalo.offline.estimate.work import ModelWork, Pass
+
+# torch's own time on a CPU to issue one operator, forward or backward: assumed, not measured.
+LAUNCH_S = 5e-6
+# A device with measured curves may differ from the pool by as much as they say; this weak pull
+# keeps what its curves do not tell (such as bandwidth, from matrix products only) at the pool's.
+_PULL = 0.1
+KINDS = ("fp32", "fp32 shared", "half")
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far estimates were from measurements: ``|estimate / measured - 1|``.
+
+    Attributes:
+        median: half of them were closer.
+        most: nine tenths of them were closer.
+    """
+
+    median: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"typically {self.median:.0%} off, 9 in 10 within {self.most:.0%}"
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's peaks that models reach.
+
+    Attributes:
+        device: name of the device; "" for the pool of all.
+        kind: one of ``KINDS``: ``"fp32"``; ``"fp32 shared"`` on devices that compute integers with
+            half of their fp32 units; ``"half"`` for all that run on matrix units.
+        compute: of the peak FLOP/s, by matrix products.
+        bandwidth: of the memory's bandwidth, by everything else.
+        error: None where it is not known.
+    """
+
+    device: str
+    kind: str
+    compute: float
+    bandwidth: float
+    error: Error | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Measured curves of one model on one device, to fit to. ``backward_s`` is with recompute."""
+
+    device: Device
+    work: ModelWork
+    curves: Curves
+
+
+def find_efficiency(
+    device: Device, dtype: str, efficiencies: Sequence[Efficiency] | None = None
+) -> Efficiency:
+    """That of the device or of one with the same chip where it was fitted, else that of the pool,
+    or PlanError.
+    """
+    if efficiencies is None:
+        from lightning_cephalo.offline.estimate.efficiencies import FITTED
+
+        efficiencies = FITTED
+    kind = kind_of(device, dtype)
+    for wanted in dict.fromkeys((device.name, device.like, "")):
+        for entry in efficiencies:
+            if entry.device == wanted and entry.kind == kind:
+                return entry
+    raise PlanError(
+        f"efficiencies: expected one of kind {kind!r} for all devices, but got none. "
+        f"Fit to measured curves of that kind too."
+    )
+
+
+def kind_of(device: Device, dtype: str) -> str:
+    """The kind of efficiency that matters on this device in this dtype."""
+    if dtype != "fp32":
+        return "half"
+    return "fp32 shared" if device.shares_fp32_units else "fp32"
+
+
+def pass_s(work: Pass, device: Device, dtype: str, efficiency: Efficiency, samples: float) -> float:
+    """Seconds of one pass over a microbatch of that many samples."""
+    arithmetic = work.flops.at(samples) / (efficiency.compute * device.peak_flops_per_s(dtype))
+    memory = work.moved_bytes.at(samples) / (efficiency.bandwidth * device.bandwidth_bytes_per_s)
+    return max(arithmetic + memory, work.operators * LAUNCH_S)
+
+
+def estimate(
+    work: ModelWork,
+    device: Device,
+    largest_microbatch_size: int,
+    *,
+    recompute: bool = True,
+    efficiencies: Sequence[Efficiency] | None = None,
+) -> Curves:
+    """Curves of a device that was never measured, labelled as an estimate with its error.
+
+    Args:
+        work: what the model asks.
+        device: its datasheet.
+        largest_microbatch_size: length of the curves.
+        recompute: whether ``backward_s`` runs the forward again.
+        efficiencies: from :func:`fit`; default: those fitted to published profiles.
+    """
+    efficiency = find_efficiency(device, work.dtype, efficiencies)
+    sizes = range(1, largest_microbatch_size + 1)
+
+    def curve(of: Pass) -> tuple[float, ...]:
+        return tuple(pass_s(of, device, work.dtype, efficiency, size) for size in sizes)
+
+    forward, backward = curve(work.forward), curve(work.backward)
+    if recompute:
+        backward = tuple(f + b for f, b in zip(forward, backward, strict=True))
+    fitted = efficiency.device
+    basis = f"fitted to curves of {fitted}" if fitted else "no curves of this device to fit to"
+    error = f"; {efficiency.error}" if efficiency.error else ""
+    return Curves(
+        device=device.name,
+        forward_s=forward,
+        backward_s=backward,
+        tail_s=curve(work.tail),
+        compute_bytes=tuple(compute_bytes(work, size, recompute=recompute) for size in sizes),
+        source="estimate",
+        detail=f"datasheet ({device.source or 'none named'}), {basis}{error}",
+    )
+
+
+def compute_bytes(work: ModelWork, samples: int, *, recompute: bool = True) -> float:
+    """Peak beside state, gathered buffers and what is kept of every sample. Without recompute a
+    unit's activations are among what is kept.
+    """
+    unit = work.unit_peak_bytes.at(samples)
+    if not recompute:
+        unit = max(0.0, unit - work.kept_bytes * samples)
+    return max(unit, work.root_peak_bytes.at(samples))
+
+
+def fit(measurements: Iterable[Measurement]) -> tuple[Efficiency, ...]:
+    """Efficiencies fitted to measured curves by least squares of log(estimate / measured): one for
+    all devices of a kind, and one for each. Curves count equally, whatever their length.
+    """
+    fitted = []
+    measurements = tuple(measurements)
+    for kind in KINDS:
+        of_kind = [
+            entry for entry in measurements if kind_of(entry.device, entry.work.dtype) == kind
+        ]
+        if not of_kind:
+            continue
+        pool = _fit("", kind, of_kind, None)
+        fitted.append(pool)
+        for device in sorted({entry.device.name for entry in of_kind}):
+            own = [entry for entry in of_kind if entry.device.name == device]
+            fitted.append(_fit(device, kind, own, pool))
+    return tuple(fitted)
+
+
+def relative_errors(measurement: Measurement, efficiency: Efficiency) -> list[float]:
+    """``|estimate / measured - 1|`` of every point of both curves."""
+    return [abs(math.expm1(log)) for log in _log_errors(measurement, efficiency)]
+
+
+def _log_errors(measurement: Measurement, efficiency: Efficiency) -> list[float]:
+    work, device, curves = measurement.work, measurement.device, measurement.curves
+    errors = []
+    for size in range(1, curves.largest_microbatch_size + 1):
+        forward, backward = (
+            pass_s(of, device, work.dtype, efficiency, size) for of in (work.forward, work.backward)
+        )
+        errors.append(math.log(forward / curves.forward_s[size - 1]))
+        errors.append(math.log((forward + backward) / curves.backward_s[size - 1]))
+    return errors
+
+
+def _fit(
+    device: str, kind: str, measurements: Sequence[Measurement], pool: Efficiency | None
+) -> Efficiency:
+    from scipy.optimize import least_squares
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        candidate = Efficiency(device, kind, *np.exp(logs).tolist())
+        rows = []
+        for entry in measurements:
+            row = np.asarray(_log_errors(entry, candidate))
+            rows.append(row / math.sqrt(len(row)))
+        if pool is not None:
+            rows.append(_PULL * math.sqrt(len(rows)) * (logs - start))
+        return np.concatenate(rows)
+
+    start = np.log([0.5, 0.5] if pool is None else [pool.compute, pool.bandwidth])
+    # a datasheet's boost clock may be exceeded a little; caches may exceed the memory's bandwidth
+    bounds = (np.log([0.01, 0.01]), np.log([1.2, 3.0]))
+    found = least_squares(residuals, start, bounds=bounds, loss="soft_l1")
+    return Efficiency(device, kind, *np.exp(found.x).tolist())

@@ -1,0 +1,236 @@
+"""A :class:`~lightning_cephalo.plan.Problem` for a cluster that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from lightning_cephalo.offline.estimate.analytic import Efficiency, find_efficiency
+from lightning_cephalo.offline.estimate.analytic import compute_bytes as peak_bytes
+from lightning_cephalo.offline.estimate.cluster import Cluster, ClusterRank
+from lightning_cephalo.offline.estimate.collective import UNEVEN_FACTOR, uneven_collective_s
+from lightning_cephalo.offline.estimate.devices import Device
+from lightning_cephalo.offline.estimate.sources import curves_of
+from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan.curves import Curves, CurveTable, cached_tables
+
+if TYPE_CHECKING:
+    from lightning_cephalo.offline.estimate.work import ModelWork
+
+# fp32 parameter, gradient and Adam's two moments
+STATE_BYTES_PER_PARAMETER = 16
+# Adam reads all four and writes all but the gradient
+_OPTIMIZER_BYTES_PER_PARAMETER = 28
+_GRADIENT_BYTES = 4
+_COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
+# Larger microbatches are no faster per sample, and the solver's time grows with their number.
+LARGEST_MICROBATCH_SIZE = 64
+# Share of the PCIe rate that copies from pinned memory reach: assumed, not measured.
+COPY_EFFICIENCY = 0.8
+
+
+@dataclass(frozen=True)
+class RankSource:
+    """Where one rank's times are from.
+
+    Attributes:
+        device: name of the device.
+        source: ``"measured"``, ``"table"`` or ``"estimate"``.
+        detail: which, and its error where it is known.
+    """
+
+    device: str
+    source: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A problem and how far to trust it.
+
+    Attributes:
+        problem: to solve.
+        sources: one per rank, in rank order.
+        broken_files: messages on files of the cache that could not be read.
+    """
+
+    problem: Problem
+    sources: tuple[RankSource, ...]
+    broken_files: tuple[str, ...] = ()
+
+
+def build_problem(
+    cluster: Cluster,
+    work: ModelWork,
+    *,
+    global_batch_size: int,
+    tables: Sequence[CurveTable] = (),
+    cache_folder: str | PathLike[str] | None = None,
+    recompute: bool = True,
+    choose_recompute: bool = False,
+    choose_resharding: bool = True,
+    allow_offload: bool = False,
+    largest_microbatch_size: int = LARGEST_MICROBATCH_SIZE,
+    uneven_factor: float = UNEVEN_FACTOR,
+    efficiencies: Sequence[Efficiency] | None = None,
+) -> Estimate:
+    """What a step of this model on this cluster needs, from the best that is known of each device:
+    measured curves of the cache, then ``tables``, then its datasheet.
+
+    Args:
+        cluster: devices and links.
+        work: the model at one dtype and sequence length.
+        global_batch_size: samples of one step over all ranks.
+        tables: published or the user's own.
+        cache_folder: where measured tables are; default: the user's cache.
+        recompute: whether units are computed again in the backward.
+        choose_recompute: leave that to the plan, rank by rank; the trainer must know how.
+        choose_resharding: let the plan keep units gathered from the forward to the backward, as the
+            trainer does by default.
+        allow_offload: let the plan move boundaries to host memory, where the cluster has any and
+            units are computed again.
+        largest_microbatch_size: no larger ones are considered.
+        uneven_factor: what uneven shards cost in collectives, over even ones.
+        efficiencies: from :func:`~lightning_cephalo.offline.estimate.analytic.fit`.
+
+    Raises:
+        PlanError: a device cannot compute in this dtype, or the values are not what is expected.
+    """
+    cached = cached_tables(cache_folder)
+    gathered = gathered_bytes(work)
+    recompute = recompute or choose_recompute
+    kept_always = work.boundary_bytes + (0.0 if recompute else work.kept_bytes)
+    longest = max(1, min(global_batch_size, largest_microbatch_size))
+    known: dict[Device, Curves] = {}
+    for device in dict.fromkeys(rank.device for rank in cluster.ranks):
+        known[device] = curves_of(
+            device,
+            work,
+            longest,
+            measured=cached.tables,
+            tables=tables,
+            efficiencies=efficiencies,
+        )
+    profiles = [
+        _profile(
+            cluster,
+            rank,
+            known[rank.device],
+            work,
+            recompute=recompute,
+            fixed_bytes=gathered,
+            sample_bytes=kept_always * work.units,
+            choose_recompute=choose_recompute,
+            allow_offload=allow_offload,
+        )
+        for rank in cluster.ranks
+    ]
+    compute = _COMPUTE_BYTES[work.dtype]
+
+    def collective_s(nbytes: float) -> float:
+        # Cuts lie between rows, so that even shares of the state are hardly ever even slices.
+        return uneven_collective_s(cluster, nbytes, uneven_factor=uneven_factor)
+
+    gather_s = collective_s(compute * work.unit_parameters)
+    reduce_s = collective_s(_GRADIENT_BYTES * work.unit_parameters)
+    problem = Problem(
+        ranks=tuple(profiles),
+        units=work.units,
+        gather_s=gather_s,
+        reduce_s=reduce_s,
+        root_gather_s=collective_s(compute * work.root_parameters),
+        root_reduce_s=collective_s(_GRADIENT_BYTES * work.root_parameters),
+        fill_s=gather_s + reduce_s,
+        state_bytes=state_bytes(work),
+        global_batch_size=global_batch_size,
+        boundary_bytes=kept_always,
+        kept_bytes=work.kept_bytes if choose_recompute else 0.0,
+        gathered_bytes=gathered,
+        reshard_after_forward="auto" if choose_resharding else True,
+        unresharded_bytes=unresharded_bytes(work),
+        optimizer_s=_optimizer_s(cluster, work, efficiencies),
+    )
+    sources = tuple(
+        RankSource(rank.device.name, known[rank.device].source, known[rank.device].detail)
+        for rank in cluster.ranks
+    )
+    return Estimate(problem, sources, cached.broken)
+
+
+def state_bytes(work: ModelWork) -> float:
+    """Bytes of training state, and of what one reduce receives into, as the profiler counts them
+    (NCCL).
+    """
+    largest = max(work.largest_unit_parameters, work.root_parameters)
+    return STATE_BYTES_PER_PARAMETER * work.parameters + _GRADIENT_BYTES * largest
+
+
+def gathered_bytes(work: ModelWork) -> float:
+    """Full buffers at the worst moment on every rank: the root and the two largest units,
+    parameters in the compute dtype and gradients in fp32.
+    """
+    full = work.root_parameters + min(2, work.units) * work.largest_unit_parameters
+    return (_COMPUTE_BYTES[work.dtype] + _GRADIENT_BYTES) * full
+
+
+def unresharded_bytes(work: ModelWork) -> float:
+    """Full parameters beside these where units stay gathered from forward to backward."""
+    others = work.units * work.unit_parameters - min(2, work.units) * work.largest_unit_parameters
+    return _COMPUTE_BYTES[work.dtype] * max(0.0, others)
+
+
+def _profile(
+    cluster: Cluster,
+    rank: ClusterRank,
+    curves: Curves,
+    work: ModelWork,
+    *,
+    recompute: bool,
+    fixed_bytes: float,
+    sample_bytes: float,
+    choose_recompute: bool,
+    allow_offload: bool,
+) -> RankProfile:
+    sizes = range(1, curves.largest_microbatch_size + 1)
+    kept_backward = tuple(
+        max(0.0, b - f) for f, b in zip(curves.forward_s, curves.backward_s, strict=True)
+    )
+    kept_peaks = tuple(peak_bytes(work, size, recompute=False) for size in sizes)
+    backward, peaks = curves.backward_s, curves.compute_bytes
+    if not recompute:
+        backward, peaks = kept_backward, kept_peaks
+    capacity = cluster.capacity_bytes(rank.device)
+    offload = allow_offload and recompute and rank.host_memory_bytes > 0
+    # boundaries that can leave the device do not bound the microbatch
+    room = capacity - fixed_bytes
+    per_sample = 0.0 if offload else sample_bytes
+    fits = sum(peaks[size - 1] + per_sample * size <= room for size in sizes)
+    return RankProfile(
+        name=rank.device.name,
+        forward_s=curves.forward_s[:fits],
+        backward_s=backward[:fits],
+        tail_s=curves.tail_s[:fits],
+        compute_bytes=peaks[:fits],
+        capacity_bytes=capacity,
+        kept_backward_s=kept_backward[:fits] if choose_recompute else (),
+        kept_compute_bytes=kept_peaks[:fits] if choose_recompute else (),
+        host_capacity_bytes=rank.host_memory_bytes * (1 - cluster.reserve) if offload else 0.0,
+        offload_bytes_per_s=COPY_EFFICIENCY * rank.device.pcie_bytes_per_s,
+    )
+
+
+def _optimizer_s(
+    cluster: Cluster, work: ModelWork, efficiencies: Sequence[Efficiency] | None
+) -> float:
+    """Seconds of the slowest rank's Adam when state is shared out in proportion to memory."""
+    total = sum(rank.device.memory_bytes for rank in cluster.ranks)
+    moved = _OPTIMIZER_BYTES_PER_PARAMETER * work.parameters
+    return max(
+        moved
+        * device.memory_bytes
+        / total
+        / (find_efficiency(device, "fp32", efficiencies).bandwidth * device.bandwidth_bytes_per_s)
+        for device in {rank.device for rank in cluster.ranks}
+    )

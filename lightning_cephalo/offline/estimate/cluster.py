@@ -1,0 +1,300 @@
+"""A cluster that is not here: its devices, how they sit in nodes, and the links between them.
+
+Read from ``cluster.yaml``::
+
+    nodes:
+      - {devices: {RTX 4090: 2, RTX 3090: 1}, link: 25 GB/s}
+      - {count: 4, devices: {V100: 4}, link: 130 GB/s, host_memory: 256 GiB}
+    between_nodes: 100 Gb/s
+    devices:                            # own devices, or corrections of known ones
+      MyCard: {memory: 20 GiB, fp32: 30 TFLOP/s, fp16: 60 TFLOP/s, bandwidth: 600 GB/s}
+
+A link is a bandwidth each way, or ``{bandwidth: 25 GB/s, latency: 5 us}``. Ranks are numbered node
+by node, in the order written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from lightning_cephalo.common import files, records
+from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS, Dimension
+from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
+from lightning_cephalo.plan import PlanError
+
+# The strategy's own share of a device's free memory (accelerator/device.py, which needs torch; a
+# test keeps the two equal): the rest is for fragmentation, workspaces and other processes.
+USABLE_SHARE = 0.9
+# A collective's start inside a node and over a network: assumed, not measured.
+NODE_LATENCY_S = 10e-6
+NETWORK_LATENCY_S = 30e-6
+
+# key in YAML -> field of Device, what it measures
+_DEVICE_KEYS: dict[str, tuple[str, Dimension]] = {
+    "memory": ("memory_bytes", BYTES),
+    "fp32": ("fp32_flops_per_s", FLOPS_PER_S),
+    "tf32": ("tf32_flops_per_s", FLOPS_PER_S),
+    "fp16": ("fp16_flops_per_s", FLOPS_PER_S),
+    "bf16": ("bf16_flops_per_s", FLOPS_PER_S),
+    "bandwidth": ("bandwidth_bytes_per_s", BYTES_PER_S),
+    "pcie": ("pcie_bytes_per_s", BYTES_PER_S),
+}
+_PCIE_BYTES_PER_S = 15.75e9  # third generation, sixteen lanes
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins ranks: bytes per second each way, and seconds before the first of them."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = NODE_LATENCY_S
+
+    def __post_init__(self) -> None:
+        bandwidth = records.real(
+            "Link.bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above_minimum=True
+        )
+        object.__setattr__(self, "bandwidth_bytes_per_s", bandwidth)
+        object.__setattr__(self, "latency_s", records.real("Link.latency_s", self.latency_s))
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Nodes that are alike.
+
+    Attributes:
+        devices: each kind of device and how many of it one node has; one rank each.
+        count: how many such nodes.
+        link: between ranks of one node; None: the slowest device's PCIe.
+        host_memory_bytes: of one node; 0: unknown, nothing can be offloaded.
+    """
+
+    devices: tuple[tuple[Device, int], ...]
+    count: int = 1
+    link: Link | None = None
+    host_memory_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        records.whole("NodeGroup.count", self.count, minimum=1)
+        if not self.devices:
+            raise PlanError("NodeGroup.devices: expected at least one device, but got none.")
+        for device, count in self.devices:
+            records.whole(f"NodeGroup.devices: count of {device.name!r}", count, minimum=1)
+        host = records.real("NodeGroup.host_memory_bytes", self.host_memory_bytes)
+        object.__setattr__(self, "host_memory_bytes", host)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Devices of one node."""
+        return sum(count for _, count in self.devices)
+
+    @property
+    def inner_link(self) -> Link:
+        """``link``, or what stands for it."""
+        return self.link or Link(min(device.pcie_bytes_per_s for device, _ in self.devices))
+
+
+@dataclass(frozen=True)
+class ClusterRank:
+    """One rank: its device, the index of its node, and its share of the node's host memory."""
+
+    device: Device
+    node: int
+    host_memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices in nodes.
+
+    Attributes:
+        nodes: groups of nodes that are alike.
+        between_nodes: the link of every node to the others; needed where there are several nodes.
+        own_devices: devices described in the file itself.
+        reserve: part of every device's memory that a plan leaves free.
+
+    Raises:
+        PlanError: no nodes, or several and no link between them.
+    """
+
+    nodes: tuple[NodeGroup, ...]
+    between_nodes: Link | None = None
+    own_devices: tuple[Device, ...] = ()
+    reserve: float = round(1 - USABLE_SHARE, 10)
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise PlanError("nodes: expected at least one node, but got none.")
+        if self.node_count > 1 and self.between_nodes is None:
+            raise PlanError(
+                f"between_nodes: expected the link between {self.node_count} nodes, but got none. "
+                f"Add a line such as 'between_nodes: 100 Gb/s'."
+            )
+        reserve = records.real("reserve", self.reserve)
+        if reserve >= 1:
+            raise PlanError(f"reserve: expected a share below 1, but got {self.reserve!r}.")
+        object.__setattr__(self, "reserve", reserve)
+
+    @property
+    def node_count(self) -> int:
+        """How many nodes there are."""
+        return sum(group.count for group in self.nodes)
+
+    @property
+    def ranks(self) -> tuple[ClusterRank, ...]:
+        """One entry per rank, in rank order."""
+        ranks: list[ClusterRank] = []
+        node = 0
+        for group in self.nodes:
+            host = group.host_memory_bytes / group.ranks_per_node
+            for _ in range(group.count):
+                for device, count in group.devices:
+                    ranks += [ClusterRank(device, node, host)] * count
+                node += 1
+        return tuple(ranks)
+
+    def capacity_bytes(self, device: Device) -> float:
+        """What a plan may fill of this device."""
+        return device.memory_bytes * (1 - self.reserve)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``cluster.yaml`` has it."""
+        data: dict[str, Any] = {"nodes": [_group_dict(group) for group in self.nodes]}
+        if self.between_nodes is not None:
+            data["between_nodes"] = _link_value(self.between_nodes, NETWORK_LATENCY_S)
+        if self.own_devices:
+            data["devices"] = {device.name: _device_dict(device) for device in self.own_devices}
+        if self.reserve != Cluster.reserve:
+            data["reserve"] = self.reserve
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Any, *, source: str | None = None) -> Cluster:
+        """Inverse of :meth:`to_dict`. Raises PlanError naming ``source`` and the field."""
+        try:
+            return _cluster(cls, data)
+        except PlanError as error:
+            raise PlanError(f"{records.in_source(source)}{error}") from None
+
+    def to_yaml(self) -> str:
+        """This cluster as YAML text."""
+        return files.dump_yaml(self.to_dict())
+
+    @classmethod
+    def from_yaml(cls, content: str, *, source: str | None = None) -> Cluster:
+        """Inverse of :meth:`to_yaml`. Raises PlanError, naming ``source``."""
+        data = files.parse_yaml(content, what="a cluster", source=source)
+        return cls.from_dict(data, source=source)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write YAML; the file is replaced whole or not at all."""
+        files.write_text(Path(path), self.to_yaml())
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Cluster:
+        """Read ``cluster.yaml``. Raises PlanError naming the file and the field."""
+        content = files.read_text(Path(path), what="a cluster")
+        return cls.from_yaml(content, source=str(path))
+
+
+def _cluster(cls: type[Cluster], data: Any) -> Cluster:
+    known = ("nodes", "between_nodes", "devices", "reserve")
+    values = records.mapping("cluster", data, known=known, required=("nodes",))
+    described = _named(values.get("devices", {}), "devices", "devices by name")
+    own = tuple(_own_device(name, entry) for name, entry in described.items())
+    groups = records.items("nodes", values["nodes"], of="nodes")
+    between = values.get("between_nodes")
+    return cls(
+        nodes=tuple(_group(f"nodes[{i}]", entry, own) for i, entry in enumerate(groups)),
+        between_nodes=None
+        if between is None
+        else _link("between_nodes", between, NETWORK_LATENCY_S),
+        own_devices=own,
+        reserve=values.get("reserve", cls.reserve),
+    )
+
+
+def _group(where: str, data: Any, own: tuple[Device, ...]) -> NodeGroup:
+    known = ("count", "devices", "link", "host_memory")
+    values = records.mapping(where, data, known=known, required=("devices",))
+    counts = _named(values["devices"], f"{where}: devices", "devices and their counts")
+    if not counts:
+        raise PlanError(f"{where}: devices: expected at least one device, but got none.")
+    link, host = values.get("link"), values.get("host_memory")
+    return NodeGroup(
+        devices=tuple(
+            (
+                find_device(name, own, where=f"{where}: devices"),
+                records.whole(f"{where}: devices: {name}", count, minimum=1),
+            )
+            for name, count in counts.items()
+        ),
+        count=records.whole(f"{where}: count", values.get("count", 1), minimum=1),
+        link=None if link is None else _link(f"{where}: link", link, NODE_LATENCY_S),
+        host_memory_bytes=0.0 if host is None else BYTES.parse(f"{where}: host_memory", host),
+    )
+
+
+def _link(where: str, data: Any, latency_s: float) -> Link:
+    if not isinstance(data, Mapping):
+        return Link(BYTES_PER_S.parse(where, data), latency_s)
+    known = ("bandwidth", "latency")
+    values = records.mapping(where, data, known=known, required=("bandwidth",))
+    if "latency" in values:
+        latency_s = SECONDS.parse(f"{where}: latency", values["latency"], zero=True)
+    return Link(BYTES_PER_S.parse(f"{where}: bandwidth", values["bandwidth"]), latency_s)
+
+
+def _own_device(name: str, data: Any) -> Device:
+    where = f"devices: {name}"
+    base = lookup(name)
+    required = () if base else ("memory", "fp32", "bandwidth")
+    values = records.mapping(where, data, known=list(_DEVICE_KEYS), required=required)
+    given: dict[str, Any] = {
+        _DEVICE_KEYS[key][0]: _DEVICE_KEYS[key][1].parse(f"{where}: {key}", value)
+        for key, value in values.items()
+    }
+    if base is not None:
+        return dataclasses.replace(base, **given, source="cluster.yaml")
+    rest: dict[str, Any] = {
+        "tf32_flops_per_s": None,
+        "fp16_flops_per_s": given["fp32_flops_per_s"],
+        "bf16_flops_per_s": None,
+        "pcie_bytes_per_s": _PCIE_BYTES_PER_S,
+    }
+    return Device(name=name, source="cluster.yaml", **(rest | given))
+
+
+def _named(data: Any, where: str, what: str) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise PlanError(
+            f"{where}: expected a mapping of {what}, but got {records.shortened(data)}."
+        )
+    return {str(name): value for name, value in data.items()}
+
+
+def _group_dict(group: NodeGroup) -> dict[str, Any]:
+    data: dict[str, Any] = {"count": group.count} if group.count > 1 else {}
+    data["devices"] = {device.name: count for device, count in group.devices}
+    if group.link is not None:
+        data["link"] = _link_value(group.link, NODE_LATENCY_S)
+    if group.host_memory_bytes:
+        data["host_memory"] = BYTES.text(group.host_memory_bytes)
+    return data
+
+
+def _link_value(link: Link, usual_latency_s: float) -> Any:
+    bandwidth = BYTES_PER_S.text(link.bandwidth_bytes_per_s)
+    if math.isclose(link.latency_s, usual_latency_s):
+        return bandwidth
+    return {"bandwidth": bandwidth, "latency": SECONDS.text(link.latency_s)}
+
+
+def _device_dict(device: Device) -> dict[str, str]:
+    values = {key: (getattr(device, field), unit) for key, (field, unit) in _DEVICE_KEYS.items()}
+    return {key: unit.text(value) for key, (value, unit) in values.items() if value is not None}

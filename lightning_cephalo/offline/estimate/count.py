@@ -1,0 +1,242 @@
+"""Counts what a module does on fake tensors: no data, no memory of its own, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_cephalo.accelerator.emulated.operators import bytes_in, describe, tensors_in
+
+
+@dataclass
+class Tally:
+    """Running sums: FLOPs, bytes that operators without FLOPs read and write, operators."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    operators: int = 0
+
+
+@dataclass(frozen=True)
+class UnitCount:
+    """One unit for one batch: its forward, its backward (without recompute), and memory in bytes
+    beside its input, parameters and their gradients.
+    """
+
+    forward: Tally
+    backward: Tally
+    saved_bytes: float
+    peak_bytes: float
+    parameters: int
+
+
+class Counter(TorchDispatchMode):
+    """Tallies operators and the bytes of live storages inside the block."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = Tally()
+        self.live_bytes = 0.0
+        self.peak_bytes = 0.0
+        self._paused = False
+        self._known: set[int] = set()
+        self._operators: dict[Any, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # "prim" is a question to a fake tensor, not work
+        if self._paused or getattr(func, "namespace", "") == "prim":
+            return func(*args, **kwargs)
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = describe(func)
+            if func is torch.ops.aten._grouped_mm.default:
+                operator = replace(operator, flops=_grouped_flops)
+            self._operators[func] = operator
+        if operator.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if operator.flops is not None:
+            self.tally.flops += operator.flops(*args, **kwargs, out_val=result)
+        elif operator.moves_data:
+            self.tally.moved_bytes += bytes_in((args, tuple(kwargs.values()))) + bytes_in(result)
+        self.tally.operators += operator.moves_data or operator.flops is not None
+        if operator.makes_storage:
+            seen = {_key(tensor) for tensor in tensors_in(args)}
+            for tensor in tensors_in(result):
+                if _key(tensor) not in seen:
+                    self._born(tensor)
+        return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let operators pass uncounted inside the block."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _born(self, tensor: Tensor) -> None:
+        key = _key(tensor)
+        if key in self._known:
+            return
+        storage = tensor.untyped_storage()
+        size = float(storage.nbytes())
+        self._known.add(key)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        finalize(storage, self._died, key, size)
+
+    def _died(self, key: int, size: float) -> None:
+        self._known.discard(key)
+        self.live_bytes -= size
+
+
+class ZeroValues(TorchDispatchMode):
+    """Answers 0 where a fake tensor is asked for its value: initialisers ask whether any value is
+    out of bounds (``trunc_normal_``), and what they make of it does not matter here.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 0
+        return func(*args, **(kwargs or {}))
+
+
+class FusedAttention(TorchFunctionMode):
+    """Leaves out dropout of attention weights, for which torch has no fused kernel on CPUs: devices
+    have one, and what they save is what these save without dropout.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+class UnitStubs:
+    """Stands for the units of a model: each kind of call is counted once, by itself, and answered
+    with fresh leaves, as a unit's outputs are to the code between units.
+
+    Args:
+        units: the modules.
+        outside: counts the rest of the model.
+
+    Attributes:
+        calls: the count of every call, in order.
+        boundary_bytes: what is kept of all calls' inputs; tensors that several share count once.
+    """
+
+    def __init__(self, units: list[nn.Module], outside: Counter) -> None:
+        self.calls: list[UnitCount] = []
+        self.boundary_bytes = 0.0
+        self._units = units
+        self._outside = outside
+        self._seen: dict[Any, tuple[UnitCount, Any]] = {}
+        self._kept: dict[int, Tensor] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Stub the units' forwards inside the block."""
+        for unit in self._units:
+            unit.forward = self._stub(unit, unit.forward)
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                del unit.forward
+
+    def _stub(self, unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        shapes = tuple(tuple(parameter.shape) for parameter in unit.parameters())
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and leaf.requires_grad and _key(leaf) not in self._kept:
+                    self._kept[_key(leaf)] = leaf  # alive, so that no other takes its key
+                    self.boundary_bytes += bytes_in(leaf)
+            inputs = tuple(_signature(leaf) for leaf in leaves)
+            signature = (type(unit), shapes, str(spec), inputs)
+            if signature not in self._seen:
+                with self._outside.paused():
+                    self._seen[signature] = _count_unit(unit, forward, leaves, spec)
+            count, outputs = self._seen[signature]
+            self.calls.append(count)
+            return pytree.tree_map_only(Tensor, _leaf_like, outputs)
+
+        return call
+
+
+def _count_unit(
+    unit: nn.Module, forward: Callable[..., Any], leaves: list[Any], spec: Any
+) -> tuple[UnitCount, Any]:
+    own = [
+        leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    with torch.enable_grad(), set_aside_gradients(unit), Counter() as counter:
+        args, kwargs = pytree.tree_unflatten(own, spec)
+        outputs = forward(*args, **kwargs)
+        ahead, counter.tally = counter.tally, Tally()
+        wanted = [leaf for leaf in pytree.tree_leaves(outputs)
+                  if isinstance(leaf, Tensor) and leaf.requires_grad]  # fmt: skip
+        saved = counter.live_bytes - bytes_in(wanted)
+        gradients = [torch.empty_like(leaf) for leaf in wanted]
+        if wanted:
+            torch.autograd.backward(wanted, gradients)
+        numel = sum(parameter.numel() for parameter in unit.parameters())
+        count = UnitCount(ahead, counter.tally, max(0.0, saved), counter.peak_bytes, numel)
+    return count, pytree.tree_map_only(Tensor, lambda leaf: leaf.detach(), outputs)
+
+
+@contextmanager
+def set_aside_gradients(module: nn.Module) -> Iterator[None]:
+    """Give all parameters a gradient to add to, as the strategy does: these buffers are counted
+    elsewhere, and what lands in them is brief.
+    """
+    for parameter in module.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    try:
+        yield
+    finally:
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+def _grouped_flops(left: Tensor, right: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
+    # The products of experts, which torch's registry misses. Rows are dealt out among groups, so
+    # every row of `left` meets one matrix; in the gradient of the matrices the columns are.
+    if left.ndim == 2 and right.ndim == 2:
+        return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
+    return 2 * out_val.numel() * left.shape[-1]
+
+
+def _leaf_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor).requires_grad_(tensor.is_floating_point())
+
+
+def _signature(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,84 @@
+"""Where a device's curves come from: measured, from a table, or estimated, in this order."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning_cephalo.offline.estimate.analytic import Efficiency, compute_bytes, estimate
+from lightning_cephalo.offline.estimate.devices import Device, same_name
+from lightning_cephalo.plan.curves import Curves, CurveTable
+
+if TYPE_CHECKING:
+    from lightning_cephalo.offline.estimate.work import ModelWork
+
+
+def curves_of(
+    device: Device,
+    work: ModelWork,
+    largest_microbatch_size: int,
+    *,
+    measured: Sequence[CurveTable] = (),
+    tables: Sequence[CurveTable] = (),
+    efficiencies: Sequence[Efficiency] | None = None,
+) -> Curves:
+    """The best curves that are known of a device, with recompute and nothing left empty.
+
+    What a table leaves out is filled in: ``tail_s`` from the estimate, scaled as the table's
+    forward is to the estimated one; ``compute_bytes`` from the operators alone, as bytes depend on
+    the model and hardly on the device.
+
+    Args:
+        device: what to find.
+        work: the model; tables count when model, dtype and sequence length are its own.
+        largest_microbatch_size: curves are cut to it; those of a table may be shorter.
+        measured: the cache.
+        tables: published or a user's; the first that has the device counts.
+        efficiencies: for estimates.
+    """
+    for table in (*measured, *tables):
+        if not table.matches(work.model, work.dtype, work.sequence_length, work.parameters):
+            continue
+        for curves in table.curves:
+            if same_name(curves.device, device.name):
+                cut = _cut(curves, largest_microbatch_size)
+                return _completed(cut, device, work, efficiencies)
+    return estimate(work, device, largest_microbatch_size, efficiencies=efficiencies)
+
+
+def _cut(curves: Curves, largest: int) -> Curves:
+    return dataclasses.replace(
+        curves,
+        forward_s=curves.forward_s[:largest],
+        backward_s=curves.backward_s[:largest],
+        tail_s=curves.tail_s[:largest],
+        compute_bytes=curves.compute_bytes[:largest],
+    )
+
+
+def _completed(
+    curves: Curves,
+    device: Device,
+    work: ModelWork,
+    efficiencies: Sequence[Efficiency] | None,
+) -> Curves:
+    filled = []
+    tail_s, peaks = curves.tail_s, curves.compute_bytes
+    sizes = range(1, curves.largest_microbatch_size + 1)
+    if not tail_s:
+        guess = estimate(work, device, len(sizes), efficiencies=efficiencies)
+        scale = statistics.median(
+            known / guessed
+            for known, guessed in zip(curves.forward_s, guess.forward_s, strict=True)
+        )
+        tail_s = tuple(scale * seconds for seconds in guess.tail_s)
+        filled.append("tail_s")
+    if not peaks:
+        peaks = tuple(compute_bytes(work, size) for size in sizes)
+        filled.append("compute_bytes")
+    detail = curves.detail
+    if filled:
+        detail = "; ".join(filter(None, [detail, f"{' and '.join(filled)} estimated"]))
+    return dataclasses.replace(curves, tail_s=tail_s, compute_bytes=peaks, detail=detail)

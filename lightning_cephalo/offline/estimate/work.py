@@ -1,0 +1,249 @@
+"""What a model asks of a device, counted by torch on fake tensors: no data, no memory.
+
+The model is built, divided into units as the strategy divides it, and run forward and backward for
+batches of one and two samples; what is linear in the batch follows. Half precision is counted as
+the strategy gathers it: parameters and activations in that dtype (what autocast keeps in fp32 is
+not seen). Exact for the operators that torch runs on a CPU; a device may choose other kernels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.offline.estimate.count import (
+    Counter,
+    FusedAttention,
+    Tally,
+    UnitCount,
+    UnitStubs,
+    ZeroValues,
+    set_aside_gradients,
+)
+from lightning_cephalo.plan import PlanError
+from lightning_cephalo.sharding.discovery import find_units
+
+TORCH_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """``fixed + per_sample * samples``."""
+
+    fixed: float
+    per_sample: float
+
+    def at(self, samples: float) -> float:
+        """The value for a microbatch of that many samples."""
+        return self.fixed + self.per_sample * samples
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass over one microbatch costs a device.
+
+    Attributes:
+        flops: of matrix products and attention; a multiply and an add are two.
+        moved_bytes: read and written by all other operators, parameters included.
+        operators: kernels that are launched.
+    """
+
+    flops: Linear
+    moved_bytes: Linear
+    operators: float
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """One model at one dtype and sequence length. Units that differ are averaged (T5's encoder and
+    decoder layers); ``unit_kinds`` says how many kinds there are.
+
+    Attributes:
+        model: name, to find tables by.
+        dtype: ``"fp32"``, ``"tf32"``, ``"fp16"`` or ``"bf16"``.
+        sequence_length: tokens of one sample; what it was counted at.
+        units: calls of units in one forward.
+        unit_kinds: kinds of them.
+        unit_parameters: mean number of parameters of a unit.
+        largest_unit_parameters: of the largest.
+        root_parameters: of everything outside of units.
+        forward: one unit.
+        backward: one unit, without recompute.
+        tail: the root, forward and backward.
+        boundary_bytes: kept per sample and unit: the unit's input.
+        kept_bytes: kept per sample and unit beside it, when nothing is recomputed.
+        unit_peak_bytes: most bytes at once in a unit's forward and backward, beside its input,
+            parameters and gradients.
+        root_peak_bytes: the same of the root (logits and loss).
+    """
+
+    model: str
+    dtype: str
+    sequence_length: int
+    units: int
+    unit_kinds: int
+    unit_parameters: float
+    largest_unit_parameters: float
+    root_parameters: float
+    forward: Pass
+    backward: Pass
+    tail: Pass
+    boundary_bytes: float
+    kept_bytes: float
+    unit_peak_bytes: Linear
+    root_peak_bytes: Linear
+
+    @property
+    def parameters(self) -> float:
+        """Of the whole model."""
+        return self.units * self.unit_parameters + self.root_parameters
+
+
+def count_work(
+    build: Callable[[], nn.Module],
+    run: Callable[[nn.Module, int], Tensor],
+    *,
+    model: str,
+    dtype: str,
+    sequence_length: int,
+    unit_types: Sequence[type[nn.Module] | str] | None = None,
+) -> ModelWork:
+    """Count what a model asks.
+
+    Args:
+        build: makes the module; called under ``FakeTensorMode``, so it takes no memory.
+        run: runs the module on a batch of that many samples and returns the loss; likewise.
+        model: name for tables.
+        dtype: compute dtype.
+        sequence_length: of a sample.
+        unit_types: as for the strategy.
+
+    Raises:
+        PlanError: the model needs values that fake tensors do not have, or an unknown dtype.
+    """
+    if dtype not in TORCH_DTYPES:
+        raise PlanError(f"dtype: expected one of {', '.join(TORCH_DTYPES)}, but got {dtype!r}.")
+    with FakeTensorMode():
+        try:
+            with ZeroValues():
+                module = _cast(build(), TORCH_DTYPES[dtype])
+            members = find_units(module, unit_types)
+            modules = [unit.module for unit in members[1:]]
+            one, two = (_count(module, modules, run, samples) for samples in (1, 2))
+        except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+            raise PlanError(
+                f"{model}: expected a model that runs without values (on fake tensors), "
+                f"but got {type(error).__name__}: {(str(error) or 'no reason').splitlines()[0]}. "
+                f"Measure it on a device instead, or give a table."
+            ) from error
+        sizes = [sum(p.numel() for p, _ in unit.parameters) for unit in members]
+    whole = not one.calls  # no unit found, or none called: the root is everything
+    calls = max(1, len(one.calls))
+    return ModelWork(
+        model=model,
+        dtype=dtype,
+        sequence_length=sequence_length,
+        units=calls,
+        unit_kinds=max(1, len({id(call) for call in one.calls})),
+        unit_parameters=0.0 if whole else sum(sizes[1:]) / calls,
+        largest_unit_parameters=max(sizes[1:], default=0),
+        root_parameters=sum(sizes) if whole else sizes[0],
+        forward=_mean_pass([c.forward for c in one.calls], [c.forward for c in two.calls]),
+        backward=_mean_pass([c.backward for c in one.calls], [c.backward for c in two.calls]),
+        tail=_mean_pass([one.tail], [two.tail]),
+        boundary_bytes=(two.boundary_bytes - one.boundary_bytes) / calls,
+        kept_bytes=sum(b.saved_bytes - a.saved_bytes
+                       for a, b in zip(one.calls, two.calls, strict=True)) / calls,
+        unit_peak_bytes=_linear(*(max((c.peak_bytes for c in of.calls), default=0.0)
+                                  for of in (one, two))),
+        root_peak_bytes=_linear(one.root_peak_bytes, two.root_peak_bytes),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Count:
+    """Everything of one batch."""
+
+    calls: list[UnitCount]
+    tail: Tally
+    boundary_bytes: float
+    root_peak_bytes: float
+
+
+def _count(
+    module: nn.Module,
+    units: list[nn.Module],
+    run: Callable[[nn.Module, int], Tensor],
+    samples: int,
+) -> _Count:
+    with (
+        set_aside_gradients(module),
+        FusedAttention(),
+        Counter() as counter,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # a model's advice for real runs
+        stubs = UnitStubs(units, counter)
+        with stubs.installed():
+            loss = run(module, samples)
+        loss.backward()
+        outside = counter.peak_bytes - stubs.boundary_bytes
+    return _Count(stubs.calls, counter.tally, stubs.boundary_bytes, max(0.0, outside))
+
+
+def _mean_pass(one: list[Tally], two: list[Tally]) -> Pass:
+    calls = max(1, len(one))
+
+    def linear(name: str) -> Linear:
+        return _linear(*(sum(getattr(tally, name) for tally in of) / calls for of in (one, two)))
+
+    return Pass(
+        linear("flops"), linear("moved_bytes"), sum(tally.operators for tally in one) / calls
+    )
+
+
+def _linear(one: float, two: float) -> Linear:
+    return Linear(fixed=max(0.0, 2 * one - two), per_sample=max(0.0, two - one))
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """As ``module.to(dtype)``, which torch refuses for fake tensors; tied parameters stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for inner in module.modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                if id(parameter) not in made:
+                    cast = parameter.detach().to(dtype)
+                    made[id(parameter)] = nn.Parameter(cast, parameter.requires_grad)
+                inner._parameters[name] = made[id(parameter)]
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                inner._buffers[name] = buffer.to(dtype)
+    return module.train()
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a model or a training step returned; the sum of the first tensor of a model
+    that has none.
+    """
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if isinstance(loss, Tensor):
+        return loss
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise PlanError(f"expected a tensor from the model, but got {type(output).__name__}.")
+    return tensors[0] if tensors[0].ndim == 0 else tensors[0].sum()

@@ -1,0 +1,350 @@
+"""Figures of simulations and comparisons; needs matplotlib (the extra ``plot``).
+
+How they look and how they are written: ``canvas.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from lightning_cephalo.observe.report import format_rate, format_seconds
+from lightning_cephalo.offline.canvas import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    OLIVE,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    YELLOW,
+    add_legend,
+    add_title,
+    empty_figure,
+    end_of_labels,
+    save,
+)
+from lightning_cephalo.plan import Plan, PlanError, Problem, cost
+from lightning_cephalo.plan.timeline import Activity, Simulation, Stream, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ROWS = 16
+_GIB = 2**30
+_COLOURS = {
+    Activity.FORWARD: SKY,
+    Activity.TAIL: PURPLE,
+    Activity.BACKWARD: BLUE,
+    Activity.OPTIMIZER: GREEN,
+    Activity.GATHER: ORANGE,
+    Activity.REDUCE: VERMILION,
+    Activity.OVERHEAD: GREY,
+    Activity.OFFLOAD: YELLOW,
+    Activity.FETCH: OLIVE,
+}
+_LINES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK, GREY)
+_MEMORY_PARTS = (
+    ("state", BLUE),
+    ("gathered buffers", ORANGE),
+    ("boundaries and kept activations", SKY),
+    ("peak of a microbatch", PURPLE),
+)
+# Of a row's height 1, from its top: where a stream is drawn.
+_PLACES = {Stream.COMPUTE: (0.08, 0.44), Stream.COMMUNICATION: (0.54, 0.2)}
+_COPY_PLACE = (0.76, 0.16)
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """One allocation in a comparison.
+
+    Attributes:
+        name: Such as ``"even"`` or ``"cephalo"``; the last row is drawn as ours.
+        step_s: Predicted time of a step; None where it cannot run.
+        samples_per_s: Predicted throughput; likewise.
+        memory: Per rank the bytes it needs and its capacity; None where that is not known.
+        reason: Why it cannot run, in a few words; empty where it can.
+    """
+
+    name: str
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    memory: tuple[tuple[float, float], ...] | None = None
+    reason: str = ""
+
+
+def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLike[str]) -> None:
+    """Draw the streams of every rank over one step.
+
+    Beyond 16 ranks, one row for all that do the same, such as "16 × V100"; beyond 16 of those, the
+    busiest.
+
+    Args:
+        simulation: what to draw.
+        problem: what was simulated; its ranks' names are shown.
+        path: of the file, ending in ``.png`` or ``.svg``.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        PlanError: another suffix, the problem has another number of ranks, or the file cannot be
+            written.
+    """
+    _check_ranks(simulation, len(problem.ranks), "the problem")
+    rows, left_out = _rows(simulation, problem)
+    figure, (axes,) = empty_figure(path, 13, 1.6 + 0.62 * len(rows))
+    scale, unit = _time_scale(simulation.step_s)
+    seen: set[Activity] = set()
+    for row, (_, timeline) in enumerate(rows):
+        seen |= _draw_streams(axes, row, timeline, simulation.step_s, scale)
+    axes.set_ylim(len(rows), 0)
+    axes.set_xlim(0, simulation.step_s * scale)
+    axes.set_yticks(
+        [row + 0.5 for row in range(len(rows))],
+        [
+            f"{label}\n{timeline.compute_s / simulation.step_s:.0%} busy"
+            if simulation.step_s
+            else label
+            for label, timeline in rows
+        ],
+    )
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(f"time in the step ({unit})")
+    add_title(
+        axes,
+        f"One step of {simulation.world_size} ranks, {format_seconds(simulation.step_s)}",
+        f"upper bar: compute, below: communication{_copies(seen)}{left_out}",
+    )
+    add_legend(figure, [(name.value, _COLOURS[name]) for name in _COLOURS if name in seen])
+    save(figure, path)
+
+
+def memory_figure(
+    simulation: Simulation, problem: Problem, plan: Plan, path: str | PathLike[str]
+) -> None:
+    """Draw what fills every rank's memory, and its memory over one step.
+
+    Ranks share rows and lines as in :func:`timeline_figure`. Bars are the prediction of
+    ``plan/cost.py``, lines are simulated.
+
+    Args:
+        simulation: of the plan.
+        problem: what was simulated.
+        plan: what was simulated.
+        path: of the file, ending in ``.png`` or ``.svg``.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        PlanError: another suffix, problem or plan have another number of ranks, or the file cannot
+            be written.
+    """
+    _check_ranks(simulation, len(problem.ranks), "the problem")
+    _check_ranks(simulation, len(plan.ranks), "the plan")
+    rows, left_out = _rows(simulation, problem)
+    figure, (bars, lines) = empty_figure(path, 13, 2.2 + 0.42 * len(rows), columns=2)
+    scale, unit = _byte_scale(cost.predict(problem, plan))
+    _draw_memory_bars(bars, rows, problem, plan, scale)
+    bars.set_xlabel(f"predicted memory ({unit})")
+    add_title(bars, "What fills the memory", f"black mark: capacity, red name: over it{left_out}")
+    _draw_memory_lines(lines, rows, problem, simulation.step_s, scale)
+    lines.set_ylabel(f"simulated memory ({unit})")
+    add_title(lines, "Memory over one step", "kept in the forward, released in the backward")
+    add_legend(figure, _MEMORY_PARTS)
+    save(figure, path)
+
+
+def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) -> None:
+    """Draw the throughput of allocations beside each other; what cannot run is marked.
+
+    Args:
+        rows: the allocations, from top to bottom; ours last.
+        path: of the file, ending in ``.png`` or ``.svg``.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        PlanError: another suffix, no rows, or the file cannot be written.
+    """
+    if not rows:
+        raise PlanError("comparison_figure: expected at least one row to compare, but got none.")
+    figure, (axes,) = empty_figure(path, 9, 1.4 + 0.6 * len(rows))
+    most = max(row.samples_per_s or 0.0 for row in rows) or 1.0
+    labels = []
+    for index, row in enumerate(rows):
+        colour = BLUE if index == len(rows) - 1 else SKY
+        if row.samples_per_s is None:
+            axes.barh(index, most, height=0.62, color="none", edgecolor=PALE, hatch="////")
+            # more lines would run into the next row; the whole reason is in the table
+            text = textwrap.fill(
+                f"cannot run: {row.reason}".rstrip(": "), 70, max_lines=3, placeholder=" …"
+            )
+            colour, at = VERMILION, 0.0
+        else:
+            axes.barh(index, row.samples_per_s, height=0.62, color=colour, linewidth=0)
+            text, colour, at = _throughput(row), BLACK, row.samples_per_s
+        label = axes.annotate(
+            text,
+            (at, index),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=colour,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+        )
+        labels.append((at, label))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("predicted throughput (samples/s)")
+    add_title(axes, "Allocations compared", "longer is better")
+    axes.set_xlim(0, 3 * most)  # wide, as the layout narrows axes that labels stick out of
+    axes.set_xlim(0, max(1.05 * most, end_of_labels(figure, axes, labels)))
+    save(figure, path)
+
+
+def _rows(simulation: Simulation, problem: Problem) -> tuple[list[tuple[str, Timeline]], str]:
+    """Labels and timelines to draw, and what to say of those that are left out."""
+    if simulation.world_size <= _ROWS:
+        ranks = range(simulation.world_size)
+        return [
+            (f"rank {rank}  {problem.ranks[rank].name}", simulation.timeline(rank))
+            for rank in ranks
+        ], ""
+    kinds = list(simulation.timelines)
+    left_out = ""
+    if len(kinds) > _ROWS:
+        left_out = f"; the busiest {_ROWS} of {len(kinds)} kinds of ranks"
+        kinds = sorted(kinds, key=lambda timeline: -timeline.compute_s)[:_ROWS]
+        kinds.sort(key=lambda timeline: timeline.ranks)
+    return [(_kind_label(timeline, problem), timeline) for timeline in kinds], left_out
+
+
+def _kind_label(timeline: Timeline, problem: Problem) -> str:
+    return f"{len(timeline.ranks)} × {problem.ranks[timeline.ranks[0]].name}"
+
+
+def _draw_streams(
+    axes: Axes, row: int, timeline: Timeline, step_s: float, scale: float
+) -> set[Activity]:
+    """Draw one row and return what is in it."""
+    places = dict(_PLACES)
+    if timeline.copy_s:
+        places[Stream.COPY] = _COPY_PLACE
+    spans: dict[tuple[Stream, Activity], list[tuple[float, float]]] = {}
+    for event in timeline.events:
+        span = (event.start_s * scale, (event.end_s - event.start_s) * scale)
+        spans.setdefault((event.stream, event.name), []).append(span)
+    for top, height in places.values():
+        axes.broken_barh([(0, step_s * scale)], (row + top, height), facecolors=PALE)
+    for (stream, name), found in spans.items():
+        top, height = places[stream]
+        # a seam between neighbours, where they are wide enough to leave something beside it
+        wide = sum(width for _, width in found) / len(found) > 0.004 * step_s * scale
+        axes.broken_barh(
+            found,
+            (row + top, height),
+            facecolors=_COLOURS[name],
+            edgecolors="white" if wide else "none",
+            linewidth=0.4 if wide else 0,
+        )
+    return {name for _, name in spans}
+
+
+def _draw_memory_bars(
+    axes: Axes, rows: Sequence[tuple[str, Timeline]], problem: Problem, plan: Plan, scale: float
+) -> None:
+    longest = 0.0
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.tick_params(axis="y", length=0)
+    for row, (_, timeline) in enumerate(rows):
+        rank, left = timeline.ranks[0], 0.0
+        for size, (_, colour) in zip(
+            _memory_parts(problem, plan, rank), _MEMORY_PARTS, strict=True
+        ):
+            axes.barh(row, size * scale, left=left, height=0.62, color=colour, linewidth=0)
+            left += size * scale
+        longest = max(longest, left)
+        limit = problem.ranks[rank].capacity_bytes * scale
+        if math.isfinite(limit):
+            axes.plot([limit, limit], [row - 0.42, row + 0.42], color=BLACK, linewidth=2)
+            longest = max(longest, limit)
+        if left > limit * (1 + 1e-9):
+            axes.get_yticklabels()[row].set_color(VERMILION)
+    axes.set_xlim(0, 1.06 * longest or 1)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+
+
+def _draw_memory_lines(
+    axes: Axes,
+    rows: Sequence[tuple[str, Timeline]],
+    problem: Problem,
+    step_s: float,
+    scale: float,
+) -> None:
+    """One line for all ranks that do the same: theirs would hide each other."""
+    seconds, unit = _time_scale(step_s)
+    kinds = {timeline.ranks: timeline for _, timeline in rows}
+    styles = ((colour, style) for style in ("solid", "dashed") for colour in _LINES)
+    for timeline, (colour, style) in zip(kinds.values(), styles, strict=False):
+        points = [*timeline.memory, (step_s, timeline.memory[-1][1])]
+        axes.step(
+            [time_s * seconds for time_s, _ in points],
+            [size * scale for _, size in points],
+            where="post",
+            color=colour,
+            linestyle=style,
+            linewidth=1,
+            label=_kind_label(timeline, problem),
+        )
+    axes.set_xlim(0, step_s * seconds or 1)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"time in the step ({unit})")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+
+
+def _memory_parts(problem: Problem, plan: Plan, rank: int) -> tuple[float, float, float, float]:
+    """Bytes of state, gathered buffers, boundaries and the peak, as ``plan/cost.py`` adds them."""
+    problem = cost.as_planned(problem, plan)
+    part, profile = plan.ranks[rank], problem.ranks[rank]
+    mode = cost.Mode(part.recompute, part.offload)
+    held = cost.kept_bytes(problem, part.microbatch_sizes, mode)
+    working = cost.working_bytes(problem, profile, part.microbatch_sizes, mode)
+    state = part.state_fraction * problem.state_bytes
+    return state, problem.fixed_bytes, held, working - problem.fixed_bytes - held
+
+
+def _throughput(row: ComparisonRow) -> str:
+    assert row.samples_per_s is not None
+    text = f"{format_rate(row.samples_per_s)} samples/s"
+    if row.step_s is not None:
+        text += f"\nstep {format_seconds(row.step_s)}"
+    fill = [size / capacity for size, capacity in row.memory or () if math.isfinite(capacity)]
+    return f"{text}, fullest rank {max(fill):.0%}" if fill else text
+
+
+def _check_ranks(simulation: Simulation, ranks: int, what: str) -> None:
+    if ranks != simulation.world_size:
+        raise PlanError(
+            f"Expected {what} that was simulated, with {simulation.world_size} ranks, but got one "
+            f"with {ranks}. Give the same as to simulate()."
+        )
+
+
+def _time_scale(seconds: float) -> tuple[float, str]:
+    return (1.0, "s") if seconds >= 1 else (1e3, "ms")
+
+
+def _byte_scale(prediction: cost.StepPrediction) -> tuple[float, str]:
+    most = max(rank.memory_bytes for rank in prediction.ranks)
+    return (1 / _GIB, "GiB") if most >= _GIB / 8 else (1.0, "bytes")
+
+
+def _copies(seen: set[Activity]) -> str:
+    return ", copies" if Activity.OFFLOAD in seen else ""

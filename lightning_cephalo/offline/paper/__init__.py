@@ -1,0 +1,1 @@
+"""The published planner and its profiles, to compare with."""

@@ -1,0 +1,294 @@
+"""The published planner, restated from its facts to compare with: Guo, Anand, Chen, Daudjee,
+"Cephalo", ICS 2025, and the authors' release ``benson-guo/cephalo`` (``split_workload.py``).
+
+Rank i runs n_i microbatches of one size m_i. In the published model, per unit and with recompute::
+
+    F_i = n_i f_i(m_i)            B_i = F_i + n_i g_i(m_i) + (n_i - 1) * 10 ms
+    t_i = max(s_i AG, F_i) + max(s_i (AG + RS), B_i)      T = units * max_i t_i
+
+s_i is 1.25 where m_i does not fit beside an even share of the state, else 1. A rank holds the peak
+of m_i and 2 GiB, within 0.75 of its capacity; all ranks together hold the state too, within 0.75 of
+all capacities. For every sum of the ranks' microbatch sizes, a dynamic program over ranks, batch
+and that sum finds the least T; of those sums the fastest one whose memory fits in all is taken.
+
+The release tabulates every combination. Here the table is cut to those that a bound on T allows,
+and the bound is raised until a plan lies within it: what is cut off is slower than that plan, so
+that the answer, ties included, is that of the whole table.
+
+Two things differ. The release returns its first plan even where that one does not fit; here it is
+refused. And the state is shared by free memory, unless the release's own split is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_cephalo.common.errors import InfeasibleError, PlanError
+from lightning_cephalo.offline.allocation import GIB, checked_plan, even_batches
+from lightning_cephalo.offline.paper.table import Options, least_seconds, search
+from lightning_cephalo.plan.cost import (
+    Mode,
+    backward_collectives_s,
+    collective_times,
+    host_bytes,
+    modes,
+    predict,
+    working_bytes,
+)
+from lightning_cephalo.plan.plan import Plan, RankPlan
+from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.state import share_state
+
+# How far above the least conceivable T the table reaches, in turn.
+_REACHES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, np.inf)
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """The constants of the published cost model.
+
+    Args:
+        memory_share: part of a rank's capacity that a plan may use.
+        overhead_bytes: held by every rank beside state and compute; takes the place of the
+            problem's ``gathered_bytes``.
+        uneven_factor: how much longer collectives take for a rank that needs an uneven share.
+        between_microbatches_s: lost between two microbatches of a unit's backward.
+    """
+
+    memory_share: float = 0.75
+    overhead_bytes: float = 2 * GIB
+    uneven_factor: float = 1.25
+    between_microbatches_s: float = 0.010
+
+    def step_s(self, problem: Problem, ranks: Sequence[RankPlan]) -> float:
+        """Seconds of a step of this allocation in the published model: U * max_i t_i, without
+        tail, optimizer and overhead.
+
+        Raises:
+            PlanError: as :func:`~lightning_cephalo.plan.predict`, or a rank whose microbatches
+                differ in size, which the model does not know.
+        """
+        predict(problem, ranks)
+        slowest = 0.0
+        for profile, rank in zip(problem.ranks, ranks, strict=True):
+            sizes = rank.microbatch_sizes
+            if len(set(sizes)) > 1:
+                raise PlanError(
+                    f"PublishedModel.step_s: expected microbatches of one size on every rank, but "
+                    f"got {sizes} on {profile.name!r}. Use predict() for this plan."
+                )
+            if sizes:
+                uneven = sizes[0] > self.fitting_sizes(problem, profile, even_state=True)
+                slowest = max(
+                    slowest, self.unit_s(problem, profile, sizes[0], len(sizes), uneven=uneven)
+                )
+        return problem.units * slowest
+
+    def unit_s(
+        self, problem: Problem, profile: RankProfile, size: int, count: int, *, uneven: bool
+    ) -> float:
+        """t_i: seconds of one unit for ``count`` microbatches of ``size``."""
+        factor = self.uneven_factor if uneven else 1.0
+        gather_s, reduce_s = (factor * seconds for seconds in collective_times(problem, even=True))
+        forward = count * profile.forward_s[size - 1]
+        between = (count - 1) * self.between_microbatches_s
+        backward = count * profile.backward_s[size - 1] + between
+        collectives_s = backward_collectives_s(problem, gather_s, reduce_s)
+        return max(gather_s, forward) + max(collectives_s, backward)
+
+    def fitting_sizes(
+        self, problem: Problem, profile: RankProfile, *, even_state: bool = False
+    ) -> int:
+        """The largest microbatch size up to which all fit, beside an even share of the state or
+        beside none; 0: none fits.
+        """
+        room = self.memory_share * profile.capacity_bytes - self.overhead_bytes
+        if even_state:
+            room -= problem.state_bytes / len(problem.ranks)
+        fits = np.asarray(profile.compute_bytes) <= room
+        return len(fits) if fits.all() else int(np.argmin(fits))
+
+
+def published(
+    problem: Problem,
+    model: PublishedModel | None = None,
+    *,
+    even_batch: bool = False,
+    even_state: bool = False,
+    accumulate_gradients: bool = True,
+    released_state_split: bool = False,
+) -> Plan:
+    """The plan that the published program makes, priced by :func:`~lightning_cephalo.plan.predict`.
+
+    Every rank takes at least one sample, as there. Sizes beyond a rank's curves are not available.
+
+    Args:
+        problem: what there is; activations are recomputed, and offloaded where ranks can.
+        model: the published constants; None: as released.
+        even_batch: every rank gets the same batch; only state is balanced.
+        even_state: every rank holds the same share; only compute is balanced.
+        accumulate_gradients: False: one microbatch per rank.
+        released_state_split: share the state as the release does, with its mistake: it takes the
+            *number* of a rank's microbatches for their *size*.
+
+    Raises:
+        InfeasibleError: the program finds no plan, or the plan exceeds a rank's capacity.
+        SolverError: the table would be too large to fill.
+    """
+    started = time.perf_counter()
+    model = model or PublishedModel()
+    options = _options(problem, model, even_batch, even_state, accumulate_gradients)
+    chosen = _choose(problem, model, options)
+    names = ["published program"]
+    names += ["even batch"] * even_batch + ["even state"] * even_state
+    ranks = [
+        _bare(problem, profile, int(own.size[row]), int(own.count[row]))
+        for profile, own, row in zip(problem.ranks, options, chosen, strict=True)
+    ]
+    if even_state:
+        fractions: Sequence[float] = [1 / len(ranks)] * len(ranks)
+    elif released_state_split:
+        fractions = _released_split(problem, model, ranks)
+    else:
+        used = [
+            working_bytes(
+                problem, profile, rank.microbatch_sizes, Mode(rank.recompute, rank.offload)
+            )
+            for profile, rank in zip(problem.ranks, ranks, strict=True)
+        ]
+        fractions = share_state(
+            problem.state_bytes, used, [profile.capacity_bytes for profile in problem.ranks]
+        )
+        missing = sum(used) + problem.state_bytes
+        missing -= sum(profile.capacity_bytes for profile in problem.ranks)
+        if missing > 0:
+            raise InfeasibleError(
+                f"{', '.join(names)}: its batches leave {missing / GIB:.2f} GiB of the state "
+                f"without a place. Let solve() choose the batches."
+            )
+    shared = [
+        RankPlan(rank.microbatch_sizes, fraction, recompute=rank.recompute, offload=rank.offload)
+        for rank, fraction in zip(ranks, fractions, strict=True)
+    ]
+    return checked_plan(problem, shared, backend=", ".join(names), started_s=started)
+
+
+def _options(
+    problem: Problem,
+    model: PublishedModel,
+    even_batch: bool,
+    even_state: bool,
+    accumulate_gradients: bool,
+) -> list[Options]:
+    batches = even_batches(problem) if even_batch else [0] * len(problem.ranks)
+    known: dict[tuple[RankProfile, int], Options] = {}
+    found = []
+    for index, (profile, batch) in enumerate(zip(problem.ranks, batches, strict=True)):
+        key = (profile, batch)
+        if key not in known:
+            known[key] = _rank_options(
+                problem, model, profile, batch, even_state, accumulate_gradients
+            )
+        if not len(known[key].size):
+            beside = "an even share of the state and " if even_state else ""
+            raise InfeasibleError(
+                f"published program: rank {index} ({profile.name!r}) can run no microbatch beside "
+                f"{beside}{model.overhead_bytes / GIB:.2f} GiB of overhead within "
+                f"{model.memory_share:.0%} of its {profile.capacity_bytes / GIB:.2f} GiB, but "
+                f"every rank must take a sample there. Let solve() leave it without samples."
+            )
+        found.append(known[key])
+    return found
+
+
+def _rank_options(
+    problem: Problem,
+    model: PublishedModel,
+    profile: RankProfile,
+    batch: int,
+    even_state: bool,
+    accumulate_gradients: bool,
+) -> Options:
+    largest = model.fitting_sizes(problem, profile, even_state=even_state)
+    beside_even = model.fitting_sizes(problem, profile, even_state=True)
+    most = batch or problem.global_batch_size
+    rows = [
+        (size, count)
+        for size in range(problem.minimum_microbatch_size, min(largest, most) + 1)
+        for count in range(1, most // size + 1)
+        if (not batch or size * count == batch) and (accumulate_gradients or count == 1)
+    ]
+    size, count = np.array(rows, dtype=int).reshape(-1, 2).T
+    seconds = [
+        model.unit_s(problem, profile, own, copies, uneven=own > beside_even)
+        for own, copies in rows
+    ]
+    peaks = np.asarray(profile.compute_bytes)[size - 1] + model.overhead_bytes
+    return Options(size, count, size * count, np.array(seconds), peaks)
+
+
+def _choose(problem: Problem, model: PublishedModel, options: Sequence[Options]) -> list[int]:
+    """The row of every rank's options that the published program chooses."""
+    capacity = model.memory_share * sum(profile.capacity_bytes for profile in problem.ranks)
+    room = capacity - problem.state_bytes
+    least = sum(float(own.memory_bytes.min()) for own in options)
+    if least >= room:
+        raise InfeasibleError(
+            f"published program: state and the smallest microbatches need "
+            f"{(least + problem.state_bytes) / GIB:.2f} GiB, but all ranks together may hold "
+            f"{capacity / GIB:.2f} GiB. Lower the model's memory, or add a rank."
+        )
+    start_s = least_seconds(problem, options)
+    for reach in _REACHES:
+        # the factor keeps the options that set the bound
+        within = [own.seconds <= start_s * reach * (1 + 1e-12) for own in options]
+        chosen = search(problem.global_batch_size, options, within, room)
+        if chosen is not None:
+            return chosen
+    raise InfeasibleError(
+        f"published program: no plan found fits {capacity / GIB:.2f} GiB in all with the state of "
+        f"{problem.state_bytes / GIB:.2f} GiB. Lower global_batch_size, or add a rank."
+    )
+
+
+def _bare(problem: Problem, profile: RankProfile, size: int, count: int) -> RankPlan:
+    """The microbatches of one rank, without state, as the release runs them."""
+    # the leanest mode comes last: recomputed, and offloaded where the rank can
+    mode = modes(problem, profile)[-1]
+    if host_bytes(problem, size * count, mode) > profile.host_capacity_bytes:
+        mode = Mode(mode.recompute)
+    return RankPlan((size,) * count, 0.0, recompute=mode.recompute, offload=mode.offload)
+
+
+def _released_split(
+    problem: Problem, model: PublishedModel, ranks: Sequence[RankPlan]
+) -> list[float]:
+    """State fractions as the release shares them: an even share each, less what a rank is thought
+    not to have room for, which goes to the others in equal parts, the fullest first.
+    """
+    even = problem.state_bytes / len(ranks)
+    room = []
+    for profile, rank in zip(problem.ranks, ranks, strict=True):
+        # the mistake: the number of microbatches, where their size is meant
+        mistaken = min(len(rank.microbatch_sizes), profile.largest_microbatch_size)
+        used = profile.compute_bytes[mistaken - 1] + model.overhead_bytes
+        room.append(model.memory_share * profile.capacity_bytes - used - even)
+    held = [even + min(own, 0.0) for own in room]
+    to_move = -sum(min(own, 0.0) for own in room)
+    roomy = sorted((own, index) for index, own in enumerate(room) if own > 0)
+    filled = 0.0
+    for position, (own, _) in enumerate(roomy):
+        if to_move <= 0:
+            break
+        more = min(own - filled, to_move / (len(roomy) - position))
+        for _, index in roomy[position:]:
+            held[index] += more
+        to_move -= more * (len(roomy) - position)
+        filled = own
+    held = [max(own, 0.0) for own in held]
+    total = sum(held)
+    return [own / total for own in held] if total else [1 / len(ranks)] * len(ranks)

@@ -1,0 +1,301 @@
+"""From what a user asks on the command line to a problem."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_cephalo.common import records
+from lightning_cephalo.offline.estimate import (
+    Cluster,
+    CurveTable,
+    NodeGroup,
+    RankSource,
+    cached_tables,
+    find_device,
+)
+from lightning_cephalo.offline.estimate.devices import Device, lookup
+from lightning_cephalo.plan import PlanError, Problem
+
+if TYPE_CHECKING:
+    from lightning_cephalo.offline.estimate import ModelWork
+
+_PUBLISHED_TOKENS = 512
+# Fields of a question that are called otherwise on the command line.
+_OPTIONS = {"global_batch_size": "batch_size", "tables": "table", "model_options": "model_option"}
+# Arguments of work_of() itself, which no --model-option can be, and the option to use instead.
+_NOT_MODEL_OPTIONS = {
+    "dtype": "--dtype",
+    "sequence_length": "--sequence-length",
+    "model": "--model",
+    "name": "--model, which names it",
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked: a saved problem, or a cluster, a model and a batch. None and empty: not said.
+
+    Attributes:
+        problem: path of a saved problem.
+        cluster: path of a ``cluster.yaml``.
+        devices: one node in words, such as ``"2x RTX 4090, RTX 3090"``.
+        model: as :func:`~lightning_cephalo.offline.estimate.work_of` takes it.
+        model_options: ``"name=value"``, changes of the config or arguments of the class.
+        global_batch_size: samples of a step over all ranks.
+        sequence_length: tokens of a sample; None: the model's own.
+        dtype: of computation; None: fp32.
+        tables: paths of measured curves.
+        published: folder of profiles in the format of the paper's release, which has ``model``.
+        recompute: ``"on"``, ``"off"`` or ``"choose"``; None: ``"on"``.
+        offload: whether the plan may move boundaries to host memory.
+    """
+
+    problem: Path | None = None
+    cluster: Path | None = None
+    devices: str | None = None
+    model: str | None = None
+    model_options: tuple[str, ...] = ()
+    global_batch_size: int | None = None
+    sequence_length: int | None = None
+    dtype: str | None = None
+    tables: tuple[Path, ...] = ()
+    published: Path | None = None
+    recompute: str | None = None
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A problem, where its times are from, and what it was made of unless it was read from a file.
+
+    ``subject`` says what is planned for in a line; ``problem_of`` makes the problem of the same
+    question on another cluster; ``left_out`` are messages on measured times that were not used.
+    """
+
+    problem: Problem
+    subject: str
+    sources: tuple[RankSource, ...] = ()
+    left_out: tuple[str, ...] = ()
+    cluster: Cluster | None = None
+    problem_of: Callable[[Cluster], Problem] | None = None
+
+    def lines(self) -> list[str]:
+        """What is planned for, and a line for each kind of device: where its times are from."""
+        lines = [self.subject]
+        for source in dict.fromkeys(self.sources):
+            count = self.sources.count(source)
+            detail = f": {source.detail}" if source.detail else ""
+            lines.append(f"{count} × {source.device}: times by {source.source}{detail}")
+        return lines
+
+    def sources_as_dicts(self) -> list[dict[str, str]]:
+        """The sources, one for each rank, for JSON."""
+        return [dataclasses.asdict(source) for source in self.sources]
+
+
+def read(question: Question) -> Scenario:
+    """Read or make the problem that was asked for.
+
+    Raises:
+        PlanError: something is missing, contradicts something else, or is not what is expected.
+    """
+    if question.problem is not None:
+        return _saved(question, question.problem)
+    from lightning_cephalo.offline.estimate import build_problem, work_of
+    from lightning_cephalo.offline.estimate.models import names_class
+
+    cluster = _cluster(question)
+    if question.model is None:
+        raise PlanError("Expected --model (or --problem), but got neither. See --help.")
+    global_batch_size = question.global_batch_size
+    if global_batch_size is None:
+        raise PlanError("Expected --batch-size, the samples of a step over all ranks.")
+    if question.sequence_length is not None:
+        records.whole("--sequence-length", question.sequence_length, minimum=1)
+    if question.published is not None:
+        return _published(question, cluster, question.model, global_batch_size)
+    if question.offload and not any(group.host_memory_bytes for group in cluster.nodes):
+        raise PlanError(
+            f"--offload: expected nodes with host memory to move activations to, but "
+            f"{question.cluster or '--devices'} gives none. Use --cluster with a file that has a "
+            f"line such as 'host_memory: 256 GiB' in its nodes."
+        )
+    if question.offload and question.recompute == "off":
+        raise PlanError(
+            "--offload: expected --recompute on or choose, but got off. Activations that are kept "
+            "inside units hold what enters them: there is nothing to move."
+        )
+    options = dict(_model_option(option) for option in question.model_options)
+    work = work_of(
+        question.model,
+        sequence_length=question.sequence_length,
+        dtype=question.dtype or "fp32",
+        **options,
+    )
+    tables = [CurveTable.load(path) for path in question.tables]
+
+    def estimate_of(where: Cluster) -> Any:
+        return build_problem(
+            where,
+            work,
+            global_batch_size=global_batch_size,
+            tables=tables,
+            recompute=question.recompute in (None, "on"),
+            choose_recompute=question.recompute == "choose",
+            allow_offload=question.offload,
+        )
+
+    estimate = estimate_of(cluster)
+    _refuse_unused(tables, work)
+    return Scenario(
+        estimate.problem,
+        _subject(question, work.model, work.sequence_length, is_class=names_class(question.model)),
+        estimate.sources,
+        (*estimate.broken_files, *_near_misses(work)),
+        cluster,
+        lambda where: estimate_of(where).problem,
+    )
+
+
+def _saved(question: Question, path: Path) -> Scenario:
+    for field in dataclasses.fields(question):
+        if field.name != "problem" and getattr(question, field.name) != field.default:
+            option = _OPTIONS.get(field.name, field.name).replace("_", "-")
+            raise PlanError(
+                f"--problem says all there is to plan for, but --{option} was given as well. "
+                f"Leave one of them out."
+            )
+    problem = Problem.load(path)
+    return Scenario(
+        problem, f"{path}, {problem.units} units, global batch {problem.global_batch_size}"
+    )
+
+
+def _subject(
+    question: Question, model: str, sequence_length: int, *, is_class: bool = False
+) -> str:
+    """What is planned for, such as ``gpt2, fp32, 1024 tokens (default), global batch 48``."""
+    tokens = f"{sequence_length} tokens"
+    if question.sequence_length is None:
+        tokens += " (default)"
+    elif sequence_length != question.sequence_length:
+        tokens += f" (its own, not {question.sequence_length})"
+    if is_class:
+        tokens += " unless its example_input_array has others"
+    dtype = question.dtype or "fp32"
+    return f"{model}, {dtype}, {tokens}, global batch {question.global_batch_size}"
+
+
+def _published(
+    question: Question, cluster: Cluster, model: str, global_batch_size: int
+) -> Scenario:
+    """A problem by published profiles alone: compute only, links and tail are not in them."""
+    from lightning_cephalo.offline.paper.profiles import read_published
+
+    own = question.model_options or question.tables or question.offload
+    if own or question.recompute not in (None, "on"):
+        raise PlanError(
+            "--published has its own model and times: leave out --model-option, --table, "
+            "--recompute and --offload."
+        )
+    assert question.published is not None
+    profiles = read_published(question.published)
+    dtype = question.dtype or "fp32"
+    sequence_length = question.sequence_length or _PUBLISHED_TOKENS
+
+    def problem_of(where: Cluster) -> Problem:
+        return profiles.problem(
+            model=model,
+            dtype=dtype,
+            devices=[rank.device.name for rank in where.ranks],
+            global_batch_size=global_batch_size,
+            sequence_length=sequence_length,
+            memory_share=1 - where.reserve,
+        )
+
+    detail = f"published profiles of {model} in {question.published}; compute only"
+    sources = tuple(RankSource(rank.device.name, "table", detail) for rank in cluster.ranks)
+    subject = _subject(question, model, sequence_length)
+    return Scenario(problem_of(cluster), subject, sources, (), cluster, problem_of)
+
+
+def _near_misses(work: ModelWork) -> list[str]:
+    """Measured tables of a model of this name that are of another size, dtype or length."""
+    return [
+        f"times of {table.model!r} that were measured at {table.dtype}, length "
+        f"{table.sequence_length}{_size(table)}: this is {work.dtype}, length "
+        f"{work.sequence_length}, {work.parameters:,.0f} parameters."
+        for table in cached_tables().tables
+        if table.model.casefold() == work.model.casefold()
+        and not table.matches(work.model, work.dtype, work.sequence_length, work.parameters)
+    ]
+
+
+def _size(table: CurveTable) -> str:
+    return "" if table.parameters is None else f", {table.parameters:,} parameters"
+
+
+def _refuse_unused(tables: Sequence[CurveTable], work: ModelWork) -> None:
+    for table in tables:
+        if not table.matches(work.model, work.dtype, work.sequence_length, work.parameters):
+            raise PlanError(
+                f"--table: expected curves of {work.model!r}, {work.dtype}, sequence length "
+                f"{work.sequence_length}, {work.parameters:,.0f} parameters, but got those of "
+                f"{table.model!r}, {table.dtype}, {table.sequence_length}{_size(table)}. Leave it "
+                f"out, or measure this model."
+            )
+
+
+def _cluster(question: Question) -> Cluster:
+    if (question.cluster is None) == (question.devices is None):
+        raise PlanError(
+            'Expected one of --cluster cluster.yaml and --devices "2x RTX 4090, RTX 3090", but '
+            f"got {'neither' if question.cluster is None else 'both'}."
+        )
+    if question.cluster is not None:
+        return Cluster.load(question.cluster)
+    assert question.devices is not None
+    parts = [part.strip() for part in question.devices.split(",")]
+    if not all(parts):
+        raise PlanError(
+            f'--devices: expected a list such as "2x RTX 4090, RTX 3090", but got '
+            f"{question.devices!r}."
+        )
+    return Cluster((NodeGroup(tuple(_counted_device(part) for part in parts)),))
+
+
+def _counted_device(text: str) -> tuple[Device, int]:
+    """``2x RTX 4090``, ``2xRTX 4090`` or ``2 RTX 4090``. A known name comes first, as some begin
+    with digits: ``1080 Ti``.
+    """
+    found = re.fullmatch(r"(\d+)(?:\s*[xX×]\s*|\s+)(\S.*)", text)
+    if found is None or lookup(text) is not None:
+        return find_device(text, where="--devices"), 1
+    count = records.whole(f"--devices: count of {found[2]!r}", int(found[1]), minimum=1)
+    return find_device(found[2], where="--devices"), count
+
+
+def _model_option(option: str) -> tuple[str, Any]:
+    import yaml
+
+    name, separator, value = option.partition("=")
+    if not separator or not name.isidentifier():
+        raise PlanError(f"--model-option: expected NAME=VALUE, but got {option!r}.")
+    if name in _NOT_MODEL_OPTIONS:
+        raise PlanError(
+            f"--model-option: expected another name than {', '.join(_NOT_MODEL_OPTIONS)}, but got "
+            f"{option!r}. Use {_NOT_MODEL_OPTIONS[name]}. Where a class has such an argument, name "
+            f"a subclass that sets it."
+        )
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise PlanError(
+            f"--model-option: expected NAME=VALUE with a value in YAML, such as n_layer=4, but "
+            f"got {option!r}."
+        ) from error

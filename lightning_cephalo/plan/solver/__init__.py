@@ -1,0 +1,1 @@
+"""The mixed-integer program that chooses a plan."""

@@ -1,0 +1,164 @@
+"""Bounds below the step time that need no solver: what no plan can beat, memory shared freely.
+
+For every type and batch the least forward, backward, tail and combined time over all mixtures of
+microbatches (unbounded knapsacks), then for each of them the least slowest rank that can still
+place the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_cephalo.plan.cost import (
+    Mode,
+    backward_collectives_s,
+    host_bytes,
+    modes,
+    peak_curve,
+    sample_bytes,
+    time_curves,
+)
+from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.columns import RankType, step_seconds, usable_sizes
+
+
+@dataclass(frozen=True)
+class TimeBounds:
+    """What holds for every plan.
+
+    ``least_s`` has shape (types, 4, largest + 1): least forward, backward, tail, and units *
+    (forward + backward) + tail of a rank with that batch; infinite where the rank cannot hold the
+    batch. ``rates_s``, of shape (types, 4), are the same per sample at best. ``floors_s`` bound the
+    three maxima, gather and reduce included, and ``step_s`` the step without optimizer and
+    overhead; infinite where the global batch has no place even without the state.
+    """
+
+    least_s: np.ndarray
+    rates_s: np.ndarray
+    floors_s: tuple[float, float, float]
+    step_s: float
+
+    @property
+    def largest(self) -> int:
+        """The largest batch of one rank that was looked at."""
+        return self.least_s.shape[2] - 1
+
+    def covers(self, step_s: float) -> bool:
+        """Whether no batch larger than those looked at may be part of a step of ``step_s``."""
+        return bool((self.rates_s[:, 3] * (self.largest + 1) > step_s).all())
+
+    def largest_batches(self, problem: Problem, step_s: float) -> list[int]:
+        """Per type, the largest batch, of those looked at, that may be part of a step of
+        ``step_s``.
+        """
+        result = []
+        for least in self.least_s:
+            within = step_seconds(problem, least[:3].T, self.floors_s) <= step_s
+            within &= least[3] <= step_s
+            result.append(int(np.flatnonzero(within).max(initial=0)))
+        return result
+
+
+def time_bounds(problem: Problem, types: Sequence[RankType], largest: int) -> TimeBounds:
+    """Bounds from batches of up to ``largest`` samples per rank; they hold for larger ones too."""
+    least, rates = _least_times(problem, types, largest)
+    counts = np.array([kind.count for kind in types])
+    slowest = [
+        _least_slowest(least[:, kind], rates[:, kind], counts, problem.global_batch_size)
+        for kind in range(4)
+    ]
+    forward = max(slowest[0], problem.gather_s)
+    collectives_s = backward_collectives_s(problem, problem.gather_s, problem.reduce_s)
+    backward = max(slowest[1], collectives_s)
+    apart = problem.units * (forward + backward) + slowest[2]
+    return TimeBounds(least, rates, (forward, backward, slowest[2]), max(apart, slowest[3]))
+
+
+def first_largest(problem: Problem, types: Sequence[RankType]) -> int:
+    """A batch per rank that the fastest rank of a good plan will hardly exceed."""
+    _, rates = _least_times(problem, types, 0)
+    combined = rates[:, 3]
+    if not np.isfinite(combined).any() or (combined < 1e-100).any():
+        return problem.global_batch_size
+    counts = np.array([kind.count for kind in types])
+    speeds = np.where(np.isfinite(combined), 1 / combined, 0.0)
+    share = problem.global_batch_size * speeds.max() / (counts * speeds).sum()
+    longest = max(kind.profile.largest_microbatch_size for kind in types)
+    return min(problem.global_batch_size, int(1.3 * share) + longest + 2)
+
+
+def _least_times(
+    problem: Problem, types: Sequence[RankType], largest: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """``least_s`` as in TimeBounds, and the least time per sample, of shape (types, 4)."""
+    longest = max(kind.profile.largest_microbatch_size for kind in types)
+    least = np.full((len(types), 4, largest + 1), np.inf)
+    rates = np.full((len(types), 4), np.inf)
+    for row, kind in enumerate(types):
+        for mode in modes(problem, kind.profile):
+            single = _single_times(problem, kind.profile, mode, longest)
+            held = _held(problem, kind.profile, mode, largest)
+            np.minimum(least[row], _knapsack(single, held), out=least[row])
+            np.minimum(rates[row], (single / np.arange(1, longest + 1)).min(axis=1), out=rates[row])
+    return least, rates
+
+
+def _single_times(problem: Problem, profile: RankProfile, mode: Mode, longest: int) -> np.ndarray:
+    """Times of one microbatch of shape (4, longest), infinite where that size cannot run.
+
+    Copies of offloaded boundaries are left out, which keeps the bound below.
+    """
+    single = np.full((4, longest), np.inf)
+    sizes = np.array(usable_sizes(problem, profile, mode), dtype=int)
+    if len(sizes):
+        times = np.array(time_curves(profile, mode))[:, sizes - 1]
+        single[:3, sizes - 1] = times
+        single[3, sizes - 1] = problem.units * (times[0] + times[1]) + times[2]
+    return single
+
+
+def _held(problem: Problem, profile: RankProfile, mode: Mode, largest: int) -> np.ndarray:
+    """Mask of shape (largest + 1,) of the batches that the rank's own memory can hold."""
+    batches = np.arange(largest + 1)
+    held = batches == 0
+    sizes = usable_sizes(problem, profile, mode)
+    if sizes:
+        peak = peak_curve(profile, mode)[sizes[0] - 1]
+        used = problem.fixed_bytes + peak + sample_bytes(problem, mode) * batches
+        on_host = host_bytes(problem, 1, mode) * batches
+        held |= (used <= profile.capacity_bytes) & (on_host <= profile.host_capacity_bytes)
+    return held
+
+
+def _knapsack(single: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Least times of every batch over all multisets of sizes, of shape (4, largest + 1)."""
+    longest, largest = single.shape[1], len(held) - 1
+    least = np.full((4, largest + 1), np.inf)
+    least[:, 0] = 0.0
+    backwards = single[:, ::-1]
+    for batch in range(1, largest + 1):
+        reach = min(longest, batch)
+        window = least[:, batch - reach : batch] + backwards[:, longest - reach :]
+        least[:, batch] = window.min(axis=1, initial=np.inf)
+    least[:, ~held] = np.inf
+    return least
+
+
+def _least_slowest(least: np.ndarray, rates: np.ndarray, counts: np.ndarray, batch: int) -> float:
+    """The least time within which all ranks together can place ``batch`` samples; ``least`` is
+    (types, largest + 1).
+    """
+    # A rank may take fewer samples than fit, so a batch counts as reached once any larger one is.
+    reached = np.minimum.accumulate(least[:, ::-1], axis=1)[:, ::-1][:, 1:]
+    flat = reached.ravel()
+    order = np.argsort(flat, kind="stable")
+    placed = np.cumsum(np.repeat(counts, reached.shape[1])[order])
+    enough = np.searchsorted(placed, batch)
+    found = float(flat[order[enough]]) if enough < len(order) else np.inf
+    # Beyond the batches looked at, a rank needs at least its best rate for each sample.
+    largest = least.shape[1] - 1
+    beyond = float((rates * (largest + 1)).min()) if largest < batch else np.inf
+    return min(found, beyond)

@@ -1,0 +1,1 @@
+"""From trainer, loaders and options to a model that is ready to train."""

@@ -1,0 +1,256 @@
+"""The measured problem of a job, kept for its next start.
+
+A second start of the same job on the same devices measures nothing. What makes a job another one is
+in :func:`describe`: the model and the source files of its classes, what a sample looks like, batch
+size, precision, options, versions. Hosts are not; how much memory is free now is taken anew.
+Emulated devices are never kept: how fast they are is another matter at every start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.accelerator.device import Device
+from lightning_cephalo.accelerator.emulated import active_device
+from lightning_cephalo.data.randomness import preserved_randomness
+from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.plan import PlanError, Problem
+from lightning_cephalo.plan.curves import cache_folder
+from lightning_cephalo.profiling.measure import pooled
+from lightning_cephalo.ranks.control import Agreement
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+# Free memory that differs by more is another amount: more of it may hold larger microbatches.
+_SAME_CAPACITY = 1.25
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a start finds in the cache, equal on every rank.
+
+    Attributes:
+        path: Where the problem of this job is or will be kept; None: it is not to be kept.
+        problem: The problem with present capacities; None: it must be measured.
+        said: A line for the user, if there is anything to say.
+    """
+
+    path: Path | None
+    problem: Problem | None = None
+    said: str | None = None
+
+
+def look_up(
+    agreement: Agreement, device: Device, describe_job: Callable[[], Any], *, remeasure: bool
+) -> Found:
+    """Look for what an earlier start of this job has measured; collective.
+
+    Args:
+        agreement: Exchanges between ranks.
+        device: This rank's device.
+        describe_job: Returns what makes the job what it is, on every rank.
+        remeasure: Whether to measure whatever there is.
+    """
+    rows = agreement.exchange_objects((_digest(describe_job), device.name, device.capacity_bytes))
+    if any(digest is None for digest, _, _ in rows):
+        return Found(None)
+    key = _hashed([(digest, name) for digest, name, _ in rows])
+    found = None
+    if agreement.rank == 0:
+        path = cache_folder() / "jobs" / f"{key[:32]}.json"
+        found = Found(path) if remeasure else _read(path, [row[2] for row in rows])
+    return agreement.broadcast(found)
+
+
+def keep(path: Path, problem: Problem) -> str | None:
+    """Write a measured problem for the next start; None, or why that was not possible."""
+    data = {"measured": time.strftime("%Y-%m-%d %H:%M:%S"), "problem": problem.to_dict()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}.tmp")
+        beside.write_text(json.dumps(data), encoding="utf-8")
+        beside.replace(path)  # a reader sees the old file or the new one
+    except (OSError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _read(path: Path, capacities: Sequence[float]) -> Found:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        problem = Problem.from_dict(data["problem"])
+        if len(problem.ranks) != len(capacities):
+            raise PlanError(f"expected {len(capacities)} ranks, got {len(problem.ranks)}")
+        day = str(data["measured"])
+    except FileNotFoundError:
+        return Found(path)
+    except Exception as error:  # whatever is in the file: the job can measure again
+        return Found(path, said=f"Measuring again, as {path} cannot be read: {error}")
+    for rank, (profile, capacity) in enumerate(zip(problem.ranks, capacities, strict=True)):
+        less, more = sorted((profile.capacity_bytes, capacity))
+        if more > _SAME_CAPACITY * less:
+            return Found(
+                path,
+                said=f"Measuring again, as rank {rank} may fill {capacity / 2**30:.1f} GiB now and"
+                f" {profile.capacity_bytes / 2**30:.1f} GiB on {day}.",
+            )
+    ranks = pooled(
+        [
+            dataclasses.replace(profile, capacity_bytes=capacity)
+            for profile, capacity in zip(problem.ranks, capacities, strict=True)
+        ]
+    )
+    said = (
+        f"Using times measured on {day} ({path}); CephaloStrategy(remeasure=True) measures again."
+    )
+    return Found(path, dataclasses.replace(problem, ranks=tuple(ranks)), said)
+
+
+# -- what a job is --------------------------------------------------------------------------------
+
+
+def describe(
+    engine: Engine,
+    trainer: Trainer,
+    read_sample: Callable[[], Any],
+    global_batch_size: int,
+    options: Any,
+) -> Any:
+    """All that measured times depend on, but for the devices, as plain values.
+
+    Args:
+        engine: The sharded model.
+        trainer: The trainer that is fitting.
+        read_sample: Reads a small batch as the loaders give it.
+        global_batch_size: Samples of a step over all ranks.
+        options: What the user said about batches and planning, a dataclass.
+    """
+    module = engine.module
+    with preserved_randomness():
+        batch = read_sample()
+    plugin = trainer.precision_plugin
+    return {
+        "versions": [torch.__version__, importlib.metadata.version("lightning-cephalo")],
+        "parameters": [
+            [name, list(p.shape), str(p.dtype), p.requires_grad]
+            for unit in engine.units
+            for name, p in unit.named_sharded()
+        ],
+        "units": [unit.name for unit in engine.units],
+        "compiled": [
+            *engine.runner.compiled_units,
+            *[name for name, inner in module.named_modules() if inner._compiled_call_impl],
+        ],
+        "modules": [[name, *_described(inner, inner is module)]
+                    for name, inner in module.named_modules()],
+        "sources": _sources(module),
+        "batch": [_leaf(leaf) for leaf in pytree.tree_leaves(batch)],
+        "global_batch_size": global_batch_size,
+        "precision": [type(plugin).__name__, str(getattr(plugin, "precision", "")),
+                      str(engine.compute_dtype), torch.get_float32_matmul_precision(),
+                      torch.are_deterministic_algorithms_enabled()],
+        "recompute": engine.runner.recompute,
+        "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
+        "threads": torch.get_num_threads() if engine.device.type == "cpu" else None,
+        "options": {
+            field.name: _plain(getattr(options, field.name))
+            for field in dataclasses.fields(options)
+            if field.name not in ("verbose", "remeasure")
+        },
+    }  # fmt: skip
+
+
+def _described(inner: nn.Module, is_root: bool) -> list[Any]:
+    """Class and numbers of a module: widths, heads, strides, rates of dropout.
+
+    Those of the root are left out: it is the user's LightningModule, whose numbers are learning
+    rates and counters, and its shapes tell the rest.
+    """
+    config = getattr(inner, "config", None)
+    numbers = {} if is_root else {
+        name: value for name, value in vars(inner).items()
+        if _is_number(value) and name != "training"
+    }  # fmt: skip
+    attention = getattr(config, "_attn_implementation", None)
+    return [f"{type(inner).__module__}.{type(inner).__qualname__}", numbers, str(attention)]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_number(part) for part in value)
+    return isinstance(value, (bool, int, float))
+
+
+def _sources(module: nn.Module) -> dict[str, str]:
+    """Digests of the files in which the model's classes are written, torch's own left out."""
+    found = {}
+    for kind in {base for inner in module.modules() for base in type(inner).__mro__}:
+        try:
+            path = inspect.getsourcefile(kind)
+            if path is not None and not path.startswith(_TORCH):
+                found[f"{kind.__module__}.{kind.__qualname__}"] = _file_digest(path)
+                continue
+        except (OSError, TypeError):
+            path = None  # written in C, or at a prompt
+        if path is None:
+            functions = [value for value in vars(kind).values() if inspect.isfunction(value)]
+            told = [_told_of(function.__code__) for function in functions]
+            found[f"{kind.__module__}.{kind.__qualname__}"] = _hashed(told)
+    step = inspect.unwrap(type(module).training_step)  # type: ignore[attr-defined]
+    code = getattr(step, "__code__", None)
+    found["training_step"] = _hashed(None if code is None else _told_of(code))
+    return found
+
+
+def _told_of(code: CodeType) -> list[Any]:
+    """What a function does, whatever file and line it is written in."""
+    inner = [part for part in code.co_consts if isinstance(part, CodeType)]
+    plain = [repr(part) for part in code.co_consts if isinstance(part, (int, float, str, tuple))]
+    return [code.co_code.hex(), list(code.co_names), plain, [_told_of(part) for part in inner]]
+
+
+def _file_digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return [list(leaf.shape[1:]), str(leaf.dtype)]
+    return type(leaf).__name__
+
+
+def _plain(value: Any) -> Any:
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else ""
+    return repr(value) if dataclasses.is_dataclass(value) else value
+
+
+def _digest(describe_job: Callable[[], Any]) -> str | None:
+    """None for jobs that are not to be kept, or cannot be told from others."""
+    if active_device() is not None:
+        return None
+    try:
+        return _hashed(describe_job())
+    except Exception:  # of the user's model or data; measuring says what is wrong with those
+        return None
+
+
+def _hashed(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,372 @@
+"""Measure every rank on the real model, sharded as it will be: from a model to a Problem."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.accelerator.device import Device, synchronized_clock
+from lightning_cephalo.accelerator.emulated import active_device
+from lightning_cephalo.data import sample_batches
+from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan.cost import fixed_time
+from lightning_cephalo.profiling.errors import lost_rank_explained
+from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
+from lightning_cephalo.profiling.keeping import measure_keeping, with_keeping
+from lightning_cephalo.profiling.memory_model import (
+    Kept,
+    compute_curve,
+    resting_bytes,
+    state_bytes,
+)
+from lightning_cephalo.profiling.network import measure_network
+from lightning_cephalo.profiling.optimizer import clipping, optimizer_time
+from lightning_cephalo.profiling.progress import Progress
+from lightning_cephalo.profiling.save_curves import remember
+from lightning_cephalo.profiling.sweep import (
+    Measured,
+    Prober,
+    Sweep,
+    ladder,
+    measure_memory,
+    measure_times,
+)
+from lightning_cephalo.ranks.control import Agreement
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+# Part of the budget that timing may use; the rest is for memory and the network.
+_TIMING_SHARE = 0.7
+# Ranks of one device name whose times differ by less are taken to be equal.
+_ALIKE = 0.10
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How to profile.
+
+    Attributes:
+        budget_s: Seconds that profiling may take, about. A size that would take longer than what
+            is left is not tried; the smallest one always is.
+        minimum_microbatch_size: Smaller ones are not tried (batch normalisation).
+        equal_microbatches: The user's step communicates: every rank runs in every step.
+        choose_recompute: Measure without recomputation too, for the plan to choose.
+        verbose: Whether rank 0 says what goes on.
+    """
+
+    budget_s: float
+    minimum_microbatch_size: int = 1
+    equal_microbatches: bool = False
+    choose_recompute: bool = False
+    verbose: bool = True
+
+
+def measure(
+    *,
+    engine: Engine,
+    trainer: Trainer,
+    device: Device,
+    loader: Any,
+    layouts: Sequence[Any],
+    step: Callable[[Any], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+    global_batch_size: int,
+    options: ProfileOptions,
+) -> Problem:
+    """Run the user's step on growing microbatches of real samples; collective.
+
+    Leaves no trace in the model, the random generators, the loggers or the loader; see
+    :mod:`~lightning_cephalo.profiling.isolation`.
+
+    Args:
+        engine: The sharded model; shares of any size.
+        trainer: The trainer that is fitting.
+        device: This rank's device.
+        loader: The user's DataLoader, or all of them as
+            :class:`~lightning_cephalo.preparation.prepare.Loaders`.
+        layouts: How the batches of each can be cut.
+        step: The user's training step on one batch.
+        context: The precision plugin's context of a training step.
+        global_batch_size: Samples of a step over all ranks.
+        options: Budget and limits.
+
+    Returns:
+        The same problem on every rank.
+
+    Raises:
+        ProfilingError: On every rank, if any rank fails, dies, gets a loss that is not finite, or
+            if none has memory for the smallest microbatch.
+    """
+    started_s = time.perf_counter()
+    agreement = engine.agreement
+    clock = synchronized_clock(engine.device)
+    smallest = min(options.minimum_microbatch_size, global_batch_size)
+    progress = Progress(options.verbose and agreement.rank == 0)
+    batches = _Batches(loader, partial(moved_to_device, trainer, engine.module))
+
+    def counted_batch(size: int) -> Any:
+        expect_samples(trainer, size)
+        return batches(size)
+
+    with (
+        lost_rank_explained(agreement.rank, "profiling"),
+        progress,
+        isolated(trainer, engine.module, engine.device),
+    ):
+        prober = Prober(engine, clock, counted_batch, step, context)
+        sweep = Sweep(
+            ladder(smallest, global_batch_size),
+            options.budget_s * _TIMING_SHARE,
+            agreement.exchange_objects(device.name),
+            options.equal_microbatches,
+            progress.timing,
+        )
+        measured = measure_times(prober, sweep)
+        progress.say("profiling: memory")
+        own_kept = measure_memory(prober, measured, sweep)
+        keeping = None
+        if options.choose_recompute:
+            progress.say("profiling: without recomputation")
+            keeping = measure_keeping(prober, measured, sweep)
+        progress.say("profiling: network")
+        # NCCL allocates when it first communicates, and cannot ask torch for what that keeps
+        _give_back_kept_memory(engine.device)
+        # first: measuring the network lets go of the gradients that clipping is timed with
+        clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        optimizer_s = optimizer_time(engine, clock, clip)
+        network = measure_network(engine, clock, device.capacity_bytes)
+
+    for unit in engine.units:
+        for flat in unit.flats:
+            flat.forget_gradient()  # memory that moving the shards may need
+    _give_back_kept_memory(engine.device)
+    visits = engine.runner.visits
+    units = max(1, sum(visit.differentiable for visit in visits))
+    own_keeping = Kept(0.0, 0.0) if keeping is None else keeping.kept
+    per_microbatch = max(own_kept.microbatch_bytes, own_keeping.microbatch_bytes)
+    rows = agreement.exchange(
+        [
+            own_kept.sample_bytes,
+            own_keeping.sample_bytes,
+            per_microbatch,
+            float(resting_bytes(engine)),
+        ]
+    )
+    per_sample, inside_too, per_microbatch, resting = (
+        max(column) for column in zip(*rows, strict=True)
+    )
+    kept = Kept(per_sample, per_microbatch)
+    gathered_bytes = float(engine.gathered_bytes)
+    own = _profile(device, measured, units, gathered_bytes, kept)
+    if keeping is not None:
+        all_kept = Kept(max(inside_too, per_sample), per_microbatch)
+        own = with_keeping(own, keeping, all_kept, units, gathered_bytes)
+    profiles = pooled(_exchanged(agreement, own))
+    reduced = len({visit.unit for visit in visits if engine.units[visit.unit].trainable})
+    even_reduce_s = network.even_reduce_s
+    if even_reduce_s is not None:
+        even_reduce_s *= reduced / units
+    problem = Problem(
+        ranks=tuple(profiles),
+        units=units,
+        gather_s=network.gather_s if visits else 0.0,
+        reduce_s=network.reduce_s * reduced / units,
+        state_bytes=float(state_bytes(engine)),
+        global_batch_size=global_batch_size,
+        boundary_bytes=kept.sample_bytes / units,
+        kept_bytes=max(0.0, inside_too - per_sample) / units,
+        microbatch_bytes=kept.microbatch_bytes,
+        optimizer_s=optimizer_s,
+        gathered_bytes=engine.gathered_bytes + resting,
+        minimum_microbatch_size=smallest,
+        equal_microbatches=options.equal_microbatches,
+        step_overhead_s=network.step_overhead_s,
+        even_gather_s=network.even_gather_s if visits else None,
+        even_reduce_s=even_reduce_s,
+        root_gather_s=network.root_gather_s,
+        root_reduce_s=network.root_reduce_s,
+        fill_s=network.fill_s,
+        unresharded_bytes=float(engine.unresharded_bytes),
+    )
+    if agreement.rank == 0 and active_device() is None:  # an emulated device is none to plan with
+        lost = remember(
+            problem,
+            model=type(engine.module).__name__,
+            parameters=engine.parameter_count,
+            dtype=engine.compute_dtype,
+            recompute=engine.runner.recompute,
+            batch=batches.held,
+        )
+        if lost is not None:
+            progress.warn(f"The measured times were not kept for later: {lost}")
+    largest = [profile.largest_microbatch_size for profile in profiles]
+    seconds = time.perf_counter() - started_s
+    progress.done(largest, seconds, seconds / balanced_step_s(problem))
+    return problem
+
+
+def balanced_step_s(problem: Problem) -> float:
+    """Seconds of a step in which every rank computes from its beginning to its end.
+
+    At the speed of the largest microbatches that were measured; nothing is waited for but what no
+    plan can hide.
+    """
+    samples_per_s = sum(
+        rank.largest_microbatch_size
+        / (problem.units * (rank.forward_s[-1] + rank.backward_s[-1]) + rank.tail_s[-1])
+        for rank in problem.ranks
+        if rank.forward_s
+    )
+    return problem.global_batch_size / samples_per_s + fixed_time(problem)
+
+
+def _give_back_kept_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _exchanged(agreement: Agreement, profile: RankProfile) -> list[RankProfile]:
+    return [RankProfile.from_dict(data) for data in agreement.exchange_objects(profile.to_dict())]
+
+
+def _profile(
+    device: Device, measured: Measured, units: int, gathered_bytes: float, kept: Kept
+) -> RankProfile:
+    """Dense curves from the sizes that were measured; per unit where the problem wants it."""
+    sizes = sorted(measured.times)
+    largest = measured.largest
+    every = np.arange(1, largest + 1)
+
+    def dense(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(np.interp(every, sizes, values).tolist()) if sizes else ()
+
+    times = [measured.times[size] for size in sizes]
+    held = sorted(measured.held)
+    compute = compute_curve(
+        held, [measured.held[size].peak_bytes for size in held], largest, gathered_bytes, kept
+    )
+    return RankProfile(
+        name=device.name,
+        forward_s=dense([entry.forward_s / units for entry in times]),
+        backward_s=dense([entry.backward_s / units for entry in times]),
+        tail_s=dense([entry.tail_s for entry in times]),
+        compute_bytes=tuple(compute),
+        capacity_bytes=device.capacity_bytes,
+    )
+
+
+def pooled(profiles: Sequence[RankProfile]) -> list[RankProfile]:
+    """Give ranks that are the same but for noise the same profile.
+
+    Else equal devices would get unequal plans. Ranks are the same if they have one name, as good as
+    one capacity, and times within 10% of the median at every size that all of them have measured;
+    they get the medians, the largest memory figures and the smallest capacity.
+    """
+    found = list(profiles)
+    for name in {profile.name for profile in profiles}:
+        members = [index for index, profile in enumerate(profiles) if profile.name == name]
+        group = [profiles[index] for index in members]
+        length = min(profile.largest_microbatch_size for profile in group)
+        capacities = [profile.capacity_bytes for profile in group]
+        if len(group) < 2 or not length or min(capacities) < (1.0 - _ALIKE) * max(capacities):
+            continue
+        curves = {
+            curve: [statistics.median(getattr(profile, curve)[at] for profile in group)
+                    for at in range(length)]
+            for curve in ("forward_s", "backward_s", "tail_s")
+        }  # fmt: skip
+        totals = [sum(parts) for parts in zip(*curves.values(), strict=True)]
+        if any(
+            abs(profile.forward_s[at] + profile.backward_s[at] + profile.tail_s[at] - totals[at])
+            > _ALIKE * totals[at]
+            for profile in group
+            for at in range(length)
+        ):
+            continue
+        kept_backward, kept_peaks = _kept_curves(group, length)
+        shared = replace(
+            group[0],
+            forward_s=tuple(curves["forward_s"]),
+            backward_s=tuple(curves["backward_s"]),
+            tail_s=tuple(curves["tail_s"]),
+            compute_bytes=_highest([profile.compute_bytes for profile in group], length),
+            capacity_bytes=min(capacities),
+            kept_backward_s=kept_backward,
+            kept_compute_bytes=kept_peaks,
+        )
+        for index in members:
+            found[index] = shared
+    return found
+
+
+def _highest(curves: Sequence[Sequence[float]], length: int) -> tuple[float, ...]:
+    return tuple(max(curve[at] for curve in curves) for at in range(length))
+
+
+def _kept_curves(
+    group: Sequence[RankProfile], length: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Those of ranks that are the same; none if any of them cannot keep activations."""
+    if not all(profile.kept_backward_s for profile in group):
+        return (), ()
+    backward = [
+        statistics.median(profile.kept_backward_s[at] for profile in group) for at in range(length)
+    ]
+    peaks = _highest([profile.kept_compute_bytes for profile in group], length)
+    return tuple(backward), peaks
+
+
+class _Batches:
+    """Batches of the loader's first samples on the device; the last one is kept.
+
+    Args:
+        loader: A DataLoader or :class:`~lightning_cephalo.preparation.prepare.Loaders`.
+        move: Moves a batch to the device.
+    """
+
+    def __init__(self, loader: Any, move: Callable[[Any], Any]) -> None:
+        self._loader = loader
+        self._move = move
+        self._held: tuple[int, Any] = (0, None)
+
+    def __call__(self, size: int) -> Any:
+        if self._held[0] != size:
+            self._held = (0, None)  # let go of the last one first
+            self._held = (size, self._move(read_batch(self._loader, size)))
+        return self._held[1]
+
+    @property
+    def held(self) -> Any:
+        """The last batch that was asked for."""
+        return self._held[1]
+
+
+def read_batch(loader: Any, size: int) -> Any:
+    """A batch of the first samples, as the loaders collate it.
+
+    Args:
+        loader: A DataLoader or :class:`~lightning_cephalo.preparation.prepare.Loaders`.
+        size: Samples of the first loader, which are what is counted; the others' come in
+            proportion.
+    """
+    spec = getattr(loader, "spec", None)
+    if spec is None:
+        return sample_batches(loader, (size,))[0]
+    batch_sizes = [getattr(each, "batch_size", None) for each in loader.flat]
+    first = batch_sizes[0] or 1
+    counts = [max(1, round(size * (other or first) / first)) for other in batch_sizes]
+    parts = [
+        sample_batches(each, (count,))[0] for each, count in zip(loader.flat, counts, strict=True)
+    ]
+    return pytree.tree_unflatten(parts, spec)

@@ -1,0 +1,289 @@
+"""What a step holds at its worst moment, and how the planner's memory formula gets its numbers.
+
+The formula (plan/cost.py): state share + ``gathered_bytes`` + ``compute_bytes[m]`` of the largest
+microbatch + ``boundary_bytes`` x units x samples + ``microbatch_bytes`` x microbatches. Measured
+are the peak P of a step with one microbatch of m samples, and what is held between its forward and
+its backward, with one microbatch and with several, of few samples and of many. What each further
+sample and microbatch adds there are the two terms of what is kept: nothing else grows with them.
+``compute_bytes[m]`` is the rest of P, so that the formula gives P back for one microbatch. (How P
+itself grows would not do: with few microbatches it may lie at a moment at which part of what is
+kept has been released.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.accelerator.emulated import MemoryTracker
+from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.observe.memory_account import RankMemory
+from lightning_cephalo.plan import Plan, Problem, cost
+from lightning_cephalo.profiling.errors import TooLittleMemoryError
+from lightning_cephalo.sharding.flat import Flat
+
+# Adam's two moments beside the parameter and its gradient. The optimizer is made for the planned
+# shards, so it is not known yet; SGD holds less, and nothing common holds more.
+_STATE_COPIES = 4
+# A number for each parameter, with what an allocator rounds it up to.
+_COUNTER_BYTES = 64
+
+
+def state_bytes(engine: Engine) -> int:
+    """Bytes of training state of the whole model: what the plan's fractions share out.
+
+    16 per fp32 or mixed-precision parameter that is trained: itself, its gradient and the two
+    moments of Adam; a frozen one counts once. What a rank needs to receive gradients into grows
+    with its share too, so it is counted in.
+    """
+    held = sum(
+        flat.numel * flat.master_dtype.itemsize * (_STATE_COPIES if flat.trainable else 1)
+        for flat in _flats(engine)
+    )
+    return held + _receive_bytes(engine)
+
+
+def _receive_bytes(engine: Engine) -> int:
+    """Bytes of the buffers that one reduce receives into, over all ranks; one is under way."""
+    flats = _flats(engine)
+    if not flats:
+        return 0
+    largest = max(unit.gradient_bytes for unit in engine.units)
+    context = flats[0].context
+    if dist.get_backend(context.reduce_group) == "nccl":
+        return largest
+    return largest * context.world_size  # every rank's summand of the slice, added up there
+
+
+def resting_bytes(engine: Engine) -> int:
+    """Bytes that this rank holds between steps beside its share of the state.
+
+    Buffers, and what optimizers hold of every parameter whatever its share (a step counter).
+    """
+    held = {
+        buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
+        for buffer in engine.module.buffers()
+    }
+    resting = sum(held.values()) + _COUNTER_BYTES * sum(
+        len(flat.sharded) for flat in _flats(engine)
+    )
+    if engine.device.type == "cuda":
+        shards = [flat.shard for flat in _flats(engine)]
+        shards += [flat.grad_shard for flat in _flats(engine) if flat.grad_shard is not None]
+        allocated = torch.cuda.memory_allocated(engine.device)
+        lent = sum(pool.held_bytes for pool in engine.buffer_pools)
+        resting = max(resting, allocated - lent - sum(_nbytes(shard) for shard in shards))
+    return resting
+
+
+def check_capacities(
+    engine: Engine, capacity_bytes: float, *, reshard_after_forward: bool = True
+) -> None:
+    """Raise if any rank cannot even hold what every rank must; collective.
+
+    Args:
+        engine: The sharded model.
+        capacity_bytes: What this rank may hold.
+        reshard_after_forward: Whether units are given back after the forward.
+
+    Raises:
+        TooLittleMemoryError: On every rank.
+    """
+    gathered, ways_out = engine.gathered_bytes, "smaller units (unit_types=, unit_names=)"
+    if not reshard_after_forward:
+        gathered += engine.unresharded_bytes
+        ways_out = f"reshard_after_forward=True, {ways_out}"
+    shards = sum(_nbytes(flat.shard) * (2 if flat.trainable else 1) for flat in _flats(engine))
+    rows = engine.agreement.exchange([capacity_bytes, float(shards)])
+    for rank, (capacity, held) in enumerate(rows):
+        missing = held + gathered - capacity
+        if missing > 0:
+            raise TooLittleMemoryError(
+                f"Rank {rank} cannot take part: its {capacity / 2**20:,.1f} MiB do not hold the"
+                f" gathered units ({gathered / 2**20:,.1f} MiB on every rank) and its"
+                f" {held / 2**20:,.1f} MiB of parameters and gradients;"
+                f" {missing / 2**20:,.1f} MiB are missing. Use {ways_out}, a lower precision, or"
+                " leave this device out."
+            )
+
+
+def batch_bytes(batch: Any, device: torch.device) -> int:
+    """Bytes of a batch's tensors on the device."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return sum(_nbytes(leaf) for leaf in leaves if leaf.device.type == device.type)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _flats(engine: Engine) -> list[Flat]:
+    return [flat for unit in engine.units for flat in unit.flats]
+
+
+def predicted(problem: Problem, plan: Plan, engine: Engine) -> tuple[RankMemory, ...]:
+    """What a plan made for this problem takes on every rank: the terms of the formula, by kind."""
+    received = _receive_bytes(engine)
+    gathered = engine.gathered_parameter_bytes
+    if not cost.as_planned(problem, plan).reshard_after_forward:
+        gathered += engine.unresharded_bytes
+    found = []
+    for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
+        mode = cost.Mode(rank.recompute, rank.offload)
+        curve = cost.peak_curve(profile, mode)
+        found.append(
+            RankMemory(
+                peak_bytes=rank.memory_bytes,
+                state_bytes=rank.state_fraction * (problem.state_bytes - received),
+                gathered_bytes=gathered,
+                gradients_bytes=engine.gathered_gradient_bytes + rank.state_fraction * received,
+                boundaries_bytes=cost.kept_bytes(problem, rank.microbatch_sizes, mode),
+                inside_bytes=max((curve[size - 1] for size in rank.microbatch_sizes), default=0.0),
+                other_bytes=problem.gathered_bytes - engine.gathered_bytes,
+            )
+        )
+    return tuple(found)
+
+
+class PeakMeter:
+    """Measures the peak of the ``with`` block beside the state, gathered buffers included.
+
+    On CUDA the allocator's own figure; on the CPU the bytes of live tensors, which slows operators
+    down: nothing should be timed meanwhile.
+
+    Args:
+        engine: The sharded model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._cuda = engine.device.type == "cuda"
+        self._before = 0
+        self._tracker = _StepTracker(engine)
+        self.peak_bytes = 0
+        self.kept_bytes = 0
+
+    def forward_done(self) -> None:
+        """Called between the forward and the backward: see what is held there."""
+        if self._cuda:
+            held = torch.cuda.memory_allocated(self._engine.device)
+            self.kept_bytes = max(0, held - self._before)
+        else:
+            self.kept_bytes = self._tracker.current_bytes
+
+    def __enter__(self) -> PeakMeter:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(self._engine.device)
+            lent = sum(pool.held_bytes for pool in self._engine.buffer_pools)
+            self._before = torch.cuda.memory_allocated(self._engine.device) - lent
+            return self
+        self._tracker.__enter__()
+        # made before, and empty until they are gathered
+        for flat in _flats(self._engine):
+            self._tracker.track(flat.full)
+        self._tracker.track(self._engine.buffers())
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._cuda:
+            peak = torch.cuda.max_memory_allocated(self._engine.device)
+            self.peak_bytes = max(0, peak - self._before)
+            return
+        self._tracker.__exit__(*exception)
+        self.peak_bytes = self._tracker.peak_bytes
+
+
+class _StepTracker(MemoryTracker):
+    """Leaves out what a reduce receives into: `state_bytes` has it, for the planned shares."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def _after(self, function: Any, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if operator.collective and "recv" in str(function):
+            self.untrack(*[tensor for tensor in args[0] if not self._is_gathered(tensor)])
+
+    def _is_gathered(self, tensor: Tensor) -> bool:
+        # what a gather receives into is counted
+        storage = tensor.untyped_storage()._cdata
+        known = [flat.full.untyped_storage() for flat in _flats(self._engine)]
+        known += [b.storage for pool in self._engine.parameter_pools for b in pool.buffers]
+        return any(storage == other._cdata for other in known)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a step beside the state.
+
+    Attributes:
+        peak_bytes: At its worst moment.
+        kept_bytes: Between the forward and the backward.
+    """
+
+    peak_bytes: float
+    kept_bytes: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept from the forward until the backward.
+
+    Attributes:
+        sample_bytes: Of every sample, over all units.
+        microbatch_bytes: Of every microbatch, whatever its samples.
+    """
+
+    sample_bytes: float
+    microbatch_bytes: float
+
+    @classmethod
+    def between(
+        cls, single: float, several: float, count: int, size: int, larger: tuple[int, float] | None
+    ) -> Kept:
+        """From what is held between forward and backward.
+
+        Args:
+            single: With one microbatch.
+            several: With ``count`` microbatches.
+            count: Two or more.
+            size: Samples in each microbatch.
+            larger: Samples of a larger microbatch, and what is held with one of these; None if
+                there is none: then nothing is known to be kept of microbatches as such.
+        """
+        each = max(0.0, (several - single) / (count - 1))
+        if larger is None:
+            return cls(each / size, 0.0)
+        sample = max(0.0, (larger[1] - single) / (larger[0] - size))
+        return cls(sample, max(0.0, each - sample * size))
+
+
+def compute_curve(
+    sizes: Sequence[int], peaks: Sequence[float], largest: int, gathered: float, kept: Kept
+) -> list[float]:
+    """``compute_bytes`` of microbatches of 1 to ``largest`` samples.
+
+    Peaks are interpolated, and never fall: a larger batch holds no less.
+
+    Args:
+        sizes: Measured sizes, rising.
+        peaks: Their peaks, gathered buffers included.
+        largest: Length of the curve.
+        gathered: ``gathered_bytes`` of the problem, as far as it is full buffers.
+        kept: What is kept until the backward.
+    """
+    if not largest:
+        return []
+    every = np.arange(1, largest + 1)
+    rising = np.maximum.accumulate(np.asarray(peaks, dtype=float))
+    dense = np.interp(every, sizes, rising)
+    beside = gathered + kept.microbatch_bytes
+    return [float(max(0.0, peak - beside - kept.sample_bytes * size))
+            for size, peak in zip(every, dense, strict=True)]  # fmt: skip

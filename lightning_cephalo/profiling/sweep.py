@@ -1,0 +1,361 @@
+"""How long a microbatch takes, over growing sizes, on all ranks at once.
+
+All ranks take part in every step, for the gathers; what each computes in it is its own affair. So
+the fast ranks measure large microbatches in the time in which the slow ones measure small ones:
+ranks whose next size takes about as long run it together, the others wait. Sizes double, up to
+somewhat more than a rank's balanced share of the batch. Where ranks are alike, all of them take as
+long as about 2.5 balanced steps; repetitions add 1.25, or 2 on a machine that disturbs them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_cephalo.profiling.errors import TooLittleMemoryError
+from lightning_cephalo.profiling.memory_model import Held, Kept
+from lightning_cephalo.profiling.probe import Prober, Times, samples
+
+# A size is timed so often, and thrice if that takes less than this part of a balanced step each or
+# on ranks that seem to have been disturbed: from small sizes comes how far each rank measures.
+_TIMES, _THRICE_BELOW, _MOST_TIMES = 2, 0.25, 3
+# What repetitions may take in all: balanced steps, or seconds where these are short; and what they
+# may take with those on disturbed ranks.
+_REPEATED_STEPS, _REPEATED_S, _DISTURBED_STEPS = 1.25, 0.3, 2.0
+# Share of the time left that repeating a size may use.
+_REPEAT_SHARE = 0.3
+# A size that takes more per sample than a smaller one by this much was disturbed: once more.
+_SUSPICIOUS = 0.03
+# A rank measures microbatches up to this multiple of its balanced share of the global batch; what
+# is less than so much beyond the largest size measured is not worth a step.
+_BEYOND_SHARE, _WORTHWHILE_GROWTH = 1.25, 1.3
+# In place of a size and one less than so many times as large, the larger one alone is measured.
+_SKIPPED = 1.5
+# Ranks run together whose steps are expected to take at most so many times as long as the shortest.
+_TOGETHER = 1.5
+# From this size on a rank stops when larger microbatches gain less than this per sample.
+_LARGE_SIZE, _WORTHWHILE_GAIN = 32, 0.02
+# Numbers of microbatches whose memory is compared with that of one.
+_COUNTS = (3, 2)
+
+
+@dataclass
+class Measured:
+    """What one rank has measured.
+
+    Attributes:
+        times: Per microbatch size.
+        held: Per microbatch size, bytes of a step with one such microbatch.
+        smallest_too_large: Out of memory came at this size; None if it never did.
+    """
+
+    times: dict[int, Times] = field(default_factory=dict)
+    held: dict[int, Held] = field(default_factory=dict)
+    smallest_too_large: int | None = None
+
+    @property
+    def largest(self) -> int:
+        """The largest size that ran; 0 for none."""
+        return max(self.times, default=0)
+
+
+def ladder(smallest: int, limit: int) -> list[int]:
+    """Sizes to measure: 1, 2, 4, 8, 16, ... from ``smallest`` to ``limit``, both in."""
+    sizes, power = {smallest, limit}, 1
+    while power <= limit:
+        sizes.add(power)
+        power *= 2
+    return sorted(size for size in sizes if smallest <= size <= limit)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How far to measure.
+
+    Attributes:
+        sizes: Microbatch sizes, rising; the last one is the global batch size.
+        budget_s: Wall seconds.
+        devices: Name of every rank's device: those of one name are as fast as the fastest of them,
+            unless something else disturbs them now.
+        everyone_runs: Ranks that are done run their smallest size again: the user's step may
+            communicate.
+        report: Told the sizes that the ranks run next, 0 for none, on every rank.
+    """
+
+    sizes: Sequence[int]
+    budget_s: float
+    devices: Sequence[str]
+    everyone_runs: bool = False
+    report: Callable[[Sequence[int]], None] = lambda sizes: None
+
+
+@dataclass
+class _Pace:
+    """What all ranks know of the sweep.
+
+    Attributes:
+        rates: Samples per second of every rank's device at its best size; 0 before its first.
+        beside_s: Seconds that a step takes beside a rank's own work.
+        repeated_s: Seconds spent on repetitions.
+    """
+
+    rates: list[float]
+    beside_s: float
+    repeated_s: float = 0.0
+
+    def step_s(self, global_batch_size: int) -> float:
+        """Seconds of a balanced step."""
+        return global_batch_size / max(sum(self.rates), 1e-9) + self.beside_s
+
+
+def measure_times(prober: Prober, sweep: Sweep) -> Measured:
+    """Time growing microbatches until the time, the memory or the use of it ends; collective.
+
+    Raises:
+        ProfilingError: On every rank, if any fails other than by memory, or if none can run even
+            the smallest microbatch.
+    """
+    started_s = time.perf_counter()
+    agreement, measured = prober.agreement, Measured()
+    smallest, whole = sweep.sizes[0], sweep.sizes[-1]
+    sweep.report([smallest] * agreement.world_size)
+    able = _warm_up(prober, measured, smallest)
+    pace = _Pace([0.0] * agreement.world_size, prober.wall_s)
+    while True:
+        size = _next_size(
+            measured, sweep.sizes, _useful(pace.rates[agreement.rank], pace.rates, whole)
+        )
+        remaining_s = sweep.budget_s - (time.perf_counter() - started_s)
+        own = [float(size if able else 0), _expected_s(measured, size), remaining_s, pace.beside_s]
+        rows = agreement.exchange(own)
+        remaining_s = min(row[2] for row in rows)
+        pace.beside_s = max(row[3] for row in rows)
+        sizes = _together([(int(row[0]), row[1]) for row in rows], smallest,
+                          remaining_s - pace.beside_s)  # fmt: skip
+        if not any(sizes):
+            if not any(row[0] for row in agreement.exchange([float(bool(measured.times))])):
+                raise TooLittleMemoryError(_nobody(prober, smallest))
+            return measured
+        sweep.report(sizes)
+        _time_round(prober, measured, sizes, remaining_s, pace, sweep)
+
+
+def _next_size(measured: Measured, sizes: Sequence[int], useful: float) -> int:
+    """The size to measure next, 0 for none."""
+    largest, too_large = measured.largest, measured.smallest_too_large
+    if not largest:
+        return 0 if too_large is not None else sizes[0]
+    most = min(int(useful), sizes[-1])
+    size = next((size for size in sizes if size > largest), 0)
+    if largest >= 4 and most < _SKIPPED * size:
+        size = most
+    if too_large is not None and size >= too_large:
+        size = (largest + too_large) // 2
+    worthwhile = size >= _WORTHWHILE_GROWTH * largest and _gains(measured)
+    return size if size <= most and worthwhile else 0
+
+
+def _together(wanted: Sequence[tuple[int, float]], smallest: int, remaining_s: float) -> list[int]:
+    """What every rank runs now, of the sizes they want and the seconds these are expected to take.
+
+    0 for ranks that want nothing, that have not the time, or that wait while others run sizes that
+    take less.
+    """
+    affordable = [
+        size if size == smallest or expected_s <= remaining_s else 0 for size, expected_s in wanted
+    ]
+    shortest_s = min(
+        (expected_s for (_, expected_s), size in zip(wanted, affordable, strict=True) if size),
+        default=0.0,
+    )
+    return [
+        size if expected_s <= _TOGETHER * shortest_s else 0
+        for (_, expected_s), size in zip(wanted, affordable, strict=True)
+    ]
+
+
+def _warm_up(prober: Prober, measured: Measured, smallest: int) -> bool:
+    """Run the first step, which finds the order of units, imports, fills caches; not counted.
+
+    Returns whether this rank can run the smallest microbatch.
+    """
+    able = True
+    for _ in range(prober.agreement.world_size + 1):
+        _, refused = prober.timed(smallest if able else 0)
+        if not any(refused):
+            return able
+        if refused[prober.agreement.rank]:
+            able, measured.smallest_too_large = False, smallest
+        if not any(row[0] for row in prober.agreement.exchange([float(able)])):
+            raise TooLittleMemoryError(_nobody(prober, smallest))
+    return able
+
+
+def _time_round(
+    prober: Prober,
+    measured: Measured,
+    sizes: Sequence[int],
+    remaining_s: float,
+    pace: _Pace,
+    sweep: Sweep,
+) -> None:
+    """Time one size on every rank that has one (0: none), and take note of the pace.
+
+    Up to three times, as repetitions have taken so far; large sizes twice, and a third time on
+    ranks that seem to have been disturbed.
+    """
+    rank, beside_s = prober.agreement.rank, math.inf
+    runs = [bool(size) for size in sizes]
+    size = sizes[rank]
+    idle = sweep.sizes[0] if sweep.everyone_runs and measured.largest else 0
+    for count in range(1, _MOST_TIMES + 1):
+        while any(runs):
+            times, refused = prober.timed(size if runs[rank] else idle)
+            if not any(refused):
+                break
+            if refused[rank]:
+                measured.times.pop(size, None)
+                measured.smallest_too_large = size if runs[rank] else sweep.sizes[0]
+                idle = 0
+            runs = [run and not out for run, out in zip(runs, refused, strict=True)]
+        else:
+            break
+        busy_s = 0.0 if times is None else times.total_s
+        if runs[rank] and times is not None:
+            measured.times[size] = times.least(measured.times.get(size))
+        suspicious = runs[rank] and _disturbed(measured, size)
+        rows = prober.agreement.exchange(
+            [busy_s, prober.wall_s, float(suspicious), _rate(measured)]
+        )
+        beside_s = min(beside_s, max(0.0, prober.wall_s - max(row[0] for row in rows)))
+        pace.rates = _by_device([row[3] for row in rows], sweep.devices)
+        wall_s = max(row[1] for row in rows)
+        if count > 1:
+            pace.repeated_s += wall_s
+        step_s, repeated_s = pace.step_s(sweep.sizes[-1]), pace.repeated_s + wall_s
+        enough = count >= _TIMES and wall_s > _THRICE_BELOW * step_s
+        if enough or repeated_s > max(_REPEATED_STEPS * step_s, _REPEATED_S):
+            runs = [run and bool(row[2]) for run, row in zip(runs, rows, strict=True)]
+        allowed_s = max(_DISTURBED_STEPS * step_s, _REPEATED_S)
+        if repeated_s > allowed_s or wall_s > _REPEAT_SHARE * remaining_s:
+            break
+    pace.beside_s = 0.0 if math.isinf(beside_s) else beside_s
+
+
+def _disturbed(measured: Measured, size: int) -> bool:
+    """Whether a size took more per sample than a smaller one did, in any part that matters."""
+    found, smaller = measured.times[size], [at for at in measured.times if at < size]
+    for part in ("forward_s", "backward_s", "tail_s"):
+        part_s = getattr(found, part)
+        if part_s > 0.02 * found.total_s and any(
+            part_s / size > (1.0 + _SUSPICIOUS) * getattr(measured.times[at], part) / at
+            for at in smaller
+        ):
+            return True
+    return False
+
+
+def _gains(measured: Measured) -> bool:
+    """Whether larger microbatches than the largest measured may still gain anything per sample."""
+    largest = measured.largest
+    if largest < _LARGE_SIZE:
+        return True
+    before = max((known for known in measured.times if known <= largest // 2), default=largest)
+    gain = 1.0 - (measured.times[largest].total_s / largest) / (
+        measured.times[before].total_s / before
+    )
+    return before == largest or gain >= _WORTHWHILE_GAIN
+
+
+def _expected_s(measured: Measured, size: int) -> float:
+    """Seconds of this rank's own work at a size not measured yet, on from the last two."""
+    if not measured.times:
+        return 0.0
+    last = measured.largest
+    last_s = measured.times[last].total_s
+    before = max((known for known in measured.times if known < last), default=0)
+    before_s = measured.times[before].total_s if before else 0.0
+    slope_s = (last_s - before_s) / (last - before)
+    return last_s + max(slope_s, 0.0) * (size - last)
+
+
+def _rate(measured: Measured) -> float:
+    """Samples per second at the best of the sizes measured: a single one may be disturbed."""
+    return max((size / max(at.total_s, 1e-9) for size, at in measured.times.items()), default=0.0)
+
+
+def _by_device(rates: Sequence[float], devices: Sequence[str]) -> list[float]:
+    """The best rate of each rank's kind of device."""
+    best: dict[str, float] = {}
+    for rate, device in zip(rates, devices, strict=True):
+        best[device] = max(rate, best.get(device, 0.0))
+    return [best[device] for device in devices]
+
+
+def _useful(rate: float, rates: Sequence[float], global_batch_size: int) -> float:
+    """The largest microbatch worth measuring: somewhat more than a balanced share of the batch."""
+    total = sum(rates)
+    share = rate / total if total else 1.0
+    return max(4.0, math.ceil(_BEYOND_SHARE * share * global_batch_size))
+
+
+def _nobody(prober: Prober, smallest: int) -> str:
+    return (
+        f"No rank has memory for a microbatch of {samples(smallest)} beside the model's"
+        f" {prober.engine.gathered_bytes / 2**20:,.0f} MiB of gathered buffers. Use recompute=True,"
+        " smaller units (unit_types=, unit_names=), a lower precision, or more or larger devices."
+    )
+
+
+def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Kept:
+    """Measure what the smallest and the largest size that ran hold; collective.
+
+    A peak is a maximum of what several moments hold, each of which grows evenly with the size; so
+    a line between two sizes is never below it.
+
+    Returns:
+        What this rank keeps of samples and microbatches until their backward.
+    """
+    smallest = sweep.sizes[0]
+    idle = smallest if sweep.everyone_runs and measured.times else 0
+    for position in (0, -1):
+        ran = sorted(measured.times)
+        size = ran[position] if ran else 0
+        if size in measured.held:
+            size = 0
+        held = _held(prober, size, 1, idle)
+        if held is not None:
+            measured.held[size] = held
+        elif size:
+            # it ran when it was timed, but only just: not to be relied on
+            measured.smallest_too_large = size
+            measured.times = {at: found for at, found in measured.times.items() if at < size}
+    single = measured.held.get(smallest)
+    for count in _COUNTS:
+        several = _held(prober, smallest if single is not None else 0, count, idle)
+        known = single is None or several is not None
+        if all(row[0] for row in prober.agreement.exchange([float(known)])):
+            break
+    if single is None or several is None:
+        return Kept(0.0, 0.0)
+    largest = max(measured.held)
+    return Kept.between(
+        single.kept_bytes,
+        several.kept_bytes,
+        count,
+        smallest,
+        None if largest == smallest else (largest, measured.held[largest].kept_bytes),
+    )
+
+
+def _held(prober: Prober, size: int, count: int, idle: int) -> Held | None:
+    """Bytes of a step; None for a rank that had nothing to measure, or not the memory for it."""
+    while any(row[0] for row in prober.agreement.exchange([float(size)])):
+        held, refused = prober.held(size or idle, count if size else 1)
+        if not any(refused):
+            return held if size else None
+        if refused[prober.agreement.rank]:
+            size, idle = 0, idle if size else 0
+    return None

@@ -1,0 +1,1 @@
+"""Processes and their groups: start, control messages, crash reports."""
