@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "distributed"), str(ROOT / "examples")]
 
 from byte_gpt import ByteGPT  # noqa: E402
-from harness import full_gradients, make_runner, relative_error, sharded_step  # noqa: E402
+from harness import full_gradients, make_executor, relative_error, sharded_step  # noqa: E402
 from launch import run_ranks  # noqa: E402
 
 Part = dict[str, torch.Tensor]
@@ -83,10 +83,10 @@ def _sharded(
     steps, gradients = [], []
     for compiled in (False, True):
         model = _make(compiled, width, length)
-        runner = make_runner(model, [1 / ranks] * ranks, recompute)
+        executor = make_executor(model, [1 / ranks] * ranks, recompute)
 
-        def step(runner=runner, model=model) -> None:
-            sharded_step(runner, model, _loss, parts)
+        def step(executor=executor, model=model) -> None:
+            sharded_step(executor, model, _loss, parts)
 
         step()
         named = full_gradients(model)

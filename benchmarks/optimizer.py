@@ -25,7 +25,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "distributed")]
 
-from harness import make_runner  # noqa: E402
+from harness import make_executor  # noqa: E402
 from launch import run_ranks  # noqa: E402
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, local_update  # noqa: E402
@@ -49,7 +49,7 @@ class _Block(nn.Module):
 def _measure(rank: int, tensors: int, width: int, rounds: int) -> Pairs:
     model = nn.Module()
     model.blocks = nn.ModuleList(_Block(width, 6) for _ in range(tensors // 12))
-    make_runner(model, [0.75, 0.25], recompute=False)
+    make_executor(model, [0.75, 0.25], recompute=False)
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "distributed"), str(ROOT / "examples")]
 
 from byte_gpt import ByteGPT  # noqa: E402
-from harness import make_runner, sharded_step  # noqa: E402
+from harness import make_executor, sharded_step  # noqa: E402
 from launch import run_ranks  # noqa: E402
 
 
@@ -45,7 +45,7 @@ def _measure(
         return ByteGPT(width=width, depth=7, heads=6, context=length)
 
     sharded, even = make(), make()
-    runner = make_runner(sharded, [1 / ranks] * ranks, recompute=False)
+    executor = make_executor(sharded, [1 / ranks] * ranks, recompute=False)
     mesh = init_device_mesh("cpu", (ranks,))
     for block in even.blocks:
         fully_shard(block, mesh=mesh)
@@ -55,7 +55,7 @@ def _measure(
     parts = [{"tokens": part} for part in tokens.split(samples)]
 
     def ours() -> None:
-        sharded_step(runner, sharded, _loss, parts)
+        sharded_step(executor, sharded, _loss, parts)
         optimizers[0].step()
         optimizers[0].zero_grad()
 

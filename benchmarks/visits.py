@@ -26,10 +26,10 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "distributed")]
 
-from harness import make_runner  # noqa: E402
+from harness import make_executor  # noqa: E402
 from launch import run_ranks  # noqa: E402
 
-from lightning_cephalo.execution.call import MicrobatchCall  # noqa: E402
+from lightning_cephalo.execution.step import MicrobatchCall  # noqa: E402
 
 _VALUES = 8
 
@@ -71,7 +71,7 @@ def _measure(
 ) -> dict[str, list[tuple[float, ...]]]:
     ranks = torch.distributed.get_world_size()
     model, plain = Chain(units), Chain(units)
-    runner = make_runner(model, [1 / ranks] * ranks, recompute)
+    executor = make_executor(model, [1 / ranks] * ranks, recompute)
     parts = [torch.ones(_VALUES) for _ in range(microbatches)]
     calls = [
         MicrobatchCall(lambda part=part: model(part), lambda loss: (loss, 1.0)) for part in parts
@@ -91,9 +91,9 @@ def _measure(
     for name, clock in (("processor", time.thread_time), ("wall", time.perf_counter)):
         for index in range(rounds + 2):
             times = (
-                _timed(clock, lambda: runner.forward(calls)),
+                _timed(clock, lambda: executor.forward(calls)),
                 _timed(clock, plain_forward),
-                _timed(clock, runner.backward),
+                _timed(clock, executor.backward),
                 _timed(clock, plain_backward),
             )
             if index >= 2:  # the first finds the order of the units
@@ -101,8 +101,8 @@ def _measure(
     if profile:  # on all ranks, as they meet in every unit
         with cProfile.Profile() as watched:
             for _ in range(rounds):
-                runner.forward(calls)
-                runner.backward()
+                executor.forward(calls)
+                executor.backward()
         if not rank:
             pstats.Stats(watched).sort_stats("tottime").print_stats(45)
     return found

@@ -25,8 +25,8 @@ from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.data.cutting import joined_result, loss_and_weight
-from lightning_cephalo.execution.runner import MicrobatchCall
 from lightning_cephalo.execution.sharded_model import Engine, UnitOptions
+from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.observe.memory_meter import MemoryMeter
 from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.observe.watch import Watch
@@ -303,7 +303,7 @@ class CephaloStrategy(DealingStrategy):
         self._user_gathers.before_step("training", self._microbatch_count)
         factor = precision.loss_factor(self.precision_plugin)
         with self.precision_plugin.train_step_context():
-            outcome = self.engine.runner.forward(calls, factor, log.note)
+            outcome = self.engine.executor.forward(calls, factor, log.note)
         self.meter.after_forward()
         self._finish_log(log, outcome, outcome.weights)
         return joined_result(outcome.results, outcome.weights, counts, self._no_loss)
@@ -341,7 +341,7 @@ class CephaloStrategy(DealingStrategy):
         assert self.lightning_module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         trainer = self.lightning_module.trainer
-        self.engine.runner.backward(divisor=float(trainer.accumulate_grad_batches))
+        self.engine.executor.backward(divisor=float(trainer.accumulate_grad_batches))
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def optimizer_step(
@@ -351,12 +351,12 @@ class CephaloStrategy(DealingStrategy):
 
             def closure_and_rules() -> Any:
                 outcome = closure()
+                after_backward.enter_context(self.engine.executor.update())
                 # from here on hooks and the optimizer see gradients, as DTensors
                 after_backward.enter_context(supported.RowsArithmetic())
                 return outcome
 
-            with self.engine.runner.naming_place("optimizer's step"):
-                result = super().optimizer_step(optimizer, closure_and_rules, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure_and_rules, model, **kwargs)
         self._watch.finish_step(counts=not self.meter.slowed)
         return result
 
@@ -364,7 +364,7 @@ class CephaloStrategy(DealingStrategy):
         self._meter = MemoryMeter(self.engine, self.optimizers)
 
     def on_train_end(self) -> None:
-        self.engine.runner.reshard()
+        self.engine.executor.reshard()
         self._exchange_measured_memory()
         if self._preparation is not None and self._planning.verbose and self.is_global_zero:
             self._preparation.report_measured(self.measured_step_s, self.measured_memory)

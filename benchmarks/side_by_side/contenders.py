@@ -124,7 +124,7 @@ def cephalo(size: ModelSize, ranks: int) -> tuple[Contender, Engine]:
     engine = Engine(model, groups, CPU, even, UnitOptions(), None, size.recompute)
 
     def backward(parts: Sequence[Part], global_batch_size: int) -> None:
-        sharded_step(engine.runner, model, loss_of, parts)  # weighs by samples itself
+        sharded_step(engine.executor, model, loss_of, parts)  # weighs by samples itself
 
     return Contender(CEPHALO, model, backward, sharded=True), engine
 

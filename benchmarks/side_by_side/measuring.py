@@ -106,7 +106,7 @@ def _measure(
     rank = engine.agreement.rank
     plan = engine.agreement.broadcast(_solved(problem, case) if rank == 0 else None)
     engine.change_fractions([part.state_fraction for part in plan.ranks])
-    engine.runner.reshard_after_forward = plan.reshard_after_forward is not False
+    engine.executor.reshard_after_forward = plan.reshard_after_forward is not False
     batch = _global_batch(case, setup.model)
     _prepare(own, batch, rank, [part.microbatch_sizes for part in plan.ranks])
     for other in others:
@@ -194,7 +194,7 @@ def _profile(engine: Engine, device: EmulatedDevice, tokens: torch.Tensor, case:
     for unit in engine.units:
         for flat in unit.flats:
             flat.forget_gradient()
-    units = sum(visit.differentiable for visit in engine.runner.visits)
+    units = sum(visit.differentiable for visit in engine.executor.visits)
     known, every = sorted(measured.times), np.arange(1, measured.largest + 1)
 
     def curve(part: str, divisor: int) -> tuple[float, ...]:

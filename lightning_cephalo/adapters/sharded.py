@@ -19,8 +19,8 @@ from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.data import BatchLayout
 from lightning_cephalo.data.cutting import empty_like, evaluation_weight, loss_and_weight
 from lightning_cephalo.data.split import BatchSplitError
-from lightning_cephalo.execution.call import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.observe.memory_meter import MemoryMeter
 from lightning_cephalo.plan import Plan
@@ -115,7 +115,7 @@ class ShardedStrategy(RanksStrategy):
         assert self._user_gathers is not None
         self._user_gathers.before_step("evaluation", 1 if count else 0)
         with context():
-            outcome = self.engine.runner.evaluate(call, f"running {name}", log.note)
+            outcome = self.engine.executor.evaluate(call, f"running {name}", log.note)
         self._finish_log(log, outcome, (log.weight,) if call else ())
         result = outcome.results[0] if outcome.results else None
         if name == "predict_step":
@@ -135,17 +135,17 @@ class ShardedStrategy(RanksStrategy):
         self._share_changed_buffers()
 
     def on_validation_end(self) -> None:
-        self.engine.runner.reshard()
+        self.engine.executor.reshard()
 
     def on_test_end(self) -> None:
-        self.engine.runner.reshard()
+        self.engine.executor.reshard()
 
     def on_predict_start(self) -> None:
         self._share_changed_buffers()
         self._empty_predictions = {}
 
     def on_predict_end(self) -> None:
-        self.engine.runner.reshard()
+        self.engine.executor.reshard()
 
     def _share_changed_buffers(self) -> None:
         """Running statistics differ between ranks: those of one that has data count for all."""
@@ -158,7 +158,7 @@ class ShardedStrategy(RanksStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         if self._engine is not None:
-            self._engine.runner.reshard()
+            self._engine.executor.reshard()
             self._share_changed_buffers()
         with host_memory():
             return checkpoint.full_state_dict(self.lightning_module, keep=self.is_global_zero)
@@ -166,7 +166,7 @@ class ShardedStrategy(RanksStrategy):
     def load_model_state_dict(self, checkpoint_: Any, strict: bool = True) -> None:
         assert self.lightning_module is not None
         if self._engine is not None:
-            self._engine.runner.reshard()
+            self._engine.executor.reshard()
         checkpoint.load_full_state_dict(self.lightning_module, checkpoint_["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class ShardedStrategy(RanksStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         if self._combining_log or (
-            self._engine is not None and self._engine.runner.inside_microbatch
+            self._engine is not None and self._engine.executor.inside_microbatch
         ):
             return tensor  # metrics are combined over microbatches and ranks after the step
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
@@ -215,7 +215,7 @@ class ShardedStrategy(RanksStrategy):
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        inside = self._engine is not None and self._engine.runner.inside_microbatch
+        inside = self._engine is not None and self._engine.executor.inside_microbatch
         if inside:
             assert self._user_gathers is not None and self.lightning_module is not None
             training = self.lightning_module.trainer.training

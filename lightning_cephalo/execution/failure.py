@@ -1,4 +1,4 @@
-"""What a rank does when its part of a step fails, so that no other rank waits for ever.
+"""What a rank does when its part of a step fails, so that no other rank waits forever.
 
 [Note: failures]
 Nothing that a user's code does on one rank may leave the others waiting. A rank whose microbatch
@@ -9,55 +9,69 @@ does; at the next exchange (end of forward, end of backward) all ranks learn of 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_cephalo.execution.entrance import Entrance
 from lightning_cephalo.execution.memory_errors import (
     OutOfMemoryInStepError,
-    Place,
     explained,
     is_out_of_memory,
 )
 from lightning_cephalo.execution.microbatch import Microbatch
-from lightning_cephalo.ranks.control import Agreement, RemoteRankError
-from lightning_cephalo.sharding.unit import Unit
+from lightning_cephalo.plan.program import NONE, ROOT, Instruction, Operation
+from lightning_cephalo.ranks.control import RemoteRankError
 
-BEGINNING = Place("beginning")
+_DOING = {
+    Operation.ARM: "gradient",
+    Operation.FREE: "release",
+    Operation.UPDATE: "optimizer's step",
+}
 
 
-class Guard(Entrance):
-    """Steps that may fail on one rank.
+class Failure:
+    """Holds what this rank has failed with in a step, and where it is.
 
     Args:
-        units: All units; the root unit first.
-        agreement: Exchanges between the ranks' processes.
+        rank: This rank.
+        names: Of all units, by index.
 
     Attributes:
-        planned_memory: What the plan counts on, for messages.
+        error: What it has failed with.
+        place: Where in the step it is, for messages.
+        planned_memory: What the plan counts on, as a sentence; may be empty.
     """
 
-    def __init__(self, units: Sequence[Unit], agreement: Agreement) -> None:
-        super().__init__(units)
-        self.agreement = agreement
+    def __init__(self, rank: int, names: Sequence[str]) -> None:
+        self._rank = rank
+        self._names = names
         self._microbatches: list[Microbatch] = []
-        self._failure: BaseException | None = None
-        self._place = BEGINNING
+        self._count = 0
+        self.error: BaseException | None = None
+        self.place: str | Instruction = ""
         self.planned_memory = ""
 
-    def _guarded(self, function: Callable[..., Any], *args: Any) -> None:
-        if self._failure is not None:
+    def begin(self, microbatches: list[Microbatch], place: str) -> None:
+        """Begin a step with these microbatches; the list is emptied if it fails."""
+        self._microbatches, self._count = microbatches, len(microbatches)
+        self.error, self.place = None, place
+
+    def guarded(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function that does not communicate, unless this rank has failed already."""
+        if self.error is not None:
             return
         try:
             function(*args)
         except Exception as failure:
-            self._failure = failure
-            self._abandon()
-            if is_out_of_memory(failure):
-                self._failure = self._out_of_memory(failure)
+            self.note(failure)
 
-    def _with_memory(self, function: Callable[[], None]) -> None:
+    def note(self, failure: BaseException) -> None:
+        """Take a failure: from now on this rank only communicates."""
+        self.error = failure
+        self.abandon()
+        if is_out_of_memory(failure):
+            self.error = self.out_of_memory(failure)
+
+    def with_memory(self, function: Callable[[], None]) -> None:
         """Do this rank's part of a collective, which allocates before it communicates.
 
         The others wait for it: a rank without memory for it gives up its microbatches instead.
@@ -67,44 +81,46 @@ class Guard(Entrance):
         except Exception as failure:
             if not is_out_of_memory(failure):
                 raise
-            error = self._out_of_memory(failure)
+            error = self.out_of_memory(failure)
             if not self._microbatches:
                 raise error from failure
-            self._failure = self._failure or error
-            self._abandon()
+            self.error = self.error or error
+            self.abandon()
             function()
 
-    @contextmanager
-    def naming_place(self, doing: str) -> Iterator[None]:
-        """Say more where memory runs out in what follows a step's backward."""
-        try:
-            yield
-        except Exception as failure:
-            said = isinstance(failure, (OutOfMemoryInStepError, RemoteRankError))
-            if said or not is_out_of_memory(failure):
-                raise
-            self._place = Place(doing, None)
-            raise self._out_of_memory(failure) from failure
-
-    def _out_of_memory(self, failure: BaseException) -> OutOfMemoryInStepError:
-        # its frames hold the activations, whose memory the gathers to come may need
-        traceback.clear_frames(failure.__traceback__)
-        return explained(failure, self.agreement.rank, self._place, self.planned_memory)
-
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Stop this rank's microbatches and drop what they keep."""
         for microbatch in self._microbatches:
             try:
                 microbatch.abandon()
             except Exception as second:  # the first failure is the one to report
-                self._failure = self._failure or second
-        self._microbatches = []
+                self.error = self.error or second
+        self._microbatches.clear()
 
-    def _give_up(self, doing: str) -> None:
-        """Leave nothing gathered or armed behind, then raise on all ranks."""
-        failure, self._failure = self._failure, None
-        self._abandon()
-        for unit in self.units:
-            unit.wait_reduce()
-            unit.free()
-        self._in_backward = False
-        self.agreement.raise_together(failure, doing)
+    def take(self) -> BaseException | None:
+        """Return the error, to be raised on all ranks, and forget it."""
+        error, self.error = self.error, None
+        return error
+
+    def out_of_memory(self, failure: BaseException) -> OutOfMemoryInStepError:
+        """Return an error that says where in the step the memory ran out."""
+        # its frames hold the activations, whose memory the gathers to come may need
+        traceback.clear_frames(failure.__traceback__)
+        place = self.place if isinstance(self.place, str) else self._named(self.place)
+        return explained(failure, self._rank, place, self.planned_memory)
+
+    def explain(self, failure: Exception) -> Exception:
+        """Return the error to raise for what failed outside of a step's passes."""
+        is_said = isinstance(failure, (OutOfMemoryInStepError, RemoteRankError))
+        return failure if is_said or not is_out_of_memory(failure) else self.out_of_memory(failure)
+
+    def _named(self, instruction: Instruction) -> str:
+        doing = _DOING.get(instruction.operation, instruction.operation.value)
+        if instruction.unit == NONE:
+            return doing
+        name = self._names[instruction.unit]
+        unit = "the root unit" if instruction.unit == ROOT else f"unit {name!r}"
+        which = ""
+        if instruction.microbatch != NONE:
+            which = f", microbatch {instruction.microbatch + 1} of {self._count}"
+        return f"{doing} of {unit}{which}"

@@ -14,7 +14,6 @@ every decoder unit, and shared position biases exact.
 from __future__ import annotations
 
 import contextvars
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -38,7 +37,10 @@ from lightning_cephalo.execution.containers import (
 )
 from lightning_cephalo.execution.offload import Away, HostRing
 from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, ThreadState
-from lightning_cephalo.plan.program import Visit
+from lightning_cephalo.plan.program import NONE, Visit
+
+BEHIND_THE_LAST = Visit(NONE)
+"""Where a microbatch is parked of which only the loss is left."""
 
 _MAX_PARKS_WHILE_STOPPING = 100
 _CHANGED_INPUT = (
@@ -70,10 +72,10 @@ class Microbatch:
         step: Calls the user's step and returns what it returns.
         device: This rank's device.
         recompute: Keep only what enters a unit and compute its inside again in the backward.
-        clock: Returns seconds after all work issued so far is done; None: nothing is timed.
         inside: As for :class:`~lightning_cephalo.execution.boundaries.Boundaries`.
         ring: Where boundaries are kept; None: on the device.
-        staying_from: Position in the order of visits from which on they stay there all the same.
+        last: Position of the last visit, behind which the step parks once more, so that its loss
+            is an instruction of its own; -1 where that is not known.
     """
 
     def __init__(
@@ -81,18 +83,16 @@ class Microbatch:
         step: Callable[[], Any],
         device: torch.device,
         recompute: bool,
-        clock: Callable[[], float] | None = None,
         inside: frozenset[int] | None = None,
         ring: HostRing | None = None,
-        staying_from: float = math.inf,
+        last: int = NONE,
     ) -> None:
         self._inside = inside
         self._ring = ring
-        self._staying_from = staying_from
+        self.last = last
         self._device = device
         self._device_types = tuple({"cpu", device.type})
         self._recompute = recompute
-        self._clock = clock
         self._greenlet = greenlet.greenlet(step)
         # a greenlet starts with no context variables of its own
         self._greenlet.gr_context = contextvars.copy_context()
@@ -101,8 +101,6 @@ class Microbatch:
         self.parked: Visit | None = None
         self.result: Any = None
         self.finished = False
-        self.forward_s: list[float] = []
-        self.backward_s: list[float] = []
 
     def advance(self) -> None:
         """Run the step until it parks at a unit or returns."""
@@ -159,15 +157,7 @@ class Microbatch:
             )
         position = len(self._records)
         self._boundaries.drop_values()
-        self._send_away(position - 1)
-        modes = ThreadState.capture(self._device_types)
-        # inference mode is the thread's too; left on, the other microbatches would run in it
-        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
-        with outside or nullcontext():
-            greenlet.getcurrent().parent.switch(Visit(unit, differentiable))
-        modes.restore()
-
-        start = self._clock() if self._clock else 0.0
+        modes = self._park(Visit(unit, differentiable))
         # autocast would keep casts of weights that are about to be freed, and without their graph
         # where the forward runs without one
         torch.set_autocast_cache_enabled(False)
@@ -179,9 +169,19 @@ class Microbatch:
                 outputs = body(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(modes.autocast_cache)
-        if self._clock:
-            self.forward_s.append(self._clock() - start)
+        if position == self.last:
+            self._park(BEHIND_THE_LAST)
         return outputs
+
+    def _park(self, place: Visit) -> ThreadState:
+        """Leave the greenlet until the scheduler goes on with it; return the modes here."""
+        modes = ThreadState.capture(self._device_types)
+        # inference mode is the thread's too; left on, the other microbatches would run in it
+        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        with outside or nullcontext():
+            greenlet.getcurrent().parent.switch(place)
+        modes.restore()
+        return modes
 
     def _differentiable(
         self,
@@ -233,19 +233,28 @@ class Microbatch:
                 raise UnitUseError(_CHANGED_INPUT) from error
             raise
 
-    def _send_away(self, position: int) -> None:
-        """Move what entered the unit before to the host, now that the user's code is past it."""
-        if self._ring is None or not 0 <= position < self._staying_from:
-            return
+    def _refuse_changed_inputs(self, record: _Record) -> None:
+        if any(value._version != version for value, version in record.input_versions):
+            raise UnitUseError(_CHANGED_INPUT)
+
+    # -- between forward and backward, in the scheduler ---------------------------------------
+
+    def offload(self, position: int) -> None:
+        """Move what entered a visit to the host; the user's code must be past its unit."""
         record = self._records[position]
-        if record is None or record.outputs is not None:  # a kept graph holds it anyway
+        if self._ring is None or self.finished or record is None:
+            return
+        if record.outputs is not None:  # a kept graph holds it anyway
             return
         moved = [self._ring.put(leaf) for leaf in self._boundaries.let_go(position)]
         record.away = [away for away in moved if away is not None]
 
-    def _refuse_changed_inputs(self, record: _Record) -> None:
-        if any(value._version != version for value, version in record.input_versions):
-            raise UnitUseError(_CHANGED_INPUT)
+    def fetch(self, position: int) -> None:
+        """Begin to copy back what entered a visit."""
+        record = self._records[position]
+        if self._ring is not None and record is not None:
+            for away in record.away:
+                self._ring.fetch(away)
 
     # -- backward, in the scheduler -----------------------------------------------------------
 
@@ -269,23 +278,11 @@ class Microbatch:
         """Carry gradients through one visit and the glue before it."""
         record = self._records[position]
         self._records[position] = None
-        start = self._clock() if self._clock else 0.0
-        self._fetch_before(position)
         if record is not None:
             self._through_body(record)
             self._forget(record)  # no gradient has come: nothing was computed again
         self._boundaries.passed(position)
         self._boundaries.through_glue(position)
-        if self._clock:
-            self.backward_s.append(self._clock() - start)
-
-    def _fetch_before(self, position: int) -> None:
-        """Begin to fetch what this microbatch needs after the visit at this position."""
-        if self._ring is None:
-            return
-        earlier = next((r for r in reversed(self._records[:position]) if r is not None), None)
-        for away in earlier.away if earlier is not None else ():
-            self._ring.fetch(away)
 
     def _forget(self, record: _Record | None) -> None:
         if self._ring is not None and record is not None:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cephalo.execution.runner import Runner
-from lightning_cephalo.observe.stopwatch import Stopwatch, marks_of
+from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.ranks.control import Agreement
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.discovery import find_units
@@ -46,11 +45,10 @@ class Groups:
             device: This rank's; None: the CPU.
         """
         control = dist.new_group(backend="gloo", timeout=timeout)
-        stopwatch = Stopwatch(marks_of(device or torch.device("cpu"), dist.get_backend()))
         return cls(
             dist.new_group(timeout=timeout),
             dist.new_group(timeout=timeout),
-            Agreement(control, stopwatch),
+            Agreement(control),
         )
 
 
@@ -95,7 +93,6 @@ class Engine:
             groups.gather,
             groups.reduce,
             compute_dtype,
-            stopwatch=groups.agreement.stopwatch,
         )
         self.fractions = tuple(fractions)
         divider = Divider(fractions)
@@ -108,8 +105,8 @@ class Engine:
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._move_buffers(compute_dtype)
-        self.runner = Runner(self.units, groups.agreement, device, recompute)
-        self.runner.install()
+        self.executor = Executor(self.units, groups.agreement, device, recompute)
+        self.executor.hooks.install()
 
     def _move_buffers(self, compute_dtype: torch.dtype | None) -> None:
         """Put buffers on the device with rank 0's values."""
@@ -207,7 +204,7 @@ class Engine:
 
     def release_buffers(self) -> None:
         """Free what is gathered, and the memory for it: whole parameters are about to be held."""
-        self.runner.reshard()
+        self.executor.reshard()
         for unit in self.units:
             unit.release()
         for pool in self.buffer_pools:
@@ -220,7 +217,7 @@ class Engine:
     def restore_full(self) -> None:
         """Give the module plain full parameters on the CPU again, without cuts; collective."""
         self.release_buffers()
-        self.runner.uninstall()
+        self.executor.hooks.uninstall()
         for unit in self.units:
             unit.restore_full()
         for inner, name, dtype in self._cast_buffers:
@@ -231,7 +228,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Remove the cuts without communicating, after a failure."""
-        self.runner.uninstall()
+        self.executor.hooks.uninstall()
 
 
 def to_full(value: Tensor, keep: bool) -> Tensor | None:

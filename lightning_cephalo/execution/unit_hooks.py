@@ -1,22 +1,147 @@
-"""Where the model is cut: a unit's ``forward`` is replaced on the instance.
+"""Intercepts calls of units' ``forward`` and of the modules that hold the root unit's parameters.
 
-On the instance, and not by wrapping the module, so that no name in a state dict moves.
+A unit's ``forward`` is replaced on the instance, and not by wrapping the module, so that no name in
+a state dict moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.replay import ChangingBuffers
+from lightning_cephalo.plan.program import ROOT
+from lightning_cephalo.sharding.unit import Unit
 
-Enter = Callable[[Callable[..., Any], ChangingBuffers, tuple[Any, ...], dict[str, Any]], Any]
+
+class UnitHooks:
+    """What happens when a unit is called: inside of a microbatch's step, or outside of one.
+
+    Args:
+        units: All units; the root unit first.
+
+    Attributes:
+        in_backward: Whether a backward is under way, in which no unit may be called.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = list(units)
+        self.in_backward = False
+        self._running: Microbatch | None = None
+        self._outside_depth = 0
+        self._hooks: list[RemovableHandle] = []
+        self._forwards: list[_UnitForward] = []
+
+    def install(self) -> None:
+        """Cut the model at its units; parameters of the root unit come when they are asked for."""
+        for index, unit in enumerate(self._units[1:], start=1):
+            self._forwards.append(_UnitForward(unit.module, partial(self._enter, index)))
+        root = self._units[ROOT]
+        # the top module too, so that one call of it outside of a step gathers the root once
+        modules = {id(module): module for module in [root.module, *root.owning_modules()]}
+        for module in modules.values():
+            self._hooks.append(module.register_forward_pre_hook(self._before_root))
+            self._hooks.append(module.register_forward_hook(self._after_root, always_call=True))
+
+    def uninstall(self) -> None:
+        """Undo :meth:`install`."""
+        for forward in self._forwards:
+            forward.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._forwards = [], []
+
+    @property
+    def compiled_units(self) -> list[str]:
+        """Names of the units that were compiled in place."""
+        pairs = zip(self._units[1:], self._forwards, strict=True)
+        return [unit.name for unit, forward in pairs if forward.is_compiled]
+
+    @property
+    def inside_microbatch(self) -> bool:
+        """Whether a microbatch's step is running right now."""
+        return self._running is not None
+
+    def advance(self, microbatch: Microbatch) -> None:
+        """Run a microbatch's step until it parks or returns."""
+        self._running = microbatch
+        try:
+            microbatch.advance()
+        finally:
+            self._running = None
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward that is part of a forward pass: the loss's."""
+        self.in_backward = True
+        try:
+            yield
+        finally:
+            self.in_backward = False
+
+    @property
+    def _in_step(self) -> bool:
+        return self._running is not None or self.in_backward
+
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        self._units[ROOT].wait_gather()
+        if not self._in_step:
+            self._outside_depth += 1
+
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Show the shards again after a call outside of a step: callbacks read or change them."""
+        if self._in_step or not self._outside_depth:
+            return
+        self._outside_depth -= 1
+        if not self._outside_depth:
+            self._units[ROOT].free()
+
+    def _enter(
+        self,
+        index: int,
+        body: Callable[..., Any],
+        buffers: ChangingBuffers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Called in place of a unit's forward."""
+        unit = self._units[index]
+        if self.in_backward:
+            raise UnitUseError(
+                f"Unit {unit.name!r} is called during the backward: it lies inside"
+                " torch.utils.checkpoint. Cephalo recomputes units itself: switch gradient"
+                " checkpointing off in the model."
+            )
+        if self._running is not None:
+            return self._running.visit(index, unit.trainable, body, buffers, args, kwargs)
+        return self._outside(unit, body, args, kwargs)
+
+    def _outside(
+        self, unit: Unit, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A forward outside of a step (a callback that samples): every rank must do it."""
+        self._before_root(unit.module, args)
+        unit.wait_gather()
+        try:
+            with torch.no_grad():
+                return body(*args, **kwargs)
+        finally:
+            unit.free()
+            self._after_root(unit.module, args, None)
 
 
-class Cut:
+_Enter = Callable[[Callable[..., Any], ChangingBuffers, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _UnitForward:
     """Stands in for the forward of one unit until it is removed.
 
     Args:
@@ -24,7 +149,7 @@ class Cut:
         enter: Called with the real forward, the unit's buffers and the arguments.
     """
 
-    def __init__(self, module: nn.Module, enter: Enter) -> None:
+    def __init__(self, module: nn.Module, enter: _Enter) -> None:
         self._module = module
         self._enter = enter
         self._buffers = ChangingBuffers(module)

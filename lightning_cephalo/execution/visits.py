@@ -1,11 +1,28 @@
-"""All microbatches visit the same units in the same order: agreed on once, then checked."""
+"""The order in which microbatches visit units: traced once, then replayed and checked.
+
+::
+
+    TRACING --- all ranks reach the end ---> REPLAYING
+       ^                                        |
+       +--- all ranks leave it at one place ----+
+
+While a step is traced, all ranks say before each visit where their microbatches are, and gather
+what they ask for; nothing is prefetched. From the next step on the order is known, and a program is
+compiled from it. Where microbatches leave it, their rank goes on communicating by the program, and
+says so in the exchange that ends the forward: if all ranks with data have left it at one place, the
+step is traced from there on; else all ranks raise.
+
+Orders are kept by which units want gradients: freezing some changes who is reduced, not the code.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from lightning_cephalo.execution.arguments import UnitUseError
-from lightning_cephalo.plan.program import Visit
+from lightning_cephalo.execution.step import Divergence
+from lightning_cephalo.plan.program import Program, Visit, check, compile_step
+from lightning_cephalo.ranks.control import Agreement
 
 # what a rank says instead of the unit that it is parked at
 NO_DATA, FINISHED, FAILED = -1.0, -2.0, -3.0
@@ -23,27 +40,76 @@ def where(*, failed: bool, parked: Sequence[Visit | None]) -> tuple[float, float
     return float(visit.unit), float(visit.differentiable)
 
 
-class Order:
-    """Compares where microbatches and ranks are.
+class Visits:
+    """Knows the order of visits, and compares where microbatches and ranks are.
 
     Args:
         names: Of all units, by their index.
+
+    Attributes:
+        last: The order of the last training step.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
+        self._known: dict[tuple[bool, ...], tuple[Visit, ...]] = {}
+        self._programs: dict[tuple[object, ...], Program] = {}
+        self.last: tuple[Visit, ...] = ()
 
-    def check(self, microbatch: int, parked: Visit | None, expected: Visit | None) -> None:
-        """Raise UnitUseError if a microbatch is not where the agreed order says."""
-        if parked != expected:
-            found = f"microbatch {microbatch}: {self._name(parked)}"
-            raise self._differ([found], self._name(expected))
+    def known(self, trainable: tuple[bool, ...]) -> tuple[Visit, ...] | None:
+        """The order with these units trainable; None: it must be traced."""
+        return self._known.get(trainable)
+
+    def learn(self, trainable: tuple[bool, ...], visits: Sequence[Visit]) -> None:
+        """Take the order of a step that has reached its end."""
+        self.last = self._known[trainable] = tuple(visits)
+
+    def forget(self) -> None:
+        """Trace the next step."""
+        self._known.clear()
+
+    def program(
+        self,
+        visits: Sequence[Visit],
+        microbatches: int,
+        trainable: tuple[bool, ...],
+        *,
+        reshard_after_forward: bool,
+        offload_boundaries: bool,
+    ) -> Program:
+        """Return the checked program of such a step; see :func:`~.program.compile_step`."""
+        key = (
+            tuple(visits),
+            microbatches,
+            trainable,
+            reshard_after_forward,
+            offload_boundaries,
+        )
+        if key not in self._programs:
+            program = compile_step(
+                visits,
+                microbatches,
+                trainable,
+                reshard_after_forward=reshard_after_forward,
+                offload_boundaries=offload_boundaries,
+            )
+            check([program])
+            self._programs[key] = program
+        return self._programs[key]
+
+    # -- where microbatches are ---------------------------------------------------------------
 
     def check_parked(self, parked: Sequence[Visit | None]) -> None:
         """Raise UnitUseError if this rank's microbatches are not all at one place."""
         if len(set(parked)) > 1:
             names = [f"microbatch {i}: {self._name(visit)}" for i, visit in enumerate(parked)]
             raise self._differ(names[1:], names[0])
+
+    def differ(self, microbatch: int, parked: Visit | None, expected: Visit | None) -> UnitUseError:
+        """Return the error for a microbatch that is not where the others are."""
+        return self._differ(
+            [f"microbatch {microbatch}: {self._name(parked)}"], self._name(expected)
+        )
 
     def agree(self, said: Sequence[Sequence[float]]) -> Visit | None:
         """Return the visit that all ranks with data are at; None at the end or after a failure.
@@ -66,6 +132,40 @@ class Order:
             raise self._differ(names[1:], names[0])
         return _visit(*wanted.pop()) if wanted else None
 
+    def agree_on_divergence(
+        self,
+        agreement: Agreement,
+        own: Divergence | None,
+        parked: Sequence[Visit | None],
+        expected: Sequence[Visit],
+    ) -> int:
+        """Return the position from which on all ranks trace the step again; collective.
+
+        Args:
+            agreement: Exchanges between ranks.
+            own: Where this rank has left the order.
+            parked: Where its microbatches are; empty on a rank without data.
+            expected: The order.
+
+        Raises:
+            UnitUseError: If not all ranks with data have left it at one place; on all of them.
+        """
+        position = len(expected) if own is None else own.position
+        place = where(failed=False, parked=parked)
+        if own is not None:
+            place = where(failed=False, parked=[own.place])
+        said = agreement.exchange([float(position) if parked else NO_DATA, *place])
+        with_data = [(rank, *row) for rank, row in enumerate(said) if row[0] != NO_DATA]
+        positions = {int(row[1]) for row in with_data}
+        if len({tuple(row[1:]) for row in with_data}) == 1:
+            return positions.pop()
+        first = min(positions)
+        names = []
+        for rank, at, unit, flag in with_data:
+            visit = _visit(unit, flag) if int(at) == first else _at(expected, first)
+            names.append(f"rank {rank}: {self._name(visit)}")
+        raise self._differ(names, self._name(_at(expected, first)))
+
     def _name(self, visit: Visit | None) -> str:
         if visit is None:
             return "the end of the step"
@@ -87,3 +187,7 @@ class Order:
 
 def _visit(unit: float, differentiable: float) -> Visit | None:
     return None if unit == FINISHED else Visit(int(unit), bool(differentiable))
+
+
+def _at(visits: Sequence[Visit], position: int) -> Visit | None:
+    return visits[position] if position < len(visits) else None

@@ -19,15 +19,17 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator.emulated import MemoryTracker, active_device
+from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.observe.memory_account import RankMemory
+from lightning_cephalo.plan.program import Instruction
 from lightning_cephalo.sharding.placement import local_part
 
 # The first step makes what the optimizer keeps: from the second on all steps are alike.
 COUNTED_STEP = 2
 
 
-class MemoryMeter:
+class MemoryMeter(Observer):
     """Follows a training through its steps; see :class:`~.memory_account.RankMemory`.
 
     Args:
@@ -62,11 +64,11 @@ class MemoryMeter:
         if self._steps != COUNTED_STEP:
             yield
             return
-        runner = self._engine.runner
+        executor = self._engine.executor
         try:
             if self._device is not None:
                 self._tracker = self._device
-                runner.watch = self._look
+                executor.attach(self)
                 yield
             else:
                 with MemoryTracker() as tracker:
@@ -76,13 +78,14 @@ class MemoryMeter:
                         tracker.track([tensor for tensor in made if tensor is not None])
                     tracker.track(self._engine.buffers())
                     self._tracker = tracker
-                    runner.watch = self._look
+                    executor.attach(self)
                     yield
             self._state = self._state_bytes()
             self._peak = self._tracker.peak_bytes
             self._has_counted = True
         finally:
-            self._tracker, runner.watch = None, None
+            self._tracker = None
+            executor.detach(self)
 
     def before_forward(self, batch: Any) -> None:
         """Called with the step's batch, before it is cut."""
@@ -120,6 +123,9 @@ class MemoryMeter:
             other_bytes=self._other,
             step=COUNTED_STEP if self._device is None else None,
         )
+
+    def before(self, instruction: Instruction) -> None:
+        self._look()
 
     def _look(self) -> None:
         gathered, gradients = self._gathered_bytes(), self._gradient_bytes()

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_cephalo.common import files
 from lightning_cephalo.plan import PlanError, Problem
+from lightning_cephalo.plan.program import NONE, ROOT
 from lightning_cephalo.plan.timeline import Event, Recording, Simulation, StepFunction, Stream
 
 RANKS_IN_FULL = 64
@@ -139,15 +140,15 @@ def _metadata(rank: int, kind: str, thread: int = 0, **arguments: object) -> dic
 
 def _complete(event: Event) -> dict[str, Any]:
     start_us, end_us = (_microseconds(time_s) for time_s in (event.start_s, event.end_s))
-    what = f" {event.unit}" if event.unit >= 0 else ""
+    unit = {NONE: "", ROOT: " root"}.get(event.unit, f" {event.unit}")
     return {
         "ph": "X",
         "pid": event.rank,
         "tid": _THREADS[event.stream],
         "ts": start_us,
         "dur": round(end_us - start_us, 3),
-        "name": f"{event.name.value}{what}",
-        "cat": event.name.value,
+        "name": f"{event.operation.value}{unit}",
+        "cat": event.operation.value,
         "args": {
             name: value
             for name, value in (("unit", event.unit), ("microbatch", event.microbatch))

@@ -11,11 +11,13 @@ from dataclasses import replace
 from os import PathLike
 from statistics import median
 
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.accelerator.device import describe_device, synchronized_clock
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.observe import report, trace
+from lightning_cephalo.observe.marks import marks_of
 from lightning_cephalo.observe.pace import (
     MeasuredRank,
     busy_table,
@@ -25,6 +27,7 @@ from lightning_cephalo.observe.pace import (
     remarks,
 )
 from lightning_cephalo.observe.recorder import Recorder
+from lightning_cephalo.observe.timing import Timing
 from lightning_cephalo.plan import Plan, PlanError
 from lightning_cephalo.plan.timeline import Recording
 from lightning_cephalo.ranks.control import Agreement
@@ -50,6 +53,7 @@ class Watch:
     def __init__(self, trace_path: str | PathLike[str] | None = None) -> None:
         self._path = None if trace_path is None else trace.json_path(trace_path)
         self._recorder: Recorder | None = None
+        self._timing = Timing()
         self._clock: Callable[[], float] = time.perf_counter
         self.ranks: tuple[MeasuredRank, ...] = ()
         self._forget()
@@ -86,8 +90,11 @@ class Watch:
         # on CUDA waiting for the device would cost more than it tells
         on_host = engine.device.type != "cuda"
         self._clock = synchronized_clock(engine.device) if on_host else time.perf_counter
+        marks = marks_of(engine.device, dist.get_backend())
+        self._timing = Timing(marks)
         if self._path is not None:
-            self._recorder = Recorder(engine.runner.stopwatch, self._clock if on_host else None)
+            now = self._clock if on_host else None
+            self._recorder = Recorder(marks, now, records_copies=on_host)
 
     @property
     def _engine(self) -> Engine:
@@ -98,9 +105,18 @@ class Watch:
     def start_step(self) -> None:
         """A step's forward is about to begin."""
         self._started_s = time.perf_counter()
+        executor = self._engine.executor
+        self._detach()
+        self._timing.restart()
+        executor.attach(self._timing)
         if self._recorder is not None and len(self._steps_s) < RECORDED_STEP:
-            self._engine.runner.recorder = self._recorder
             self._recorder.restart()
+            executor.attach(self._recorder)
+
+    def _detach(self) -> None:
+        self._engine.executor.detach(self._timing)
+        if self._recorder is not None:
+            self._engine.executor.detach(self._recorder)
 
     def finish_step(self, counts: bool = True) -> None:
         """The optimizer has stepped.
@@ -111,14 +127,17 @@ class Watch:
         step_s = self._clock() - self._started_s
         if counts:
             self._steps_s.append(step_s)
-        if self._engine.runner.stopwatch.finish() and self._engine.runner.recorder is not None:
+        is_recorded = self._recorder is not None and self._engine.executor.is_observed_by(
+            self._recorder
+        )
+        self._detach()
+        if self._timing.finish() and is_recorded:
             assert self._recorder is not None
             self._recorder.finish()
-            self._engine.runner.recorder = None
         self._read()
 
     def _read(self) -> None:
-        for share in self._engine.runner.stopwatch.read():
+        for share in self._timing.read():
             self._busy_s.append(share.busy_s)
             self._waiting_s.append(share.waiting_s)
 
@@ -146,7 +165,7 @@ class Watch:
         step_s = self.step_s
         if step_s is None or not self._busy_s:
             return None
-        units = sum(visit.differentiable for visit in self._engine.runner.visits)
+        units = sum(visit.differentiable for visit in self._engine.executor.visits)
         return MeasuredRank(
             rank=rank,
             name=name,

@@ -32,7 +32,8 @@ from lightning_cephalo.offline.canvas import (
     save,
 )
 from lightning_cephalo.plan import Plan, PlanError, Problem, cost
-from lightning_cephalo.plan.timeline import Activity, Simulation, Stream, Timeline
+from lightning_cephalo.plan.program import Operation
+from lightning_cephalo.plan.timeline import Simulation, Stream, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
 _ROWS = 16
 _GIB = 2**30
 _COLOURS = {
-    Activity.FORWARD: SKY,
-    Activity.TAIL: PURPLE,
-    Activity.BACKWARD: BLUE,
-    Activity.OPTIMIZER: GREEN,
-    Activity.GATHER: ORANGE,
-    Activity.REDUCE: VERMILION,
-    Activity.OVERHEAD: GREY,
-    Activity.OFFLOAD: YELLOW,
-    Activity.FETCH: OLIVE,
+    Operation.FORWARD: SKY,
+    Operation.LOSS: PURPLE,
+    Operation.BACKWARD: BLUE,
+    Operation.UPDATE: GREEN,
+    Operation.GATHER: ORANGE,
+    Operation.REDUCE: VERMILION,
+    Operation.OVERHEAD: GREY,
+    Operation.OFFLOAD: YELLOW,
+    Operation.FETCH: OLIVE,
 }
 _LINES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK, GREY)
 _MEMORY_PARTS = (
@@ -101,7 +102,7 @@ def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLi
     rows, left_out = _rows(simulation, problem)
     figure, (axes,) = empty_figure(path, 13, 1.6 + 0.62 * len(rows))
     scale, unit = _time_scale(simulation.step_s)
-    seen: set[Activity] = set()
+    seen: set[Operation] = set()
     for row, (_, timeline) in enumerate(rows):
         seen |= _draw_streams(axes, row, timeline, simulation.step_s, scale)
     axes.set_ylim(len(rows), 0)
@@ -232,15 +233,15 @@ def _kind_label(timeline: Timeline, problem: Problem) -> str:
 
 def _draw_streams(
     axes: Axes, row: int, timeline: Timeline, step_s: float, scale: float
-) -> set[Activity]:
+) -> set[Operation]:
     """Draw one row and return what is in it."""
     places = dict(_PLACES)
     if timeline.copy_s:
         places[Stream.COPY] = _COPY_PLACE
-    spans: dict[tuple[Stream, Activity], list[tuple[float, float]]] = {}
+    spans: dict[tuple[Stream, Operation], list[tuple[float, float]]] = {}
     for event in timeline.events:
         span = (event.start_s * scale, (event.end_s - event.start_s) * scale)
-        spans.setdefault((event.stream, event.name), []).append(span)
+        spans.setdefault((event.stream, event.operation), []).append(span)
     for top, height in places.values():
         axes.broken_barh([(0, step_s * scale)], (row + top, height), facecolors=PALE)
     for (stream, name), found in spans.items():
@@ -346,5 +347,5 @@ def _byte_scale(prediction: cost.StepPrediction) -> tuple[float, str]:
     return (1 / _GIB, "GiB") if most >= _GIB / 8 else (1.0, "bytes")
 
 
-def _copies(seen: set[Activity]) -> str:
-    return ", copies" if Activity.OFFLOAD in seen else ""
+def _copies(seen: set[Operation]) -> str:
+    return ", copies" if Operation.OFFLOAD in seen else ""

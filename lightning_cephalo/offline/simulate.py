@@ -38,9 +38,18 @@ from typing import NamedTuple
 
 from lightning_cephalo.common import records
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, cost
-from lightning_cephalo.plan.timeline import (
+from lightning_cephalo.plan.program import (
     NONE,
-    Activity,
+    ROOT,
+    UNITS_THAT_STAY,
+    Instruction,
+    Operation,
+    Program,
+    Visit,
+    check,
+    compile_step,
+)
+from lightning_cephalo.plan.timeline import (
     Event,
     Simulation,
     StepFunction,
@@ -48,6 +57,8 @@ from lightning_cephalo.plan.timeline import (
     Timeline,
     merged,
 )
+
+_LINKED = frozenset({Operation.GATHER, Operation.REDUCE})
 
 
 def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
@@ -71,68 +82,73 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
     for rank, (profile, part) in enumerate(zip(problem.ranks, plan.ranks, strict=True)):
         doing = (part.microbatch_sizes, part.recompute, part.offload, part.state_fraction)
         kinds.setdefault((profile, *doing), []).append(rank)
+    programs = programs_of(problem, plan)
+    check([programs[ranks[0]] for ranks in kinds.values()])
     lanes = [
-        _Lane(problem, problem.ranks[ranks[0]], plan.ranks[ranks[0]], ranks)
+        _Lane(problem, problem.ranks[ranks[0]], plan.ranks[ranks[0]], programs[ranks[0]], ranks)
         for ranks in kinds.values()
     ]
     even = cost.shares_are_even([part.state_fraction for part in plan.ranks])
-    step_s = _Cluster(problem, lanes, even).step()
+    step_s = _play(problem, lanes, even)
     return Simulation(step_s, steps, tuple(lane.timeline(step_s) for lane in lanes))
 
 
-class _Cluster:
-    """The order of a step over all ranks; collectives are issued here so that all see the same."""
+def programs_of(problem: Problem, plan: Plan) -> list[Program]:
+    """The program of every rank, for a model whose units are visited once each.
 
-    def __init__(self, problem: Problem, lanes: Sequence[_Lane], even: bool) -> None:
-        self._problem = problem
-        self._lanes = lanes
-        self._gather_s, self._reduce_s = cost.collective_times(problem, even=even)
-        self._free_s = 0.0
-
-    def step(self) -> float:
-        """Play one step and return when it ends."""
-        problem, units = self._problem, self._problem.units
-        self._collective(Activity.GATHER, NONE, problem.root_gather_s)
-        ready_s = self._gather(0)
-        for unit in range(units):
-            following_s = self._gather(unit + 1) if unit + 1 < units else ready_s
-            for lane in self._lanes:
-                lane.forward(unit, ready_s)
-            ready_s = following_s
-        for unit in reversed(range(units)):
-            following_s = ready_s
-            if unit and problem.reshard_after_forward:
-                following_s = self._gather(unit - 1)
-            for lane in self._lanes:
-                lane.backward(unit, ready_s)
-            self._collective(Activity.REDUCE, unit, self._reduce_s)
-            ready_s = following_s
-        end_s = self._collective(Activity.REDUCE, NONE, problem.root_reduce_s)
-        end_s = self._everywhere(Activity.OPTIMIZER, Stream.COMPUTE, end_s, problem.optimizer_s)
-        return self._everywhere(
-            Activity.OVERHEAD, Stream.COMMUNICATION, end_s, problem.step_overhead_s
+    Args:
+        problem: What there is; says how many units.
+        plan: Who does what.
+    """
+    problem = cost.as_planned(problem, plan)
+    visits = [Visit(unit) for unit in range(1, problem.units + 1)]
+    trainable = [True] * (problem.units + 1)
+    return [
+        compile_step(
+            visits,
+            len(part.microbatch_sizes),
+            trainable,
+            reshard_after_forward=bool(problem.reshard_after_forward),
+            offload_boundaries=part.offload,
         )
+        for part in plan.ranks
+    ]
 
-    def _gather(self, unit: int) -> float:
-        return self._collective(Activity.GATHER, unit, self._gather_s)
 
-    def _collective(self, name: Activity, unit: int, seconds: float) -> float:
-        """Issue it on every rank as soon as its compute before is done; return when it ends."""
-        start_s = max(self._free_s, max(lane.free_s for lane in self._lanes))
-        self._free_s = self._everywhere(name, Stream.COMMUNICATION, start_s, seconds, unit)
-        return self._free_s
-
-    def _everywhere(
-        self, name: Activity, stream: Stream, start_s: float, seconds: float, unit: int = NONE
-    ) -> float:
-        for lane in self._lanes:
-            lane.record(stream, name, start_s, start_s + seconds, unit)
-        return start_s + seconds
+def _play(problem: Problem, lanes: Sequence[_Lane], even: bool) -> float:
+    """Run the programs of all lanes, collective by collective, and return when the step ends."""
+    gather_s, reduce_s = cost.collective_times(problem, even=even)
+    seconds = {
+        (Operation.GATHER, False): gather_s,
+        (Operation.GATHER, True): problem.root_gather_s,
+        (Operation.REDUCE, False): reduce_s,
+        (Operation.REDUCE, True): problem.root_reduce_s,
+    }
+    link_free_s = 0.0
+    while True:
+        # the programs are checked: all lanes come to the same collective
+        reached = [lane.run_to_collective() for lane in lanes]
+        if reached[0] is None:
+            break
+        collective = reached[0]
+        start_s = max(link_free_s, max(lane.free_s for lane in lanes))
+        took_s = seconds[collective.operation, collective.unit == ROOT]
+        link_free_s = start_s + took_s
+        for lane in lanes:
+            lane.communicate(collective, start_s, link_free_s)
+    end_s = max(lane.run_update(link_free_s) for lane in lanes)
+    for lane in lanes:
+        lane.record(
+            Stream.COMMUNICATION,
+            Instruction(Operation.OVERHEAD),
+            end_s,
+            end_s + problem.step_overhead_s,
+        )
+    return end_s + problem.step_overhead_s
 
 
 @dataclass(frozen=True)
 class _Microbatch:
-    index: int
     size: int
     forward_s: float
     backward_s: float
@@ -154,75 +170,97 @@ class _Change(NamedTuple):
 
 
 class _Lane:
-    """The streams and the memory of one kind of rank."""
+    """The program, the streams and the memory of one kind of rank."""
 
     def __init__(
-        self, problem: Problem, profile: RankProfile, part: RankPlan, ranks: Sequence[int]
+        self,
+        problem: Problem,
+        profile: RankProfile,
+        part: RankPlan,
+        program: Program,
+        ranks: Sequence[int],
     ) -> None:
         mode = cost.Mode(part.recompute, part.offload)
         curves = (*cost.time_curves(profile, mode), cost.peak_curve(profile, mode))
         self._microbatches = []
-        for index, size in enumerate(part.microbatch_sizes):
+        for size in part.microbatch_sizes:
             forward_s, backward_s, tail_s, peak_bytes = (curve[size - 1] for curve in curves)
             copy_s = cost.copy_time(problem, profile, size, mode)
             self._microbatches.append(
-                _Microbatch(index, size, forward_s, backward_s, tail_s, copy_s, peak_bytes)
+                _Microbatch(size, forward_s, backward_s, tail_s, copy_s, peak_bytes)
             )
         self._problem = problem
         self._ranks = tuple(ranks)
-        self._offloaded_units = problem.units - cost.UNITS_ON_DEVICE if part.offload else 0
+        self._rest = iter((*program.forward, *program.backward))
         self._keeps = mode.recompute is False
         resting = problem.fixed_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
-        if part.offload and problem.units > cost.UNITS_ON_DEVICE:
+        if part.offload and problem.units > UNITS_THAT_STAY:
             resting += problem.boundary_bytes * part.batch_size  # gradients between units
         self._base_bytes = part.state_fraction * problem.state_bytes, resting
         self._events: list[Event] = []
         self._changes: list[_Change] = []
+        self._gathered_s: dict[int, float] = {}
         self._copied_s: dict[tuple[int, int], float] = {}
         self._copy_free_s = 0.0
         self.free_s = 0.0
 
-    def forward(self, unit: int, ready_s: float) -> None:
-        """Pass all microbatches through a unit that is gathered at ``ready_s``."""
-        for microbatch in self._microbatches:
-            # the boundary takes the room of the one two units before
-            room_s = self._copied_s.pop((unit - cost.UNITS_ON_DEVICE, microbatch.index), 0.0)
-            start_s = max(self.free_s, ready_s, room_s)
-            size, seconds = microbatch.size, microbatch.forward_s
-            self._compute(Activity.FORWARD, start_s, seconds, unit, microbatch, keep=size)
-            if unit < self._offloaded_units:
-                start_s, end_s = self._copy(Activity.OFFLOAD, unit, microbatch)
-                self._changes.append(_Change(start_s, host=size))
-                self._changes.append(_Change(end_s, boundaries=-size))
-            if unit == self._problem.units - 1:
-                self._compute(Activity.TAIL, self.free_s, microbatch.tail_s, NONE, microbatch)
+    # -- execution ----------------------------------------------------------------------------
 
-    def backward(self, unit: int, ready_s: float) -> None:
-        """Carry all gradients back through a unit that is gathered at ``ready_s``."""
-        for microbatch in self._microbatches:
-            fetched_s = self._copied_s.pop((unit, microbatch.index), 0.0)
-            start_s = max(self.free_s, ready_s, fetched_s)
-            size, seconds = microbatch.size, microbatch.backward_s
-            self._compute(Activity.BACKWARD, start_s, seconds, unit, microbatch, release=size)
-            following = unit - cost.UNITS_ON_DEVICE
-            if 0 <= following < self._offloaded_units:
-                start_s, end_s = self._copy(Activity.FETCH, following, microbatch)
-                self._changes.append(_Change(start_s, boundaries=size))
-                self._changes.append(_Change(end_s, host=-size))
+    def run_to_collective(self) -> Instruction | None:
+        """Play instructions up to the next gather or reduce; None at the end of the backward."""
+        for instruction in self._rest:
+            if instruction.operation in _LINKED:
+                return instruction
+            if instruction.microbatch != NONE:
+                self._run(instruction)
+        return None
+
+    def _run(self, instruction: Instruction) -> None:
+        microbatch = self._microbatches[instruction.microbatch]
+        match instruction.operation:
+            case Operation.FORWARD if instruction.unit != ROOT:
+                # the boundary takes the room of the one two visits before
+                room = (instruction.visit - UNITS_THAT_STAY, instruction.microbatch)
+                room_s = self._copied_s.pop(room, 0.0)
+                start_s = max(self._gathered_s[instruction.unit], room_s)
+                size = microbatch.size
+                self._compute(instruction, start_s, microbatch.forward_s, keep=size)
+            case Operation.LOSS:
+                self._compute(instruction, 0.0, microbatch.tail_s)
+            case Operation.OFFLOAD:
+                start_s, end_s = self._copy(instruction)
+                self._changes.append(_Change(start_s, host=microbatch.size))
+                self._changes.append(_Change(end_s, boundaries=-microbatch.size))
+            case Operation.BACKWARD:
+                fetched_s = self._copied_s.pop((instruction.visit, instruction.microbatch), 0.0)
+                start_s = max(self._gathered_s[instruction.unit], fetched_s)
+                size = microbatch.size
+                self._compute(instruction, start_s, microbatch.backward_s, release=size)
+            case Operation.FETCH:
+                start_s, end_s = self._copy(instruction)
+                self._changes.append(_Change(start_s, boundaries=microbatch.size))
+                self._changes.append(_Change(end_s, host=-microbatch.size))
+
+    def communicate(self, instruction: Instruction, start_s: float, end_s: float) -> None:
+        """Take part in a collective of all ranks."""
+        self.record(Stream.COMMUNICATION, instruction, start_s, end_s)
+        if instruction.operation is Operation.GATHER:
+            self._gathered_s[instruction.unit] = end_s
+
+    def run_update(self, start_s: float) -> float:
+        """Play the optimizer's step and return when it ends."""
+        end_s = start_s + self._problem.optimizer_s
+        self.record(Stream.COMPUTE, Instruction(Operation.UPDATE), start_s, end_s)
+        return end_s
 
     def record(
-        self,
-        stream: Stream,
-        name: Activity,
-        start_s: float,
-        end_s: float,
-        unit: int,
-        microbatch: int = NONE,
+        self, stream: Stream, instruction: Instruction, start_s: float, end_s: float
     ) -> None:
         """Note an event, if it took time."""
         if end_s > start_s:
-            rank = self._ranks[0]
-            self._events.append(Event(rank, stream, name, start_s, end_s, unit, microbatch))
+            self._events.append(Event(self._ranks[0], stream, instruction, start_s, end_s))
+
+    # -- what is found ------------------------------------------------------------------------
 
     def timeline(self, step_s: float) -> Timeline:
         """What was recorded, of a step that took ``step_s``."""
@@ -243,32 +281,29 @@ class _Lane:
 
     def _compute(
         self,
-        name: Activity,
-        start_s: float,
+        instruction: Instruction,
+        ready_s: float,
         seconds: float,
-        unit: int,
-        microbatch: _Microbatch,
         *,
         keep: int = 0,
         release: int = 0,
     ) -> None:
         """Run it; ``keep`` samples' boundaries from its start on, ``release`` them at its end."""
+        start_s = max(self.free_s, ready_s)
         self.free_s = start_s + seconds
-        self.record(Stream.COMPUTE, name, start_s, self.free_s, unit, microbatch.index)
-        peak_bytes, kept, released = (
-            microbatch.peak_bytes,
-            keep * self._keeps,
-            release * self._keeps,
-        )
+        self.record(Stream.COMPUTE, instruction, start_s, self.free_s)
+        peak_bytes = self._microbatches[instruction.microbatch].peak_bytes
+        kept, released = keep * self._keeps, release * self._keeps
         self._changes.append(_Change(start_s, keep, kept, peak_bytes=peak_bytes))
         self._changes.append(_Change(self.free_s, -release, -released, peak_bytes=-peak_bytes))
 
-    def _copy(self, name: Activity, unit: int, microbatch: _Microbatch) -> tuple[float, float]:
+    def _copy(self, instruction: Instruction) -> tuple[float, float]:
         """Start as soon as the compute before is done; return start and end."""
         start_s = max(self.free_s, self._copy_free_s)
-        self._copy_free_s = start_s + microbatch.copy_s
-        self.record(Stream.COPY, name, start_s, self._copy_free_s, unit, microbatch.index)
-        self._copied_s[unit, microbatch.index] = self._copy_free_s
+        copy_s = self._microbatches[instruction.microbatch].copy_s
+        self._copy_free_s = start_s + copy_s
+        self.record(Stream.COPY, instruction, start_s, self._copy_free_s)
+        self._copied_s[instruction.visit, instruction.microbatch] = self._copy_free_s
         return start_s, self._copy_free_s
 
     def _memory(self) -> tuple[StepFunction, StepFunction]:

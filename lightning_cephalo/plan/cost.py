@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.program import UNITS_THAT_STAY
 
-# Offloaded boundaries: of so many units the values are on the device, and of one the gradients.
-UNITS_ON_DEVICE = 2
-_UNITS_HELD = UNITS_ON_DEVICE + 1
+# Offloaded boundaries: of these units the values are on the device, and of one the gradients.
+_UNITS_HELD = UNITS_THAT_STAY + 1
 _EVEN = 1e-9
 
 

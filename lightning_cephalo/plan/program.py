@@ -1,38 +1,113 @@
-"""The order of a step: a pure list of actions, the same on every rank but for its microbatches.
+"""The order of a step as data: a :class:`Program`, one tuple of instructions per rank and pass.
+
+A program is the one description of a step. ``execution/executor.py`` runs it,
+``offline/simulate.py`` plays it with seconds and bytes, :func:`check` proves it, ``observe/``
+records it, and errors name its instructions. Small pure passes make it from the visits of a
+model::
+
+    layered           G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 X1 G2 F2.0 L0.0 F2.1 L0.1 A
+                      Z2 B2.0 B2.1 R2 X2 G1 Z1 B1.0 B1.1 R1 X1 R0 X0 A
+                      U
+    keep_gathered     drops X1 from the forward and G1 from the backward
+    prefetch          moves G1 before Z0 and G2 before F1.0; in the backward, G1 before Z2
+    offload           adds O1.0 behind F1.0 and H1.0 behind the backward two visits earlier
 
 Layered accumulation (Cephalo, ICS 2025, figure 4): all microbatches pass a unit before any passes
 the next, so that a unit is gathered once per pass and reduced once per step, however many
-microbatches a rank has. With visits ``a b c`` and two microbatches::
+microbatches a rank has. A *visit* is one use of a unit by every microbatch; a unit that is used
+twice has two visits and is reduced after the one that comes last in the backward. The root unit
+holds everything outside of the others: its forward leads to the first unit, its loss is what
+follows the last.
 
-    gather a | prefetch b, forward a0 a1, free a | prefetch c, forward b0 b1, free b
-             | forward c0, tail 0, forward c1, tail 1                        (c stays gathered)
-    prefetch b, backward c0 c1, reduce c, free c | prefetch a, backward b0 b1, reduce b, free b
-             | backward a0 a1, reduce a, free a
+To print the program of two ranks::
 
-A *visit* is one use of a unit by every microbatch; a unit that is used twice has two visits and is
-reduced after the one that comes last in the backward. The root unit is not in these lists: it is
-gathered before them and reduced after.
-
-Without ``reshard`` (FSDP's ``reshard_after_forward=False``) no unit is freed before its last
-backward: each is gathered once a step.
+    python -m lightning_cephalo.plan.program
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from lightning_cephalo.common.errors import PlanError
+
+ROOT = 0
+NONE = -1
+# Boundaries of the last visits are needed again immediately: they stay on the device.
+UNITS_THAT_STAY = 2
 
 
-class Operation(enum.Enum):
-    """What an action does; see the module's text for the order."""
+class Operation(str, enum.Enum):
+    """What an instruction does; the value is its name in traces and messages.
 
-    GATHER = "gather"
-    FORWARD = "forward"
-    TAIL = "tail"
-    BACKWARD = "backward"
-    REDUCE = "reduce"
-    FREE = "free"
+    ``WAIT`` and ``OVERHEAD`` stand in timelines only: a program holds what a rank does, and not
+    what it waits for.
+    """
+
+    GATHER = "gather"  # begin to all-gather the unit's parameters
+    ARM = "arm"  # have zeroed gradients to accumulate into
+    FORWARD = "forward"  # pass a microbatch through the unit
+    LOSS = "loss"  # what follows the last unit: head, loss, and the backward of both
+    OFFLOAD = "offload"  # copy what entered the unit to the host
+    FETCH = "fetch"  # begin to copy it back
+    BACKWARD = "backward"  # carry a microbatch's gradients through the unit
+    REDUCE = "reduce"  # begin to reduce-scatter the unit's gradients
+    FREE = "free"  # give the gathered parameters back
+    AGREE = "agree"  # exchange weights, failures and uses between all ranks
+    UPDATE = "update"  # the optimizer's step
+    WAIT = "wait"
+    OVERHEAD = "overhead"
+
+
+_LETTERS = {
+    Operation.GATHER: "G",
+    Operation.ARM: "Z",
+    Operation.FORWARD: "F",
+    Operation.LOSS: "L",
+    Operation.OFFLOAD: "O",
+    Operation.FETCH: "H",
+    Operation.BACKWARD: "B",
+    Operation.REDUCE: "R",
+    Operation.FREE: "X",
+    Operation.AGREE: "A",
+    Operation.UPDATE: "U",
+    Operation.WAIT: "W",
+    Operation.OVERHEAD: "V",
+}
+
+COLLECTIVES = frozenset({Operation.GATHER, Operation.REDUCE, Operation.AGREE})
+COMPUTE = frozenset({Operation.FORWARD, Operation.LOSS, Operation.BACKWARD})
+
+
+class ProgramError(PlanError):
+    """Programs that cannot run; the message names the instruction and the ranks."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One thing that a rank does.
+
+    >>> str(Instruction(Operation.FORWARD, unit=2, visit=1, microbatch=0))
+    'F2.0'
+
+    Attributes:
+        operation: What.
+        unit: Index of the unit; 0 is the root unit, -1 where no unit is meant.
+        visit: Position in the order of visits; -1 for the root unit and where none is meant.
+        microbatch: Index on this rank; -1 where all are meant.
+    """
+
+    operation: Operation
+    unit: int = NONE
+    visit: int = NONE
+    microbatch: int = NONE
+
+    def __str__(self) -> str:
+        unit = "" if self.unit == NONE else str(self.unit)
+        microbatch = "" if self.microbatch == NONE else f".{self.microbatch}"
+        return f"{_LETTERS[self.operation]}{unit}{microbatch}"
 
 
 @dataclass(frozen=True)
@@ -49,105 +124,453 @@ class Visit:
     differentiable: bool = True
 
 
+Instructions = tuple[Instruction, ...]
+
+
 @dataclass(frozen=True)
-class Action:
-    """One thing to do.
+class Program:
+    """What one rank does in one step, in order.
+
+    The three parts are what Lightning's hooks call: ``training_step``, ``backward``, and the
+    optimizer's step.
 
     Attributes:
-        operation: What.
-        unit: Index of the unit (-1 for TAIL).
-        visit: Position in the order of visits (-1 where it does not matter).
-        microbatch: Index on this rank (-1 where all are meant).
+        forward: Up to the exchange of all microbatches' weights.
+        backward: Up to the gradients on the sharded parameters.
+        update: The optimizer's step.
     """
 
-    operation: Operation
-    unit: int = -1
-    visit: int = -1
-    microbatch: int = -1
+    forward: Instructions
+    backward: Instructions
+    update: Instructions = (Instruction(Operation.UPDATE),)
+
+    @property
+    def instructions(self) -> Instructions:
+        """All of them."""
+        return (*self.forward, *self.backward, *self.update)
+
+    def __str__(self) -> str:
+        return "\n".join(text(part) for part in (self.forward, self.backward, self.update))
 
 
-def forward_actions(
-    visits: Iterable[Visit], microbatches: int, *, prefetch: bool = True, reshard: bool = True
-) -> Iterator[Action]:
-    """Yield the actions of the forward pass.
-
-    Args:
-        visits: In order. Pulled one ahead of use with ``prefetch``, never ahead without it, so
-            that an order that is still being discovered can be given lazily.
-        microbatches: Of this rank; 0 for a rank that only communicates.
-        prefetch: Gather the next unit before the microbatches pass the current one.
-        reshard: Free a unit when the microbatches have passed it.
-    """
-    pending = iter(visits)
-    current = next(pending, None)
-    position = 0
-    gathered: set[int] = set()
-    while current is not None:
-        if current.unit not in gathered:
-            yield Action(Operation.GATHER, current.unit, position)
-            gathered.add(current.unit)
-        following = next(pending, None) if prefetch else None
-        if following is not None and following.unit not in gathered:
-            yield Action(Operation.GATHER, following.unit, position + 1)
-            gathered.add(following.unit)
-        for microbatch in range(microbatches):
-            yield Action(Operation.FORWARD, current.unit, position, microbatch)
-            if prefetch and following is None:
-                yield Action(Operation.TAIL, microbatch=microbatch)
-        if not prefetch:
-            following = next(pending, None)
-        # the last unit is the first that the backward needs
-        if reshard and following is not None and following.unit != current.unit:
-            yield Action(Operation.FREE, current.unit, position)
-            gathered.discard(current.unit)
-        current, position = following, position + 1
+def text(instructions: Iterable[Instruction]) -> str:
+    """Instructions in letters, such as ``"G1 F1.0 F1.1 X1"``; see the module's text."""
+    return " ".join(map(str, instructions))
 
 
-def backward_actions(
+def compile_step(
     visits: Sequence[Visit],
     microbatches: int,
     trainable: Sequence[bool],
     *,
-    prefetch: bool = True,
-    reshard: bool = True,
-) -> Iterator[Action]:
-    """Yield the actions of the backward pass; the unit of the last visit is gathered already.
+    reshard_after_forward: bool = True,
+    offload_boundaries: bool = False,
+) -> Program:
+    """Return the program of a rank's step.
+
+    Args:
+        visits: In the order of the forward.
+        microbatches: Of this rank; 0 for a rank that only communicates.
+        trainable: Per unit, the root unit first, whether it has gradients to reduce.
+        reshard_after_forward: Free a unit when the microbatches have passed it, and gather it
+            again in the backward.
+        offload_boundaries: Keep what enters units in host memory until their backward.
+    """
+    forward = tuple(
+        layered_forward(visits, microbatches, lambda visit, _: visit == len(visits) - 1)
+    )
+    program = Program(forward, layered_backward(visits, microbatches, trainable))
+    if not reshard_after_forward:
+        program = keep_gathered(program)
+    program = prefetch(program)
+    if offload_boundaries:
+        program = offload(program, visits)
+    return program
+
+
+# -- the layered order ------------------------------------------------------------------------
+
+
+def layered_forward(
+    visits: Iterable[Visit], microbatches: int, has_returned: Callable[[int, int], bool]
+) -> Iterator[Instruction]:
+    """Yield the forward: no unit is gathered before all microbatches have passed the one before.
+
+    Args:
+        visits: In order. None is asked for before all instructions of the one before have been
+            taken, so that an order that is still being discovered can be given lazily.
+        microbatches: Of this rank.
+        has_returned: Called with a visit (-1: the root unit's forward) and a microbatch whose
+            FORWARD there has just been taken: whether only the loss is left of it.
+    """
+    yield Instruction(Operation.GATHER, ROOT)
+    yield Instruction(Operation.ARM, ROOT)
+    yield from _forward_of(ROOT, NONE, microbatches, has_returned)
+    yield from _visits_forward(visits, 0, microbatches, has_returned)
+
+
+def resumed_forward(
+    visits: Iterable[Visit],
+    start: int,
+    microbatches: int,
+    has_returned: Callable[[int, int], bool],
+) -> Iterator[Instruction]:
+    """Yield the rest of a forward whose microbatches stand in front of a visit.
+
+    Args:
+        visits: From that visit on; otherwise as for :func:`layered_forward`.
+        start: Its position.
+        microbatches: Of this rank.
+        has_returned: As for :func:`layered_forward`.
+    """
+    for microbatch in range(microbatches):
+        if has_returned(start - 1, microbatch):
+            yield Instruction(Operation.LOSS, ROOT, start - 1, microbatch)
+    yield from _visits_forward(visits, start, microbatches, has_returned)
+
+
+def _visits_forward(
+    visits: Iterable[Visit],
+    start: int,
+    microbatches: int,
+    has_returned: Callable[[int, int], bool],
+) -> Iterator[Instruction]:
+    held = NONE
+    for position, visit in enumerate(visits, start):
+        if visit.unit != held:
+            if held != NONE:
+                yield Instruction(Operation.FREE, held, position - 1)
+            yield Instruction(Operation.GATHER, visit.unit, position)
+        held = visit.unit
+        yield from _forward_of(held, position, microbatches, has_returned)
+    yield Instruction(Operation.AGREE)
+
+
+def _forward_of(
+    unit: int, position: int, microbatches: int, has_returned: Callable[[int, int], bool]
+) -> Iterator[Instruction]:
+    for microbatch in range(microbatches):
+        yield Instruction(Operation.FORWARD, unit, position, microbatch)
+        if has_returned(position, microbatch):
+            yield Instruction(Operation.LOSS, ROOT, position, microbatch)
+
+
+def layered_backward(
+    visits: Sequence[Visit], microbatches: int, trainable: Sequence[bool]
+) -> Instructions:
+    """Return the backward; the root unit and the unit of the last visit are gathered already.
 
     Args:
         visits: In the order of the forward.
         microbatches: Of this rank.
-        trainable: Per unit, whether it has gradients to reduce.
-        prefetch: Gather the next unit before the microbatches pass the current one.
-        reshard: As in the forward: without it, all units are gathered already.
+        trainable: Per unit, the root unit first, whether it has gradients to reduce.
     """
-    order = [p for p in reversed(range(len(visits))) if visits[p].differentiable]
-    final: dict[int, int] = {}
+    order = backward_order(visits)
+    reduced_at = {visits[position].unit: position for position in order}
+    armed: set[int] = set()
+    found: list[Instruction] = []
+    # a unit of which no backward passes the last visit is given back before everything else
+    held, held_since = (visits[-1].unit if visits else NONE), NONE
     for position in order:
-        final[visits[position].unit] = position
-    last = {visit.unit: position for position, visit in enumerate(visits)}
-    held, needed = (visits[-1:], order[:1]) if reshard else (visits, order)
-    gathered = {visit.unit for visit in held}
-    wanted = {visits[position].unit for position in needed}
-    for unit in sorted(gathered - wanted, key=last.__getitem__):
-        yield Action(Operation.FREE, unit, last[unit])
-    gathered &= wanted
-    for index, position in enumerate(order):
         unit = visits[position].unit
-        if unit not in gathered:
-            yield Action(Operation.GATHER, unit, position)
-            gathered.add(unit)
-        following = order[index + 1] if index + 1 < len(order) else None
-        if prefetch and following is not None and visits[following].unit not in gathered:
-            yield Action(Operation.GATHER, visits[following].unit, following)
-            gathered.add(visits[following].unit)
-        for microbatch in range(microbatches):
-            yield Action(Operation.BACKWARD, unit, position, microbatch)
-        if final[unit] == position and trainable[unit]:
-            yield Action(Operation.REDUCE, unit, position)
-        if reshard:
-            is_done = following is None or visits[following].unit != unit
+        if unit != held:
+            if held != NONE:
+                found.append(Instruction(Operation.FREE, held, held_since))
+            found.append(Instruction(Operation.GATHER, unit, position))
+        held, held_since = unit, position
+        if trainable[unit] and unit not in armed:
+            found.append(Instruction(Operation.ARM, unit, position))
+            armed.add(unit)
+        found.extend(
+            Instruction(Operation.BACKWARD, unit, position, microbatch)
+            for microbatch in range(microbatches)
+        )
+        if trainable[unit] and reduced_at[unit] == position:
+            found.append(Instruction(Operation.REDUCE, unit, position))
+    if held != NONE:
+        found.append(Instruction(Operation.FREE, held, held_since))
+    found += [
+        Instruction(Operation.REDUCE, ROOT),
+        Instruction(Operation.FREE, ROOT),
+        Instruction(Operation.AGREE),
+    ]
+    return tuple(found)
+
+
+def backward_order(visits: Sequence[Visit]) -> list[int]:
+    """Positions of the visits that a backward passes through, in its order."""
+    return [p for p in reversed(range(len(visits))) if visits[p].differentiable]
+
+
+def evaluation_of(unit: int, takes_part: bool) -> Instructions:
+    """One visit of a step without gradients, whose units are gathered as ranks ask for them.
+
+    Args:
+        unit: The unit that some rank has asked for.
+        takes_part: Whether this rank has, too.
+    """
+    passing = (Instruction(Operation.FORWARD, unit, microbatch=0),) if takes_part else ()
+    return (
+        Instruction(Operation.GATHER, unit),
+        *passing,
+        Instruction(Operation.FREE, unit),
+    )
+
+
+# -- passes -----------------------------------------------------------------------------------
+
+
+def keep_gathered(program: Program) -> Program:
+    """Free no unit before its last use: each is gathered once (``reshard_after_forward=False``)."""
+    last_free = {i.unit: i for i in program.backward if i.operation is Operation.FREE}
+    # units that no backward passes are of no more use behind the forward
+    freed = [i.unit for i in program.forward if i.operation is Operation.FREE]
+    unused = [unit for unit in dict.fromkeys(freed) if unit not in last_free]
+    backward = [
+        instruction
+        for instruction in program.backward
+        if instruction.operation is not Operation.GATHER
+        and (
+            instruction.operation is not Operation.FREE
+            or last_free[instruction.unit] is instruction
+        )
+    ]
+    return replace(
+        program,
+        forward=tuple(keeping(program.forward)),
+        backward=(*(Instruction(Operation.FREE, unit) for unit in unused), *backward),
+    )
+
+
+def keeping(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    """Leave out every FREE of a forward, and every further GATHER of a unit; one at a time."""
+    gathered: set[int] = set()
+    for instruction in instructions:
+        if instruction.operation is Operation.FREE:
+            continue
+        if instruction.operation is Operation.GATHER:
+            if instruction.unit in gathered:
+                continue
+            gathered.add(instruction.unit)
+        yield instruction
+
+
+def prefetch(program: Program) -> Program:
+    """Gather each unit while the visit before is under way, and never one further.
+
+    A unit that is being gathered and the one in use need two buffers: no more are there.
+    """
+    return replace(
+        program,
+        forward=_prefetched(program.forward),
+        backward=_prefetched(program.backward),
+    )
+
+
+def _prefetched(instructions: Instructions) -> Instructions:
+    visits = [list(group) for _, group in groupby(instructions, key=lambda each: each.visit)]
+    gathers = [[each for each in visit if each.operation is Operation.GATHER] for visit in visits]
+    found: list[Instruction] = []
+    for index, visit in enumerate(visits):
+        found += gathers[index] if index == 0 else []
+        following = gathers[index + 1] if index + 1 < len(visits) else []
+        rest = [each for each in visit if each.operation is not Operation.GATHER]
+        # what the forward has left over goes first: its buffer is the one to gather into
+        left_over = [each for each in rest if following and _is_left_over(each)]
+        found += [*left_over, *following, *(each for each in rest if each not in left_over)]
+    return tuple(found)
+
+
+def _is_left_over(instruction: Instruction) -> bool:
+    return instruction.operation is Operation.FREE and instruction.visit == NONE
+
+
+def offload(program: Program, visits: Sequence[Visit]) -> Program:
+    """Copy boundaries to the host behind their forward and fetch them two visits ahead of use.
+
+    Args:
+        program: Without offload.
+        visits: In the order of the forward.
+    """
+    order = backward_order(visits)
+    away = frozenset(order[UNITS_THAT_STAY:])
+    fetched_behind = dict(zip(order, order[UNITS_THAT_STAY:], strict=False))
+    backward: list[Instruction] = []
+    for instruction in program.backward:
+        backward.append(instruction)
+        if instruction.operation is Operation.BACKWARD and instruction.visit in fetched_behind:
+            position = fetched_behind[instruction.visit]
+            backward.append(
+                Instruction(
+                    Operation.FETCH, visits[position].unit, position, instruction.microbatch
+                )
+            )
+    return replace(
+        program,
+        forward=tuple(offloading(program.forward, away.__contains__)),
+        backward=tuple(backward),
+    )
+
+
+def offloading(
+    instructions: Iterable[Instruction], is_away: Callable[[int], bool]
+) -> Iterator[Instruction]:
+    """Add OFFLOAD behind the FORWARD of visits; one at a time, as an order may be discovered.
+
+    Args:
+        instructions: Of the forward.
+        is_away: Whether what enters a visit goes to the host.
+    """
+    for instruction in instructions:
+        yield instruction
+        is_visit = instruction.operation is Operation.FORWARD and instruction.visit != NONE
+        if is_visit and is_away(instruction.visit):
+            yield replace(instruction, operation=Operation.OFFLOAD)
+
+
+# -- proof ------------------------------------------------------------------------------------
+
+
+def gathered_after(instructions: Iterable[Instruction]) -> tuple[int, ...]:
+    """Units that are gathered when these instructions end, in the order of their gathers."""
+    gathered: dict[int, None] = {}
+    for instruction in instructions:
+        if instruction.operation is Operation.GATHER:
+            gathered[instruction.unit] = None
+        elif instruction.operation is Operation.FREE:
+            gathered.pop(instruction.unit, None)
+    return tuple(gathered)
+
+
+def check(programs: Sequence[Program]) -> None:
+    """Prove that the programs of all ranks can run together.
+
+    Every compute finds its unit gathered, and armed in the backward; every microbatch that goes
+    forward has a loss and comes back; every unit that is armed is reduced, once; nothing that is
+    gathered, armed or offloaded stays behind; and all ranks issue the same collectives in the same
+    order, without which they would wait for one another forever.
+
+    Args:
+        programs: Of every rank, in rank order.
+
+    Raises:
+        ProgramError: The first instruction that finds something missing, and its rank.
+    """
+    for rank, program in enumerate(programs):
+        _check_rank(rank, program)
+    first = _collectives(programs[0]) if programs else []
+    for rank, program in enumerate(programs[1:], start=1):
+        own = _collectives(program)
+        if own != first:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(own, first, strict=False)) if a != b),
+                min(len(own), len(first)),
+            )
+            raise ProgramError(
+                f"Collectives must come in one order on all ranks; as number {at + 1} rank 0 has"
+                f" {_named(first, at)}, but rank {rank} has {_named(own, at)}."
+            )
+
+
+def _collectives(program: Program) -> list[tuple[Operation, int]]:
+    return [(i.operation, i.unit) for i in program.instructions if i.operation in COLLECTIVES]
+
+
+def _named(collectives: Sequence[tuple[Operation, int]], at: int) -> str:
+    if at >= len(collectives):
+        return "none"
+    return str(Instruction(*collectives[at]))
+
+
+class _State:
+    """What one rank holds while its program is read."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.gathered: set[int] = set()
+        self.armed: set[int] = set()
+        self.reduced: set[int] = set()
+        self.forward: set[tuple[int, int]] = set()
+        self.without_loss: set[int] = set()
+        self.away: set[tuple[int, int]] = set()
+
+    def read(self, instruction: Instruction) -> None:
+        """Take one instruction."""
+        operation, unit = instruction.operation, instruction.unit
+        passage = (instruction.visit, instruction.microbatch)
+        if operation is Operation.GATHER:
+            self._expect(instruction, unit not in self.gathered, "the unit is gathered already")
+            self.gathered.add(unit)
+        elif operation is Operation.FREE:
+            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
+            self.gathered.discard(unit)
+        elif operation is Operation.ARM:
+            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
+            self._expect(instruction, unit not in self.reduced, "the unit is reduced already")
+            self.armed.add(unit)
+        elif operation in COMPUTE:
+            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
+            self._compute(instruction)
+        elif operation is Operation.OFFLOAD:
+            self._expect(instruction, passage in self.forward, "nothing went forward there")
+            self.away.add(passage)
+        elif operation is Operation.FETCH:
+            self._expect(instruction, passage in self.away, "nothing was offloaded there")
+            self.away.discard(passage)
+        elif operation is Operation.REDUCE:
+            self._expect(instruction, unit in self.armed, "the unit is not armed")
+            self.armed.discard(unit)
+            self.reduced.add(unit)
+
+    def _compute(self, instruction: Instruction) -> None:
+        passage = (instruction.visit, instruction.microbatch)
+        if instruction.operation is Operation.FORWARD:
+            self.forward.add(passage)
+            self.without_loss.add(instruction.microbatch)
+        elif instruction.operation is Operation.LOSS:
+            self._expect(instruction, ROOT in self.armed, "the root unit is not armed")
+            waits = instruction.microbatch in self.without_loss
+            self._expect(instruction, waits, "its microbatch did not go forward")
+            self.without_loss.discard(instruction.microbatch)
         else:
-            is_done = final[unit] == position
-        if is_done:
-            yield Action(Operation.FREE, unit, position)
-            gathered.discard(unit)
+            self._expect(instruction, passage in self.forward, "nothing went forward there")
+            self._expect(instruction, not self.without_loss, "a microbatch has no loss yet")
+            self._expect(instruction, passage not in self.away, "what entered is on the host")
+            self.forward.discard(passage)
+
+    def _expect(self, instruction: Instruction, holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise ProgramError(
+                f"Rank {self._rank} cannot run {instruction} ({instruction.operation.value} of unit"
+                f" {instruction.unit}): {otherwise}."
+            )
+
+    def expect_nothing_left(self) -> None:
+        """Raise ProgramError if a step would leave something behind."""
+        left = {
+            "gathered": sorted(self.gathered),
+            "armed": sorted(self.armed),
+            "offloaded": sorted(self.away),
+            "without a loss": sorted(self.without_loss),
+        }
+        for what, found in left.items():
+            if found:
+                raise ProgramError(f"Rank {self._rank} ends its step with {found} still {what}.")
+
+
+def _check_rank(rank: int, program: Program) -> None:
+    state = _State(rank)
+    for instruction in program.instructions:
+        state.read(instruction)
+    state.expect_nothing_left()
+
+
+def _example() -> str:
+    visits = [Visit(1), Visit(2), Visit(3)]
+    programs = [compile_step(visits, microbatches, [True] * 4) for microbatches in (2, 1)]
+    check(programs)
+    return "\n\n".join(f"rank {rank}\n{program}" for rank, program in enumerate(programs))
+
+
+if __name__ == "__main__":
+    print(_example())

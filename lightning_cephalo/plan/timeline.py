@@ -1,4 +1,4 @@
-"""What a step is, simulated or recorded: events on streams of every rank, bytes over time."""
+"""A step in time, simulated or recorded: a program's instructions on streams, bytes over time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-NONE = -1
+from lightning_cephalo.plan.program import Instruction, Operation
 
 StepFunction = tuple[tuple[float, float], ...]
 """Pairs of (time_s, bytes): from that time on that many bytes, until the next pair."""
@@ -26,45 +26,39 @@ class Stream(str, enum.Enum):
     REDUCTION = "reduction"
 
 
-class Activity(str, enum.Enum):
-    """What an event does; OFFLOAD and FETCH copy boundaries to the host and back.
-
-    WAITING is recorded only: in a simulation it is what lies between the events.
-    """
-
-    GATHER = "gather"
-    FORWARD = "forward"
-    TAIL = "tail"
-    BACKWARD = "backward"
-    REDUCE = "reduce"
-    OFFLOAD = "offload"
-    FETCH = "fetch"
-    OPTIMIZER = "optimizer"
-    OVERHEAD = "overhead"
-    WAITING = "waiting"
-
-
 @dataclass(frozen=True)
 class Event:
-    """Something that took time on one stream of one rank.
+    """An instruction of a program that took time on one stream of one rank.
 
     Attributes:
         rank: Which.
         stream: Where; events of one stream do not overlap in a simulation.
-        name: What.
+        instruction: What. ``WAIT`` is recorded only: in a simulation it is what lies between the
+            events. ``OVERHEAD`` is simulated only.
         start_s: From the start of the first step.
         end_s: Later than ``start_s``: what takes no time is no event.
-        unit: Index of the unit; -1 for the root unit and for what belongs to none.
-        microbatch: Index on this rank; -1 where all are meant.
     """
 
     rank: int
     stream: Stream
-    name: Activity
+    instruction: Instruction
     start_s: float
     end_s: float
-    unit: int = NONE
-    microbatch: int = NONE
+
+    @property
+    def operation(self) -> Operation:
+        """What the instruction does."""
+        return self.instruction.operation
+
+    @property
+    def unit(self) -> int:
+        """Index of the unit; 0 is the root unit, -1 where no unit is meant."""
+        return self.instruction.unit
+
+    @property
+    def microbatch(self) -> int:
+        """Index on the rank; -1 where all are meant."""
+        return self.instruction.microbatch
 
 
 @dataclass(frozen=True)
@@ -181,10 +175,10 @@ class Recording:
 
 def merged(points: Iterable[tuple[float, float]]) -> StepFunction:
     """Without points that another at the same time replaces, or that change nothing."""
-    kept: list[tuple[float, float]] = []
+    found: list[tuple[float, float]] = []
     for point in points:
-        if kept and kept[-1][0] == point[0]:
-            kept.pop()
-        if not kept or kept[-1][1] != point[1]:
-            kept.append(point)
-    return tuple(kept)
+        if found and found[-1][0] == point[0]:
+            found.pop()
+        if not found or found[-1][1] != point[1]:
+            found.append(point)
+    return tuple(found)

@@ -215,14 +215,14 @@ def prepare(
             )
         _keep(problem, found, options, agreement)
     problem = replace(problem, reshard_after_forward=options.reshard_after_forward)
-    if engine.runner.recompute:
+    if engine.executor.recompute:
         problem = with_host_memory(problem, agreement.exchange_objects(host))
     with Progress(options.verbose and agreement.rank == 0) as progress:
         progress.say("solving for the plan")
         solved = supported.together(
             agreement,
             "solving for the plan",
-            partial(_solved, problem, engine.runner.recompute, caps_bytes, agreement.rank),
+            partial(_solved, problem, engine.executor.recompute, caps_bytes, agreement.rank),
         )
     solved = agreement.broadcast(solved)
     predicted = predicted_memory(problem, solved, engine)
@@ -265,16 +265,16 @@ def _obey(plan: Plan, options: PlanningOptions, engine: Engine, host: HostMemory
         PlanError: If the plan wants boundaries moved that kept activations hold.
         HostMemoryError: If the host has less memory than the plan needs.
     """
-    runner, rank = engine.runner, plan.ranks[engine.agreement.rank]
-    runner.reshard_after_forward = _reshards(plan, options)
+    executor, rank = engine.executor, plan.ranks[engine.agreement.rank]
+    executor.reshard_after_forward = _reshards(plan, options)
     # at least: with tokens as weights what profiling has left is nearer
-    runner.expect_weight(plan.global_batch_size)
+    executor.expect_weight(plan.global_batch_size)
     if rank.recompute is not None:
-        runner.recompute = rank.recompute
-    runner.planned_memory = _planned_memory(rank)
+        executor.recompute = rank.recompute
+    executor.failure.planned_memory = _planned_memory(rank)
 
     def ring() -> HostRing | None:
-        if rank.offload and not runner.recompute:
+        if rank.offload and not executor.recompute:
             raise PlanError(
                 "The plan says offload: true, but recomputation is off, so that activations are"
                 " kept and hold what enters them. Use CephaloStrategy(recompute=True), or say"
@@ -282,7 +282,7 @@ def _obey(plan: Plan, options: PlanningOptions, engine: Engine, host: HostMemory
             )
         return make_ring(engine.device, host, rank)
 
-    runner.ring = supported.together(engine.agreement, "allocating host memory", ring)
+    executor.ring = supported.together(engine.agreement, "allocating host memory", ring)
 
 
 def _reshards(plan: Plan, options: PlanningOptions) -> bool:

@@ -155,7 +155,7 @@ def describe(
         ],
         "units": [unit.name for unit in engine.units],
         "compiled": [
-            *engine.runner.compiled_units,
+            *engine.executor.hooks.compiled_units,
             *[name for name, inner in module.named_modules() if inner._compiled_call_impl],
         ],
         "modules": [[name, *_described(inner, inner is module)]
@@ -166,7 +166,7 @@ def describe(
         "precision": [type(plugin).__name__, str(getattr(plugin, "precision", "")),
                       str(engine.compute_dtype), torch.get_float32_matmul_precision(),
                       torch.are_deterministic_algorithms_enabled()],
-        "recompute": engine.runner.recompute,
+        "recompute": engine.executor.recompute,
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
         "threads": torch.get_num_threads() if engine.device.type == "cpu" else None,
         "options": {

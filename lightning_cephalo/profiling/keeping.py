@@ -43,7 +43,7 @@ def measure_keeping(prober: Prober, recomputing: Measured, sweep: Sweep) -> Keep
     """
     engine = prober.engine
     engine.release_buffers()  # kept graphs have memory of their own
-    engine.runner.recompute = False
+    engine.executor.recompute = False
     measured = Measured()
     try:
         smallest = sweep.sizes[0]
@@ -51,7 +51,7 @@ def measure_keeping(prober: Prober, recomputing: Measured, sweep: Sweep) -> Keep
             _time(prober, measured, size, smallest if sweep.everyone_runs else 0)
         kept = measure_memory(prober, measured, sweep)
     finally:
-        engine.runner.recompute = True
+        engine.executor.recompute = True
         engine.release_buffers()
     return Keeping(measured, kept)
 

@@ -151,7 +151,7 @@ def measure(
         for flat in unit.flats:
             flat.forget_gradient()  # memory that moving the shards may need
     _give_back_kept_memory(engine.device)
-    visits = engine.runner.visits
+    visits = engine.executor.visits
     units = max(1, sum(visit.differentiable for visit in visits))
     own_keeping = Kept(0.0, 0.0) if keeping is None else keeping.kept
     per_microbatch = max(own_kept.microbatch_bytes, own_keeping.microbatch_bytes)
@@ -205,7 +205,7 @@ def measure(
             model=type(engine.module).__name__,
             parameters=engine.parameter_count,
             dtype=engine.compute_dtype,
-            recompute=engine.runner.recompute,
+            recompute=engine.executor.recompute,
             batch=batches.held,
         )
         if lost is not None:

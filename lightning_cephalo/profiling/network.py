@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_cephalo.execution.entrance import ROOT
 from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.sharding.unit import Unit
 
 # Units beside the root that are timed, and how often; a unit is much like the next.
@@ -65,7 +65,7 @@ def measure_network(
         clock: Seconds, when all work issued to the device is done.
         capacity_bytes: What this rank may hold.
     """
-    engine.runner.reshard()
+    engine.executor.reshard()
     root_gather_s, root_reduce_s = _unit_times(engine, engine.units[ROOT], clock)
     first = _mean_times(engine, clock)
     second = None

@@ -41,7 +41,7 @@ def optimizer_time(
         clip: Clips the gradients of these parameters, on all ranks together; None where the trainer
             clips none.
     """
-    engine.runner.reshard()
+    engine.executor.reshard()
     flats = [flat for unit in engine.units for flat in unit.flats if flat.trainable]
     clip_s = 0.0 if clip is None else _clip_time(engine, flats, clock, clip)
     own_s = 0.0

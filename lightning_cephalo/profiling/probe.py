@@ -1,4 +1,4 @@
-"""One step of the real runner on the real shards: what it takes, what it holds, how it fails."""
+"""One step of the real executor on the real shards: what it takes, what it holds, how it fails."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import torch
 
 from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
-from lightning_cephalo.execution.runner import MicrobatchCall
+from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.plan.program import COMPUTE, ROOT, Instruction, Operation
 from lightning_cephalo.profiling.errors import ProfilingError, lost_rank_explained
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.memory_model import Held, PeakMeter, batch_bytes
@@ -93,12 +95,8 @@ class Prober:
             ProfilingError: On every rank, if any fails otherwise.
         """
         self._times = None
-        self.engine.runner.clock = self._clock
         start = time.perf_counter()
-        try:
-            refused = self._run(partial(self._step_of, size, 1), size)
-        finally:
-            self.engine.runner.clock = None
+        refused = self._run(partial(self._timed_step_of, size), size)
         self.wall_s = time.perf_counter() - start
         return self._times, refused
 
@@ -139,43 +137,71 @@ class Prober:
                 torch.cuda.empty_cache()
         return [out_of_memory for _, out_of_memory, _ in said]
 
-    def _step_of(self, size: int, count: int) -> None:
-        self._forward_backward(self._calls(size, count))
-        times = self.engine.runner.times
-        if size and times is not None:
-            self._times = Times(times.forward_s, times.backward_s, times.tail_s)
+    def _timed_step_of(self, size: int) -> None:
+        clock = _PhaseClock(self._clock)
+        with self.engine.executor.observed_by(clock):
+            self._forward_backward(*self._calls(size, 1))
+        if size:
+            self._times = Times(clock.forward_s, clock.backward_s, clock.tail_s)
 
     def _watched_step_of(self, size: int, count: int) -> None:
-        calls = self._calls(size, count)
+        calls, failure = self._calls(size, count)
         with PeakMeter(self.engine) as meter:
-            self._forward_backward(calls, meter.forward_done)
+            self._forward_backward(calls, failure, meter.forward_done)
         if size:
             # in a real step every microbatch has samples of its own on the device
             samples_bytes = count * batch_bytes(self._batch_of(size), self.engine.device)
             self._held = Held(meter.peak_bytes + samples_bytes, meter.kept_bytes + samples_bytes)
 
     def _forward_backward(
-        self, calls: list[MicrobatchCall], between: Callable[[], None] = lambda: None
+        self,
+        calls: list[MicrobatchCall],
+        failure: BaseException | None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         with self._context():
-            self.engine.runner.forward(calls)
+            self.engine.executor.forward(calls, failure=failure)
         between()
-        self.engine.runner.backward()
+        self.engine.executor.backward()
 
-    def _calls(self, size: int, count: int) -> list[MicrobatchCall]:
+    def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], BaseException | None]:
+        """What to run, or why this rank cannot."""
         if not size:
-            return []
+            return [], None
         weight_of = partial(_finite_loss_and_weight, samples=size)
         try:
             batch = self._batch_of(size)
         except Exception as failure:
-            # raised inside the runner, which tells the other ranks
-            return [MicrobatchCall(partial(_raise, failure), weight_of)]
-        return [MicrobatchCall(partial(self._step, batch), weight_of) for _ in range(count)]
+            return [], failure
+        return [MicrobatchCall(partial(self._step, batch), weight_of) for _ in range(count)], None
 
 
-def _raise(failure: BaseException) -> None:
-    raise failure
+class _PhaseClock(Observer):
+    """Sums what this rank's compute takes, by phase.
+
+    Args:
+        clock: Seconds, when all work issued to the device is done.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_s = 0.0
+        self.forward_s = self.backward_s = self.tail_s = 0.0
+
+    def before(self, instruction: Instruction) -> None:
+        if instruction.operation in COMPUTE:
+            self._began_s = self._clock()
+
+    def after(self, instruction: Instruction) -> None:
+        if instruction.operation not in COMPUTE:
+            return
+        took_s = self._clock() - self._began_s
+        if instruction.operation is Operation.BACKWARD:
+            self.backward_s += took_s
+        elif instruction.unit == ROOT:
+            self.tail_s += took_s
+        else:
+            self.forward_s += took_s
 
 
 def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_cephalo.observe.stopwatch import Stopwatch
-
 
 class RemoteRankError(RuntimeError):
     """Another rank failed; the message names it and what it said."""
@@ -24,15 +22,13 @@ class Agreement:
 
     Args:
         group: A group of all ranks that takes CPU tensors (gloo).
-        stopwatch: Times how long this rank waits; the one of its shards as well.
 
     Attributes:
         told: What this rank has failed with, if the other ranks know it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, stopwatch: Stopwatch | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.stopwatch = stopwatch or Stopwatch()
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.told: BaseException | None = None
@@ -43,7 +39,7 @@ class Agreement:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64)
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        self.stopwatch.wait(dist.all_gather(parts, own, group=self._group, async_op=True))
+        dist.all_gather(parts, own, group=self._group)
         return [part.tolist() for part in parts]
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -67,8 +63,7 @@ class Agreement:
         if self.world_size == 1 or not flags:
             return list(flags)
         own = torch.tensor(flags, dtype=torch.uint8)
-        work = dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self.stopwatch.wait(work)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in own.tolist()]
 
     def raise_together(self, failure: BaseException | None, doing: str) -> None:

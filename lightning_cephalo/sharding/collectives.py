@@ -18,7 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_cephalo.observe.stopwatch import Stopwatch
+Wait = Callable[[Any], None]
+"""Waits for a handle of torch.distributed."""
+
+
+def wait_for(work: Any) -> None:
+    """Wait, and tell nobody."""
+    work.wait()
 
 
 @dataclass
@@ -33,17 +39,14 @@ class Pending:
     works: list[Any] = field(default_factory=list)
     finish: Callable[[], None] | None = None
 
-    def wait(self, stopwatch: Stopwatch | None = None) -> None:
+    def wait(self, wait: Wait = wait_for) -> None:
         """Block until the result may be used (on CUDA: until the stream may).
 
         Args:
-            stopwatch: Times how long.
+            wait: Waits for one handle.
         """
         for work in self.works:
-            if stopwatch is None:
-                work.wait()
-            else:
-                stopwatch.wait(work)
+            wait(work)
         self.works = []
         if self.finish is not None:
             finish, self.finish = self.finish, None

@@ -29,7 +29,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_cephalo.observe.stopwatch import Stopwatch
 from lightning_cephalo.sharding.buffers import Buffer, BufferPool
 from lightning_cephalo.sharding.collectives import (
     Pending,
@@ -53,7 +52,6 @@ class ShardingContext:
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         buffers: Lends the memory of gathered parameters.
         gradient_buffers: Lends that of their gradients.
-        stopwatch: Times waiting.
     """
 
     device: torch.device
@@ -63,7 +61,6 @@ class ShardingContext:
     compute_dtype: torch.dtype | None = None
     buffers: BufferPool = field(default_factory=BufferPool)
     gradient_buffers: BufferPool = field(default_factory=BufferPool)
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
     def rank(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cephalo.sharding.collectives import Pending
+from lightning_cephalo.sharding.collectives import Pending, Wait, wait_for
 from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider
@@ -42,7 +42,6 @@ class Unit:
         self.name = members.name
         self.module = members.module
         self.state = UnitState.SHARDED
-        self._stopwatch = context.stopwatch
         self._pending: list[Pending] = []
         self._reducing: list[Pending] = []
         groups: dict[tuple[bool, torch.dtype, bool], list[int]] = {}
@@ -137,23 +136,31 @@ class Unit:
             self._pending.append(flat.gather())
         self.state = UnitState.GATHERING
 
-    def wait_gather(self) -> None:
-        """Have the full parameters in place: gather if needed and wait."""
+    def wait_gather(self, wait: Wait = wait_for) -> None:
+        """Have the full parameters in place: gather if needed and wait.
+
+        Args:
+            wait: Waits for one handle of torch.distributed.
+        """
         self.start_gather()
         if self.state is UnitState.GATHERED:
             return
         for pending in self._pending:
-            pending.wait(self._stopwatch)
+            pending.wait(wait)
         self._pending = []
         self._show([flat.parameters for flat in self.flats])
         self.state = UnitState.GATHERED
 
-    def free(self) -> None:
-        """Give the full parameters back and show the sharded ones."""
+    def free(self, wait: Wait = wait_for) -> None:
+        """Give the full parameters back and show the sharded ones.
+
+        Args:
+            wait: Waits for one handle of a gather that is under way.
+        """
         if self.state is UnitState.SHARDED:
             return
         for pending in self._pending:
-            pending.wait(self._stopwatch)
+            pending.wait(wait)
         self._pending = []
         self._show_sharded()
         for flat in self.flats:
@@ -208,10 +215,14 @@ class Unit:
         for flat in trainable[len(self._reducing) :]:  # as in start_gather
             self._reducing.append(flat.reduce(scale))
 
-    def wait_reduce(self) -> None:
-        """Have this rank's slice of the summed gradients and release the full ones."""
+    def wait_reduce(self, wait: Wait = wait_for) -> None:
+        """Have this rank's slice of the summed gradients and release the full ones.
+
+        Args:
+            wait: Waits for one handle of torch.distributed.
+        """
         for pending in self._reducing:
-            pending.wait(self._stopwatch)
+            pending.wait(wait)
         self._reducing = []
         for flat in self.flats:
             flat.disarm()

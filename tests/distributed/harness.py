@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cephalo.execution.runner import MicrobatchCall, Runner
-from lightning_cephalo.observe.stopwatch import Stopwatch
+from lightning_cephalo.execution.executor import Executor
+from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.ranks.control import Agreement
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
@@ -59,29 +59,26 @@ def microbatches_of(
     return parts
 
 
-def make_runner(
+def make_executor(
     model: nn.Module,
     fractions: Sequence[float],
     recompute: bool,
     *,
     reshard: bool = True,
     **discovery: Any,
-) -> Runner:
+) -> Executor:
     device = torch.device("cpu")
-    stopwatch = Stopwatch()
-    context = ShardingContext(
-        device, default_mesh("cpu"), dist.new_group(), dist.new_group(), stopwatch=stopwatch
-    )
+    context = ShardingContext(device, default_mesh("cpu"), dist.new_group(), dist.new_group())
     divider = Divider(fractions)
     units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
-    runner = Runner(units, Agreement(dist.new_group(), stopwatch), device, recompute)
-    runner.reshard_after_forward = reshard
-    runner.install()
-    return runner
+    executor = Executor(units, Agreement(dist.new_group()), device, recompute)
+    executor.reshard_after_forward = reshard
+    executor.hooks.install()
+    return executor
 
 
 def sharded_step(
-    runner: Runner, model: nn.Module, loss_of: Loss, parts: Sequence[dict[str, Tensor]]
+    executor: Executor, model: nn.Module, loss_of: Loss, parts: Sequence[dict[str, Tensor]]
 ) -> float:
     """One forward and backward; returns this rank's weighted mean loss."""
     calls = []
@@ -92,8 +89,8 @@ def sharded_step(
                 lambda part=part: loss_of(model, part), lambda loss, weight=weight: (loss, weight)
             )
         )
-    outcome = runner.forward(calls)
-    runner.backward()
+    outcome = executor.forward(calls)
+    executor.backward()
     if not outcome.results:
         return 0.0
     pairs = zip(outcome.results, outcome.weights, strict=True)

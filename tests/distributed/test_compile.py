@@ -10,7 +10,7 @@ import torch
 from harness import (
     ALLOCATIONS,
     full_gradients,
-    make_runner,
+    make_executor,
     microbatches_of,
     relative_error,
     sharded_step,
@@ -59,15 +59,15 @@ def _train(rank: int, how: str, recompute: bool) -> tuple[float, int, float]:
             block.compile(backend="aot_eager")
     allocation = ALLOCATIONS["3:1"]
     batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 1)}
-    runner = make_runner(model, allocation.fractions, recompute)
-    sharded_step(runner, model, _loss, microbatches_of(batch, allocation, rank))
+    executor = make_executor(model, allocation.fractions, recompute)
+    sharded_step(executor, model, _loss, microbatches_of(batch, allocation, rank))
     _loss(single, batch).backward()
     found = {name.replace("_orig_mod.", ""): g for name, g in full_gradients(model).items()}
     error = relative_error(found, {name: p.grad for name, p in single.named_parameters()})
     compiled = torch._dynamo.utils.counters["frames"]["ok"]
-    runner.reshard()
-    runner.uninstall()
-    for unit in runner.units:
+    executor.reshard()
+    executor.hooks.uninstall()
+    for unit in executor.units:
         unit.restore_full()
     difference = (model(batch["x"]) - single(batch["x"])).abs().max()
     return error, compiled, float(difference.detach())

@@ -13,7 +13,7 @@ from harness import (
     Allocation,
     batch_size_of,
     full_gradients,
-    make_runner,
+    make_executor,
     microbatches_of,
     relative_error,
     sharded_step,
@@ -34,13 +34,13 @@ def compare(
 ) -> dict[str, float]:
     model, batch = build(name, batch_size_of(allocation))
     single = copy.deepcopy(model)
-    runner = make_runner(model, allocation.fractions, recompute, reshard=reshard)
+    executor = make_executor(model, allocation.fractions, recompute, reshard=reshard)
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     single_adamw = torch.optim.AdamW([p for p in single.parameters() if p.requires_grad], lr=1e-3)
     parts = microbatches_of(batch, allocation, rank)
     errors = {"gradient": 0.0, "loss": 0.0, "norm": 0.0, "parameters": 0.0}
     for _ in range(3):
-        loss = torch.tensor(sharded_step(runner, model, hugging_face_loss, parts))
+        loss = torch.tensor(sharded_step(executor, model, hugging_face_loss, parts))
         torch.distributed.all_reduce(loss)
         expected = hugging_face_loss(single, batch)
         expected.backward()

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import make_runner
+from harness import make_executor
 from launch import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -46,7 +46,7 @@ class _Net(nn.Module):
 
 def _parameters(shares, dtype=torch.float32):
     model = _Net().to(dtype)
-    make_runner(model, shares, recompute=False)
+    make_executor(model, shares, recompute=False)
     return list(model.parameters())
 
 

@@ -10,7 +10,7 @@ import torch
 from harness import (
     Allocation,
     full_gradients,
-    make_runner,
+    make_executor,
     microbatches_of,
     relative_error,
     sharded_step,
@@ -49,8 +49,8 @@ def _gradients(rank: int, name: str) -> list[int]:
     model, batch = build(name, 8)
     twin = copy.deepcopy(model)
     parts = microbatches_of(batch, TWO, rank)
-    plain = make_runner(twin, TWO.fractions, recompute=True)
-    offloading = make_runner(model, TWO.fractions, recompute=True)
+    plain = make_executor(twin, TWO.fractions, recompute=True)
+    offloading = make_executor(model, TWO.fractions, recompute=True)
     offloading.ring = make_ring()
     used = []
     for step in range(3):
@@ -110,7 +110,7 @@ def squared(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def _peak(offload: bool, skips: bool, residual: bool) -> tuple[int, int, list[torch.Tensor]]:
     torch.manual_seed(0)
     model = Blocks(skips, residual)
-    runner = make_runner(model, [1.0], recompute=True)
+    executor = make_executor(model, [1.0], recompute=True)
     host: list[torch.Tensor] = []
 
     def allocate(nbytes: int) -> torch.Tensor:
@@ -119,17 +119,21 @@ def _peak(offload: bool, skips: bool, residual: bool) -> tuple[int, int, list[to
         return host[-1]
 
     if offload:
-        runner.ring = HostRing(torch.device("cpu"), allocate, math.inf)
+        executor.ring = HostRing(torch.device("cpu"), allocate, math.inf)
     parts = [{"x": torch.randn(256, WIDTH)} for _ in range(4)]
     tracker = MemoryTracker()
     with tracker:
         for _ in range(2):
-            sharded_step(runner, model, squared, parts)
+            sharded_step(executor, model, squared, parts)
         tracker.reset_peak()
         before = tracker.current_bytes
-        sharded_step(runner, model, squared, parts)
+        sharded_step(executor, model, squared, parts)
         peak = tracker.peak_bytes - before
-    return peak, runner.ring.most_bytes if runner.ring else 0, list(full_gradients(model).values())
+    return (
+        peak,
+        executor.ring.most_bytes if executor.ring else 0,
+        list(full_gradients(model).values()),
+    )
 
 
 def _peaks(rank: int, skips: bool, residual: bool) -> tuple[float, float, int]:
@@ -162,10 +166,10 @@ def test_what_is_used_again_stays_on_the_device():
 
 def _kept(rank: int) -> int:
     model, batch = build("llama", 8)
-    runner = make_runner(model, TWO.fractions, recompute=False)
-    runner.ring = make_ring()
-    sharded_step(runner, model, hugging_face_loss, microbatches_of(batch, TWO, rank))
-    return runner.ring.most_bytes
+    executor = make_executor(model, TWO.fractions, recompute=False)
+    executor.ring = make_ring()
+    sharded_step(executor, model, hugging_face_loss, microbatches_of(batch, TWO, rank))
+    return executor.ring.most_bytes
 
 
 def test_kept_graphs_hold_their_inputs_and_nothing_is_copied():
@@ -174,9 +178,9 @@ def test_kept_graphs_hold_their_inputs_and_nothing_is_copied():
 
 def _too_small(rank: int) -> None:
     model, batch = build("llama", 8)
-    runner = make_runner(model, TWO.fractions, recompute=True)
-    runner.ring = make_ring(100.0 if rank else math.inf)
-    sharded_step(runner, model, hugging_face_loss, microbatches_of(batch, TWO, rank))
+    executor = make_executor(model, TWO.fractions, recompute=True)
+    executor.ring = make_ring(100.0 if rank else math.inf)
+    sharded_step(executor, model, hugging_face_loss, microbatches_of(batch, TWO, rank))
 
 
 def test_a_host_with_too_little_memory_stops_all_ranks():
@@ -189,7 +193,7 @@ def test_a_host_with_too_little_memory_stops_all_ranks():
 
 def _refused_later(rank: int) -> None:
     model, batch = build("llama", 8)
-    runner = make_runner(model, TWO.fractions, recompute=True)
+    executor = make_executor(model, TWO.fractions, recompute=True)
     taken = []
 
     def allocate(nbytes: int) -> torch.Tensor:
@@ -198,12 +202,12 @@ def _refused_later(rank: int) -> None:
             raise RuntimeError("no pinned memory")
         return host_memory(nbytes)
 
-    runner.ring = HostRing(torch.device("cpu"), allocate, math.inf)
+    executor.ring = HostRing(torch.device("cpu"), allocate, math.inf)
     parts = microbatches_of(batch, TWO, rank)
-    sharded_step(runner, model, hugging_face_loss, parts)
+    sharded_step(executor, model, hugging_face_loss, parts)
     # as if the step had taken several pieces, which the next one wants in one
-    runner.ring._chunks *= 2
-    sharded_step(runner, model, hugging_face_loss, parts)
+    executor.ring._chunks *= 2
+    sharded_step(executor, model, hugging_face_loss, parts)
 
 
 def test_a_host_that_gives_no_memory_between_steps_stops_all_ranks():
@@ -301,23 +305,23 @@ TWO_PARTS = [{"x": torch.ones(2, WIDTH)} for _ in range(2)]
 
 def _fetched_in_vain(rank: int) -> None:
     model = SideBranch(skips=False, residual=False)
-    runner = make_runner(model, [0.5, 0.5], recompute=True)
-    runner.ring = NotingRing()
-    sharded_step(runner, model, squared, TWO_PARTS)
-    assert runner.ring.fetched
-    assert all(away.returning is None for away in runner.ring.fetched)
+    executor = make_executor(model, [0.5, 0.5], recompute=True)
+    executor.ring = NotingRing()
+    sharded_step(executor, model, squared, TWO_PARTS)
+    assert executor.ring.fetched
+    assert all(away.returning is None for away in executor.ring.fetched)
 
 
 def _stopped_before_use(rank: int) -> None:
     model = Blocks(skips=False, residual=False)
     model.blocks = nn.ModuleList(Counting() for _ in range(12))
     model.blocks[8].most_calls = len(TWO_PARTS)  # and not once more to compute it again
-    runner = make_runner(model, [0.5, 0.5], recompute=True)
-    runner.ring = NotingRing()
+    executor = make_executor(model, [0.5, 0.5], recompute=True)
+    executor.ring = NotingRing()
     with pytest.raises(ArithmeticError, match="refused"):
-        sharded_step(runner, model, squared, TWO_PARTS)
-    assert runner.ring.fetched
-    assert all(away.returning is None for away in runner.ring.fetched)
+        sharded_step(executor, model, squared, TWO_PARTS)
+    assert executor.ring.fetched
+    assert all(away.returning is None for away in executor.ring.fetched)
 
 
 @pytest.mark.parametrize("reason", [_fetched_in_vain, _stopped_before_use])
@@ -349,9 +353,9 @@ def _nested(rank: int) -> None:
     for offload in (False, True):
         model = copy.deepcopy(single)
         model.zero_grad()
-        runner = make_runner(model, [0.5, 0.5], recompute=True)
-        runner.ring = make_ring() if offload else None
-        sharded_step(runner, model, squared, [] if rank else [batch])
+        executor = make_executor(model, [0.5, 0.5], recompute=True)
+        executor.ring = make_ring() if offload else None
+        sharded_step(executor, model, squared, [] if rank else [batch])
         assert relative_error(full_gradients(model), wanted) <= 1e-5
 
 

@@ -9,13 +9,14 @@ from statistics import median
 import pytest
 import torch
 from busy import by_the_clock, timed
-from harness import make_runner
+from harness import make_executor
 from launch import run_ranks
+from lightning_cephalo.observe.stopwatch import Share
 from torch import Tensor, nn
 
-from lightning_cephalo.execution.runner import MicrobatchCall, Runner
+from lightning_cephalo.execution.executor import Executor
+from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.observe.recorder import Recorder
-from lightning_cephalo.observe.stopwatch import Share
 from lightning_cephalo.plan.timeline import Activity, Event, Stream
 
 UNITS, WIDTH = 4, 128
@@ -64,31 +65,31 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def step(runner: Runner, model: nn.Module, microbatches: int) -> None:
+def step(executor: Executor, model: nn.Module, microbatches: int) -> None:
     x = torch.ones(2, WIDTH)
     call = MicrobatchCall(lambda: model(x), lambda loss: (loss, 2.0))
-    runner.forward([call] * microbatches)
-    runner.backward()
-    assert runner.stopwatch.finish()
+    executor.forward([call] * microbatches)
+    executor.backward()
+    assert executor.stopwatch.finish()
 
 
 def recorded(
     rank: int, steps: int, microbatches: int, pauses_s: tuple[float, ...] = (PAUSE_S, PAUSE_S)
 ) -> tuple[tuple[Event, ...], bool]:
     model = Model(pauses_s[rank] / microbatches)
-    runner = make_runner(model, (0.75, 0.25), recompute=False)
-    runner.recorder = Recorder(runner.stopwatch)
+    executor = make_executor(model, (0.75, 0.25), recompute=False)
+    executor.recorder = Recorder(executor.stopwatch)
     for _ in range(steps):
-        runner.recorder.restart()
-        step(runner, model, microbatches)
-        runner.recorder.finish()
+        executor.recorder.restart()
+        step(executor, model, microbatches)
+        executor.recorder.finish()
     groups = {
         (flat.context.gather_group.group_name, flat.context.reduce_group.group_name)
-        for unit in runner.units
+        for unit in executor.units
         for flat in unit.flats
     }
     (names,) = groups
-    return runner.recorder.events(rank), names[0] != names[1]
+    return executor.recorder.events(rank), names[0] != names[1]
 
 
 def passes(events: tuple[Event, ...], name: Activity) -> list[tuple[float, float]]:
@@ -179,10 +180,10 @@ def test_every_gather_and_reduce_is_recorded_once():
 
 def shares(rank: int, pauses_s: tuple[float, ...]) -> list[Share]:
     model = Model(pauses_s[rank])
-    runner = make_runner(model, (0.5, 0.5), recompute=False)
+    executor = make_executor(model, (0.5, 0.5), recompute=False)
     for _ in range(8):
-        step(runner, model, microbatches=1)
-    return runner.stopwatch.read()[1:]
+        step(executor, model, microbatches=1)
+    return executor.stopwatch.read()[1:]
 
 
 @timed
@@ -203,10 +204,10 @@ def test_an_exchange_is_waiting_too():
 
     def without_data(rank: int) -> Share:
         model = Model(0.05)
-        runner = make_runner(model, (0.5, 0.5), recompute=False)
+        executor = make_executor(model, (0.5, 0.5), recompute=False)
         for _ in range(2):
-            step(runner, model, microbatches=1 - rank)
-        return runner.stopwatch.read()[-1]
+            step(executor, model, microbatches=1 - rank)
+        return executor.stopwatch.read()[-1]
 
     working, idle = run_ranks(2, without_data)
     assert working.busy_s > 2 * UNITS * 0.05

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import (
     batch_size_of,
     full_gradients,
-    make_runner,
+    make_executor,
     microbatches_of,
     relative_error,
     sharded_step,
@@ -391,8 +391,8 @@ def _equals(rank: int, name: str, recompute: bool, reshard: bool) -> None:
     model = MODELS[name]()
     single = copy.deepcopy(model)
     batch = make_batch(batch_size_of(UNEVEN))
-    runner = make_runner(model, UNEVEN.fractions, recompute, reshard=reshard)
-    assert len(runner.units) > 2
+    executor = make_executor(model, UNEVEN.fractions, recompute, reshard=reshard)
+    assert len(executor.units) > 2
     parts = microbatches_of(batch, UNEVEN, rank)
     for step in range(3):
         if step == 2:  # the third adds to the second
@@ -400,7 +400,7 @@ def _equals(rank: int, name: str, recompute: bool, reshard: bool) -> None:
         else:
             model.zero_grad()
             single.zero_grad()
-        loss = torch.tensor(sharded_step(runner, model, mean_loss, parts))
+        loss = torch.tensor(sharded_step(executor, model, mean_loss, parts))
         dist.all_reduce(loss)
         expected = mean_loss(single, batch)
         expected.backward()
@@ -408,7 +408,7 @@ def _equals(rank: int, name: str, recompute: bool, reshard: bool) -> None:
         found = full_gradients(model)
         wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
         assert relative_error(found, wanted) <= 1e-5
-        assert_idle(runner)
+        assert_idle(executor)
     for key, gradient in before.items():
         torch.testing.assert_close(found[key], 2 * gradient)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from harness import (
     Allocation,
     full_gradients,
-    make_runner,
+    make_executor,
     microbatches_of,
     relative_error,
     sharded_step,
@@ -23,7 +23,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from toys import UNEVEN, WIDTH, Base, Block, assert_idle, make_batch, mean_loss
 
-from lightning_cephalo.execution.runner import MicrobatchCall, Runner
+from lightning_cephalo.execution.executor import Executor
+from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.sharding.collectives import Pending
 
 # -- collectives and buffers --------------------------------------------------------------------
@@ -34,15 +35,15 @@ class Deep(Base):
 
 
 class Observer:
-    """Counts a runner's collectives; looks at the storages whenever one begins or ends."""
+    """Counts a executor's collectives; looks at the storages whenever one begins or ends."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.gathers: Counter[int] = Counter()
         self.reduces: Counter[int] = Counter()
         self.order: list[str] = []
         self.most_full = self.most_gradients = 0
-        self.units = runner.units
-        for index, unit in enumerate(runner.units):
+        self.units = executor.units
+        for index, unit in enumerate(executor.units):
             for flat in unit.flats:
                 self._watch(flat, index)
 
@@ -86,20 +87,20 @@ class Observer:
 
 def _counts(rank: int, recompute: bool) -> list[tuple]:
     model = Deep()
-    runner = make_runner(model, UNEVEN.fractions, recompute)
+    executor = make_executor(model, UNEVEN.fractions, recompute)
     orders = []
     for sizes in (((1,), (1,), ()), ((1, 1, 1, 1), (1,), (2,)), ((), (3,), ())):
         allocation = Allocation(sizes, UNEVEN.fractions)
         parts = microbatches_of(make_batch(8), allocation, rank)
-        sharded_step(runner, model, mean_loss, parts)  # the first step discovers the order
-        observer = Observer(runner)
-        sharded_step(runner, model, mean_loss, parts)
+        sharded_step(executor, model, mean_loss, parts)  # the first step discovers the order
+        observer = Observer(executor)
+        sharded_step(executor, model, mean_loss, parts)
         assert observer.gathers == {0: 1, **dict.fromkeys(range(1, 6), 2), 6: 1}
         assert observer.reduces == dict.fromkeys(range(7), 1)
         assert observer.most_full == 2
         assert observer.most_gradients <= 2
         orders.append(tuple(observer.order))
-        for unit in runner.units:
+        for unit in executor.units:
             for flat in unit.flats:
                 for name in ("gather", "reduce", "arm", "free", "disarm"):
                     del flat.__dict__[name]
@@ -114,22 +115,22 @@ def test_two_gathers_and_one_reduce_per_unit_whatever_the_microbatches(recompute
 
 def _gathered_once(rank: int, recompute: bool) -> None:
     model = Deep()
-    runner = make_runner(model, UNEVEN.fractions, recompute, reshard=False)
+    executor = make_executor(model, UNEVEN.fractions, recompute, reshard=False)
     parts = microbatches_of(make_batch(8), UNEVEN, rank)
     held = []
     for _ in range(3):  # the first step discovers the order
-        observer = Observer(runner)
-        sharded_step(runner, model, mean_loss, parts)
+        observer = Observer(executor)
+        sharded_step(executor, model, mean_loss, parts)
         assert observer.gathers == dict.fromkeys(range(7), 1)
         assert observer.reduces == dict.fromkeys(range(7), 1)
         assert observer.most_full == 6
         assert observer.most_gradients <= 2
-        assert_idle(runner)
-        flats = [flat for unit in runner.units[1:] for flat in unit.flats]
+        assert_idle(executor)
+        flats = [flat for unit in executor.units[1:] for flat in unit.flats]
         held.append([flat.full.data_ptr() for flat in flats])
         assert not any(flat.is_lent for flat in flats) and all(held[-1])
     assert held[0] == held[1] == held[2], "memory was allocated anew"
-    runner.reshard_after_forward = True
+    executor.reshard_after_forward = True
     assert all(flat.full.untyped_storage().nbytes() == 0 for flat in flats)
 
 
@@ -140,10 +141,10 @@ def test_units_that_stay_are_gathered_once_and_into_the_same_memory_in_every_ste
 
 def _discovers(rank: int) -> None:
     model = Deep()
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
     parts = microbatches_of(make_batch(4), UNEVEN, rank)
-    observer = Observer(runner)
-    sharded_step(runner, model, mean_loss, parts)
+    observer = Observer(executor)
+    sharded_step(executor, model, mean_loss, parts)
     assert observer.gathers == {0: 1, **dict.fromkeys(range(1, 6), 2), 6: 1}
     assert observer.reduces == dict.fromkeys(range(7), 1)
     assert observer.most_full <= 2
@@ -174,8 +175,8 @@ def _tail(rank: int) -> None:
     model = WideTail()
     kept = []
     for recompute in (True, False):
-        runner = make_runner(copy.deepcopy(model), UNEVEN.fractions, recompute)
-        twin = runner.units[0].module
+        executor = make_executor(copy.deepcopy(model), UNEVEN.fractions, recompute)
+        twin = executor.units[0].module
         alive = []
 
         def loss_of(net, part, alive=alive):
@@ -185,7 +186,7 @@ def _tail(rank: int) -> None:
             return loss
 
         for _ in range(3):
-            sharded_step(runner, twin, loss_of, microbatches_of(make_batch(4), UNEVEN, rank))
+            sharded_step(executor, twin, loss_of, microbatches_of(make_batch(4), UNEVEN, rank))
         assert all(ref.expired() for ref in twin.logits)
         assert len(twin.logits) == 3 * len(UNEVEN.microbatches[rank])
         assert not any(alive)
@@ -217,16 +218,16 @@ class Activations(Base):
 def _activations(rank: int) -> None:
     for recompute in (True, False):
         model = Activations()
-        runner = make_runner(model, UNEVEN.fractions, recompute)
+        executor = make_executor(model, UNEVEN.fractions, recompute)
         parts = microbatches_of(make_batch(4), UNEVEN, rank)
         calls = [
             MicrobatchCall(partial(mean_loss, model, part), lambda loss: (loss, 1.0))
             for part in parts
         ]
         for _ in range(2):
-            runner.forward(calls)
+            executor.forward(calls)
             assert model.alive() == (0 if recompute else 3 * len(parts))
-            runner.backward()
+            executor.backward()
             assert model.alive() == 0
 
 
@@ -270,7 +271,7 @@ def _used_on_one_rank(rank: int) -> None:
     torch.manual_seed(3)
     model = Sometimes()
     single = copy.deepcopy(model)
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
     batch = make_batch(4)
     allocation = Allocation(((1, 1), (1,), (1,)), UNEVEN.fractions)
     for use in (False, True):
@@ -278,7 +279,7 @@ def _used_on_one_rank(rank: int) -> None:
             batch["x"][1, 0] = 10.0  # the second microbatch of rank 0 only
         model.zero_grad()
         single.zero_grad()
-        sharded_step(runner, model, mean_loss, microbatches_of(batch, allocation, rank))
+        sharded_step(executor, model, mean_loss, microbatches_of(batch, allocation, rank))
         for start in range(4):
             one = {key: value[start : start + 1] for key, value in batch.items()}
             (mean_loss(single, one) / 4).backward()
@@ -297,14 +298,14 @@ def _tags(rank: int) -> None:
     model = Base()
     for name, parameter in model.named_parameters():
         parameter.no_decay = "bias" in name
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
     seen = []
 
     def loss_of(model, part):
         seen.append([p.no_decay for _, p in model.blocks[0].named_parameters()])
         return mean_loss(model, part)
 
-    sharded_step(runner, model, loss_of, microbatches_of(make_batch(4), UNEVEN, rank))
+    sharded_step(executor, model, loss_of, microbatches_of(make_batch(4), UNEVEN, rank))
     assert seen == [[False, True]] * len(seen)
     for name, parameter in model.named_parameters():
         assert parameter.no_decay is ("bias" in name)
@@ -318,7 +319,7 @@ def _freezes(rank: int) -> None:
     torch.manual_seed(3)
     model = Base()
     single = copy.deepcopy(model)
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
     batch = make_batch(4)
     parts = microbatches_of(batch, UNEVEN, rank)
     for frozen in ((), ("embed", "blocks.0", "blocks.1"), ("blocks.2",), ("head", "embed"), ()):
@@ -326,11 +327,11 @@ def _freezes(rank: int) -> None:
             twin.zero_grad()
             for name, parameter in twin.named_parameters():
                 parameter.requires_grad_(not name.startswith(frozen or "-"))
-        sharded_step(runner, model, mean_loss, parts)
+        sharded_step(executor, model, mean_loss, parts)
         mean_loss(single, batch).backward()
         wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
         assert relative_error(full_gradients(model), wanted) <= 1e-5
-        assert_idle(runner)
+        assert_idle(executor)
 
 
 def test_users_may_freeze_and_unfreeze_between_steps():
@@ -359,7 +360,7 @@ def _tokens(rank: int) -> None:
     torch.manual_seed(3)
     model = Tokens()
     single = copy.deepcopy(model)
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
     torch.manual_seed(11)
     batch = {"x": torch.randn(4, 3, 4), "y": torch.randint(0, 5, (4, 3))}
     batch["y"][0] = -100
@@ -377,8 +378,8 @@ def _tokens(rank: int) -> None:
             )
             for part in parts
         ]
-        outcome = runner.forward(calls, loss_factor=scale)
-        runner.backward(divisor=4.0)
+        outcome = executor.forward(calls, loss_factor=scale)
+        executor.backward(divisor=4.0)
         assert outcome.total_weight == 4.0
         expected = token_loss(single, batch)
         (expected * scale / 4.0).backward()
@@ -397,7 +398,7 @@ def _evaluates(rank: int) -> None:
     torch.manual_seed(3)
     model = Base()
     single = copy.deepcopy(model)
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
     x = make_batch(4)["x"]
 
     def generate(net: nn.Module, rounds: int) -> torch.Tensor:
@@ -412,10 +413,10 @@ def _evaluates(rank: int) -> None:
             if rounds[rank]:
                 call = MicrobatchCall(lambda: generate(model, rounds[rank]), lambda _: (_, 0.0))  # noqa: B023
             with mode():
-                outcome = runner.evaluate(call, "validating")
+                outcome = executor.evaluate(call, "validating")
                 assert torch.is_inference_mode_enabled() is (mode is torch.inference_mode)
-            runner.reshard()
-            assert_idle(runner)
+            executor.reshard()
+            assert_idle(executor)
             if call is None:
                 assert outcome.results == ()
             else:
@@ -423,7 +424,7 @@ def _evaluates(rank: int) -> None:
                 with torch.no_grad():
                     torch.testing.assert_close(found.clone(), generate(single, rounds[rank]))
     # training goes on after evaluation in inference mode
-    sharded_step(runner, model, mean_loss, microbatches_of(make_batch(4), UNEVEN, rank))
+    sharded_step(executor, model, mean_loss, microbatches_of(make_batch(4), UNEVEN, rank))
     mean_loss(single, make_batch(4)).backward()
     wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
     assert relative_error(full_gradients(model), wanted) <= 1e-5
@@ -437,7 +438,7 @@ def _evaluation_fails(rank: int) -> None:
     from lightning_cephalo.ranks.control import RemoteRankError
 
     model = Base()
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
 
     def step() -> torch.Tensor:
         y = model(torch.ones(2, 4))
@@ -447,11 +448,11 @@ def _evaluation_fails(rank: int) -> None:
 
     for _ in range(2):
         with pytest.raises(KeyError if rank == 1 else RemoteRankError, match="no such label"):
-            runner.evaluate(
+            executor.evaluate(
                 None if rank == 2 else MicrobatchCall(step, lambda _: (_, 0.0)), "validating"
             )
-        assert_idle(runner)
-    sharded_step(runner, model, mean_loss, microbatches_of(make_batch(4), UNEVEN, rank))
+        assert_idle(executor)
+    sharded_step(executor, model, mean_loss, microbatches_of(make_batch(4), UNEVEN, rank))
 
 
 def test_a_failing_evaluation_is_raised_on_all_ranks():
@@ -462,14 +463,14 @@ def _outside(rank: int) -> None:
     torch.manual_seed(3)
     model = Base()
     single = copy.deepcopy(model)
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
     x = torch.ones(2, 4)
     with torch.no_grad():
         torch.testing.assert_close(model(x), single(x))
-    sharded_step(runner, model, mean_loss, microbatches_of(make_batch(4), UNEVEN, rank))
-    assert_idle(runner)
-    runner.reshard()
-    runner.uninstall()
+    sharded_step(executor, model, mean_loss, microbatches_of(make_batch(4), UNEVEN, rank))
+    assert_idle(executor)
+    executor.reshard()
+    executor.hooks.uninstall()
     assert all("forward" not in block.__dict__ for block in model.blocks)
     dist.barrier()
 
@@ -480,12 +481,12 @@ def test_a_model_may_be_called_outside_of_a_step_by_all_ranks():
 
 def _memory(rank: int, recompute: bool) -> list[set[int]]:
     model = Deep()
-    runner = make_runner(model, UNEVEN.fractions, recompute)
+    executor = make_executor(model, UNEVEN.fractions, recompute)
     parts = microbatches_of(make_batch(8), Allocation(((1, 1), (3,), (3,)), UNEVEN.fractions), rank)
-    context = runner.units[1].flats[0].context
+    context = executor.units[1].flats[0].context
     seen = []
     for _ in range(4):
-        sharded_step(runner, model, mean_loss, parts)
+        sharded_step(executor, model, mean_loss, parts)
         pools = (context.buffers, context.gradient_buffers)
         seen.append({b.storage.data_ptr() for pool in pools for b in pool.buffers})
     return seen

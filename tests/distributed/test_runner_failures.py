@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import full_gradients, make_runner, microbatches_of, relative_error
+from harness import full_gradients, make_executor, microbatches_of, relative_error
 from launch import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from toys import UNEVEN, Base, Block, assert_idle, make_batch, mean_loss
 
 from lightning_cephalo.execution.arguments import UnitUseError
-from lightning_cephalo.execution.runner import MicrobatchCall, Runner
+from lightning_cephalo.execution.executor import Executor
+from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.ranks.control import RemoteRankError
 
 SECONDS = 5.0
@@ -207,20 +208,25 @@ def calls_of(model: Faulty, parts: list[dict[str, Tensor]], scenario: str | None
     ]
 
 
-def good_step(runner: Runner, model: Faulty, single: Faulty, rank: int) -> None:
+def good_step(executor: Executor, model: Faulty, single: Faulty, rank: int) -> None:
     batch = make_batch(4)
     model.zero_grad()
     single.zero_grad()
-    runner.forward(calls_of(model, microbatches_of(batch, UNEVEN, rank), None))
-    runner.backward()
+    executor.forward(calls_of(model, microbatches_of(batch, UNEVEN, rank), None))
+    executor.backward()
     mean_loss(single, batch).backward()
     wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
     assert relative_error(full_gradients(model), wanted) <= 1e-5
-    assert_idle(runner)
+    assert_idle(executor)
 
 
 def expect(
-    runner: Runner, step: Callable[[], None], rank: int, fails: tuple[int, ...], error, message: str
+    executor: Executor,
+    step: Callable[[], None],
+    rank: int,
+    fails: tuple[int, ...],
+    error,
+    message: str,
 ) -> None:
     start = time.monotonic()
     if rank in fails:
@@ -230,7 +236,7 @@ def expect(
         with pytest.raises(RemoteRankError, match=rf"(?s)Rank {min(fails)} .*{message}"):
             step()
     assert time.monotonic() - start < SECONDS
-    assert_idle(runner)
+    assert_idle(executor)
 
 
 def _fails(rank: int, name: str) -> None:
@@ -241,26 +247,26 @@ def _fails(rank: int, name: str) -> None:
         torch.manual_seed(3)
         model = Faulty()
         single = copy.deepcopy(model)
-        runner = make_runner(model, UNEVEN.fractions, recompute)
+        executor = make_executor(model, UNEVEN.fractions, recompute)
         for _ in range(good_steps_before):
-            good_step(runner, model, single, rank)
+            good_step(executor, model, single, rank)
         parts = microbatches_of(make_batch(4), UNEVEN, rank)
         broken = rank in scenario.ranks
         if broken:
             scenario.breaks(model)
 
-        def bad_step(model=model, runner=runner, parts=parts, broken=broken) -> None:
-            runner.forward(calls_of(model, parts, name if broken else None))
-            runner.backward()
+        def bad_step(model=model, executor=executor, parts=parts, broken=broken) -> None:
+            executor.forward(calls_of(model, parts, name if broken else None))
+            executor.backward()
 
         fails = scenario.ranks if scenario.fails is None else scenario.fails
         for _ in range(2):  # the second time from what the first has left
             if broken:
                 model.mend()
                 scenario.breaks(model)
-            expect(runner, bad_step, rank, fails, scenario.error, scenario.message)
+            expect(executor, bad_step, rank, fails, scenario.error, scenario.message)
         model.mend()
-        good_step(runner, model, single, rank)
+        good_step(executor, model, single, rank)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -276,18 +282,18 @@ def _ranks_differ(rank: int, good_steps_before: int) -> None:
     for order in ((0, 2), (0, 1), (0, 1, 2, 2), ()):
         model = Faulty()
         single = copy.deepcopy(model)
-        runner = make_runner(model, UNEVEN.fractions, True)
+        executor = make_executor(model, UNEVEN.fractions, True)
         torch.manual_seed(3)
         for _ in range(good_steps_before):
-            good_step(runner, model, single, rank)
+            good_step(executor, model, single, rank)
         if rank == 1:
             orders(order)(model)
         parts = microbatches_of(make_batch(4), UNEVEN, rank)
         with pytest.raises((UnitUseError, RemoteRankError), match=DIFFERENT):
-            runner.forward(calls_of(model, parts, None))
-        assert_idle(runner)
+            executor.forward(calls_of(model, parts, None))
+        assert_idle(executor)
         model.mend()
-        good_step(runner, model, single, rank)
+        good_step(executor, model, single, rank)
 
 
 @pytest.mark.parametrize("good_steps_before", [0, 1], ids=["first step", "later step"])
@@ -301,7 +307,7 @@ def test_ranks_that_visit_different_units_are_told_so(good_steps_before):
 def _zero_weights(rank: int) -> None:
     model = Faulty()
     single = copy.deepcopy(model)
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
     parts = microbatches_of(make_batch(4), UNEVEN, rank)
     for weight in (0.0, float("nan")):
         calls = [
@@ -311,12 +317,12 @@ def _zero_weights(rank: int) -> None:
             for part in parts
         ]
         with pytest.raises(ValueError, match="weights of all microbatches of this step sum to"):
-            runner.forward(calls)
-        assert_idle(runner)
-        good_step(runner, model, single, rank)
+            executor.forward(calls)
+        assert_idle(executor)
+        good_step(executor, model, single, rank)
     with pytest.raises(ValueError, match="did no rank get a sample"):
-        runner.forward([])
-    good_step(runner, model, single, rank)
+        executor.forward([])
+    good_step(executor, model, single, rank)
 
 
 def test_weights_that_sum_to_zero_or_are_not_numbers_are_refused_on_all_ranks():
@@ -326,15 +332,15 @@ def test_weights_that_sum_to_zero_or_are_not_numbers_are_refused_on_all_ranks():
 def _bad_weight_of(rank: int) -> None:
     model = Faulty()
     single = copy.deepcopy(model)
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
     parts = microbatches_of(make_batch(4), UNEVEN, rank)
 
     def weight_of(loss: Tensor) -> tuple[Tensor, float]:
         raise Broken("no weight")
 
     calls = [MicrobatchCall(lambda part=part: mean_loss(model, part), weight_of) for part in parts]
-    expect(runner, lambda: runner.forward(calls), rank, (0, 1), Broken, "no weight")
-    good_step(runner, model, single, rank)
+    expect(executor, lambda: executor.forward(calls), rank, (0, 1), Broken, "no weight")
+    good_step(executor, model, single, rank)
 
 
 def test_a_failing_weight_is_raised_on_all_ranks():
@@ -364,20 +370,20 @@ def _stopped(rank: int) -> None:
     torch.manual_seed(3)
     model = CleansUp()
     single = copy.deepcopy(model)
-    runner = make_runner(model, UNEVEN.fractions, True)
-    good_step(runner, model, single, rank)
+    executor = make_executor(model, UNEVEN.fractions, True)
+    good_step(executor, model, single, rank)
     calls = calls_of(model, microbatches_of(make_batch(4), UNEVEN, rank), None)
     if rank == 0:  # its second microbatch is parked when the first one fails
         model.break_with(raising("glue"))
     before = len(model.cleaned)
 
     def step() -> None:
-        runner.forward(calls)
+        executor.forward(calls)
 
-    expect(runner, step, rank, (0,), Broken, "in the glue")
+    expect(executor, step, rank, (0,), Broken, "in the glue")
     assert len(model.cleaned) - before == len(calls)
     model.mend()
-    good_step(runner, model, single, rank)
+    good_step(executor, model, single, rank)
 
 
 def test_a_step_that_is_stopped_may_clean_up_and_leaves_no_mode_behind():

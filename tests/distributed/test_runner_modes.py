@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from harness import (
     batch_size_of,
     full_gradients,
-    make_runner,
+    make_executor,
     microbatches_of,
     relative_error,
     sharded_step,
@@ -28,12 +28,12 @@ def both_ways(rank, make_model, loss_of, steps=2):
     for recompute in (True, False):
         torch.manual_seed(3)
         model = make_model()
-        runner = make_runner(model, UNEVEN.fractions, recompute)
+        executor = make_executor(model, UNEVEN.fractions, recompute)
         torch.manual_seed(100 + rank)
         parts = microbatches_of(batch, UNEVEN, rank)
         for _ in range(steps):
-            sharded_step(runner, model, loss_of, parts)
-            assert_idle(runner)
+            sharded_step(executor, model, loss_of, parts)
+            assert_idle(executor)
         results.append((full_gradients(model), dict(model.named_buffers()), torch.get_rng_state()))
     return results
 
@@ -127,9 +127,9 @@ def _autocast_against_one_device(rank):
     model = FullPrecisionInside()
     single = copy.deepcopy(model)
     batch = make_batch(batch_size_of(UNEVEN))
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
     parts = microbatches_of(batch, UNEVEN, rank)
-    sharded_step(runner, model, autocast_around_the_step, parts)
+    sharded_step(executor, model, autocast_around_the_step, parts)
     # sample by sample, as bf16 rounds a batch's gradient elsewhere than its parts'
     for start in range(4):
         one = {key: value[start : start + 1] for key, value in batch.items()}
@@ -185,11 +185,11 @@ class Modes(Base):
 def _modes(rank):
     for recompute in (True, False):
         model = Modes()
-        runner = make_runner(model, UNEVEN.fractions, recompute)
+        executor = make_executor(model, UNEVEN.fractions, recompute)
         parts = microbatches_of(make_batch(4), UNEVEN, rank)
         for _ in range(2):
-            sharded_step(runner, model, mean_loss, parts)
-            assert_idle(runner)
+            sharded_step(executor, model, mean_loss, parts)
+            assert_idle(executor)
             assert torch.backends.cuda.flash_sdp_enabled()
             assert torch.backends.cuda.math_sdp_enabled()
             assert torch.get_default_dtype() == torch.float32
@@ -267,12 +267,12 @@ class Late(Base):
 
 def _late(rank):
     model = Late()
-    runner = make_runner(model, UNEVEN.fractions, True)
+    executor = make_executor(model, UNEVEN.fractions, True)
     parts = microbatches_of(make_batch(4), UNEVEN, rank)
     for step in range(4):
         for block in model.blocks:
             block.counting = step > 0
-        sharded_step(runner, model, mean_loss, parts)
+        sharded_step(executor, model, mean_loss, parts)
         assert model.blocks[1].calls == step * len(parts)
 
 
@@ -320,8 +320,8 @@ def _cached(rank, name):
     wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
     for recompute in (True, False):
         twin = copy.deepcopy(model)
-        runner = make_runner(twin, UNEVEN.fractions, recompute)
-        sharded_step(runner, twin, lambda model, part: model(**part).loss, parts)
+        executor = make_executor(twin, UNEVEN.fractions, recompute)
+        sharded_step(executor, twin, lambda model, part: model(**part).loss, parts)
         assert relative_error(full_gradients(twin), wanted) <= 1e-5
 
     def with_prefix(model, part):
@@ -332,9 +332,9 @@ def _cached(rank, name):
         return model(**part, past_key_values=cache).loss
 
     twin = copy.deepcopy(model)
-    runner = make_runner(twin, UNEVEN.fractions, True)
+    executor = make_executor(twin, UNEVEN.fractions, True)
     with pytest.raises(RuntimeError, match="filled DynamicCache"):
-        sharded_step(runner, twin, with_prefix, parts)
+        sharded_step(executor, twin, with_prefix, parts)
 
 
 def test_hugging_face_models_train_exactly_though_they_cache_by_default():
@@ -381,10 +381,10 @@ def _changes_arguments(rank):
         (Appending, False, "changes a list, dict or dataclass"),
     ):
         model = make()
-        runner = make_runner(model, UNEVEN.fractions, recompute)
+        executor = make_executor(model, UNEVEN.fractions, recompute)
         with pytest.raises(RuntimeError, match=message):
-            sharded_step(runner, model, mean_loss, parts)
-        assert_idle(runner)
+            sharded_step(executor, model, mean_loss, parts)
+        assert_idle(executor)
 
 
 def test_a_unit_that_changes_what_it_is_called_with_is_refused():
@@ -423,10 +423,10 @@ def _leaks(rank):
             for by_units in (True, False):
                 model = Auxiliary()
                 model.used, model.by_units = used, by_units
-                runner = make_runner(model, UNEVEN.fractions, recompute)
+                executor = make_executor(model, UNEVEN.fractions, recompute)
                 with pytest.raises(RuntimeError, match="is not one of its outputs"):
-                    sharded_step(runner, model, mean_loss, parts)
-                assert_idle(runner)
+                    sharded_step(executor, model, mean_loss, parts)
+                assert_idle(executor)
 
 
 def test_a_loss_that_uses_what_a_unit_did_not_return_is_refused_rather_than_wrong():

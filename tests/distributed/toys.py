@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from harness import Allocation
 from torch import Tensor, nn
 
-from lightning_cephalo.execution.runner import Runner
+from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.sharding.unit import UnitState
 
 UNEVEN = Allocation(((2, 1), (1,), ()), (0.6, 0.0, 0.4))
@@ -53,9 +53,9 @@ def make_batch(samples: int) -> dict[str, Tensor]:
     return {"x": torch.randn(samples, 4), "y": torch.randn(samples, 1)}
 
 
-def assert_idle(runner: Runner) -> None:
+def assert_idle(executor: Executor) -> None:
     """Nothing is gathered or armed and torch's modes are as they always are."""
-    for unit in runner.units:
+    for unit in executor.units:
         assert unit.state is UnitState.SHARDED
         for flat in unit.flats:
             assert flat.stays or flat.full.untyped_storage().nbytes() == 0

@@ -42,7 +42,7 @@ class Watch(Callback):
         self.losses.append(float(outputs["loss"]))
         if active_device() is not None:
             self.peak_bytes = max(self.peak_bytes, active_device().peak_bytes)
-        ring = trainer.strategy.engine.runner.ring
+        ring = trainer.strategy.engine.executor.ring
         self.host_bytes = 0 if ring is None else ring.most_bytes
 
 

@@ -120,7 +120,7 @@ def _recomputing(chosen):
     )
     model = Watched()
     used = []
-    model.on_train_batch_start = lambda *_: used.append(runs.strategy._engine.runner.recompute)
+    model.on_train_batch_start = lambda *_: used.append(runs.strategy._engine.executor.recompute)
     runs.fit(model, loader(16), loader(8))
     return model.losses, set(used)
 

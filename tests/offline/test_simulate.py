@@ -14,18 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_simulator import reference_step
 
-from lightning_cephalo.offline.simulate import simulate
+from lightning_cephalo.offline.simulate import programs_of, simulate
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, cost, predict
-from lightning_cephalo.plan.program import (
-    Operation,
-    Visit,
-    backward_actions,
-    forward_actions,
-)
-from lightning_cephalo.plan.timeline import Activity, Event, Simulation, Stream
+from lightning_cephalo.plan.program import COLLECTIVES, COMPUTE, Operation, check
+from lightning_cephalo.plan.timeline import Event, Simulation, Stream
 
-_PATH = Path(__file__).parent.parent / "benchmarks" / "simulator.py"
+_PATH = Path(__file__).parents[2] / "benchmarks" / "simulator.py"
 _SPEC = importlib.util.spec_from_file_location("benchmark_of_the_simulator", _PATH)
 benchmark = sys.modules[_SPEC.name] = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(benchmark)
@@ -62,7 +58,7 @@ def random_case(seed: int, units: int) -> tuple[Problem, Plan]:
 
 def spans(simulation: Simulation, rank: int, stream: Stream) -> list[tuple[str, int, float, float]]:
     return [
-        (event.name.value, event.unit, event.start_s, event.end_s)
+        (event.operation.value, event.unit, event.start_s, event.end_s)
         for event in simulation.events
         if event.rank == rank and event.stream is stream
     ]
@@ -81,29 +77,29 @@ def by_stream(simulation: Simulation) -> dict[tuple[int, Stream], list[Event]]:
 def test_compute_that_hides_all_communication_by_hand():
     simulation = simulate(problem(1, 1), PLAN)
     assert spans(simulation, 1, Stream.COMPUTE) == [
-        ("forward", 0, 2, 4),
-        ("forward", 1, 4, 6),
-        ("tail", -1, 6, 7),
-        ("backward", 1, 7, 12),
-        ("backward", 0, 12, 17),
-        ("optimizer", -1, 19, 19.5),
+        ("forward", 1, 2, 4),
+        ("forward", 2, 4, 6),
+        ("loss", 0, 6, 7),
+        ("backward", 2, 7, 12),
+        ("backward", 1, 12, 17),
+        ("update", -1, 19, 19.5),
     ]
     assert spans(simulation, 0, Stream.COMPUTE) == [
-        ("forward", 0, 2, 3),
-        ("forward", 1, 3, 4),
-        ("tail", -1, 4, 5),
-        ("backward", 1, 5, 8),
-        ("backward", 0, 8, 11),
-        ("optimizer", -1, 19, 19.5),
+        ("forward", 1, 2, 3),
+        ("forward", 2, 3, 4),
+        ("loss", 0, 4, 5),
+        ("backward", 2, 5, 8),
+        ("backward", 1, 8, 11),
+        ("update", -1, 19, 19.5),
     ]
     communication = [
-        ("gather", -1, 0, 1),
-        ("gather", 0, 1, 2),
-        ("gather", 1, 2, 3),
-        ("gather", 0, 7, 8),
-        ("reduce", 1, 12, 13),
-        ("reduce", 0, 17, 18),
-        ("reduce", -1, 18, 19),
+        ("gather", 0, 0, 1),
+        ("gather", 1, 1, 2),
+        ("gather", 2, 2, 3),
+        ("gather", 1, 7, 8),
+        ("reduce", 2, 12, 13),
+        ("reduce", 1, 17, 18),
+        ("reduce", 0, 18, 19),
         ("overhead", -1, 19.5, 19.75),
     ]
     assert spans(simulation, 0, Stream.COMMUNICATION) == communication
@@ -116,21 +112,21 @@ def test_compute_that_hides_all_communication_by_hand():
 def test_communication_that_sets_the_pace_by_hand():
     simulation = simulate(problem(4, 3), PLAN)
     assert spans(simulation, 1, Stream.COMPUTE) == [
-        ("forward", 0, 5, 7),
-        ("forward", 1, 9, 11),
-        ("tail", -1, 11, 12),
-        ("backward", 1, 12, 17),
-        ("backward", 0, 17, 22),
-        ("optimizer", -1, 26, 26.5),
+        ("forward", 1, 5, 7),
+        ("forward", 2, 9, 11),
+        ("loss", 0, 11, 12),
+        ("backward", 2, 12, 17),
+        ("backward", 1, 17, 22),
+        ("update", -1, 26, 26.5),
     ]
     assert spans(simulation, 1, Stream.COMMUNICATION) == [
-        ("gather", -1, 0, 1),
-        ("gather", 0, 1, 5),
-        ("gather", 1, 5, 9),
-        ("gather", 0, 12, 16),
-        ("reduce", 1, 17, 20),
-        ("reduce", 0, 22, 25),
-        ("reduce", -1, 25, 26),
+        ("gather", 0, 0, 1),
+        ("gather", 1, 1, 5),
+        ("gather", 2, 5, 9),
+        ("gather", 1, 12, 16),
+        ("reduce", 2, 17, 20),
+        ("reduce", 1, 22, 25),
+        ("reduce", 0, 25, 26),
         ("overhead", -1, 26.5, 26.75),
     ]
     assert simulation.step_s == 26.75
@@ -160,7 +156,7 @@ def test_equal_shares_use_the_times_of_even_collectives():
 
 def test_a_rank_without_samples_only_communicates():
     simulation = simulate(problem(1, 1), Plan([RankPlan((), 0.5), RankPlan((1,), 0.5)]))
-    assert [event[0] for event in spans(simulation, 0, Stream.COMPUTE)] == ["optimizer"]
+    assert [event[0] for event in spans(simulation, 0, Stream.COMPUTE)] == ["update"]
     assert spans(simulation, 0, Stream.COMMUNICATION) == spans(simulation, 1, Stream.COMMUNICATION)
     assert simulation.memory[0] == ((0, 57),)
 
@@ -173,26 +169,46 @@ def test_copies_by_hand():
     simulation = simulate(case, Plan([RankPlan((1,), 1.0, offload=True)]))
     # a copy takes 6: unit 2 waits for the room of unit 0's boundary; the last two units' stay
     assert spans(simulation, 0, Stream.COMPUTE) == [
-        ("forward", 0, 0, 2),
-        ("forward", 1, 2, 4),
-        ("forward", 2, 8, 10),
-        ("forward", 3, 14, 16),
-        ("tail", -1, 16, 17),
-        ("backward", 3, 17, 22),
-        ("backward", 2, 22, 27),
-        ("backward", 1, 28, 33),
-        ("backward", 0, 34, 39),
-        ("optimizer", -1, 39, 39.5),
+        ("forward", 1, 0, 2),
+        ("forward", 2, 2, 4),
+        ("forward", 3, 8, 10),
+        ("forward", 4, 14, 16),
+        ("loss", 0, 16, 17),
+        ("backward", 4, 17, 22),
+        ("backward", 3, 22, 27),
+        ("backward", 2, 28, 33),
+        ("backward", 1, 34, 39),
+        ("update", -1, 39, 39.5),
     ]
     assert spans(simulation, 0, Stream.COPY) == [
-        ("offload", 0, 2, 8),
-        ("offload", 1, 8, 14),
-        ("fetch", 1, 22, 28),
-        ("fetch", 0, 28, 34),
+        ("offload", 1, 2, 8),
+        ("offload", 2, 8, 14),
+        ("fetch", 2, 22, 28),
+        ("fetch", 1, 28, 34),
     ]
     timeline = simulation.timeline(0)
     assert max(size for _, size in timeline.memory) == 100 + 7 + 10 + 3 * 3
     assert timeline.host_memory == ((0, 0), (2, 3), (8, 6), (28, 3), (34, 0))
+
+
+# -- against a second simulator ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_programs_take_the_time_and_the_memory_of_a_simulator_made_of_loops(reshard):
+    random = np.random.default_rng(7)
+    for case in range(300):
+        random_problem, plan = random_case(int(random.integers(2**32)), 1 + case % 12)
+        plan = dataclasses.replace(plan, reshard_after_forward=reshard)
+        found, expected = simulate(random_problem, plan), reference_step(random_problem, plan)
+        assert found.step_s == pytest.approx(expected.step_s, rel=1e-12)
+        for rank, (peak, host) in enumerate(
+            zip(expected.peak_bytes, expected.host_peak_bytes, strict=True)
+        ):
+            held = max(size for _, size in found.memory_of(rank))
+            assert held == pytest.approx(peak, rel=1e-12)
+            on_host = max(size for _, size in found.host_memory_of(rank))
+            assert on_host == pytest.approx(host, rel=1e-12)
 
 
 # -- the order --------------------------------------------------------------------------------
@@ -200,30 +216,23 @@ def test_copies_by_hand():
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(("units", "microbatches"), [(1, 2), (2, 1), (5, 3)])
-def test_the_order_is_that_of_the_schedule(units, microbatches, reshard):
+def test_the_events_are_the_instructions_of_the_program(units, microbatches, reshard):
     case = problem(1, 1, units=units)
     parts = [RankPlan((1,) * microbatches, 0.5), RankPlan((), 0.5)]
-    simulation = simulate(case, Plan(parts, reshard_after_forward=reshard))
-    visits = [Visit(unit) for unit in range(units)]
-    actions = [
-        *forward_actions(visits, microbatches, reshard=reshard),
-        *backward_actions(visits, microbatches, [True] * units, reshard=reshard),
+    plan = Plan(parts, reshard_after_forward=reshard)
+    program, other = programs_of(case, plan)
+    check([program, other])
+    streams = by_stream(simulate(case, plan))
+    takes_time = [i for i in program.instructions if i.operation in COMPUTE and i.visit >= 0]
+    computed = [event.instruction for event in streams[0, Stream.COMPUTE]]
+    assert computed == [*takes_time, *program.update]
+    communicated = [event.instruction for event in streams[0, Stream.COMMUNICATION]]
+    assert communicated[:-1] == [
+        i
+        for i in program.instructions
+        if i.operation in COLLECTIVES and i.operation is not Operation.AGREE
     ]
-    collectives = (Operation.GATHER, Operation.REDUCE)
-    streams = by_stream(simulation)
-    computed = [(e.name.value, e.unit, e.microbatch) for e in streams[0, Stream.COMPUTE]]
-    assert computed[:-1] == [
-        (action.operation.value, action.unit, action.microbatch)
-        for action in actions
-        if action.operation not in (*collectives, Operation.FREE)
-    ]
-    communicated = [(e.name.value, e.unit) for e in streams[0, Stream.COMMUNICATION]]
-    assert communicated == [
-        ("gather", -1),
-        *((a.operation.value, a.unit) for a in actions if a.operation in collectives),
-        ("reduce", -1),
-        ("overhead", -1),
-    ]
+    assert communicated[-1].operation is Operation.OVERHEAD
 
 
 @fixed
@@ -234,9 +243,9 @@ def test_no_unit_is_gathered_more_than_one_ahead(seed, units):
         finished = defaultdict(float)
         gathers = []
         for event in simulation.events_of(rank):
-            if event.name is Activity.FORWARD:
+            if event.operation is Operation.FORWARD:
                 finished[event.unit] = event.end_s
-            if event.name is Activity.GATHER and event.unit >= 0:
+            if event.operation is Operation.GATHER and event.unit > 0:
                 gathers.append(event)
         for event in gathers[:units]:
             assert event.start_s >= finished[event.unit - 2]
@@ -248,23 +257,23 @@ def test_collectives_are_rendezvous_and_compute_waits_for_its_unit(seed, units):
     simulation = simulate(*random_case(seed, units))
     streams = by_stream(simulation)
     shared = [
-        (event.name, event.unit, event.start_s, event.end_s)
+        (event.operation, event.unit, event.start_s, event.end_s)
         for event in streams[0, Stream.COMMUNICATION]
     ]
     for rank in range(simulation.world_size):
         own = streams[rank, Stream.COMMUNICATION]
-        assert [(e.name, e.unit, e.start_s, e.end_s) for e in own] == shared
-        gathered = {e.unit: e for e in own if e.name is Activity.GATHER}  # the later of two
+        assert [(e.operation, e.unit, e.start_s, e.end_s) for e in own] == shared
+        gathered = {e.unit: e for e in own if e.operation is Operation.GATHER}  # the later of two
         computed = streams[rank, Stream.COMPUTE]
         for event in computed:
-            if event.name is Activity.BACKWARD:
+            if event.operation is Operation.BACKWARD:
                 assert event.start_s >= gathered[event.unit].end_s
         for event in own:
-            if event.name is Activity.REDUCE and event.unit >= 0:
+            if event.operation is Operation.REDUCE and event.unit > 0:
                 backward = [
                     e.end_s
                     for e in computed
-                    if e.name is Activity.BACKWARD and e.unit == event.unit
+                    if e.operation is Operation.BACKWARD and e.unit == event.unit
                 ]
                 assert event.start_s >= max(backward, default=0.0)
 

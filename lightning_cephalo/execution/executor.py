@@ -1,0 +1,595 @@
+"""Runs programs: owns every collective of a step, so that all ranks issue the same.
+
+What happens when a rank fails: [Note: failures] in failure.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_cephalo.accelerator.throttle import Throttle
+from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.execution.failure import Failure
+from lightning_cephalo.execution.microbatch import Microbatch
+from lightning_cephalo.execution.observer import Observer
+from lightning_cephalo.execution.offload import HostRing
+from lightning_cephalo.execution.step import Divergence, ForwardOutcome, MicrobatchCall, Step
+from lightning_cephalo.execution.unit_hooks import UnitHooks
+from lightning_cephalo.execution.visits import FAILED, FINISHED, Visits, where
+from lightning_cephalo.plan.program import (
+    COMPUTE,
+    NONE,
+    ROOT,
+    Instruction,
+    Operation,
+    Visit,
+    evaluation_of,
+    gathered_after,
+    keeping,
+    layered_forward,
+    offloading,
+    resumed_forward,
+)
+from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.sharding.unit import Unit, UnitState
+
+# What a rank says in the exchange that ends a forward.
+_WELL, _FAILED, _DIVERGED = 0.0, 1.0, 2.0
+
+
+class Executor:
+    """Runs training and evaluation steps over units.
+
+    ::
+
+        outcome = executor.forward(calls)   # the program's forward
+        executor.backward()                 # its backward: gradients on the sharded parameters
+        with executor.update():             # its update
+            optimizer.step()
+
+    Args:
+        units: All units; the root unit first.
+        agreement: Exchanges between the ranks' processes.
+        device: This rank's device.
+        recompute: Whether units are computed again in the backward.
+
+    Attributes:
+        hooks: What intercepts calls of units.
+        failure: What this rank has failed with.
+        ring: Where boundaries are kept; None: on the device.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        agreement: Agreement,
+        device: torch.device,
+        recompute: bool = True,
+    ) -> None:
+        names = [unit.name for unit in units]
+        self.units = list(units)
+        self.agreement = agreement
+        self.device = device
+        self.hooks = UnitHooks(units)
+        self.failure = Failure(agreement.rank, names)
+        self.ring: HostRing | None = None
+        self._visits = Visits(names)
+        self._throttle = Throttle(device)
+        self._observers: tuple[Observer, ...] = ()
+        self._recompute, self._reshard_after_forward = recompute, True
+        self._total_weight = 1.0
+        self._step = Step((), [])
+        self._outcome = ForwardOutcome((), (), 0.0)
+        self._note: Callable[[], Sequence[float]] = tuple
+        self._now = Instruction(Operation.AGREE)
+        self._reducing: Unit | None = None
+        self._handlers: dict[Operation, Callable[[Instruction], None]] = {
+            Operation.GATHER: self._gather,
+            Operation.ARM: self._arm,
+            Operation.FORWARD: self._forward,
+            Operation.LOSS: self._loss,
+            Operation.OFFLOAD: self._offload,
+            Operation.FETCH: self._fetch,
+            Operation.BACKWARD: self._backward,
+            Operation.REDUCE: self._reduce,
+            Operation.FREE: self._free,
+            Operation.AGREE: self._agree,
+        }
+        self._choose_memory()
+        # gathered once a step: nothing finds it again
+        self.units[ROOT].choose_memory(kept=False)
+
+    # -- how steps are run --------------------------------------------------------------------
+
+    @property
+    def recompute(self) -> bool:
+        """Whether units are computed again in the backward; may change between steps."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, recompute: bool) -> None:
+        self._recompute = recompute
+        self._choose_memory()
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether units are freed after the forward and gathered again in the backward.
+
+        May change between steps, on all ranks together.
+        """
+        return self._reshard_after_forward
+
+    @reshard_after_forward.setter
+    def reshard_after_forward(self, reshard_after_forward: bool) -> None:
+        self._reshard_after_forward = reshard_after_forward
+        self._choose_memory()
+
+    def _choose_memory(self) -> None:
+        for unit in self.units[1:]:
+            unit.choose_memory(kept=not self._recompute, stays=not self._reshard_after_forward)
+
+    def expect_weight(self, total: float) -> None:
+        """Say what the weights of the next step's microbatches sum to, about.
+
+        The loss is scaled by a power of two near that, so that gradients are as large as those of
+        one device: in fp16 larger ones would overflow. From then on each step goes by the last.
+        """
+        self._total_weight = max(self._total_weight, total)
+
+    def forget_order(self) -> None:
+        """Trace the order of visits anew in the next step."""
+        self._visits.forget()
+
+    @property
+    def visits(self) -> tuple[Visit, ...]:
+        """The order of visits of the last training step."""
+        return self._visits.last
+
+    @property
+    def inside_microbatch(self) -> bool:
+        """Whether a microbatch's step is running right now."""
+        return self.hooks.inside_microbatch
+
+    def reshard(self) -> None:
+        """Free whatever is gathered: before anything reads or changes the shards."""
+        for unit in self.units:
+            unit.free()
+
+    def attach(self, observer: Observer) -> None:
+        """Tell an observer of every instruction from now on."""
+        self._observers = (*self._observers, observer)
+
+    def detach(self, observer: Observer) -> None:
+        """Tell it no more; nothing happens if it is not attached."""
+        self._observers = tuple(other for other in self._observers if other is not observer)
+
+    def is_observed_by(self, observer: Observer) -> bool:
+        """Whether an observer is attached."""
+        return any(other is observer for other in self._observers)
+
+    @contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Attach an observer in a ``with`` block."""
+        self.attach(observer)
+        try:
+            yield
+        finally:
+            self.detach(observer)
+
+    # -- passes -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        calls: Sequence[MicrobatchCall],
+        loss_factor: float = 1.0,
+        note: Callable[[], Sequence[float]] = tuple,
+        failure: BaseException | None = None,
+    ) -> ForwardOutcome:
+        """Pass all microbatches through all units and run the losses' backward.
+
+        Args:
+            calls: This rank's microbatches; may be empty. Other ranks may have other numbers.
+            loss_factor: Factor of every loss in addition to its weight (a gradient scaler's).
+            note: Numbers to send to all ranks with the exchange that ends the forward; equally
+                many on every rank.
+            failure: What this rank has failed with before the step: it only communicates, and
+                all ranks raise.
+
+        Raises:
+            RemoteRankError: If another rank failed; this rank's own failure is raised as it is.
+        """
+        self._throttle.begin_step()
+        trainable = tuple(unit.trainable for unit in self.units)
+        visits = self._visits.known(trainable)
+        self._begin(calls, trainable, visits, loss_factor)
+        self._note = note
+        if failure is not None:
+            self.failure.note(failure)
+        if self.ring is not None:
+            self.failure.guarded(self.ring.start)  # may allocate
+        self._run(self._traced() if visits is None else self._step.program.forward)
+        return self._outcome
+
+    def _begin(
+        self,
+        calls: Sequence[MicrobatchCall],
+        trainable: tuple[bool, ...],
+        visits: Sequence[Visit] | None,
+        loss_factor: float,
+    ) -> None:
+        last = NONE if visits is None else len(visits) - 1
+        inside = self._inside_units() if visits is None else None
+        microbatches = [
+            Microbatch(call.step, self.device, self._recompute, inside, self.ring, last)
+            for call in calls
+        ]
+        step = self._step = Step(calls, microbatches, trainable, [0.0] * len(calls))
+        self.failure.begin(microbatches, "beginning of the root unit")
+        step.loss_factor = loss_factor
+        step.loss_scale = loss_factor / 2.0 ** round(math.log2(max(self._total_weight, 1e-30)))
+        if visits is not None:
+            self._replay(visits)
+
+    def _inside_units(self) -> frozenset[int]:
+        flats = [flat for unit in self.units[1:] for flat in unit.flats]
+        return frozenset(id(parameter) for flat in flats for parameter in flat.parameters)
+
+    def _replay(self, visits: Sequence[Visit]) -> None:
+        step = self._step
+        step.visits = tuple(visits)
+        step.program = self._visits.program(
+            visits,
+            len(step.calls),
+            step.trainable,
+            reshard_after_forward=self._reshard_after_forward,
+            offload_boundaries=self.ring is not None,
+        )
+
+    def backward(self, divisor: float = 1.0) -> None:
+        """Carry the gradients through all units and set them on the sharded parameters.
+
+        Args:
+            divisor: Gradients are divided by it (steps that are accumulated before an update).
+        """
+        step = self._step
+        step.gradient_scale = step.loss_factor / (step.loss_scale * self._total_weight * divisor)
+        self.hooks.in_backward = True
+        # hooks may have freed what the forward has left gathered (checkpoints, samples)
+        for unit in gathered_after(step.program.forward):
+            self._gather(Instruction(Operation.GATHER, unit))
+        self._run(step.program.backward)
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Run the program's update, which is the body of the ``with`` block."""
+        instruction = Instruction(Operation.UPDATE)
+        self.failure.place = instruction
+        for observer in self._observers:
+            observer.before(instruction)
+        try:
+            yield
+        except Exception as failure:
+            explained = self.failure.explain(failure)
+            if explained is failure:
+                raise
+            raise explained from failure
+        for observer in self._observers:
+            observer.after(instruction)
+
+    def evaluate(
+        self,
+        call: MicrobatchCall | None,
+        doing: str,
+        note: Callable[[], Sequence[float]] = tuple,
+    ) -> ForwardOutcome:
+        """Run one step without gradients, gathering units as ranks ask for them.
+
+        Ranks may call units differently often (text generation): while one is still running, the
+        others keep communicating.
+
+        Args:
+            call: This rank's step; None on a rank without samples.
+            doing: For messages.
+            note: As in :meth:`forward`.
+
+        Returns:
+            The result, if this rank had a step, and the notes; weights are not asked for.
+        """
+        calls = [] if call is None else [call]
+        microbatches = [Microbatch(call.step, self.device, recompute=False) for call in calls]
+        step = self._step = Step(calls, microbatches)
+        self.failure.begin(microbatches, "evaluation of the root unit")
+        self._execute(Instruction(Operation.GATHER, ROOT))
+        self._execute(Instruction(Operation.FORWARD, ROOT, microbatch=0))
+        while True:
+            parked = step.parked or [None]
+            own, _ = where(failed=self.failure.error is not None, parked=parked)
+            rows = self._exchange([own, *note()])
+            said = [row[0] for row in rows]
+            if FAILED in said:
+                self._give_up(doing)
+            wanted = [unit for unit in said if unit != FINISHED]
+            if not wanted:
+                break
+            self._run(evaluation_of(int(min(wanted)), takes_part=own == min(wanted)))
+        results = tuple(microbatch.result for microbatch in microbatches)
+        self._step = Step((), [])
+        return ForwardOutcome(results, (), 0.0, tuple(tuple(row[1:]) for row in rows))
+
+    # -- running instructions -----------------------------------------------------------------
+
+    def _run(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            self._execute(instruction)
+
+    def _execute(self, instruction: Instruction) -> None:
+        self._now = self.failure.place = instruction
+        if instruction.operation in COMPUTE:
+            self.units[instruction.unit].wait_gather(self._wait)
+        if not self._observers:
+            self._handlers[instruction.operation](instruction)
+            return
+        for observer in self._observers:
+            observer.before(instruction)
+        self._handlers[instruction.operation](instruction)
+        for observer in self._observers:
+            observer.after(instruction)
+
+    def _wait(self, work: Any) -> None:
+        for observer in self._observers:
+            observer.before_wait(self._now)
+        work.wait()
+        for observer in self._observers:
+            observer.after_wait(self._now)
+
+    def _exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        for observer in self._observers:
+            observer.before_wait(self._now)
+        rows = self.agreement.exchange(numbers)
+        for observer in self._observers:
+            observer.after_wait(self._now)
+        return rows
+
+    def _gather(self, instruction: Instruction) -> None:
+        unit = self.units[instruction.unit]
+        if unit.state is not UnitState.SHARDED:
+            return
+        self.failure.with_memory(unit.start_gather)
+        for observer in self._observers:
+            observer.issued(instruction, unit.works[0])
+
+    def _arm(self, instruction: Instruction) -> None:
+        # before anyone waits for the unit: zeroing hides some of its gather
+        self.failure.with_memory(self.units[instruction.unit].arm)
+
+    def _forward(self, instruction: Instruction) -> None:
+        self.failure.guarded(self._forward_of, instruction)
+
+    def _forward_of(self, instruction: Instruction) -> None:
+        step, index, position = self._step, instruction.microbatch, instruction.visit
+        if not step.microbatches or step.has_left(position):
+            return
+        if position != NONE and not step.is_traced:
+            expected, found = step.visits[position], step.microbatches[index].parked
+            if found != expected:
+                self._leave(instruction, found, expected)
+                return
+        self._advance(index)
+
+    def _advance(self, index: int) -> None:
+        call = self._step.calls[index]
+        call.on_resume()
+        self.hooks.advance(self._step.microbatches[index])
+        call.on_pause()
+
+    def _leave(self, instruction: Instruction, found: Visit | None, expected: Visit | None) -> None:
+        """Note that this rank's microbatches are not where the order says, or refuse that."""
+        step, index = self._step, instruction.microbatch
+        if index == 0:
+            if instruction.operation is Operation.FORWARD:
+                self._visits.check_parked(step.parked)
+            position = instruction.visit + (instruction.operation is Operation.LOSS)
+            step.divergence = Divergence(position, found)
+        elif step.divergence is None or step.divergence.place != found:
+            raise self._visits.differ(index, found, expected)
+
+    def _loss(self, instruction: Instruction) -> None:
+        self.failure.guarded(self._loss_of, instruction)
+
+    def _loss_of(self, instruction: Instruction) -> None:
+        step, index = self._step, instruction.microbatch
+        if not step.microbatches or step.has_left(instruction.visit):
+            return
+        microbatch = step.microbatches[index]
+        if not microbatch.finished:
+            self._advance(index)
+        if not microbatch.finished or step.divergence is not None:
+            self._leave(instruction, microbatch.parked, None)
+            return
+        step.with_loss.add(index)
+        loss, weight = step.calls[index].weight_of(microbatch.result)
+        step.weights[index] = weight
+        if weight:  # else its loss may be 0/0: a mean over no tokens
+            with self.hooks.backward():
+                microbatch.backward_of_loss(loss * (weight * step.loss_scale))
+
+    def _offload(self, instruction: Instruction) -> None:
+        self.failure.guarded(self._offload_of, instruction)
+
+    def _offload_of(self, instruction: Instruction) -> None:
+        if self._step.microbatches and not self._step.has_left(instruction.visit):
+            self._step.microbatches[instruction.microbatch].offload(instruction.visit)
+
+    def _fetch(self, instruction: Instruction) -> None:
+        self.failure.guarded(self._fetch_of, instruction)
+
+    def _fetch_of(self, instruction: Instruction) -> None:
+        if self._step.microbatches:
+            self._step.microbatches[instruction.microbatch].fetch(instruction.visit)
+
+    def _backward(self, instruction: Instruction) -> None:
+        self.failure.guarded(self._backward_of, instruction)
+
+    def _backward_of(self, instruction: Instruction) -> None:
+        if self._step.microbatches:
+            microbatch = self._step.microbatches[instruction.microbatch]
+            microbatch.backward_of_visit(instruction.visit)
+
+    def _reduce(self, instruction: Instruction) -> None:
+        unit = self.units[instruction.unit]
+        self._step.used[instruction.unit] = unit.used()
+        self._finish_reduce(unit)
+        start = partial(unit.start_reduce, self._step.gradient_scale)
+        self.failure.with_memory(start)
+        for observer in self._observers:
+            observer.issued(instruction, unit.works[1])
+
+    def _finish_reduce(self, following: Unit | None) -> None:
+        # one reduce is under way at a time: it overlaps the next unit's compute
+        if self._reducing is not None:
+            self._reducing.wait_reduce(self._wait)
+        self._reducing = following
+
+    def _free(self, instruction: Instruction) -> None:
+        self.units[instruction.unit].free(self._wait)
+
+    # -- agreeing -----------------------------------------------------------------------------
+
+    def _agree(self, instruction: Instruction) -> None:
+        if self.hooks.in_backward:
+            self._end_backward()
+        else:
+            self._end_forward()
+
+    def _end_forward(self) -> None:
+        step, doing = self._step, "running training_step"
+        state = _FAILED if self.failure.error is not None else _WELL
+        if state == _WELL and step.divergence is not None:
+            state = _DIVERGED
+        said = self._exchange([state, math.fsum(step.weights), *self._note()])
+        states = {row[0] for row in said}
+        if _FAILED in states:
+            self._give_up(doing)
+        if _DIVERGED in states:
+            self._trace_again(doing)
+            return
+        total = math.fsum(row[1] for row in said)
+        if not total > 0.0:
+            self.failure.error = ValueError(
+                f"The weights of all microbatches of this step sum to {total}; expected more than"
+                " 0. Does training_step return a wrong 'weight', or did no rank get a sample?"
+            )
+            self._give_up(doing)
+        self._total_weight = total
+        self._visits.learn(step.trainable, step.visits)
+        if step.is_traced:
+            self._replay(step.visits)
+        results = tuple(microbatch.result for microbatch in step.microbatches)
+        for microbatch in step.microbatches:
+            microbatch.result = None
+        notes = tuple(tuple(row[2:]) for row in said)
+        self._outcome = ForwardOutcome(results, tuple(step.weights), total, notes)
+
+    def _end_backward(self) -> None:
+        """Give gradients to the parameters that any rank used, or raise on all ranks."""
+        step = self._step
+        self._finish_reduce(None)
+        self.hooks.in_backward = False
+        step.microbatches.clear()
+        self._throttle.end_step()
+        flags = [self.failure.error is not None]
+        for used in step.used.values():
+            flags.extend(used)
+        for observer in self._observers:
+            observer.before_wait(self._now)
+        agreed = self.agreement.any_flags(flags)
+        for observer in self._observers:
+            observer.after_wait(self._now)
+        if agreed[0]:
+            self._give_up("running the backward")
+        start = 1
+        for index, used in step.used.items():
+            end = start + len(used)
+            self.units[index].publish(agreed[start:end])
+            start = end
+
+    def _give_up(self, doing: str) -> None:
+        """Leave nothing gathered or armed behind, then raise on all ranks."""
+        failure = self.failure.take()
+        self.failure.abandon()
+        self._reducing = None
+        for unit in self.units:
+            unit.wait_reduce()
+            unit.free()
+        self.hooks.in_backward = False
+        self.agreement.raise_together(failure, doing)
+
+    # -- tracing ------------------------------------------------------------------------------
+
+    def _traced(self) -> Iterator[Instruction]:
+        """Yield the forward of a step whose order of visits is discovered while it runs."""
+        step = self._step
+        visits: list[Visit] = []
+        step.is_traced, step.visits = True, visits
+        instructions = layered_forward(self._discovered(visits), len(step.calls), step.has_returned)
+        return self._by_mode(instructions, visits)
+
+    def _trace_again(self, doing: str) -> None:
+        """Go on where all ranks have left the known order; raise where they have not."""
+        step = self._step
+        try:
+            position = self._visits.agree_on_divergence(
+                self.agreement, step.divergence, step.parked, step.visits
+            )
+        except UnitUseError as failure:
+            self.failure.note(failure)
+            self._give_up(doing)
+        for unit in self.units[1:]:
+            unit.free()
+        for microbatch in step.microbatches:
+            microbatch.last = NONE
+        visits = list(step.visits[:position])
+        step.is_traced, step.visits, step.divergence = True, visits, None
+        instructions = resumed_forward(
+            self._discovered(visits), position, len(step.calls), step.has_returned
+        )
+        self._run(self._by_mode(instructions, visits))
+        # what leaves a unit other than as its output is looked for from a step's beginning only
+        self._visits.forget()
+
+    def _by_mode(
+        self, instructions: Iterator[Instruction], visits: Sequence[Visit]
+    ) -> Iterator[Instruction]:
+        """The passes that a compiled program has, over one that is still being discovered."""
+        if not self._reshard_after_forward:
+            instructions = keeping(instructions)
+        if self.ring is not None:
+            instructions = offloading(instructions, lambda at: visits[at].differentiable)
+        return instructions
+
+    def _discovered(self, visits: list[Visit]) -> Iterator[Visit]:
+        """Find the order while running it: before each gather all ranks say where they are."""
+        step = self._step
+        while True:
+            self.failure.guarded(self._check_parked)
+            place = where(failed=self.failure.error is not None, parked=step.parked)
+            try:
+                visit = self._visits.agree(self._exchange(place))
+            except UnitUseError as failure:
+                self.failure.note(failure)
+                visit = None
+            if visit is None:
+                break
+            visits.append(visit)
+            yield visit
+        if any(not microbatch.finished for microbatch in step.microbatches):
+            self.failure.abandon()  # another rank has failed, which the exchange to come will tell
+
+    def _check_parked(self) -> None:
+        self._visits.check_parked(self._step.parked)
