@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
+from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.execution.call import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.execution.entrance import ROOT
 from lightning_cephalo.execution.failure import Guard
@@ -22,12 +21,14 @@ class Evaluator(Guard):
     Args:
         units: All units; the root unit first.
         agreement: Exchanges between the ranks' processes.
-        device: This rank's device.
+        accelerator: This rank's device.
     """
 
-    def __init__(self, units: Sequence[Unit], agreement: Agreement, device: torch.device) -> None:
+    def __init__(
+        self, units: Sequence[Unit], agreement: Agreement, accelerator: Accelerator
+    ) -> None:
         super().__init__(units, agreement)
-        self.device = device
+        self.accelerator = accelerator
         self._calls: list[MicrobatchCall] = []
 
     def evaluate(
@@ -52,7 +53,7 @@ class Evaluator(Guard):
         self._failure, self._place = None, Place("evaluation")
         self._calls = [] if call is None else [call]
         self._microbatches = [
-            Microbatch(call.step, self.device, recompute=False) for call in self._calls
+            Microbatch(call.step, self.accelerator, recompute=False) for call in self._calls
         ]
         self.units[ROOT].wait_gather()
         self._guarded(self._advance_evaluation)

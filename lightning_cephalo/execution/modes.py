@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.execution.entrance import ROOT
 from lightning_cephalo.execution.evaluator import Evaluator
 from lightning_cephalo.ranks.control import Agreement
@@ -18,7 +17,7 @@ class Modes(Evaluator):
     Args:
         units: All units; the root unit first.
         agreement: Exchanges between the ranks' processes.
-        device: This rank's device.
+        accelerator: This rank's device.
         recompute: Whether units are computed again in the backward.
     """
 
@@ -26,10 +25,10 @@ class Modes(Evaluator):
         self,
         units: Sequence[Unit],
         agreement: Agreement,
-        device: torch.device,
+        accelerator: Accelerator,
         recompute: bool,
     ) -> None:
-        super().__init__(units, agreement, device)
+        super().__init__(units, agreement, accelerator)
         self._recompute, self._reshard_after_forward = recompute, True
         self._choose_memory()
         self.units[ROOT].choose_memory(kept=False)  # gathered once a step: nothing finds it again

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
+from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.execution.arguments import UnitUseError
 from lightning_cephalo.execution.call import ForwardOutcome, MicrobatchCall, StepTimes
@@ -48,7 +48,7 @@ class Runner(Modes):
     Args:
         units: All units; the root unit first.
         agreement: Exchanges between the ranks' processes.
-        device: This rank's device.
+        accelerator: This rank's device.
         recompute: Whether units are computed again in the backward.
     """
 
@@ -56,13 +56,13 @@ class Runner(Modes):
         self,
         units: Sequence[Unit],
         agreement: Agreement,
-        device: torch.device,
+        accelerator: Accelerator,
         recompute: bool = True,
     ) -> None:
-        super().__init__(units, agreement, device, recompute)
+        super().__init__(units, agreement, accelerator, recompute)
         self.stopwatch = agreement.stopwatch
         self.ring: HostRing | None = None
-        self._throttle = Throttle(device)
+        self._throttle = Throttle(accelerator)
         self.clock: Callable[[], float] | None = None
         self.times: StepTimes | None = None
         self._order = Order([unit.name for unit in self.units])
@@ -126,7 +126,7 @@ class Runner(Modes):
         self._microbatches = [
             Microbatch(
                 call.step,
-                self.device,
+                self.accelerator,
                 self.recompute,
                 self.clock,
                 inside,

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.execution.runner import Runner
-from lightning_cephalo.observe.stopwatch import Stopwatch, marks_of
+from lightning_cephalo.observe.stopwatch import Stopwatch
 from lightning_cephalo.ranks.control import Agreement
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.discovery import find_units
@@ -38,19 +40,17 @@ class Groups:
     agreement: Agreement
 
     @classmethod
-    def create(cls, timeout: datetime.timedelta, device: torch.device | None = None) -> Groups:
+    def create(cls, timeout: datetime.timedelta) -> Groups:
         """Make the groups; collective.
 
         Args:
             timeout: Of collectives.
-            device: This rank's; None: the CPU.
         """
         control = dist.new_group(backend="gloo", timeout=timeout)
-        stopwatch = Stopwatch(marks_of(device or torch.device("cpu"), dist.get_backend()))
         return cls(
             dist.new_group(timeout=timeout),
             dist.new_group(timeout=timeout),
-            Agreement(control, stopwatch),
+            Agreement(control, Stopwatch()),
         )
 
 
@@ -68,7 +68,7 @@ class Engine:
     Args:
         module: The model; its values on rank 0 count. Parameters may be on the meta device.
         groups: Process groups.
-        device: This rank's device.
+        accelerator: This rank's device.
         fractions: Share of every rank.
         units: How units are chosen.
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
@@ -79,14 +79,17 @@ class Engine:
         self,
         module: nn.Module,
         groups: Groups,
-        device: torch.device,
+        accelerator: Accelerator,
         fractions: Sequence[float],
         units: UnitOptions,
         compute_dtype: torch.dtype | None,
         recompute: bool,
     ) -> None:
         self.module = module
-        self.device = device
+        self.accelerator = accelerator
+        self.device = device = accelerator.device
+        # not when ranks are connected: an emulated device is entered after that
+        groups.agreement.stopwatch.marks = accelerator.marks(backend_of(groups.gather))
         self.agreement = groups.agreement
         self.compute_dtype = compute_dtype
         context = ShardingContext(
@@ -108,7 +111,7 @@ class Engine:
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._move_buffers(compute_dtype)
-        self.runner = Runner(self.units, groups.agreement, device, recompute)
+        self.runner = Runner(self.units, groups.agreement, accelerator, recompute)
         self.runner.install()
 
     def _move_buffers(self, compute_dtype: torch.dtype | None) -> None:

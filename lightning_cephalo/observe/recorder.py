@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-from lightning_cephalo.observe.stopwatch import Mark, Stopwatch
+from lightning_cephalo.accelerator.marks import Mark
+from lightning_cephalo.observe.stopwatch import Stopwatch
 from lightning_cephalo.plan.timeline import NONE, Activity, Event, Stream
 
 # What was done already is "waited for" in a microsecond or two: that is no event.
@@ -31,9 +32,9 @@ class _Span:
 class Recorder:
     """Records steps of one rank; of several, the last.
 
-    Compute is what the host spends on it; on CUDA, what the device does. A collective is under way
-    from when it is issued until the backend says that it is done; it is left out where a backend
-    does not say.
+    Compute is what the host spends on it, or what a device does for which it queues kernels. A
+    collective is under way from when it is issued until the backend says that it is done; it is
+    left out where a backend does not say.
 
     Args:
         stopwatch: The runner's, which knows when the rank waited.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.runner import MicrobatchCall, Runner
 from lightning_cephalo.observe.stopwatch import Stopwatch
 from lightning_cephalo.ranks.control import Agreement
@@ -74,7 +75,9 @@ def make_runner(
     )
     divider = Divider(fractions)
     units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
-    runner = Runner(units, Agreement(dist.new_group(), stopwatch), device, recompute)
+    runner = Runner(
+        units, Agreement(dist.new_group(), stopwatch), accelerator_of(device), recompute
+    )
     runner.reshard_after_forward = reshard
     runner.install()
     return runner

@@ -1,0 +1,145 @@
+"""Points in a device's work, and the time between them.
+
+On the CPU a *mark* is the time at which the host passes it. On an emulated device it is the time at
+which that will have done what it was given before. Where the host queues kernels it runs ahead and
+must not stop to look: a mark is an event on the current stream, and is read when the device has
+passed it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Mark = Any
+"""Seconds of the host's clock, or an event of the device."""
+
+
+class Marks(Protocol):
+    """Makes and reads marks."""
+
+    def now(self) -> Mark:
+        """Mark where the device's work is."""
+
+    def passed(self, mark: Mark) -> bool:
+        """Whether the device has come to the mark, so that it can be read."""
+
+    def between_s(self, start: Mark, end: Mark) -> float:
+        """Seconds from one mark to another."""
+
+    def tie(self) -> None:
+        """Tie marks to the host's clock; blocks until the device has done its work."""
+
+    def host_s(self, mark: Mark) -> float:
+        """A mark before the last :meth:`tie` as seconds of the host's clock."""
+
+    def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
+        """Call ``note`` with a mark of the moment at which a collective is done, in any thread."""
+
+
+def _in_the_past() -> float:
+    return -math.inf
+
+
+class HostMarks:
+    """For a device that has done its work when the host goes on, or for an emulated one.
+
+    The host of an emulated device runs ahead of it until it issues a collective: if it waits for
+    another meanwhile, its device works, and does not wait.
+
+    Args:
+        now_s: Seconds of the host's clock; read by several threads.
+        done_s: When the device will have done its work, by the same clock.
+    """
+
+    def __init__(
+        self,
+        now_s: Callable[[], float] = time.perf_counter,
+        done_s: Callable[[], float] = _in_the_past,
+    ) -> None:
+        self._now_s = now_s
+        self._done_s = done_s
+
+    def now(self) -> Mark:
+        return max(self._now_s(), self._done_s())
+
+    def passed(self, mark: Mark) -> bool:
+        return True
+
+    def between_s(self, start: Mark, end: Mark) -> float:
+        return float(end - start)
+
+    def tie(self) -> None:
+        pass
+
+    def host_s(self, mark: Mark) -> float:
+        return float(mark)
+
+    def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
+        tell = getattr(work, "when_done", None)  # a Transfer's, which has no future
+        if tell is not None:
+            tell(lambda: note(self._now_s()))
+            return
+        # gloo runs the callback in the thread that has done the work, as soon as it is done
+        work.get_future().add_done_callback(lambda _: note(self._now_s()))
+
+
+class StreamMarks:
+    """Events on the current stream.
+
+    Args:
+        device: The device.
+        collectives_on_device: Whether collectives run on a stream of it, not on the host.
+        now_s: Seconds of the host's clock.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        collectives_on_device: bool,
+        now_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._device = device
+        self._collectives_on_device = collectives_on_device
+        self._now_s = now_s
+        self._aside: torch.Stream | None = None
+        self._tied: tuple[torch.Event, float] | None = None
+
+    def now(self) -> Mark:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, mark: Mark) -> bool:
+        return bool(mark.query())
+
+    def between_s(self, start: Mark, end: Mark) -> float:
+        return float(start.elapsed_time(end)) * 1e-3
+
+    def tie(self) -> None:
+        event = self.now()
+        event.synchronize()
+        # not once for all: the time between events is a float32 of milliseconds
+        self._tied = event, self._now_s()
+
+    def host_s(self, mark: Mark) -> float:
+        if isinstance(mark, float):  # made on the host, by a collective of gloo
+            return mark
+        assert self._tied is not None
+        event, at_s = self._tied
+        return at_s - self.between_s(mark, event)
+
+    def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
+        if not self._collectives_on_device:
+            work.get_future().add_done_callback(lambda _: note(self._now_s()))
+            return
+        # waiting makes the current stream wait, not the host: a stream that does nothing else
+        # passes the event as soon as the collective is done
+        self._aside = self._aside or torch.Stream(self._device)
+        with self._aside:
+            work.wait()
+            note(self.now())
