@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cephalo.accelerator.device import host_memory
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters import precision, supported
 from lightning_cephalo.adapters.dealing import DealingStrategy
 from lightning_cephalo.adapters.logging import StepLog
@@ -32,7 +32,7 @@ from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.preparation.host_memory import parse_cap
-from lightning_cephalo.preparation.memory_cap import CapOnDevice, MemoryCap
+from lightning_cephalo.preparation.memory_cap import MemoryCap
 from lightning_cephalo.preparation.prepare import PlanningOptions, prepare
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class CephaloStrategy(DealingStrategy):
         remeasure: Measure also where an earlier start of the same job on the same devices has.
         verbose: Whether rank 0 prints the plan before and the prediction after training.
         trace: Where to write a timeline of one step of every rank, the fifth: JSON for Perfetto.
-        process_group_backend: "gloo", "nccl"; None: by the device.
+        process_group_backend: As of ``torch.distributed``, such as "gloo"; None: by the device.
         timeout: Of collectives.
         start_method: How Lightning starts the ranks: "popen", "spawn", "fork", "forkserver".
     """
@@ -142,7 +142,7 @@ class CephaloStrategy(DealingStrategy):
         )
         self._recompute = bool(recompute)
         self._caches: supported.SwitchedOffCaches | None = None
-        self._cap_on_device: CapOnDevice | None = None
+        self._lift_cap: Callable[[], None] | None = None
         self._watch = Watch(trace)
 
     @property
@@ -187,6 +187,7 @@ class CephaloStrategy(DealingStrategy):
 
     def _prepare(self, trainer: Trainer, fitting: bool) -> None:
         assert self._groups is not None and self.lightning_module is not None
+        accelerator = accelerator_of(self.root_device)
         dtype = precision.compute_dtype(self.precision_plugin)
         if dtype is None:
             self.precision_plugin.convert_module(self.lightning_module)
@@ -204,7 +205,7 @@ class CephaloStrategy(DealingStrategy):
             self._engine = Engine(
                 self.lightning_module,
                 self._groups,
-                self.root_device,
+                accelerator,
                 fractions=fractions,
                 units=self._unit_options,
                 compute_dtype=dtype,
@@ -222,6 +223,7 @@ class CephaloStrategy(DealingStrategy):
         self._preparation = prepare(
             trainer=trainer,
             agreement=self._groups.agreement,
+            accelerator=accelerator,
             plan=self._plan_option,
             options=self._planning,
             make_engine=make_engine,
@@ -235,7 +237,7 @@ class CephaloStrategy(DealingStrategy):
         self._cutter = self._preparation.cutter
 
     def _enforce(self, cap_bytes: float) -> None:
-        self._cap_on_device = CapOnDevice(cap_bytes)
+        self._lift_cap = self.engine.accelerator.limit_memory(cap_bytes)
 
     def _together(self, doing: str, function: Callable[[], Any]) -> Any:
         """Run something that does not communicate; if it fails anywhere, raise everywhere."""
@@ -252,15 +254,15 @@ class CephaloStrategy(DealingStrategy):
             if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
                 self._engine.abandon()  # other ranks may be gone: nothing may communicate
             else:
-                with host_memory():
+                with self._engine.accelerator.on_host():
                     self._share_changed_buffers()
                     self._engine.restore_full()
             self._engine = None
         if self._caches is not None:
             self._caches.restore()
             self._caches = None
-        if self._cap_on_device is not None:
-            self._cap_on_device.lift()
+        if self._lift_cap is not None:
+            self._lift_cap()
         if trainer is not None:
             self._give_back_samplers(trainer)
         self.cluster_environment.teardown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,41 @@ PURE = [*(PACKAGE / "common").rglob("*.py"), *(PACKAGE / "plan").rglob("*.py")]
 def test_the_pure_core_neither_communicates_nor_knows_lightning(path):
     for name in _imports(path):
         assert not name.startswith(("torch.distributed", "lightning.", "pytorch_lightning")), name
+
+
+# what only code that tells devices and backends apart by name has to write
+KNOWS_DEVICES = re.compile(r"cuda|nccl|[xh]ccl|CUDA_|NCCL_|active_device\(|\btype [!=]= [\"']")
+KNOWERS = {"accelerator", BESIDE_THE_STAIRS}
+
+
+def _device_questions(text: str) -> list[str]:
+    return [line for line in text.splitlines() if KNOWS_DEVICES.search(line)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if _room(path) not in KNOWERS],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_no_other_room_tells_devices_or_backends_apart_by_name(path):
+    assert not _device_questions(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if device.type == "cuda":',
+        "if device.type != 'cpu':",
+        "torch.cuda.empty_cache()",
+        "if values.is_cuda:",
+        'if dist.get_backend(group) == "nccl":',
+        '"NCCL_LAUNCH_ORDER_IMPLICIT"',
+        "_CUDA_LARGE_NUMEL = 1",
+        "emulated = active_device()",
+    ],
+)
+def test_the_search_finds_what_it_is_for(line):
+    assert _device_questions(line)
 
 
 def test_the_walk_sees_imports_and_spares_those_for_type_checkers():

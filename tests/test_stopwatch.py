@@ -7,9 +7,11 @@ import time
 import pytest
 import torch
 from busy import by_the_clock, timed
+from lightning_cephalo.observe.stopwatch import Share, Stopwatch
 
+from lightning_cephalo.accelerator import accelerator_of
+from lightning_cephalo.accelerator.backends import backend_named
 from lightning_cephalo.emulation import EmulatedDevice
-from lightning_cephalo.observe.stopwatch import Share, Stopwatch, marks_of
 
 
 class FakeDevice:
@@ -97,8 +99,9 @@ class Sleep:
 def test_an_emulated_device_that_works_while_its_host_waits_is_busy() -> None:
     matrix = torch.ones(64, 64)
     product_s = 0.1
-    stopwatch = Stopwatch(marks_of(torch.device("cpu"), "gloo"))
     with EmulatedDevice(flops_per_s=2 * 64**3 / product_s):
+        accelerator = accelerator_of(torch.device("cpu"))
+        stopwatch = Stopwatch(accelerator.marks(backend_named("gloo")))
         stopwatch.begin()
         matrix @ matrix
         stopwatch.wait(Sleep(0.06))  # the others are quicker than this rank's device

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.sharded_model import Engine, Groups, UnitOptions
 
 from .cases import CEPHALO, DDP, DDP_BY_SPEED, FSDP, MODEL_PARALLEL, TUNED
@@ -121,7 +122,7 @@ def cephalo(size: ModelSize, ranks: int) -> tuple[Contender, Engine]:
     model = size.make()
     groups = Groups.create(datetime.timedelta(seconds=300))
     even = [1 / ranks] * ranks
-    engine = Engine(model, groups, CPU, even, UnitOptions(), None, size.recompute)
+    engine = Engine(model, groups, accelerator_of(CPU), even, UnitOptions(), None, size.recompute)
 
     def backward(parts: Sequence[Part], global_batch_size: int) -> None:
         sharded_step(engine.executor, model, loss_of, parts)  # weighs by samples itself

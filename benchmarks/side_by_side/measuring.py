@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_cephalo.accelerator.device import synchronized_clock
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.plan import Plan, Problem, RankProfile, solve
@@ -177,7 +177,7 @@ def _prepare(
 
 def _profile(engine: Engine, device: EmulatedDevice, tokens: torch.Tensor, case: Case) -> Problem:
     """Measure as the strategy does; memory is left out, as there is no limit to it here."""
-    clock = synchronized_clock(CPU)
+    clock = accelerator_of(CPU).clock  # the emulated device that this runs on
 
     def batch_of(size: int) -> Part:
         return {"tokens": tokens[:size]}

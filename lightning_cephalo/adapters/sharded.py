@@ -12,7 +12,7 @@ from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cephalo.accelerator.device import host_memory
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters import checkpoint, supported
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.user_gathers import UserGathers
@@ -160,7 +160,7 @@ class ShardedStrategy(RanksStrategy):
         if self._engine is not None:
             self._engine.executor.reshard()
             self._share_changed_buffers()
-        with host_memory():
+        with accelerator_of(self.root_device).on_host():
             return checkpoint.full_state_dict(self.lightning_module, keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint_: Any, strict: bool = True) -> None:
@@ -171,7 +171,7 @@ class ShardedStrategy(RanksStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        with host_memory():
+        with accelerator_of(self.root_device).on_host():
             return checkpoint.full_optimizer_state(optimizer, keep=self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint_: Any) -> None:

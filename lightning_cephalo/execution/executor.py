@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
+from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.execution.arguments import UnitUseError
 from lightning_cephalo.execution.failure import Failure
@@ -56,7 +55,7 @@ class Executor:
     Args:
         units: All units; the root unit first.
         agreement: Exchanges between the ranks' processes.
-        device: This rank's device.
+        accelerator: This rank's device.
         recompute: Whether units are computed again in the backward.
 
     Attributes:
@@ -69,18 +68,18 @@ class Executor:
         self,
         units: Sequence[Unit],
         agreement: Agreement,
-        device: torch.device,
+        accelerator: Accelerator,
         recompute: bool = True,
     ) -> None:
         names = [unit.name for unit in units]
         self.units = list(units)
         self.agreement = agreement
-        self.device = device
+        self.accelerator = accelerator
         self.hooks = UnitHooks(units)
         self.failure = Failure(agreement.rank, names)
         self.ring: HostRing | None = None
         self._visits = Visits(names)
-        self._throttle = Throttle(device)
+        self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
         self._recompute, self._reshard_after_forward = recompute, True
         self._total_weight = 1.0
@@ -226,7 +225,7 @@ class Executor:
         last = NONE if visits is None else len(visits) - 1
         inside = self._inside_units() if visits is None else None
         microbatches = [
-            Microbatch(call.step, self.device, self._recompute, inside, self.ring, last)
+            Microbatch(call.step, self.accelerator, self._recompute, inside, self.ring, last)
             for call in calls
         ]
         step = self._step = Step(calls, microbatches, trainable, [0.0] * len(calls))
@@ -302,7 +301,7 @@ class Executor:
             The result, if this rank had a step, and the notes; weights are not asked for.
         """
         calls = [] if call is None else [call]
-        microbatches = [Microbatch(call.step, self.device, recompute=False) for call in calls]
+        microbatches = [Microbatch(call.step, self.accelerator, recompute=False) for call in calls]
         step = self._step = Step(calls, microbatches)
         self.failure.begin(microbatches, "evaluation of the root unit")
         self._execute(Instruction(Operation.GATHER, ROOT))

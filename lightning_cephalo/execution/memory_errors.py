@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-_SIGNS = (
-    "out of memory",
-    "can't allocate memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
+from lightning_cephalo.accelerator.torch_device import OUT_OF_MEMORY_SIGNS
+
+_SIGNS = ("out of memory", "can't allocate memory", *OUT_OF_MEMORY_SIGNS)
 
 
 class OutOfMemoryInStepError(torch.OutOfMemoryError):
@@ -22,7 +19,7 @@ def is_out_of_memory(failure: BaseException) -> bool:
     if isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError":
         return True
     if isinstance(failure, dist.DistBackendError):
-        return False  # whatever NCCL lacked: its communicator is broken, and no other try can help
+        return False  # whatever was lacking: the communicator is broken, and no other try can help
     text = str(failure)
     return isinstance(failure, RuntimeError) and any(sign in text for sign in _SIGNS)
 

@@ -23,6 +23,7 @@ import greenlet
 import torch
 from torch import Tensor
 
+from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.execution.arguments import (
     UnitUseError,
     refuse_changed_containers,
@@ -70,7 +71,7 @@ class Microbatch:
 
     Args:
         step: Calls the user's step and returns what it returns.
-        device: This rank's device.
+        accelerator: This rank's device.
         recompute: Keep only what enters a unit and compute its inside again in the backward.
         inside: As for :class:`~lightning_cephalo.execution.boundaries.Boundaries`.
         ring: Where boundaries are kept; None: on the device.
@@ -81,7 +82,7 @@ class Microbatch:
     def __init__(
         self,
         step: Callable[[], Any],
-        device: torch.device,
+        accelerator: Accelerator,
         recompute: bool,
         inside: frozenset[int] | None = None,
         ring: HostRing | None = None,
@@ -90,8 +91,8 @@ class Microbatch:
         self._inside = inside
         self._ring = ring
         self.last = last
-        self._device = device
-        self._device_types = tuple({"cpu", device.type})
+        self._accelerator = accelerator
+        self._device_types = accelerator.autocast_types
         self._recompute = recompute
         self._greenlet = greenlet.greenlet(step)
         # a greenlet starts with no context variables of its own
@@ -202,7 +203,7 @@ class Microbatch:
         self._records.append(record)
         args, kwargs = structure.unflatten(inputs)
         if self._recompute:
-            record.random, record.modes = RandomState(self._device), modes
+            record.random, record.modes = RandomState(self._accelerator), modes
             versions, kept = buffers.versions(), buffers.keep()
             # whoever looks for tensors that leave otherwise needs their graph; it is dropped below
             with torch.no_grad() if self._inside is None else nullcontext():

@@ -3,21 +3,21 @@
 What enters a unit is kept for every microbatch of the batch until the unit's backward (runtime
 notes, section C: for a large model a gigabyte per microbatch). It is copied out when its microbatch
 has gone on to the next unit, and fetched again while the microbatch passes the unit before, so that
-the device holds those of two units. The memory on the host is allocated once, pinned on CUDA, and
-used from its beginning in every step. The bytes are copied as they are: results stay the same to
-the last bit.
+the device holds those of two units. The memory on the host is allocated once, pinned where copies
+want that, and used from its beginning in every step. The bytes are copied as they are: results stay
+the same to the last bit.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.execution.boundaries import is_plain, take_memory
 
 # Boundaries of the last units are needed again at once: they stay.
@@ -51,7 +51,7 @@ class Away:
         leaf: The tensor; while its values are away it has its shape and no memory.
         host: The values.
         returning: The values on the device again, or on their way there.
-        arrival: On CUDA the event after which they are there.
+        arrival: What to wait for until they are there; None if the copy is done already.
     """
 
     leaf: Tensor
@@ -64,31 +64,22 @@ class HostRing:
     """Copies leaves to the host and back.
 
     Args:
-        device: This rank's device.
-        allocate: Returns so many bytes of host memory as a 1-d uint8 tensor, pinned on CUDA.
+        accelerator: This rank's device. Where it pins host memory, that is allocated in pieces of
+            powers of two, which are kept: torch rounds up to such sizes and takes nothing back
+            (pytorch#95823). One piece of 33 GiB would take 64 of the host.
         capacity_bytes: Most bytes to use.
-        by_powers_of_two: Allocate in pieces of such sizes, and keep them. torch rounds what it pins
-            up to the next power of two, and keeps what it is given back (pytorch#95823): one piece
-            of 33 GiB would take 64 of the host. None: on CUDA.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        allocate: Callable[[int], Tensor],
-        capacity_bytes: float,
-        by_powers_of_two: bool | None = None,
-    ) -> None:
-        self._allocate = allocate
+    def __init__(self, accelerator: Accelerator, capacity_bytes: float) -> None:
+        self._accelerator = accelerator
         self.capacity_bytes = capacity_bytes
-        in_powers = device.type == "cuda" if by_powers_of_two is None else by_powers_of_two
-        self._by_powers_of_two = in_powers
+        self._by_powers_of_two = accelerator.pins_host_memory
         self._chunks: list[Tensor] = []
         self._chunk = 0
         self._offset = 0
         self._used_bytes = 0
         self.most_bytes = 0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = accelerator.copies()
         self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     @property
@@ -125,20 +116,14 @@ class HostRing:
         values = leaf.detach()
         if not is_plain(values) or not values.numel():
             return None
-        if self._stream is not None and not values.is_cuda:
+        if not self._accelerator.holds(values):
             return None  # it takes no room on the device
         if not torch.ops.aten.is_non_overlapping_and_dense(values):
             return None
         host = self._place(values)
         self._let_go_of_copied()
-        if self._stream is None:
-            host.copy_(values)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream(leaf.device))
-            with torch.cuda.stream(self._stream):
-                host.copy_(values, non_blocking=True)
-                copied = torch.cuda.Event()
-                copied.record()
+        copied = self._copies.start(host, values)
+        if copied is not None:
             # its memory may be used again only by work that waits for the copy
             self._leaving.append((values, copied))
         take_memory(leaf)
@@ -151,36 +136,27 @@ class HostRing:
         away.returning = torch.empty_strided(
             away.host.shape, away.host.stride(), dtype=away.leaf.dtype, device=away.leaf.device
         )
-        if self._stream is None:
-            away.returning.copy_(away.host)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(away.leaf.device))
-        with torch.cuda.stream(self._stream):
-            away.returning.copy_(away.host, non_blocking=True)
-            away.arrival = torch.cuda.Event()
-            away.arrival.record()
+        away.arrival = self._copies.start(away.returning, away.host)
 
     def bring(self, away: Away) -> None:
         """Have the values in the leaf again."""
         self.fetch(away)
-        if away.arrival is not None:
-            torch.cuda.current_stream(away.leaf.device).wait_event(away.arrival)
+        self._copies.wait(away.arrival)
         assert away.returning is not None
         away.leaf.data = away.returning
         away.returning = away.arrival = None
 
     def forget(self, away: Away) -> None:
         """Nobody will ask for the values: give back the memory that they may be on their way to."""
-        if away.arrival is not None:
-            # it may be used again only by work that waits for the copy
-            torch.cuda.current_stream(away.leaf.device).wait_event(away.arrival)
+        # it may be used again only by work that waits for the copy
+        self._copies.wait(away.arrival)
         away.returning = away.arrival = None
 
     def _let_go_of_copied(self) -> None:
-        # all but the last: the compute stream would wait for a copy that has only just begun
+        # all but the last: the device would wait for a copy that has only just begun
         while len(self._leaving) > 1:
-            values, copied = self._leaving.popleft()
-            torch.cuda.current_stream(values.device).wait_event(copied)
+            _, copied = self._leaving.popleft()
+            self._copies.wait(copied)
 
     def _place(self, values: Tensor) -> Tensor:
         nbytes = values.numel() * values.element_size()
@@ -218,7 +194,7 @@ class HostRing:
                 " host_memory_cap=, use a smaller global batch, or a plan that offloads less."
             )
         try:
-            return self._allocate(int(min(nbytes, free)))
+            return self._accelerator.allocate_host(int(min(nbytes, free)))
         except (MemoryError, RuntimeError) as error:  # torch raises either, by the platform
             raise HostMemoryError(
                 f"This rank's host did not give {nbytes / 2**20:,.1f} MiB for offloaded boundaries:"

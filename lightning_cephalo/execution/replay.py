@@ -9,15 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# These work without CUDA too, and choose between the CPU's kernels. They are read several times a
-# visit: what torch.backends.cuda.flash_sdp_enabled and its likes call, without the call between.
-_ATTENTION_KERNELS = (
-    (torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-)
-_ATTENTION_ALLOWED = tuple(allowed for allowed, _ in _ATTENTION_KERNELS)
+from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.attention import ATTENTION_KERNELS
+
+_ATTENTION_ALLOWED = tuple(allowed for allowed, _ in ATTENTION_KERNELS)
 
 
 @dataclass(frozen=True)
@@ -66,28 +61,25 @@ class ThreadState:
         if torch.get_default_dtype() != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
         if tuple([allowed() for allowed in _ATTENTION_ALLOWED]) != self.attention:
-            for value, (_, allow) in zip(self.attention, _ATTENTION_KERNELS, strict=True):
+            for value, (_, allow) in zip(self.attention, ATTENTION_KERNELS, strict=True):
                 allow(value)
 
 
 class RandomState:
     """The random number generators that a unit may draw from: CPU and this rank's device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._states = accelerator.random_states()
 
     def restore(self) -> None:
         """Put the generators back to where they were."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        self._accelerator.restore_random_states(self._states)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Draw the same numbers again, then go on as if nothing had been drawn."""
-        now = RandomState(self._device)
+        now = RandomState(self._accelerator)
         self.restore()
         try:
             yield

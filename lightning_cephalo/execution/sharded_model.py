@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.ranks.control import Agreement
 from lightning_cephalo.sharding.buffers import BufferPool
@@ -37,12 +38,11 @@ class Groups:
     agreement: Agreement
 
     @classmethod
-    def create(cls, timeout: datetime.timedelta, device: torch.device | None = None) -> Groups:
+    def create(cls, timeout: datetime.timedelta) -> Groups:
         """Make the groups; collective.
 
         Args:
             timeout: Of collectives.
-            device: This rank's; None: the CPU.
         """
         control = dist.new_group(backend="gloo", timeout=timeout)
         return cls(
@@ -66,7 +66,7 @@ class Engine:
     Args:
         module: The model; its values on rank 0 count. Parameters may be on the meta device.
         groups: Process groups.
-        device: This rank's device.
+        accelerator: This rank's device.
         fractions: Share of every rank.
         units: How units are chosen.
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
@@ -77,14 +77,15 @@ class Engine:
         self,
         module: nn.Module,
         groups: Groups,
-        device: torch.device,
+        accelerator: Accelerator,
         fractions: Sequence[float],
         units: UnitOptions,
         compute_dtype: torch.dtype | None,
         recompute: bool,
     ) -> None:
         self.module = module
-        self.device = device
+        self.accelerator = accelerator
+        self.device = device = accelerator.device
         self.agreement = groups.agreement
         self.compute_dtype = compute_dtype
         context = ShardingContext(
@@ -105,7 +106,7 @@ class Engine:
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._move_buffers(compute_dtype)
-        self.executor = Executor(self.units, groups.agreement, device, recompute)
+        self.executor = Executor(self.units, groups.agreement, accelerator, recompute)
         self.executor.hooks.install()
 
     def _move_buffers(self, compute_dtype: torch.dtype | None) -> None:

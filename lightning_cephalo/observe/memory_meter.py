@@ -1,7 +1,7 @@
 """Measures what this rank holds while it trains.
 
-The peak costs nothing on a CUDA device (the allocator knows it) and on an emulated one (so does
-it): that of all steps is taken. On the CPU someone must count the bytes of live tensors, operator
+The peak costs nothing on a device with an allocator of its own, which knows it, and on an emulated
+one: that of all steps is taken. On the CPU someone must count the bytes of live tensors, operator
 by operator, which takes time: one step is counted, and not timed. The kinds are looked at in one
 step everywhere, before each action of the schedule.
 """
@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.accelerator.emulated import MemoryTracker, active_device
+from lightning_cephalo.accelerator.base import MemoryFigures
+from lightning_cephalo.accelerator.emulated import MemoryTracker
+from lightning_cephalo.accelerator.torch_device import distinct_bytes
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.observe.memory_account import RankMemory
@@ -40,22 +41,20 @@ class MemoryMeter(Observer):
     def __init__(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
         self._engine = engine
         self._optimizers = optimizers
-        self._device = (
-            _CudaBytes(engine.device) if engine.device.type == "cuda" else active_device()
-        )
+        self._figures = engine.accelerator.memory
         # None but in the step that is counted
-        self._tracker: MemoryTracker | _CudaBytes | None = None
+        self._tracker: MemoryFigures | None = None
         self._steps = 0
         self._state = self._gathered = self._gradients = self._boundaries = self._other = 0
         self._peak = 0
         self._has_counted = False
-        if self._device is not None:
-            self._device.reset_peak()
+        if self._figures is not None:
+            self._figures.reset_peak()
 
     @property
     def slowed(self) -> bool:
         """Whether the last step took longer for being counted."""
-        return self._steps == COUNTED_STEP and self._device is None
+        return self._steps == COUNTED_STEP and self._figures is None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -66,8 +65,8 @@ class MemoryMeter(Observer):
             return
         executor = self._engine.executor
         try:
-            if self._device is not None:
-                self._tracker = self._device
+            if self._figures is not None:
+                self._tracker = self._figures
                 executor.attach(self)
                 yield
             else:
@@ -93,10 +92,10 @@ class MemoryMeter(Observer):
             return
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         held = self._tracker.current_bytes
-        self._tracker.untrack(tensors)
+        self._tracker.untrack(*tensors)
         resting = self._tracker.current_bytes
-        if resting < held or self._device is None:
-            self._tracker.track(tensors)
+        if resting < held or self._figures is None:
+            self._tracker.track(*tensors)
         self._look()
         self._other = resting - self._state_bytes() - self._buffers()
 
@@ -111,7 +110,7 @@ class MemoryMeter(Observer):
         """What was measured; None before the counted step."""
         if not self._has_counted:
             return None
-        peak = self._peak if self._device is None else max(self._peak, self._device.peak_bytes)
+        peak = self._peak if self._figures is None else max(self._peak, self._figures.peak_bytes)
         known = self._state + self._gathered + self._gradients + self._boundaries + self._other
         return RankMemory(
             peak_bytes=peak,
@@ -121,7 +120,7 @@ class MemoryMeter(Observer):
             boundaries_bytes=self._boundaries,
             inside_bytes=max(0, peak - known),
             other_bytes=self._other,
-            step=COUNTED_STEP if self._device is None else None,
+            step=COUNTED_STEP if self._figures is None else None,
         )
 
     def before(self, instruction: Instruction) -> None:
@@ -139,7 +138,7 @@ class MemoryMeter(Observer):
         # idle buffers are held as well
         lent = sum(pool.held_bytes for pool in self._engine.parameter_pools)
         own = [flat.full for flat in self._engine.flats if not flat.is_lent]
-        return lent + _distinct_bytes(own)
+        return lent + distinct_bytes(own)
 
     def _gradient_bytes(self) -> int:
         received = sum(unit.receiving_bytes for unit in self._engine.units)
@@ -151,40 +150,9 @@ class MemoryMeter(Observer):
         held += [flat.grad_shard for flat in flats if flat.grad_shard is not None]
         # a counter of every parameter whatever this rank's share is no part of the state
         held += [local_part(v) for v in _state_of(self._optimizers) if isinstance(v, DTensor)]
-        return _distinct_bytes(held)
-
-
-class _CudaBytes:
-    """A CUDA device's allocator, read as a tracker is."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._left_out = 0
-
-    @property
-    def current_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._left_out
-
-    @property
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def untrack(self, tensors: list[Tensor]) -> None:
-        self._left_out = _distinct_bytes([t for t in tensors if t.device.type == "cuda"])
-
-    def track(self, tensors: list[Tensor]) -> None:
-        self._left_out = 0
+        return distinct_bytes(held)
 
 
 def _state_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     leaves = pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers])
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _distinct_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the storages that these tensors lie in, each counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

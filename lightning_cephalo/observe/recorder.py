@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_cephalo.accelerator.marks import Mark, Marks
 from lightning_cephalo.execution.observer import Observer
-from lightning_cephalo.observe.marks import Mark, Marks
 from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
 from lightning_cephalo.plan.timeline import Event, Stream
 
@@ -30,9 +30,9 @@ class _Span:
 class Recorder(Observer):
     """Records steps of one rank; of several, the last.
 
-    Compute is what the host spends on it; on CUDA, what the device does. A collective is under way
-    from when it is issued until the backend says that it is done; it is left out where a backend
-    does not say.
+    Compute is what the host spends on it, or what a device does for which it queues kernels. A
+    collective is under way from when it is issued until the backend says that it is done; it is
+    left out where a backend does not say.
 
     Args:
         marks: Of the device.

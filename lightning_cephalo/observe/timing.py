@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_cephalo.accelerator.marks import HostMarks, Mark, Marks
 from lightning_cephalo.execution.observer import Observer
-from lightning_cephalo.observe.marks import HostMarks, Mark, Marks
 from lightning_cephalo.plan.program import Instruction, Operation
 
 

@@ -11,13 +11,11 @@ from dataclasses import replace
 from os import PathLike
 from statistics import median
 
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_cephalo.accelerator.device import describe_device, synchronized_clock
+from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.observe import report, trace
-from lightning_cephalo.observe.marks import marks_of
 from lightning_cephalo.observe.pace import (
     MeasuredRank,
     busy_table,
@@ -87,10 +85,10 @@ class Watch:
         self._forget()
         self.ranks = ()
         self._engine_reference = weakref.ref(engine)  # its process groups must be let go of in time
-        # on CUDA waiting for the device would cost more than it tells
-        on_host = engine.device.type != "cuda"
-        self._clock = synchronized_clock(engine.device) if on_host else time.perf_counter
-        marks = marks_of(engine.device, dist.get_backend())
+        # elsewhere waiting for the device would cost more than it tells
+        on_host = engine.accelerator.computes_on_host
+        self._clock = engine.accelerator.clock if on_host else engine.accelerator.now_s
+        marks = engine.accelerator.marks(backend_of())
         self._timing = Timing(marks)
         if self._path is not None:
             now = self._clock if on_host else None
@@ -149,9 +147,9 @@ class Watch:
             verbose: Whether rank 0 prints the figures.
         """
         engine, agreement = self._engine, self._engine.agreement
-        synchronized_clock(engine.device)()  # so that everything can be read
+        engine.accelerator.synchronize()  # so that everything can be read
         self._read()
-        name = describe_device(engine.device, processes_on_host=1).name
+        name = engine.accelerator.name
         told = agreement.exchange_objects(self._measured(agreement.rank, name, plan))
         self.ranks = tuple(rank for rank in told if rank is not None)
         if verbose and agreement.rank == 0 and len(self.ranks) == agreement.world_size:

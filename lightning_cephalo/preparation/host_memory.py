@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from lightning_cephalo.accelerator.device import host_memory, host_share_bytes
-from lightning_cephalo.accelerator.emulated import active_device
+from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.host import host_share_bytes
 from lightning_cephalo.execution.offload import HostMemoryError, HostRing
 from lightning_cephalo.plan import PlanError, Problem, RankPlan
 from lightning_cephalo.preparation.memory_cap import amount
@@ -59,12 +57,12 @@ def parse_cap(value: float | int | str | None) -> float | int | None:
 
 
 def describe_host_memory(
-    device: torch.device, processes_on_host: int, cap: float | int | None
+    accelerator: Accelerator, processes_on_host: int, cap: float | int | None
 ) -> HostMemory:
     """Read how much this rank may use.
 
     Args:
-        device: The rank's device.
+        accelerator: The rank's device.
         processes_on_host: Ranks that share the host.
         cap: From :func:`parse_cap`; a float is a fraction of the rank's part of the host, an int
             are bytes; None: half of what is free.
@@ -83,32 +81,22 @@ def describe_host_memory(
                 f" {total * max(processes_on_host, 1) / 2**20:,.1f} MiB. Lower the cap to that, or"
                 " leave it out."
             )
-    is_apart = device.type != "cpu" or active_device() is not None
-    rate = _copy_rate(device) if capacity and is_apart else math.inf
-    return HostMemory(capacity, rate, is_apart, is_pinned=device.type == "cuda")
+    is_apart = accelerator.host_is_apart
+    rate = _copy_rate(accelerator) if capacity and is_apart else math.inf
+    return HostMemory(capacity, rate, is_apart, is_pinned=accelerator.pins_host_memory)
 
 
-def _copy_rate(device: torch.device) -> float:
+def _copy_rate(accelerator: Accelerator) -> float:
     """Bytes per second of a copy from the device; the other way is about as fast."""
-    host = allocator(device)(_COPIED_BYTES)
+    host = accelerator.allocate_host(_COPIED_BYTES)
     best_s = math.inf
-    with host_memory():  # an emulated device may be smaller than this
-        values = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    with accelerator.on_host():  # an emulated device may be smaller than this
+        values = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=accelerator.device)
         for _ in range(1 + _REPEATS):
-            start_s = time.perf_counter()
+            start_s = accelerator.now_s()
             host.copy_(values)
-            best_s = min(best_s, time.perf_counter() - start_s)
+            best_s = min(best_s, accelerator.now_s() - start_s)
     return _COPIED_BYTES / max(best_s, 1e-9)
-
-
-def allocator(device: torch.device) -> Callable[[int], Tensor]:
-    """Return what gives host memory: pinned for CUDA, and not an emulated device's."""
-
-    def allocate(nbytes: int) -> Tensor:
-        with host_memory():
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    return allocate
 
 
 def with_host_memory(problem: Problem, hosts: Sequence[HostMemory]) -> Problem:
@@ -147,7 +135,7 @@ def _pooled(problem: Problem, hosts: Sequence[HostMemory]) -> list[HostMemory]:
     return found
 
 
-def make_ring(device: torch.device, host: HostMemory, plan: RankPlan) -> HostRing | None:
+def make_ring(accelerator: Accelerator, host: HostMemory, plan: RankPlan) -> HostRing | None:
     """Return this rank's ring, allocated as far as the plan says how much it needs.
 
     Raises:
@@ -155,7 +143,7 @@ def make_ring(device: torch.device, host: HostMemory, plan: RankPlan) -> HostRin
     """
     if not plan.offload:
         return None
-    ring = HostRing(device, allocator(device), host.capacity_bytes)
+    ring = HostRing(accelerator, host.capacity_bytes)
     needed = plan.host_bytes or 0.0
     if needed > host.capacity_bytes:
         raise HostMemoryError(

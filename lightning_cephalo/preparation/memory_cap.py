@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
-from lightning_cephalo.accelerator.device import Device
-from lightning_cephalo.accelerator.emulated import EmulatedDevice, active_device
+from lightning_cephalo.accelerator import Device
 from lightning_cephalo.common.quantities import BYTES
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError
 from lightning_cephalo.profiling.errors import TooLittleMemoryError
@@ -150,31 +149,6 @@ def named_where_nothing_fits(caps_bytes: Sequence[float]) -> Iterator[None]:
             raise
         hint = f"memory_cap allows {', '.join(allowed)}: a larger one may do."
         raise type(error)(f"{error} {hint}") from error
-
-
-class CapOnDevice:
-    """Has an emulated device refuse what is above the cap until :meth:`lift`.
-
-    Other devices are left alone. CUDA's allocator could be told to
-    (``torch.cuda.set_per_process_memory_fraction``), but it counts what it has reserved, which is
-    more than what tensors take, and would refuse a plan that fills the cap.
-
-    Args:
-        cap_bytes: What this rank may use.
-    """
-
-    def __init__(self, cap_bytes: float) -> None:
-        self._device: EmulatedDevice | None = None
-        emulated = active_device()
-        if emulated is not None and not math.isinf(cap_bytes):
-            self._device, self._before = emulated, emulated.capacity_bytes
-            emulated.change_capacity(math.floor(cap_bytes))
-
-    def lift(self) -> None:
-        """Give the device its own capacity back; does nothing the second time."""
-        if self._device is not None:
-            self._device.change_capacity(self._before)
-            self._device = None
 
 
 def _readable(amount: float) -> str:

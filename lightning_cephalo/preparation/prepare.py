@@ -10,7 +10,8 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_cephalo.accelerator.device import Device, describe_device, processes_on_this_host
+from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.host import processes_on_this_host
 from lightning_cephalo.adapters import supported
 from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
 from lightning_cephalo.data.cutting import BatchCutter
@@ -102,6 +103,7 @@ def prepare(
     *,
     trainer: Trainer,
     agreement: Agreement,
+    accelerator: Accelerator,
     plan: Plan | str | PathLike[str] | None,
     options: PlanningOptions,
     make_engine: Callable[..., Engine],
@@ -115,6 +117,7 @@ def prepare(
     Args:
         trainer: The trainer that is fitting.
         agreement: Exchanges between ranks.
+        accelerator: This rank's device.
         plan: A plan or its path; None to measure.
         options: The user's options.
         make_engine: Shards the model by given fractions.
@@ -139,18 +142,14 @@ def prepare(
     layouts = supported.together(
         agreement, "finding how batches can be split", partial(_layouts, loaders, options)
     )
-    device = _device(trainer, num_processes)
+    processes = processes_on_this_host(num_processes)
+    device = accelerator.describe(processes)
     device = capped(device, options.memory_cap, agreement)
     caps_bytes = [row[0] for row in agreement.exchange([device.cap_bytes])]
     host = supported.together(
         agreement,
         "reading host_memory_cap",
-        partial(
-            describe_host_memory,
-            trainer.strategy.root_device,
-            processes_on_this_host(num_processes),
-            options.host_memory_cap,
-        ),
+        partial(describe_host_memory, accelerator, processes, options.host_memory_cap),
     )
     if plan is not None:
         given = supported.together(
@@ -280,7 +279,7 @@ def _obey(plan: Plan, options: PlanningOptions, engine: Engine, host: HostMemory
                 " kept and hold what enters them. Use CephaloStrategy(recompute=True), or say"
                 " recompute: true in the plan."
             )
-        return make_ring(engine.device, host, rank)
+        return make_ring(engine.accelerator, host, rank)
 
     executor.ring = supported.together(engine.agreement, "allocating host memory", ring)
 
@@ -388,8 +387,3 @@ def _fractions_by_memory(agreement: Agreement, capacity_bytes: float) -> list[fl
     if math.isinf(max(capacities)) or min(capacities) > 0.9 * max(capacities):
         return even  # equal slices travel faster
     return [capacity / sum(capacities) for capacity in capacities]
-
-
-def _device(trainer: Trainer, num_processes: int) -> Device:
-    device = trainer.strategy.root_device
-    return describe_device(device, processes_on_this_host(num_processes))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning_cephalo.accelerator.backends import BACKENDS
+
 
 class ProfilingError(RuntimeError):
     """Profiling cannot go on; every rank raises it, naming the rank, the size and the reason."""
@@ -40,5 +42,5 @@ def lost_rank_explained(rank: int, doing: str) -> Iterator[None]:
 def _is_lost_connection(failure: RuntimeError) -> bool:
     text = str(failure).lower()
     return type(failure).__name__.startswith("Dist") or any(
-        sign in text for sign in ("connection", "gloo", "nccl", "timed out", "socket")
+        sign in text for sign in ("connection", "timed out", "socket", *BACKENDS)
     )

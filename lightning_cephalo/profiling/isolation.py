@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cephalo.accelerator.emulated import active_device
+from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.data.randomness import preserved_randomness, read_states, write_states
 from lightning_cephalo.execution.replay import RandomState
 
@@ -39,20 +39,20 @@ _WALKED_ITEMS = 10_000
 
 
 @contextmanager
-def isolated(trainer: Trainer, module: nn.Module, device: torch.device) -> Iterator[None]:
+def isolated(trainer: Trainer, module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """Run the user's step inside without a trace: state, randomness, logs, gradients.
 
     Args:
         trainer: The trainer that is fitting; its results, loggers and optimizers are replaced by
             throwaway ones inside.
         module: The user's LightningModule.
-        device: This rank's device.
+        accelerator: This rank's device.
     """
     with ExitStack() as stack:
         stack.enter_context(preserved_randomness())
-        stack.callback(RandomState(device).restore)
-        stack.enter_context(preserved_state(module))
-        stack.enter_context(_muted(trainer, module))
+        stack.callback(RandomState(accelerator).restore)
+        stack.enter_context(preserved_state(module, accelerator))
+        stack.enter_context(_muted(trainer, module, accelerator))
         stack.callback(forget_gradients, module)
         yield
 
@@ -64,9 +64,9 @@ def forget_gradients(module: nn.Module) -> None:
 
 
 @contextmanager
-def preserved_state(module: nn.Module) -> Iterator[None]:
+def preserved_state(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """Put the attributes of all submodules back afterwards; see the note of this module."""
-    snapshot = _Snapshot()
+    snapshot = _Snapshot(accelerator)
     snapshot.take(module)
     try:
         yield
@@ -77,7 +77,8 @@ def preserved_state(module: nn.Module) -> Iterator[None]:
 class _Snapshot:
     """What the objects reachable from a module hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
         self._seen: dict[int, Any] = {}
         self._restores: list[Callable[[], None]] = []
 
@@ -161,10 +162,8 @@ class _Snapshot:
         if isinstance(tensor, (nn.Parameter, DTensor)) or tensor.is_meta:
             return
         # on the host: the device's memory is what is about to be measured
-        saved = tensor.detach().to("cpu", copy=True)
-        emulated = active_device()
-        if emulated is not None:
-            emulated.untrack(saved)
+        with self._accelerator.on_host():
+            saved = tensor.detach().to("cpu", copy=True)
 
         def put_back() -> None:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -199,13 +198,13 @@ def _refill_set(value: set[Any], saved: set[Any]) -> None:
 
 
 @contextmanager
-def _muted(trainer: Trainer, module: Any) -> Iterator[None]:
+def _muted(trainer: Trainer, module: Any, accelerator: Accelerator) -> Iterator[None]:
     """Let everything that the step logs or asks of the trainer go to throwaways."""
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
     loop = trainer.fit_loop.epoch_loop
-    connector = _Snapshot()
+    connector = _Snapshot(accelerator)
     connector._attributes(trainer._logger_connector)
     results, loggers, stopping = loop._results, trainer.loggers, trainer.should_stop
     name = module._current_fx_name

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.accelerator.device import Device
-from lightning_cephalo.accelerator.emulated import active_device
+from lightning_cephalo.accelerator import Device
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.plan import PlanError, Problem
@@ -68,7 +67,13 @@ def look_up(
         describe_job: Returns what makes the job what it is, on every rank.
         remeasure: Whether to measure whatever there is.
     """
-    rows = agreement.exchange_objects((_digest(describe_job), device.name, device.capacity_bytes))
+    rows = agreement.exchange_objects(
+        (
+            _digest(describe_job) if device.speed_lasts else None,
+            device.name,
+            device.capacity_bytes,
+        )
+    )
     if any(digest is None for digest, _, _ in rows):
         return Found(None)
     key = _hashed([(digest, name) for digest, name, _ in rows])
@@ -168,7 +173,7 @@ def describe(
                       torch.are_deterministic_algorithms_enabled()],
         "recompute": engine.executor.recompute,
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
-        "threads": torch.get_num_threads() if engine.device.type == "cpu" else None,
+        "threads": torch.get_num_threads() if engine.accelerator.computes_on_host else None,
         "options": {
             field.name: _plain(getattr(options, field.name))
             for field in dataclasses.fields(options)
@@ -243,9 +248,7 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(describe_job: Callable[[], Any]) -> str | None:
-    """None for jobs that are not to be kept, or cannot be told from others."""
-    if active_device() is not None:
-        return None
+    """None for jobs that cannot be told from others."""
     try:
         return _hashed(describe_job())
     except Exception:  # of the user's model or data; measuring says what is wrong with those

@@ -11,11 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.accelerator.device import Device, synchronized_clock
-from lightning_cephalo.accelerator.emulated import active_device
+from lightning_cephalo.accelerator import Device
 from lightning_cephalo.data import sample_batches
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.plan import Problem, RankProfile
@@ -110,7 +108,7 @@ def measure(
     """
     started_s = time.perf_counter()
     agreement = engine.agreement
-    clock = synchronized_clock(engine.device)
+    clock = engine.accelerator.clock
     smallest = min(options.minimum_microbatch_size, global_batch_size)
     progress = Progress(options.verbose and agreement.rank == 0)
     batches = _Batches(loader, partial(moved_to_device, trainer, engine.module))
@@ -122,7 +120,7 @@ def measure(
     with (
         lost_rank_explained(agreement.rank, "profiling"),
         progress,
-        isolated(trainer, engine.module, engine.device),
+        isolated(trainer, engine.module, engine.accelerator),
     ):
         prober = Prober(engine, clock, counted_batch, step, context)
         sweep = Sweep(
@@ -140,8 +138,8 @@ def measure(
             progress.say("profiling: without recomputation")
             keeping = measure_keeping(prober, measured, sweep)
         progress.say("profiling: network")
-        # NCCL allocates when it first communicates, and cannot ask torch for what that keeps
-        _give_back_kept_memory(engine.device)
+        # a backend allocates when it first communicates, and cannot ask torch for what that keeps
+        engine.accelerator.empty_cache()
         # first: measuring the network lets go of the gradients that clipping is timed with
         clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         optimizer_s = optimizer_time(engine, clock, clip)
@@ -150,7 +148,7 @@ def measure(
     for unit in engine.units:
         for flat in unit.flats:
             flat.forget_gradient()  # memory that moving the shards may need
-    _give_back_kept_memory(engine.device)
+    engine.accelerator.empty_cache()
     visits = engine.executor.visits
     units = max(1, sum(visit.differentiable for visit in visits))
     own_keeping = Kept(0.0, 0.0) if keeping is None else keeping.kept
@@ -199,7 +197,7 @@ def measure(
         fill_s=network.fill_s,
         unresharded_bytes=float(engine.unresharded_bytes),
     )
-    if agreement.rank == 0 and active_device() is None:  # an emulated device is none to plan with
+    if agreement.rank == 0 and device.speed_lasts:
         lost = remember(
             problem,
             model=type(engine.module).__name__,
@@ -229,11 +227,6 @@ def balanced_step_s(problem: Problem) -> float:
         if rank.forward_s
     )
     return problem.global_batch_size / samples_per_s + fixed_time(problem)
-
-
-def _give_back_kept_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _exchanged(agreement: Agreement, profile: RankProfile) -> list[RankProfile]:

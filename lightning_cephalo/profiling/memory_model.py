@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.emulated import MemoryTracker
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.profiling.errors import TooLittleMemoryError
+from lightning_cephalo.sharding.collectives import summands_received
 from lightning_cephalo.sharding.flat import Flat
 
 # Adam's two moments beside the parameter and its gradient. The optimizer is made for the planned
@@ -56,10 +56,7 @@ def _receive_bytes(engine: Engine) -> int:
     if not flats:
         return 0
     largest = max(unit.gradient_bytes for unit in engine.units)
-    context = flats[0].context
-    if dist.get_backend(context.reduce_group) == "nccl":
-        return largest
-    return largest * context.world_size  # every rank's summand of the slice, added up there
+    return largest * summands_received(flats[0].context.reduce_group)
 
 
 def resting_bytes(engine: Engine) -> int:
@@ -74,12 +71,13 @@ def resting_bytes(engine: Engine) -> int:
     resting = sum(held.values()) + _COUNTER_BYTES * sum(
         len(flat.sharded) for flat in _flats(engine)
     )
-    if engine.device.type == "cuda":
+    allocator = engine.accelerator.allocator
+    if allocator is not None:
         shards = [flat.shard for flat in _flats(engine)]
         shards += [flat.grad_shard for flat in _flats(engine) if flat.grad_shard is not None]
-        allocated = torch.cuda.memory_allocated(engine.device)
         lent = sum(pool.held_bytes for pool in engine.buffer_pools)
-        resting = max(resting, allocated - lent - sum(_nbytes(shard) for shard in shards))
+        state = sum(_nbytes(shard) for shard in shards)
+        resting = max(resting, allocator.current_bytes - lent - state)
     return resting
 
 
@@ -114,10 +112,10 @@ def check_capacities(
             )
 
 
-def batch_bytes(batch: Any, device: torch.device) -> int:
+def batch_bytes(batch: Any, accelerator: Accelerator) -> int:
     """Bytes of a batch's tensors on the device."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return sum(_nbytes(leaf) for leaf in leaves if leaf.device.type == device.type)
+    return sum(_nbytes(leaf) for leaf in leaves if accelerator.holds(leaf))
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -155,8 +153,8 @@ def predicted(problem: Problem, plan: Plan, engine: Engine) -> tuple[RankMemory,
 class PeakMeter:
     """Measures the peak of the ``with`` block beside the state, gathered buffers included.
 
-    On CUDA the allocator's own figure; on the CPU the bytes of live tensors, which slows operators
-    down: nothing should be timed meanwhile.
+    The allocator's own figure where the device has one. Else the bytes of live tensors, which slows
+    operators down: nothing should be timed meanwhile.
 
     Args:
         engine: The sharded model.
@@ -164,7 +162,7 @@ class PeakMeter:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._cuda = engine.device.type == "cuda"
+        self._allocator = engine.accelerator.allocator
         self._before = 0
         self._tracker = _StepTracker(engine)
         self.peak_bytes = 0
@@ -172,17 +170,16 @@ class PeakMeter:
 
     def forward_done(self) -> None:
         """Called between the forward and the backward: see what is held there."""
-        if self._cuda:
-            held = torch.cuda.memory_allocated(self._engine.device)
-            self.kept_bytes = max(0, held - self._before)
+        if self._allocator is not None:
+            self.kept_bytes = max(0, self._allocator.current_bytes - self._before)
         else:
             self.kept_bytes = self._tracker.current_bytes
 
     def __enter__(self) -> PeakMeter:
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(self._engine.device)
+        if self._allocator is not None:
+            self._allocator.reset_peak()
             lent = sum(pool.held_bytes for pool in self._engine.buffer_pools)
-            self._before = torch.cuda.memory_allocated(self._engine.device) - lent
+            self._before = self._allocator.current_bytes - lent
             return self
         self._tracker.__enter__()
         # made before, and empty until they are gathered
@@ -192,9 +189,8 @@ class PeakMeter:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self._cuda:
-            peak = torch.cuda.max_memory_allocated(self._engine.device)
-            self.peak_bytes = max(0, peak - self._before)
+        if self._allocator is not None:
+            self.peak_bytes = max(0, self._allocator.peak_bytes - self._before)
             return
         self._tracker.__exit__(*exception)
         self.peak_bytes = self._tracker.peak_bytes

@@ -23,9 +23,9 @@ from lightning_cephalo.sharding.placement import local_part
 
 # Repetitions, and the seconds after which there are no more.
 _REPEATS, _LONG_S = 5, 0.25
-# Elements of all tensors that stand for a rank's rows, and of the large one beside them: more than
-# caches hold, and on CUDA more than launching hides.
-_ROWS_NUMEL, _LARGE_NUMEL, _CUDA_LARGE_NUMEL = 2**18, 2**20, 2**22
+# Elements of all tensors that stand for a rank's rows, and of the large one in addition to them:
+# more than caches hold, and more than launching hides where kernels are launched.
+_ROWS_NUMEL, _LARGE_NUMEL, _LAUNCHED_LARGE_NUMEL = 2**18, 2**20, 2**22
 
 
 def optimizer_time(
@@ -97,7 +97,8 @@ def _adamw_time(engine: Engine, flats: Sequence[Flat], clock: Callable[[], float
     share = sum(flat.numel for flat in flats) / engine.agreement.world_size
     beyond = share - sum(stand_ins)
     if beyond > 0:
-        limit = _CUDA_LARGE_NUMEL if engine.device.type == "cuda" else _LARGE_NUMEL
+        on_host = engine.accelerator.computes_on_host
+        limit = _LARGE_NUMEL if on_host else _LAUNCHED_LARGE_NUMEL
         large = max(2, min(int(beyond), limit))
         more_s = _update_time([large], engine.device, clock) - _update_time(
             [1], engine.device, clock

@@ -133,8 +133,7 @@ class Prober:
             del failure
         if any(out_of_memory for _, out_of_memory, _ in said):
             gc.collect()
-            if self.engine.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self.engine.accelerator.empty_cache()
         return [out_of_memory for _, out_of_memory, _ in said]
 
     def _timed_step_of(self, size: int) -> None:
@@ -150,7 +149,7 @@ class Prober:
             self._forward_backward(calls, failure, meter.forward_done)
         if size:
             # in a real step every microbatch has samples of its own on the device
-            samples_bytes = count * batch_bytes(self._batch_of(size), self.engine.device)
+            samples_bytes = count * batch_bytes(self._batch_of(size), self.engine.accelerator)
             self._held = Held(meter.peak_bytes + samples_bytes, meter.kept_bytes + samples_bytes)
 
     def _forward_backward(

@@ -17,21 +17,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_cephalo.accelerator.backends import SIGNS_OF_LOSS
 from lightning_cephalo.ranks.control import Agreement, RemoteRankError
 
 _KEY = "cephalo/last_words"
 _PATIENCE = timedelta(seconds=2)
-# what gloo and NCCL say on the ranks that are left
-_LOST = (
-    "Connection closed by peer",
-    "Connection reset",
-    "Broken pipe",
-    "Timed out waiting",
-    "remote process exited",
-    "Socket",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
-)
 
 
 @dataclass
@@ -79,7 +69,9 @@ class LastWords:
         """Leave a message; if the connection was lost, add another rank's to the exception."""
         if self.is_known(exception):
             return
-        if isinstance(exception, RuntimeError) and any(s in str(exception) for s in _LOST):
+        if isinstance(exception, RuntimeError) and any(
+            sign in str(exception) for sign in SIGNS_OF_LOSS
+        ):
             self._explain(exception)
             return
         message = f"Rank {self.rank} failed: {type(exception).__name__}: {exception}"

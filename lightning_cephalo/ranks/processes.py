@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _suggested_max_num_threads,
 )
@@ -33,6 +32,8 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed import distributed_c10d
 
+from lightning_cephalo.accelerator import accelerator_of
+from lightning_cephalo.accelerator.backends import backend_named, backend_of
 from lightning_cephalo.execution.sharded_model import Groups
 from lightning_cephalo.ranks.crash_report import LastWords
 
@@ -49,7 +50,7 @@ class RanksStrategy(ParallelStrategy):
         cluster_environment: Says which rank this is.
         checkpoint_io: Writes checkpoints.
         precision_plugin: Casts.
-        process_group_backend: "gloo", "nccl"; None: by the device.
+        process_group_backend: As of ``torch.distributed``, such as "gloo"; None: by the device.
         timeout: Of collectives.
         start_method: How Lightning starts the ranks.
     """
@@ -144,28 +145,22 @@ class RanksStrategy(ParallelStrategy):
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(_suggested_max_num_threads(self.num_processes))
         self.set_world_ranks()
-        self._process_group_backend = (
-            self._process_group_backend
-            or _get_default_process_group_backend_for_device(self.root_device)
-        )
+        accelerator = accelerator_of(self.root_device)
+        self._process_group_backend = self._process_group_backend or accelerator.default_backend
+        for name, value in backend_named(self._process_group_backend).environment.items():
+            os.environ.setdefault(name, value)
         assert self.cluster_environment is not None
-        device = self.root_device if self.root_device.type != "cpu" else None
-        if self._process_group_backend == "nccl":
-            # gathers and reduces run at once on communicators of their own, issued in one order on
-            # all ranks: from 2.26 on NCCL keeps to that order if asked to ("Using multiple NCCL
-            # communicators concurrently" in its documentation)
-            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         _init_dist_connection(
             self.cluster_environment,
             self._process_group_backend,
             timeout=self._timeout,
-            device_id=device,
+            device_id=None if accelerator.computes_on_host else self.root_device,
         )
-        # Lightning does this for NCCL only. A thread of gloo that lets go of a tensor while the
+        # Lightning does not do this for gloo. A thread of gloo that lets go of a tensor while the
         # interpreter ends aborts the process (pytorch #190489): its threads must end before.
         atexit.register(_leave, weakref.ref(self))
         if self._groups is None:
-            self._groups = Groups.create(self._timeout, self.root_device)
+            self._groups = Groups.create(self._timeout)
             self._last_words = LastWords.create(self._groups.agreement)
 
     def forget_groups(self) -> None:
@@ -178,14 +173,14 @@ class RanksStrategy(ParallelStrategy):
         if self._last_words is not None:
             self._last_words.on_exception(exception)
             known = self._last_words.is_known(exception)
-            if self._process_group_backend == "nccl" and not known:
+            if backend_named(self._process_group_backend).must_be_aborted and not known:
                 abort_groups()
                 self.forget_groups()  # another fit makes new ones
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not _distributed_is_initialized():
             return
-        if dist.get_backend() == "nccl":
+        if backend_of().barrier_names_device:
             dist.barrier(device_ids=[self.root_device.index])
         else:
             dist.barrier()
@@ -201,9 +196,9 @@ class RanksStrategy(ParallelStrategy):
 def abort_groups() -> None:
     """End all process groups without waiting for what is under way, which may never end.
 
-    A rank that fails alone leaves others in a collective. To destroy NCCL's groups, or to empty
-    CUDA's cache, as Lightning does next, would wait for kernels that wait for that rank
-    (pytorch/torchtitan#1342); and NCCL's communicators must be aborted together (pytorch#119797).
+    A rank that fails alone leaves others in a collective. To destroy groups that run on the device,
+    or to empty its cache, as Lightning does next, would wait for kernels that wait for that rank
+    (pytorch/torchtitan#1342). All communicators must be aborted together (pytorch#119797).
 
     Private: nothing public aborts all groups. In a thread, as that may itself wait for ever.
     """

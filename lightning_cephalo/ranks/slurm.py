@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from lightning_cephalo.accelerator.device import tasks_per_node
+from lightning_cephalo.accelerator.host import tasks_per_node
 
 
 class UnevenSLURMEnvironment(SLURMEnvironment):

@@ -1,8 +1,8 @@
 """Memory that units take turns to be gathered into, so that a step allocates none of it anew.
 
 A unit's full parameters live for as long as the unit is in use; the next unit's take their place.
-Giving the memory back to the allocator in between would cost page faults on the CPU, and on CUDA
-leave it to chance whether the next block of that size is found in one piece.
+Giving the memory back to the allocator in between would cost page faults on the CPU, and with a
+caching allocator leave it to chance whether the next block of that size is found in one piece.
 """
 
 from __future__ import annotations

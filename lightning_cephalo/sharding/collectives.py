@@ -1,10 +1,11 @@
-"""Gather and reduce slices of unequal sizes: two functions, one road per backend.
+"""Gather and reduce slices of unequal sizes: two functions, one road per kind of backend.
 
 gloo on CPUs: every rank receives from and sends to every other, for a gather straight into its
 slice, for a reduce into rows that are summed in rank order, hence deterministic. gloo on other
 devices, whose tensors it does not send: one asynchronous broadcast per rank, and an all-to-all.
-NCCL: the single-tensor operations when the slices are equal, the list forms otherwise. Padding to
-the largest slice was measured 1.5 to 8 times slower (this project's runtime notes, section B).
+Backends that run on the device (NCCL): the single-tensor operations when the slices are equal, the
+list forms otherwise. Padding to the largest slice was measured 1.5 to 8 times slower (this
+project's runtime notes, section B).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_cephalo.accelerator.backends import backend_of
 
 Wait = Callable[[Any], None]
 """Waits for a handle of torch.distributed."""
@@ -40,7 +43,7 @@ class Pending:
     finish: Callable[[], None] | None = None
 
     def wait(self, wait: Wait = wait_for) -> None:
-        """Block until the result may be used (on CUDA: until the stream may).
+        """Block until the result may be used, or make the current stream wait on a device's own.
 
         Args:
             wait: Waits for one handle.
@@ -126,7 +129,7 @@ def gather_slices(full: torch.Tensor, sizes: Sequence[int], group: dist.ProcessG
         group: The process group.
     """
     offsets = _offsets(sizes)
-    if dist.get_backend(group) == "nccl":
+    if backend_of(group).runs_on_device:
         rank = dist.get_rank(group)
         own = full[offsets[rank] : offsets[rank + 1]]
         if len(set(sizes)) == 1:
@@ -134,7 +137,7 @@ def gather_slices(full: torch.Tensor, sizes: Sequence[int], group: dist.ProcessG
             return Pending([gather(full, own, group=group, async_op=True)])
         slices = [full[a:b] for a, b in itertools.pairwise(offsets)]
         return Pending([dist.all_gather(slices, own, group=group, async_op=True)])
-    if full.device.type == "cpu":
+    if full.is_cpu:
         slices = full.split(list(sizes))
         return Pending(_exchange([slices[dist.get_rank(group)]] * len(sizes), slices, group))
     works = [
@@ -175,7 +178,7 @@ def reduce_slices(
         else:
             torch.mul(total, scale, out=output)
 
-    if dist.get_backend(group) == "nccl":
+    if backend_of(group).runs_on_device:
         total = torch.empty_like(output)
         if len(set(sizes)) == 1:
             reduce = _alias("reduce_scatter_single", "reduce_scatter_tensor")
@@ -189,7 +192,7 @@ def reduce_slices(
 
     received = full.new_empty(world_size * own)
     rows = received.view(world_size, own)
-    if full.device.type == "cpu":
+    if full.is_cpu:
         outgoing = full.split(list(sizes))
         rows[rank].copy_(outgoing[rank])
         works = _exchange(outgoing, rows.unbind(), group)
@@ -205,6 +208,11 @@ def reduce_slices(
         deliver(rows[0])
 
     return Pending(works, finish if own else None)
+
+
+def summands_received(group: dist.ProcessGroup) -> int:
+    """Ranks whose summands of this rank's slice a reduce receives, to be added up here."""
+    return 1 if backend_of(group).runs_on_device else dist.get_world_size(group)
 
 
 def all_gather_rows(

@@ -35,6 +35,7 @@ from lightning_cephalo.sharding.collectives import (
     all_gather_rows,
     gather_slices,
     reduce_slices,
+    summands_received,
 )
 from lightning_cephalo.sharding.layout import Divider, FlatLayout
 from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spec
@@ -349,8 +350,7 @@ class Flat:
         """Bytes that this rank's part of a reduce is received into; see ``reduce_slices``."""
         if self.layout is None or self.context.world_size == 1:
             return 0
-        nccl = dist.get_backend(self.context.reduce_group) == "nccl"
-        summands = 1 if nccl else self.context.world_size
+        summands = summands_received(self.context.reduce_group)
         return summands * (self._end - self._start) * self.master_dtype.itemsize
 
     def disarm(self) -> None:

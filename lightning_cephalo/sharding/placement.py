@@ -130,5 +130,5 @@ def with_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def default_mesh(device_type: str) -> DeviceMesh:
     """Build the one-dimensional mesh over all ranks."""
     assert dist.group.WORLD is not None
-    # `init_device_mesh` makes a group of its own where gloo serves a machine with CUDA
+    # `init_device_mesh` makes a group of its own where gloo serves a machine with other devices
     return DeviceMesh.from_group(dist.group.WORLD, device_type)

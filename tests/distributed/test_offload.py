@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from launch import RankFailure, run_ranks
 from torch import nn
 from zoo import ZOO, build, hugging_face_loss
 
+from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.emulation import MemoryTracker
 from lightning_cephalo.execution.offload import (
     Away,
@@ -41,8 +43,20 @@ def host_memory(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def make_ring(capacity_bytes: float = math.inf) -> HostRing:
-    return HostRing(torch.device("cpu"), host_memory, capacity_bytes)
+class Device(Cpu):
+    """A CPU for which the test gives host memory."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor], pins: bool) -> None:
+        super().__init__(torch.device("cpu"))
+        self.allocate_host, self.pins_host_memory = allocate, pins
+
+
+def make_ring(
+    capacity_bytes: float = math.inf,
+    allocate: Callable[[int], torch.Tensor] = host_memory,
+    pins: bool = False,
+) -> HostRing:
+    return HostRing(Device(allocate, pins), capacity_bytes)
 
 
 def _gradients(rank: int, name: str) -> list[int]:
@@ -119,7 +133,7 @@ def _peak(offload: bool, skips: bool, residual: bool) -> tuple[int, int, list[to
         return host[-1]
 
     if offload:
-        executor.ring = HostRing(torch.device("cpu"), allocate, math.inf)
+        executor.ring = make_ring(allocate=allocate)
     parts = [{"x": torch.randn(256, WIDTH)} for _ in range(4)]
     tracker = MemoryTracker()
     with tracker:
@@ -202,7 +216,7 @@ def _refused_later(rank: int) -> None:
             raise RuntimeError("no pinned memory")
         return host_memory(nbytes)
 
-    executor.ring = HostRing(torch.device("cpu"), allocate, math.inf)
+    executor.ring = make_ring(allocate=allocate)
     parts = microbatches_of(batch, TWO, rank)
     sharded_step(executor, model, hugging_face_loss, parts)
     # as if the step had taken several pieces, which the next one wants in one
@@ -225,7 +239,7 @@ def test_the_ring_is_allocated_once():
         taken.append(nbytes)
         return host_memory(nbytes)
 
-    ring = HostRing(torch.device("cpu"), allocate, math.inf)
+    ring = make_ring(allocate=allocate)
     ring.reserve(2**20)
     for _ in range(3):
         ring.start()
@@ -247,7 +261,7 @@ def test_a_ring_that_grew_is_one_piece_from_the_next_step_on():
         taken.append(nbytes)
         return host_memory(nbytes)
 
-    ring = HostRing(torch.device("cpu"), allocate, math.inf)
+    ring = make_ring(allocate=allocate)
     for _ in range(3):
         ring.start()
         for _ in range(5):
@@ -270,7 +284,7 @@ class NotingRing(HostRing):
     """Keeps what was fetched."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), host_memory, math.inf)
+        super().__init__(Device(host_memory, pins=False), math.inf)
         self.fetched: list[Away] = []
 
     def fetch(self, away: Away) -> None:
@@ -367,14 +381,17 @@ def test_what_the_host_does_not_give_is_said():
     def refuse(nbytes: int) -> torch.Tensor:
         raise RuntimeError("no pinned memory")
 
-    ring = HostRing(torch.device("cpu"), refuse, math.inf)
+    ring = make_ring(allocate=refuse)
     with pytest.raises(HostMemoryError, match=r"did not give .* no pinned memory"):
         ring.reserve(100)
 
 
 def test_what_is_on_the_host_already_stays_where_it_is():
-    ring = make_ring()
-    ring._stream = object()  # as on CUDA
+    class ElsewhereOnly(Cpu):
+        def holds(self, tensor: torch.Tensor) -> bool:
+            return tensor.device.type != "cpu"
+
+    ring = HostRing(ElsewhereOnly(torch.device("cpu")), math.inf)
     leaf = torch.ones(8)
     assert ring.put(leaf) is None
     assert torch.equal(leaf, torch.ones(8))
@@ -396,7 +413,7 @@ def test_a_pinned_ring_takes_powers_of_two_and_keeps_them():
         taken.append(nbytes)
         return host_memory(nbytes)
 
-    ring = HostRing(torch.device("cpu"), allocate, math.inf, by_powers_of_two=True)
+    ring = make_ring(allocate=allocate, pins=True)
     ring.reserve(5 * 2**24)
     assert taken == [2**26, 2**24]
     for _ in range(3):
@@ -412,9 +429,9 @@ def test_a_pinned_ring_takes_powers_of_two_and_keeps_them():
 
 
 def test_a_pinned_ring_stays_within_its_capacity():
-    ring = HostRing(torch.device("cpu"), host_memory, 3 * 2**24 + 5, by_powers_of_two=True)
+    ring = make_ring(3 * 2**24 + 5, pins=True)
     ring.reserve(3 * 2**24 + 5)
     assert ring.held_bytes == 3 * 2**24 + 5
-    ring = HostRing(torch.device("cpu"), host_memory, 100.0, by_powers_of_two=True)
+    ring = make_ring(100.0, pins=True)
     with pytest.raises(HostMemoryError, match="this rank may use"):
         ring.reserve(101)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lightning_cephalo.accelerator import device as running
+from lightning_cephalo.accelerator import host as running
 from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS
 from lightning_cephalo.offline.estimate.cluster import USABLE_SHARE, Cluster, Link
 from lightning_cephalo.offline.estimate.collective import even_collective_s, uneven_collective_s

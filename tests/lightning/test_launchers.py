@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from lightning_cephalo import CephaloStrategy, UnevenSLURMEnvironment
-from lightning_cephalo.accelerator import device as cluster
+from lightning_cephalo.accelerator import host
 
 TOLERANCE = 1e-5
 
@@ -428,9 +428,9 @@ def test_lightning_still_refuses_uneven_slurm_and_ours_does_not(uneven_slurm):
 
 
 def test_ranks_of_this_host_by_slurm(uneven_slurm, monkeypatch):
-    assert cluster.processes_on_this_host(7) == 2
+    assert host.processes_on_this_host(7) == 2
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x3),1")
-    assert cluster.tasks_per_node() == [2, 2, 2, 1]
+    assert host.tasks_per_node() == [2, 2, 2, 1]
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "many")
-    assert cluster.tasks_per_node() is None
-    assert cluster.processes_on_this_host(7) == 7
+    assert host.tasks_per_node() is None
+    assert host.processes_on_this_host(7) == 7

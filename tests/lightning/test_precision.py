@@ -273,6 +273,7 @@ def _scale_steps(rank, overflowing, make):
     """Three updates by a scaler, one rank of which overflows in the second, and what came of it."""
     from datetime import timedelta
 
+    from lightning_cephalo.accelerator import accelerator_of
     from lightning_cephalo.adapters.optimizer import local_update
     from lightning_cephalo.adapters.precision import RanksGradScaler
     from lightning_cephalo.execution.sharded_model import Engine, Groups, UnitOptions
@@ -282,7 +283,7 @@ def _scale_steps(rank, overflowing, make):
     engine = Engine(
         model,
         Groups.create(timedelta(seconds=100)),
-        torch.device("cpu"),
+        accelerator_of(torch.device("cpu")),
         fractions=[0.75, 0.25],
         units=UnitOptions(),
         compute_dtype=None,

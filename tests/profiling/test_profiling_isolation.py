@@ -15,8 +15,11 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.profiling.isolation import preserved_state
+
+CPU = accelerator_of(torch.device("cpu"))
 
 
 @dataclass
@@ -99,7 +102,7 @@ STATES = sorted(described(Stateful()))
 def before_and_after():
     module = Stateful()
     before = described(module)
-    with preserved_state(module):
+    with preserved_state(module, CPU):
         module.change_everything()
         changed = described(module)
     return before, changed, described(module)
@@ -115,7 +118,7 @@ def test_every_kind_of_state_is_put_back(before_and_after, name):
 def test_objects_that_others_hold_too_stay_the_same_objects():
     module = Stateful()
     held = [module.tensor, module.list, module.dict, module.buffer, module.notes, module.metric]
-    with preserved_state(module):
+    with preserved_state(module, CPU):
         module.change_everything()
         module.tensor, module.list = torch.zeros(1), []
     now = [module.tensor, module.list, module.dict, module.buffer, module.notes, module.metric]
@@ -125,7 +128,7 @@ def test_objects_that_others_hold_too_stay_the_same_objects():
 def test_state_is_put_back_after_a_failure_too():
     module = Stateful()
     before = described(module)
-    with pytest.raises(KeyError), preserved_state(module):
+    with pytest.raises(KeyError), preserved_state(module, CPU):
         module.change_everything()
         raise KeyError
     assert described(module) == before

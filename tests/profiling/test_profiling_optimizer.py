@@ -16,6 +16,7 @@ from torch import nn
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from launch import run_ranks
 
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.execution.sharded_model import Engine, Groups, UnitOptions
 from lightning_cephalo.profiling.optimizer import clipping, optimizer_time
@@ -40,7 +41,7 @@ def _engine(vectors, numel):
     engine = Engine(
         _Net(vectors, numel),
         Groups.create(timedelta(seconds=100)),
-        torch.device("cpu"),
+        accelerator_of(torch.device("cpu")),
         fractions=[0.5, 0.5],
         units=UnitOptions(),
         compute_dtype=None,

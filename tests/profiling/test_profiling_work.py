@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 from zoo import build
 
 from lightning_cephalo import Plan, RankPlan
+from lightning_cephalo.accelerator.emulated.accelerator import Emulated
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.observe.pace import predicted_busy_s
 from lightning_cephalo.plan import cost
-from lightning_cephalo.profiling import measure as profiling
 
 SPEEDS, SAMPLES = (3.0, 1.0), 8
 
@@ -68,13 +68,13 @@ PLANS = [
 def predicted_and_done(name):
     """Seconds of every rank's work, for each plan."""
     make, data = MODELS[name]
-    clock = profiling.synchronized_clock
-    profiling.synchronized_clock = lambda _: lambda: active_device().busy_s
+    clock = Emulated.clock
+    Emulated.clock = lambda accelerator: accelerator.emulated.busy_s
     options = {"speeds": SPEEDS, "total_flops_per_s": 1e12}
     try:
         problem = profile(make(), data(), strategy={"recompute": "auto"}, **options)
     finally:
-        profiling.synchronized_clock = clock
+        Emulated.clock = clock
     found = []
     for batches, recomputing, offloading in PLANS:
         ranks = tuple(

@@ -1,23 +1,22 @@
-"""Marks: points in a device's work, by its own clock.
+"""Points in a device's work, and the time between them.
 
-A *mark* is a point in the device's work. On the CPU that is the time at which the host passes it;
-on an emulated device, the time at which that will have done what it was given before. On CUDA the
-host runs ahead and must not stop to look: a mark is an event on the current stream, and is read
-when the device has passed it.
+On the CPU a *mark* is the time at which the host passes it. On an emulated device it is the time at
+which that will have done what it was given before. Where the host queues kernels it runs ahead and
+must not stop to look: a mark is an event on the current stream, and is read when the device has
+passed it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from lightning_cephalo.accelerator.emulated import active_device
-
 Mark = Any
-"""Seconds of ``time.perf_counter``, or a CUDA event."""
+"""Seconds of the host's clock, or an event of the device."""
 
 
 class Marks(Protocol):
@@ -33,13 +32,17 @@ class Marks(Protocol):
         """Seconds from one mark to another."""
 
     def tie(self) -> None:
-        """Tie marks to the host's clock; stops until the device has done its work."""
+        """Tie marks to the host's clock; blocks until the device has done its work."""
 
     def host_s(self, mark: Mark) -> float:
-        """A mark before the last :meth:`tie` as seconds of the host's ``time.perf_counter``."""
+        """A mark before the last :meth:`tie` as seconds of the host's clock."""
 
     def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
         """Call ``note`` with a mark of the moment at which a collective is done, in any thread."""
+
+
+def _in_the_past() -> float:
+    return -math.inf
 
 
 class HostMarks:
@@ -47,12 +50,22 @@ class HostMarks:
 
     The host of an emulated device runs ahead of it until it issues a collective: if it waits for
     another meanwhile, its device works, and does not wait.
+
+    Args:
+        now_s: Seconds of the host's clock; read by several threads.
+        done_s: When the device will have done its work, by the same clock.
     """
 
+    def __init__(
+        self,
+        now_s: Callable[[], float] = time.perf_counter,
+        done_s: Callable[[], float] = _in_the_past,
+    ) -> None:
+        self._now_s = now_s
+        self._done_s = done_s
+
     def now(self) -> Mark:
-        emulated = active_device()  # ranks are connected before they become emulated devices
-        now_s = time.perf_counter()
-        return now_s if emulated is None else max(now_s, emulated.done_s)
+        return max(self._now_s(), self._done_s())
 
     def passed(self, mark: Mark) -> bool:
         return True
@@ -69,26 +82,35 @@ class HostMarks:
     def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
         tell = getattr(work, "when_done", None)  # a Transfer's, which has no future
         if tell is not None:
-            tell(lambda: note(time.perf_counter()))
+            tell(lambda: note(self._now_s()))
             return
         # gloo runs the callback in the thread that has done the work, as soon as it is done
-        work.get_future().add_done_callback(lambda _: note(time.perf_counter()))
+        work.get_future().add_done_callback(lambda _: note(self._now_s()))
 
 
-class CudaMarks:
+class StreamMarks:
     """Events on the current stream.
 
     Args:
-        nccl: Whether collectives run on a stream of the device (NCCL), not on the host (gloo).
+        device: The device.
+        collectives_on_device: Whether collectives run on a stream of it, not on the host.
+        now_s: Seconds of the host's clock.
     """
 
-    def __init__(self, nccl: bool) -> None:
-        self._nccl = nccl
-        self._aside: Any = None
-        self._tied: tuple[Any, float] | None = None
+    def __init__(
+        self,
+        device: torch.device,
+        collectives_on_device: bool,
+        now_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._device = device
+        self._collectives_on_device = collectives_on_device
+        self._now_s = now_s
+        self._aside: torch.Stream | None = None
+        self._tied: tuple[torch.Event, float] | None = None
 
     def now(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
@@ -102,7 +124,7 @@ class CudaMarks:
         event = self.now()
         event.synchronize()
         # not once for all: the time between events is a float32 of milliseconds
-        self._tied = event, time.perf_counter()
+        self._tied = event, self._now_s()
 
     def host_s(self, mark: Mark) -> float:
         if isinstance(mark, float):  # made on the host, by a collective of gloo
@@ -112,17 +134,12 @@ class CudaMarks:
         return at_s - self.between_s(mark, event)
 
     def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
-        if not self._nccl:
-            work.get_future().add_done_callback(lambda _: note(time.perf_counter()))
+        if not self._collectives_on_device:
+            work.get_future().add_done_callback(lambda _: note(self._now_s()))
             return
         # waiting makes the current stream wait, not the host: a stream that does nothing else
         # passes the event as soon as the collective is done
-        self._aside = self._aside or torch.cuda.Stream()
-        with torch.cuda.stream(self._aside):
+        self._aside = self._aside or torch.Stream(self._device)
+        with self._aside:
             work.wait()
             note(self.now())
-
-
-def marks_of(device: torch.device, backend: str | None) -> Marks:
-    """Marks of a device whose collectives run on ``backend``."""
-    return CudaMarks(backend == "nccl") if device.type == "cuda" else HostMarks()

@@ -2,6 +2,7 @@
 
 import torch
 
+from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.accelerator.throttle import Throttle
 
 
@@ -15,8 +16,12 @@ def test_a_step_begins_when_the_one_before_the_last_has_ended():
         def synchronize(self) -> None:
             happened.append(f"wait for {self.step}")
 
+    class RunsAhead(Cpu):
+        def end_of_work(self) -> End:
+            return End(step)
+
     step = 0
-    throttle = Throttle(torch.device("cpu"), lambda: End(step))
+    throttle = Throttle(RunsAhead(torch.device("cpu")))
     for step in range(4):
         throttle.begin_step()
         happened.append(f"step {step}")
@@ -29,7 +34,7 @@ def test_a_step_begins_when_the_one_before_the_last_has_ended():
 
 
 def test_a_cpu_is_never_waited_for():
-    throttle = Throttle(torch.device("cpu"))
+    throttle = Throttle(Cpu(torch.device("cpu")))
     for _ in range(3):
         throttle.begin_step()
         throttle.end_step()

@@ -1,0 +1,79 @@
+"""The CPU: the host runs the kernels itself, in its own memory."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from lightning_cephalo.accelerator.backends import Backend
+from lightning_cephalo.accelerator.base import (
+    Accelerator,
+    Copies,
+    Device,
+    EndOfWork,
+    MemoryFigures,
+)
+from lightning_cephalo.accelerator.host import host_share_bytes
+from lightning_cephalo.accelerator.marks import HostMarks, Marks
+
+
+class HostCopies:
+    """Copies that are done when the host goes on."""
+
+    def start(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def wait(self, arrival: None) -> None:
+        pass
+
+
+class Cpu(Accelerator):
+    """The processors of this host; ranks share its memory.
+
+    Args:
+        device: ``torch.device("cpu")``.
+    """
+
+    computes_on_host = True
+    host_is_apart = False
+    pins_host_memory = False
+
+    @property
+    def name(self) -> str:
+        return "cpu"
+
+    def describe(self, processes_on_host: int) -> Device:
+        return Device(self.name, *host_share_bytes(processes_on_host))
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def marks(self, backend: Backend) -> Marks:
+        return HostMarks(self.now_s)
+
+    def end_of_work(self) -> EndOfWork | None:
+        return None
+
+    @property
+    def allocator(self) -> MemoryFigures | None:
+        return None
+
+    def empty_cache(self) -> None:
+        """The host's allocator keeps nothing from others."""
+
+    def allocate_host(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def on_host(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copies(self) -> Copies:
+        return HostCopies()
+
+    def random_states(self) -> tuple[Tensor, ...]:
+        return (torch.get_rng_state(),)
+
+    def restore_random_states(self, states: tuple[Tensor, ...]) -> None:
+        torch.set_rng_state(states[0])

@@ -1,0 +1,78 @@
+"""An emulated device behind the interface of all devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from lightning_cephalo.accelerator.backends import Backend
+from lightning_cephalo.accelerator.base import Device, MemoryFigures
+from lightning_cephalo.accelerator.cpu import Cpu
+from lightning_cephalo.accelerator.emulated.device import EmulatedDevice
+from lightning_cephalo.accelerator.host import host_share_bytes
+from lightning_cephalo.accelerator.marks import HostMarks, Marks
+
+
+class Emulated(Cpu):
+    """The CPU at the pace and in the memory of another device.
+
+    Host memory is what is made while the emulated device is paused.
+
+    Args:
+        device: ``torch.device("cpu")``.
+        emulated: What plays the other device, in whose ``with`` block this rank runs.
+    """
+
+    host_is_apart = True
+
+    def __init__(self, device: torch.device, emulated: EmulatedDevice) -> None:
+        super().__init__(device)
+        self.emulated = emulated
+
+    @property
+    def name(self) -> str:
+        return self.emulated.name
+
+    def describe(self, processes_on_host: int) -> Device:
+        given = self.emulated.capacity_bytes
+        if given is None:
+            capacity, total = host_share_bytes(processes_on_host)
+        else:
+            capacity = total = float(given)
+        # how fast it is depends on what else this machine did when it was measured
+        return Device(self.name, capacity, total, speed_lasts=False)
+
+    def synchronize(self) -> None:
+        self.emulated.synchronize()
+
+    def marks(self, backend: Backend) -> Marks:
+        return HostMarks(self.now_s, lambda: self.emulated.done_s)
+
+    @property
+    def memory(self) -> MemoryFigures | None:
+        return self.emulated
+
+    def limit_memory(self, limit_bytes: float) -> Callable[[], None]:
+        limited = not math.isinf(limit_bytes)
+        before = self.emulated.capacity_bytes
+        if limited:
+            self.emulated.change_capacity(math.floor(limit_bytes))
+
+        def lift() -> None:
+            nonlocal limited
+            if limited:
+                self.emulated.change_capacity(before)
+                limited = False
+
+        return lift
+
+    def allocate_host(self, nbytes: int) -> Tensor:
+        with self.on_host():
+            return super().allocate_host(nbytes)
+
+    def on_host(self) -> AbstractContextManager[None]:
+        return self.emulated.paused()

@@ -1,0 +1,184 @@
+"""Any device that torch drives with streams and events: CUDA, and what ``torch.accelerator`` knows.
+
+All is asked of torch's generic interface: ``torch.Stream``, ``torch.Event``, ``torch.accelerator``.
+Where that has no counterpart, the device's own module is asked (``torch.get_device_module``), whose
+functions have one name in all backends. What only one type of device has is in :data:`TRAITS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cephalo.accelerator.backends import Backend
+from lightning_cephalo.accelerator.base import Accelerator, Copies, Device, EndOfWork, MemoryFigures
+from lightning_cephalo.accelerator.host import USABLE_SHARE
+from lightning_cephalo.accelerator.marks import Marks, StreamMarks
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What one type of device has of its own.
+
+    Attributes:
+        maker: The beginning of its devices' names, which tables leave out.
+        sleeping_event: Arguments of its module's ``Event`` with which waiting for it sleeps instead
+            of spinning. ``torch.Event`` takes ``blocking`` and ignores it (torch 2.13).
+    """
+
+    maker: str = ""
+    sleeping_event: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+TRAITS: Mapping[str, Traits] = MappingProxyType(
+    {"cuda": Traits(maker="NVIDIA ", sleeping_event=MappingProxyType({"blocking": True}))}
+)
+
+# Signs of a lack of memory in errors that libraries of the device raise in torch's name.
+OUT_OF_MEMORY_SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+class TorchDevice(Accelerator):
+    """A device whose kernels the host queues.
+
+    Args:
+        device: The device, with its index.
+    """
+
+    computes_on_host = False
+    host_is_apart = True
+    pins_host_memory = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._module = torch.get_device_module(device)
+        self._traits = TRAITS.get(device.type, Traits())
+        self._allocator = AllocatorFigures(self)
+
+    def ask(self, name: str) -> Callable[..., Any]:
+        """A function of the device's module, or of ``torch.accelerator`` where that has none.
+
+        The module comes first: of a device that brings no allocator of torch's kind,
+        ``torch.accelerator`` says 0 bytes.
+        """
+        function: Callable[..., Any] = getattr(self._module, name, None) or getattr(
+            torch.accelerator, name
+        )
+        return function
+
+    @property
+    def name(self) -> str:
+        name: str = self._module.get_device_name(self.device)
+        return name.removeprefix(self._traits.maker)
+
+    def describe(self, processes_on_host: int) -> Device:
+        free, total = self._free_and_total()
+        used_by_us = self.ask("memory_reserved")(self.device)
+        return Device(self.name, (free + used_by_us) * USABLE_SHARE, float(total))
+
+    def _free_and_total(self) -> tuple[int, int]:
+        function = getattr(self._module, "mem_get_info", None)
+        found: tuple[int, int] = (function or torch.accelerator.get_memory_info)(self.device)
+        return found
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def marks(self, backend: Backend) -> Marks:
+        return StreamMarks(self.device, backend.runs_on_device, self.now_s)
+
+    def end_of_work(self) -> EndOfWork | None:
+        options = self._traits.sleeping_event
+        event = self._module.Event(**options) if options else torch.Event(self.device)
+        event.record()
+        found: EndOfWork = event
+        return found
+
+    @property
+    def allocator(self) -> MemoryFigures | None:
+        return self._allocator
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def allocate_host(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def on_host(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copies(self) -> Copies:
+        return StreamCopies(self.device)
+
+    def random_states(self) -> tuple[Tensor, ...]:
+        return torch.get_rng_state(), self._module.get_rng_state(self.device)
+
+    def restore_random_states(self, states: tuple[Tensor, ...]) -> None:
+        torch.set_rng_state(states[0])
+        self._module.set_rng_state(states[1], self.device)
+
+
+class StreamCopies:
+    """Copies on a stream of their own.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def start(self, target: Tensor, source: Tensor) -> torch.Event:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, arrival: torch.Event | None) -> None:
+        if arrival is not None:
+            torch.accelerator.current_stream(self._device).wait_event(arrival)
+
+
+class AllocatorFigures:
+    """Figures of a device's caching allocator.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: TorchDevice) -> None:
+        self._device = device
+        self._left_out_bytes = 0
+
+    @property
+    def current_bytes(self) -> int:
+        allocated: int = self._device.ask("memory_allocated")(self._device.device)
+        return allocated - self._left_out_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        peak: int = self._device.ask("max_memory_allocated")(self._device.device)
+        return peak
+
+    def reset_peak(self) -> None:
+        self._device.ask("reset_peak_memory_stats")(self._device.device)
+
+    def untrack(self, *tensors: Tensor) -> None:
+        held = [tensor for tensor in tensors if self._device.holds(tensor)]
+        self._left_out_bytes = distinct_bytes(held)
+
+    def track(self, *tensors: Tensor) -> None:
+        self._left_out_bytes = 0
+
+
+def distinct_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the storages that these tensors lie in, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,130 @@
+"""Who uses a device asks it by meaning: a device that nobody knows by name is served as well."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from late_device import LateCopies, LateDevice
+
+from lightning_cephalo.accelerator.throttle import Throttle
+from lightning_cephalo.execution.offload import HostRing
+from lightning_cephalo.observe.memory_meter import COUNTED_STEP, MemoryMeter
+from lightning_cephalo.observe.watch import Watch
+from lightning_cephalo.preparation.host_memory import describe_host_memory
+from lightning_cephalo.profiling.memory_model import PeakMeter, resting_bytes
+
+
+def leaves(count: int) -> list[torch.Tensor]:
+    return [torch.full((1000,), float(at)).requires_grad_() for at in range(count)]
+
+
+def test_offloaded_values_are_waited_for_and_kept_until_they_are_copied():
+    ring = HostRing(LateDevice(), math.inf)
+    for _ in range(2):
+        ring.start()
+        held = [(leaf, ring.put(leaf)) for leaf in leaves(6)]
+        assert all(leaf.untyped_storage().nbytes() == 4 for leaf, _ in held)
+        for _, away in reversed(held):
+            ring.fetch(away)  # long before it is needed
+        for at in reversed(range(len(held))):
+            leaf, away = held[at]
+            ring.bring(away)
+            assert torch.equal(leaf.detach(), torch.full((1000,), float(at)))
+
+
+def test_memory_that_values_are_on_their_way_to_is_not_given_back_before_they_have_come():
+    ring = HostRing(LateDevice(), math.inf)
+    ring.start()
+    (leaf,) = leaves(1)
+    away = ring.put(leaf)
+    ring.fetch(away)
+    returning = away.returning
+    ring.forget(away)
+    assert away.returning is None and torch.equal(returning, torch.zeros(1000))
+
+
+def test_the_late_copies_themselves_notice_who_does_not_wait_and_who_lets_go():
+    copies, target = LateCopies(), torch.zeros(4)
+    source = torch.ones(4)
+    arrival = copies.start(target, source)
+    assert not target.any()
+    copies.wait(arrival)
+    assert target.all()
+    arrival = copies.start(target, source)
+    del source
+    with pytest.raises(AssertionError, match="given up before"):
+        copies.wait(arrival)
+
+
+def test_the_host_is_never_two_steps_ahead():
+    device = LateDevice()
+    throttle = Throttle(device)
+    ahead = []
+    for _ in range(5):
+        throttle.begin_step()
+        ahead.append(device.issued - device.done)
+        device.issued += 1
+        throttle.end_step()
+    assert ahead == [0, 1, 1, 1, 1]
+
+
+class FakeEngine(SimpleNamespace):
+    """As much of a sharded model as those ask for who watch it; unlike its base, can be referred
+    to weakly."""
+
+
+def engine_on(device: LateDevice) -> FakeEngine:
+    return FakeEngine(
+        accelerator=device,
+        module=torch.nn.BatchNorm1d(1, affine=False),
+        units=[],
+        flats=[],
+        parameter_pools=[],
+        gradient_pools=[],
+        buffer_pools=[],
+        runner=SimpleNamespace(watch=None, stopwatch=None),
+    )
+
+
+def test_the_peak_is_read_off_an_allocator_that_knows_it():
+    device = LateDevice()
+    device.figures.current_bytes, device.figures.peak_bytes = 100, 1000
+    with PeakMeter(engine_on(device)) as meter:
+        device.figures.current_bytes = 130
+        meter.forward_done()
+        device.figures.peak_bytes = 170
+    assert (meter.kept_bytes, meter.peak_bytes) == (30, 70)
+    assert resting_bytes(engine_on(device)) == 130
+
+
+def test_the_meter_of_a_training_slows_no_step_of_a_device_that_knows_its_peak():
+    device = LateDevice()
+    meter = MemoryMeter(engine_on(device), [])
+    for step in range(1, 4):
+        with meter.step():
+            device.figures.peak_bytes = 50 * step
+        assert not meter.slowed
+    measured = meter.measured()
+    assert measured.peak_bytes == 150 and measured.step is None
+    assert COUNTED_STEP < 3
+
+
+def test_a_watch_does_not_wait_for_a_device_that_runs_behind():
+    device = LateDevice()
+    watch = Watch()
+    engine = engine_on(device)
+    engine.runner.stopwatch = SimpleNamespace(finish=lambda: False, read=lambda: [])
+    watch.begin(engine)
+    watch.start_step()
+    device.issued += 1
+    watch.finish_step()
+    assert device.done == 0 and watch.step_s is not None
+
+
+def test_host_memory_apart_from_the_device_is_measured():
+    host = describe_host_memory(LateDevice(), 1, cap=2**20)
+    assert host.is_apart and not host.is_pinned
+    assert host.capacity_bytes == 2**20 and 0 < host.copy_bytes_per_s < math.inf
