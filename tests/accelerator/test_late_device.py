@@ -85,7 +85,7 @@ def engine_on(device: LateDevice) -> FakeEngine:
         parameter_pools=[],
         gradient_pools=[],
         buffer_pools=[],
-        runner=SimpleNamespace(watch=None, stopwatch=None),
+        executor=SimpleNamespace(attach=lambda _: None, detach=lambda _: None),
     )
 
 
@@ -116,7 +116,6 @@ def test_a_watch_does_not_wait_for_a_device_that_runs_behind():
     device = LateDevice()
     watch = Watch()
     engine = engine_on(device)
-    engine.runner.stopwatch = SimpleNamespace(finish=lambda: False, read=lambda: [])
     watch.begin(engine)
     watch.start_step()
     device.issued += 1
