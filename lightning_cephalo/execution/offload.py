@@ -1,11 +1,11 @@
 """Boundary activations in host memory, from a unit's forward to its backward.
 
-What enters a unit is kept for every microbatch of the batch until the unit's backward (runtime
-notes, section C: for a large model a gigabyte per microbatch). It is copied out when its microbatch
-has gone on to the next unit, and fetched again while the microbatch passes the unit before, so that
-the device holds those of two units. The memory on the host is allocated once, pinned on CUDA, and
-used from its beginning in every step. The bytes are copied as they are: results stay the same to
-the last bit.
+What enters a unit is kept for every microbatch of the batch until the unit's backward: for a large
+model a gigabyte per microbatch (docs/design/microbatches.md). It is copied out when its microbatch
+has gone on to the next unit, and fetched again while the microbatch passes the unit after on the
+way back, so that the device holds those of two units. The memory on the host is allocated once,
+pinned on CUDA, and used from its beginning in every step. The bytes are copied as they are: results
+stay the same to the last bit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Executes the schedule: owns every collective of a step, so that all ranks issue the same.
 
-What happens when a rank fails: [Note: failures] in guard.py.
+What happens when a rank fails: [Note: failures] in failure.py.
 """
 
 from __future__ import annotations
