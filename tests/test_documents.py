@@ -21,7 +21,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FILES = {str(path.relative_to(ROOT)) for path in CODE}
 
 # spelt so that this file does not cite them itself
-ELSEWHERE = re.compile("DES" r"IGN\b|runtime no" r"tes|\(refer" r"ence|refer" r"ence[/:]|project's")
+ELSEWHERE = re.compile(
+    r"DES" r"IGN\b|runtime no" r"tes|\(refer" r"ence|refer" r"ence[/:]|this proj" r"ect's"
+)
 NOTE = re.compile(r"\[Note: ([^\]]+)\]( in (?::mod:`~?([\w.]+)`|`*([\w/]+\.py)))?")
 PYTHON_FILE = re.compile(r"[\w/]+\.py\b")
 DOCUMENT = re.compile(r"docs/[\w/.-]*\w")
@@ -29,6 +31,18 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 OBJECT = re.compile(r"`~?(lightning_cephalo(?:\.\w+)+)`")
 # files of others that comments name
 FOREIGN = ("torch/", "split_workload.py")
+# what docs/architecture.md names ahead of its being there; none when the redesign is done
+AWAITED = {
+    "accelerator/base.py",
+    "accelerator/torch_device.py",
+    "execution/executor.py",
+    "execution/observer.py",
+    "preparation/limits.py",
+    "preparation/read_job.py",
+    "preparation/session.py",
+    "ranks/groups.py",
+    "ranks/launch.py",
+}
 # set on objects of others
 OWN_ATTRIBUTES = {"_cephalo_borrowed", "_leaf_of_unit"}
 # of named tuples
@@ -148,7 +162,7 @@ def test_pages_name_files_and_tests_that_exist():
             if name.startswith("test_") and "/" not in name:
                 exists = name in names_of_tests()
             elif name.endswith(".py"):
-                exists = is_file(name) or name.startswith(FOREIGN)
+                exists = is_file(name) or name in AWAITED
             elif name.endswith("/"):
                 exists = any((folder / name).is_dir() for folder in (ROOT, PACKAGE))
             else:
