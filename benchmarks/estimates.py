@@ -1,9 +1,9 @@
-"""Fit the efficiencies of lightning_cephalo/estimate to published profiles, and say how far off
+"""Fit the efficiencies of lightning_cephalo/offline/estimate to published profiles. Say how far off
 estimates are: on a device that the fit did not see, and on a model that it did not see.
 
     python benchmarks/estimates.py [folder with model_latencies.json]
 
-Prints the rows of lightning_cephalo/estimate/efficiencies.py.
+Prints the rows of lightning_cephalo/offline/estimate/efficiencies.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _eager(*sizes: int) -> dict:
     return _wide(*sizes) | {"attn_implementation": "eager"}
 
 
-# Shapes as the release's own models have them (models/*_simple.py of benson-guo/cephalo).
+# Shapes as the release's own models have them (the folder models/ of benson-guo/cephalo).
 MODELS = {
     "deepspeedgpt_1.3b": ("gpt2", _gpt(2048, 128)),
     "deepspeedgpt_2.7b": ("gpt2", _gpt(2560, 80)),

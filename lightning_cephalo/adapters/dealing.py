@@ -36,7 +36,7 @@ class DealingStrategy(ShardedStrategy):
     def _take_over_samplers(self) -> None:
         """Keep Lightning from putting a DistributedSampler into loaders that we deal ourselves.
 
-        Private, and the only way to get the user's own loader (reference: lightning 3.3).
+        Private, and the only way to get the user's own loader (docs/design/data.md).
         """
         assert self.lightning_module is not None
         connector = self.lightning_module.trainer._accelerator_connector

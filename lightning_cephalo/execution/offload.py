@@ -1,11 +1,11 @@
 """Boundary activations in host memory, from a unit's forward to its backward.
 
-What enters a unit is kept for every microbatch of the batch until the unit's backward (runtime
-notes, section C: for a large model a gigabyte per microbatch). It is copied out when its microbatch
-has gone on to the next unit, and fetched again while the microbatch passes the unit before, so that
-the device holds those of two units. The memory on the host is allocated once, pinned where copies
-want that, and used from its beginning in every step. The bytes are copied as they are: results stay
-the same to the last bit.
+What enters a unit is kept for every microbatch of the batch until the unit's backward: for a large
+model a gigabyte per microbatch (docs/design/microbatches.md). It is copied out when its microbatch
+has gone on to the next unit, and fetched again behind the backward of two units later, so that the
+device holds those of two units. The memory on the host is allocated once, pinned where copies want
+that, and used from its beginning in every step. The bytes are copied as they are: results stay the
+same to the last bit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from torch import Tensor
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.execution.boundaries import is_plain, take_memory
 
-# Boundaries of the last units are needed again at once: they stay.
-UNITS_THAT_STAY = 2
 _ALIGNMENT_BYTES = 256
 _LEAST_CHUNK_BYTES = 2**24
 

@@ -2,7 +2,7 @@
 
 Every rank has three streams: compute, communication, and copies of offloaded boundaries.
 Collectives are rendezvous: one starts when all ranks have issued it and their communication streams
-are free, and ends on all of them together. The order is the runner's (accumulation/schedule.py),
+are free, and ends on all of them together. The order is the runner's (plan/program.py),
 here with three units and microbatches a and b::
 
     communication  root g0  g1 ...  g2 ...                  g1 ...  r2 g0    r1 ...  r0 root

@@ -2,7 +2,7 @@
 simulator.
 
 A gather is a rendezvous: every rank waits there for the slowest. So per unit and pass the slowest
-rank counts, and forward, backward and tail each have their own slowest (DESIGN, "Step time")::
+rank counts, and forward, backward and tail each have their own slowest (docs/planning.md)::
 
     T = U * (max(G, max_i F_i) + max(G + R, max_i B_i)) + max_i tail_i
         + root gather + root reduce + fill + optimizer + overhead

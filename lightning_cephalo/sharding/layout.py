@@ -13,7 +13,7 @@ at 12.75, the nearest row edge at 13)::
     rank       0         0         0         0          0  # 1    1    1    1
 
 The rounding error of a cut is carried to the next flat, so that over a whole model the shares
-agree with the plan to about one row (reference: sharding cut points of this project's design).
+agree with the plan to about one row (docs/design/flats.md).
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def test_active_device_is_the_innermost_of_this_thread():
 
 
 def test_torch_still_shows_its_stack_of_modes():
-    # If this fails, torch changed a private function that emulation/device.py builds on: mend
+    # If this fails, torch changed a private function that emulated/device.py builds on: mend
     # active_device there.
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 

@@ -441,7 +441,7 @@ def test_hooks_may_log_beside_the_steps(tmp_path: Path) -> None:
 
 
 def test_samples_are_found_where_the_collection_is_private(tmp_path: Path) -> None:
-    """Fails when Lightning changes what metrics.py leans on."""
+    """Fails when Lightning changes what adapters/logging.py leans on."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import (
         _ResultCollection,
         _ResultMetric,
