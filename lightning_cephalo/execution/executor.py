@@ -15,7 +15,7 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.execution.arguments import UnitUseError
 from lightning_cephalo.execution.failure import Failure
-from lightning_cephalo.execution.microbatch import Microbatch
+from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.offload import HostRing
 from lightning_cephalo.execution.step import Divergence, ForwardOutcome, MicrobatchCall, Step
@@ -406,7 +406,7 @@ class Executor:
         if not step.microbatches or step.has_left(instruction.visit):
             return
         microbatch = step.microbatches[index]
-        if not microbatch.finished:
+        if microbatch.parked is BEHIND_THE_LAST:
             self._advance(index)
         if not microbatch.finished or step.divergence is not None:
             self._leave(instruction, microbatch.parked, None)
