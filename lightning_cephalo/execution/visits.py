@@ -21,7 +21,8 @@ from collections.abc import Sequence
 
 from lightning_cephalo.execution.arguments import UnitUseError
 from lightning_cephalo.execution.step import Divergence
-from lightning_cephalo.plan.program import Program, Visit, check, compile_step
+from lightning_cephalo.plan.check import check
+from lightning_cephalo.plan.program import Program, Visit, compile_step
 from lightning_cephalo.ranks.control import Agreement
 
 # what a rank says instead of the unit that it is parked at

@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 from lightning_cephalo.common import records
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, cost
+from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.program import (
     NONE,
     ROOT,
@@ -46,7 +47,6 @@ from lightning_cephalo.plan.program import (
     Operation,
     Program,
     Visit,
-    check,
     compile_step,
 )
 from lightning_cephalo.plan.timeline import (

@@ -1,7 +1,7 @@
 """The order of a step as data: a :class:`Program`, one tuple of instructions per rank and pass.
 
 A program is the one description of a step. ``execution/executor.py`` runs it,
-``offline/simulate.py`` plays it with seconds and bytes, :func:`check` proves it, ``observe/``
+``offline/simulate.py`` plays it with seconds and bytes, ``plan/check.py`` proves it, ``observe/``
 records it, and errors name its instructions. Small pure passes make it from the visits of a
 model::
 
@@ -10,7 +10,7 @@ model::
                       U
     keep_gathered     drops X1 from the forward and G1 from the backward
     prefetch          moves G1 before Z0 and G2 before F1.0; in the backward, G1 before Z2
-    offload           adds O1.0 behind F1.0 and H1.0 behind the backward two visits earlier
+    offload           with three units: adds O1.0 behind F1.0, and H1.0 behind B3.0
 
 Layered accumulation (Cephalo, ICS 2025, figure 4): all microbatches pass a unit before any passes
 the next, so that a unit is gathered once per pass and reduced once per step, however many
@@ -19,9 +19,9 @@ twice has two visits and is reduced after the one that comes last in the backwar
 holds everything outside of the others: its forward leads to the first unit, its loss is what
 follows the last.
 
-To print the program of two ranks::
+To print the program of two ranks, of which one has half the microbatches::
 
-    python -m lightning_cephalo.plan.program
+    python -m lightning_cephalo.plan
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-
-from lightning_cephalo.common.errors import PlanError
 
 ROOT = 0
 NONE = -1
@@ -79,10 +77,6 @@ _LETTERS = {
 
 COLLECTIVES = frozenset({Operation.GATHER, Operation.REDUCE, Operation.AGREE})
 COMPUTE = frozenset({Operation.FORWARD, Operation.LOSS, Operation.BACKWARD})
-
-
-class ProgramError(PlanError):
-    """Programs that cannot run; the message names the instruction and the ranks."""
 
 
 @dataclass(frozen=True)
@@ -428,9 +422,6 @@ def offloading(
             yield replace(instruction, operation=Operation.OFFLOAD)
 
 
-# -- proof ------------------------------------------------------------------------------------
-
-
 def gathered_after(instructions: Iterable[Instruction]) -> tuple[int, ...]:
     """Units that are gathered when these instructions end, in the order of their gathers."""
     gathered: dict[int, None] = {}
@@ -440,137 +431,3 @@ def gathered_after(instructions: Iterable[Instruction]) -> tuple[int, ...]:
         elif instruction.operation is Operation.FREE:
             gathered.pop(instruction.unit, None)
     return tuple(gathered)
-
-
-def check(programs: Sequence[Program]) -> None:
-    """Prove that the programs of all ranks can run together.
-
-    Every compute finds its unit gathered, and armed in the backward; every microbatch that goes
-    forward has a loss and comes back; every unit that is armed is reduced, once; nothing that is
-    gathered, armed or offloaded stays behind; and all ranks issue the same collectives in the same
-    order, without which they would wait for one another forever.
-
-    Args:
-        programs: Of every rank, in rank order.
-
-    Raises:
-        ProgramError: The first instruction that finds something missing, and its rank.
-    """
-    for rank, program in enumerate(programs):
-        _check_rank(rank, program)
-    first = _collectives(programs[0]) if programs else []
-    for rank, program in enumerate(programs[1:], start=1):
-        own = _collectives(program)
-        if own != first:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(own, first, strict=False)) if a != b),
-                min(len(own), len(first)),
-            )
-            raise ProgramError(
-                f"Collectives must come in one order on all ranks; as number {at + 1} rank 0 has"
-                f" {_named(first, at)}, but rank {rank} has {_named(own, at)}."
-            )
-
-
-def _collectives(program: Program) -> list[tuple[Operation, int]]:
-    return [(i.operation, i.unit) for i in program.instructions if i.operation in COLLECTIVES]
-
-
-def _named(collectives: Sequence[tuple[Operation, int]], at: int) -> str:
-    if at >= len(collectives):
-        return "none"
-    return str(Instruction(*collectives[at]))
-
-
-class _State:
-    """What one rank holds while its program is read."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.gathered: set[int] = set()
-        self.armed: set[int] = set()
-        self.reduced: set[int] = set()
-        self.forward: set[tuple[int, int]] = set()
-        self.without_loss: set[int] = set()
-        self.away: set[tuple[int, int]] = set()
-
-    def read(self, instruction: Instruction) -> None:
-        """Take one instruction."""
-        operation, unit = instruction.operation, instruction.unit
-        passage = (instruction.visit, instruction.microbatch)
-        if operation is Operation.GATHER:
-            self._expect(instruction, unit not in self.gathered, "the unit is gathered already")
-            self.gathered.add(unit)
-        elif operation is Operation.FREE:
-            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
-            self.gathered.discard(unit)
-        elif operation is Operation.ARM:
-            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
-            self._expect(instruction, unit not in self.reduced, "the unit is reduced already")
-            self.armed.add(unit)
-        elif operation in COMPUTE:
-            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
-            self._compute(instruction)
-        elif operation is Operation.OFFLOAD:
-            self._expect(instruction, passage in self.forward, "nothing went forward there")
-            self.away.add(passage)
-        elif operation is Operation.FETCH:
-            self._expect(instruction, passage in self.away, "nothing was offloaded there")
-            self.away.discard(passage)
-        elif operation is Operation.REDUCE:
-            self._expect(instruction, unit in self.armed, "the unit is not armed")
-            self.armed.discard(unit)
-            self.reduced.add(unit)
-
-    def _compute(self, instruction: Instruction) -> None:
-        passage = (instruction.visit, instruction.microbatch)
-        if instruction.operation is Operation.FORWARD:
-            self.forward.add(passage)
-            self.without_loss.add(instruction.microbatch)
-        elif instruction.operation is Operation.LOSS:
-            self._expect(instruction, ROOT in self.armed, "the root unit is not armed")
-            waits = instruction.microbatch in self.without_loss
-            self._expect(instruction, waits, "its microbatch did not go forward")
-            self.without_loss.discard(instruction.microbatch)
-        else:
-            self._expect(instruction, passage in self.forward, "nothing went forward there")
-            self._expect(instruction, not self.without_loss, "a microbatch has no loss yet")
-            self._expect(instruction, passage not in self.away, "what entered is on the host")
-            self.forward.discard(passage)
-
-    def _expect(self, instruction: Instruction, holds: bool, otherwise: str) -> None:
-        if not holds:
-            raise ProgramError(
-                f"Rank {self._rank} cannot run {instruction} ({instruction.operation.value} of unit"
-                f" {instruction.unit}): {otherwise}."
-            )
-
-    def expect_nothing_left(self) -> None:
-        """Raise ProgramError if a step would leave something behind."""
-        left = {
-            "gathered": sorted(self.gathered),
-            "armed": sorted(self.armed),
-            "offloaded": sorted(self.away),
-            "without a loss": sorted(self.without_loss),
-        }
-        for what, found in left.items():
-            if found:
-                raise ProgramError(f"Rank {self._rank} ends its step with {found} still {what}.")
-
-
-def _check_rank(rank: int, program: Program) -> None:
-    state = _State(rank)
-    for instruction in program.instructions:
-        state.read(instruction)
-    state.expect_nothing_left()
-
-
-def _example() -> str:
-    visits = [Visit(1), Visit(2), Visit(3)]
-    programs = [compile_step(visits, microbatches, [True] * 4) for microbatches in (2, 1)]
-    check(programs)
-    return "\n\n".join(f"rank {rank}\n{program}" for rank, program in enumerate(programs))
-
-
-if __name__ == "__main__":
-    print(_example())

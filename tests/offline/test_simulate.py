@@ -18,7 +18,8 @@ from reference_simulator import reference_step
 
 from lightning_cephalo.offline.simulate import programs_of, simulate
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, cost, predict
-from lightning_cephalo.plan.program import COLLECTIVES, COMPUTE, Operation, check
+from lightning_cephalo.plan.check import check
+from lightning_cephalo.plan.program import COLLECTIVES, COMPUTE, Operation
 from lightning_cephalo.plan.timeline import Event, Simulation, Stream
 
 _PATH = Path(__file__).parents[2] / "benchmarks" / "simulator.py"

@@ -1,0 +1,186 @@
+"""Proves that the programs of all ranks can run together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.plan.program import (
+    COLLECTIVES,
+    COMPUTE,
+    NONE,
+    ROOT,
+    Instruction,
+    Operation,
+    Program,
+)
+
+
+class ProgramError(PlanError):
+    """Programs that cannot run; the message names the rank, and what stands where."""
+
+
+def check(programs: Sequence[Program]) -> None:
+    """Prove that the programs of all ranks can run together.
+
+    Every compute finds its unit gathered, and armed in the backward; every microbatch that goes
+    forward has a loss and comes back; every unit that is armed is reduced, once; nothing that is
+    gathered, armed or offloaded stays behind; and all ranks issue the same collectives in the same
+    order, without which they would wait for one another forever.
+
+    Args:
+        programs: Of every rank, in rank order.
+
+    Raises:
+        ProgramError: The first instruction that finds something missing, and its rank.
+    """
+    states = [_check_rank(rank, program) for rank, program in enumerate(programs)]
+    first = _collectives(programs[0]) if programs else []
+    for rank, program in enumerate(programs[1:], start=1):
+        own = _collectives(program)
+        if own != first:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(own, first, strict=False)) if a != b),
+                min(len(own), len(first)),
+            )
+            raise ProgramError(
+                f"Collectives must come in one order on all ranks; as number {at + 1} rank 0 has"
+                f" {_named(first, at)}, but rank {rank} has {_named(own, at)}."
+            )
+    # a rank without microbatches says nothing of which visits have a backward
+    busy = [(rank, sorted(state.returned)) for rank, state in enumerate(states) if state.losses]
+    for rank, own_visits in busy[1:]:
+        if own_visits != busy[0][1]:
+            raise ProgramError(
+                f"Backwards must pass the same visits on all ranks; on rank {busy[0][0]} they pass"
+                f" {busy[0][1]}, but on rank {rank} {own_visits}."
+            )
+
+
+def _collectives(program: Program) -> list[tuple[Operation, int]]:
+    return [(i.operation, i.unit) for i in program.instructions if i.operation in COLLECTIVES]
+
+
+def _named(collectives: Sequence[tuple[Operation, int]], at: int) -> str:
+    if at >= len(collectives):
+        return "none"
+    return str(Instruction(*collectives[at]))
+
+
+class _State:
+    """What one rank holds while its program is read."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.gathered: set[int] = set()
+        self.armed: set[int] = set()
+        self.reduced: set[int] = set()
+        self.forward: set[tuple[int, int]] = set()
+        self.without_loss: set[int] = set()
+        self.losses: set[int] = set()
+        self.reached: dict[int, int] = {}  # per microbatch, its latest visit
+        self.returned: dict[int, set[int]] = {}  # per visit, the microbatches that came back
+        self.returned_units: set[int] = set()
+        self.is_updated = False
+        self.away: set[tuple[int, int]] = set()
+
+    def read(self, instruction: Instruction) -> None:
+        """Take one instruction."""
+        operation, unit = instruction.operation, instruction.unit
+        passage = (instruction.visit, instruction.microbatch)
+        self._expect(instruction, not self.is_updated, "the optimizer has made its step")
+        if operation is Operation.GATHER:
+            self._expect(instruction, unit not in self.gathered, "the unit is gathered already")
+            self.gathered.add(unit)
+        elif operation is Operation.FREE:
+            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
+            self.gathered.discard(unit)
+        elif operation is Operation.ARM:
+            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
+            self._expect(instruction, unit not in self.reduced, "the unit is reduced already")
+            self._expect(instruction, unit not in self.armed, "the unit is armed already")
+            came = unit in self.returned_units
+            self._expect(instruction, not came, "a backward has passed the unit already")
+            self.armed.add(unit)
+        elif operation in COMPUTE:
+            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
+            self._compute(instruction)
+        elif operation is Operation.OFFLOAD:
+            self._expect(instruction, passage in self.forward, "nothing went forward there")
+            self._expect(instruction, passage not in self.away, "it is on the host already")
+            self.away.add(passage)
+        elif operation is Operation.FETCH:
+            self._expect(instruction, passage in self.away, "nothing was offloaded there")
+            self.away.discard(passage)
+        elif operation is Operation.REDUCE:
+            self._expect(instruction, unit in self.armed, "the unit is not armed")
+            self.armed.discard(unit)
+            self.reduced.add(unit)
+        elif operation is Operation.AGREE:
+            self._expect(instruction, not self.without_loss, "a microbatch has no loss yet")
+        elif operation is Operation.UPDATE:
+            self.expect_nothing_left()
+            self.is_updated = True
+
+    def _compute(self, instruction: Instruction) -> None:
+        passage = (instruction.visit, instruction.microbatch)
+        if instruction.operation is Operation.FORWARD:
+            before = self.reached.get(instruction.microbatch, NONE - 1)
+            follows = instruction.visit == before + 1
+            self._expect(instruction, follows, "its microbatch was not at the visit before")
+            self.reached[instruction.microbatch] = instruction.visit
+            self.forward.add(passage)
+            self.without_loss.add(instruction.microbatch)
+        elif instruction.operation is Operation.LOSS:
+            self._expect(instruction, ROOT in self.armed, "the root unit is not armed")
+            waits = instruction.microbatch in self.without_loss
+            self._expect(instruction, waits, "its microbatch did not go forward")
+            self.without_loss.discard(instruction.microbatch)
+            self.losses.add(instruction.microbatch)
+        else:
+            self._expect(instruction, passage in self.forward, "nothing went forward there")
+            self._expect(instruction, not self.without_loss, "a microbatch has no loss yet")
+            self._expect(instruction, passage not in self.away, "what entered is on the host")
+            reduced = instruction.unit in self.reduced
+            self._expect(instruction, not reduced, "the unit is reduced already")
+            later = instruction.visit <= self.reached[instruction.microbatch]
+            self._expect(instruction, later, "its microbatch came back from an earlier visit")
+            self.reached[instruction.microbatch] = instruction.visit
+            self.returned.setdefault(instruction.visit, set()).add(instruction.microbatch)
+            self.returned_units.add(instruction.unit)
+            self.forward.discard(passage)
+
+    def _expect(self, instruction: Instruction, holds: bool, otherwise: str) -> None:
+        if not holds:
+            unit = "" if instruction.unit == NONE else f" of unit {instruction.unit}"
+            raise ProgramError(
+                f"Rank {self._rank} cannot run {instruction} ({instruction.operation.value}{unit}):"
+                f" {otherwise}."
+            )
+
+    def expect_nothing_left(self) -> None:
+        """Raise ProgramError if a step would leave something behind."""
+        left = {
+            "gathered": sorted(self.gathered),
+            "armed": sorted(self.armed),
+            "offloaded": sorted(self.away),
+            "without a loss": sorted(self.without_loss),
+            "on their way back": sorted(
+                (visit, each)
+                for visit, came in self.returned.items()
+                for each in self.losses - came
+            ),
+        }
+        for what, found in left.items():
+            if found:
+                raise ProgramError(f"Rank {self._rank} ends its step with {found} still {what}.")
+
+
+def _check_rank(rank: int, program: Program) -> _State:
+    state = _State(rank)
+    for instruction in program.instructions:
+        state.read(instruction)
+    state.expect_nothing_left()
+    if not state.is_updated:
+        raise ProgramError(f"Rank {rank} ends its step without U (update).")
+    return state
