@@ -9,16 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.errors import PlanError, UnwritableError
 from lightning_cephalo.common.records import in_source
 
 _SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json"}
-
-
-class UnwritableError(PlanError, OSError):
-    """A file that cannot be written. An OSError as well, for callers who look for one; the
-    system's own is its cause.
-    """
 
 
 def dump_yaml(data: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.execution.entrance import Entrance
 from lightning_cephalo.execution.memory_errors import (
     OutOfMemoryInStepError,
@@ -21,7 +22,7 @@ from lightning_cephalo.execution.memory_errors import (
     is_out_of_memory,
 )
 from lightning_cephalo.execution.microbatch import Microbatch
-from lightning_cephalo.ranks.control import Agreement, RemoteRankError
+from lightning_cephalo.ranks.control import Agreement
 from lightning_cephalo.sharding.unit import Unit
 
 BEGINNING = Place("beginning")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from lightning_cephalo.common.errors import CephaloError
+
 _SIGNS = (
     "out of memory",
     "can't allocate memory",
@@ -15,7 +17,7 @@ _SIGNS = (
 )
 
 
-class OutOfMemoryInStepError(torch.OutOfMemoryError):
+class OutOfMemoryInStepError(CephaloError, torch.OutOfMemoryError):
     """A rank ran out of memory; the message says where, what was planned, and what would help."""
 
 

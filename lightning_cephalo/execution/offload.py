@@ -18,16 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.execution.boundaries import is_plain, take_memory
 
 # Boundaries of the last units are needed again at once: they stay.
 UNITS_THAT_STAY = 2
 _ALIGNMENT_BYTES = 256
 _LEAST_CHUNK_BYTES = 2**24
-
-
-class HostMemoryError(RuntimeError):
-    """The host has less memory for offloaded boundaries than a step needs."""
 
 
 def powers_of_two(nbytes: int) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_cephalo.accelerator.throttle import Throttle
-from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.call import ForwardOutcome, MicrobatchCall, StepTimes
 from lightning_cephalo.execution.entrance import ROOT
 from lightning_cephalo.execution.failure import BEGINNING

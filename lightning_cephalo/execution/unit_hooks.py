@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.replay import ChangingBuffers
 
 Enter = Callable[[Callable[..., Any], ChangingBuffers, tuple[Any, ...], dict[str, Any]], Any]

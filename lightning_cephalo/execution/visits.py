@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.plan.program import Visit
 
 # what a rank says instead of the unit that it is parked at

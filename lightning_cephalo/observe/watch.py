@@ -14,6 +14,7 @@ from statistics import median
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.accelerator.device import describe_device, synchronized_clock
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.observe import report, trace
 from lightning_cephalo.observe.pace import (
@@ -25,7 +26,7 @@ from lightning_cephalo.observe.pace import (
     remarks,
 )
 from lightning_cephalo.observe.recorder import Recorder
-from lightning_cephalo.plan import Plan, PlanError
+from lightning_cephalo.plan import Plan
 from lightning_cephalo.plan.timeline import Recording
 from lightning_cephalo.ranks.control import Agreement
 

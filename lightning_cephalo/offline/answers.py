@@ -12,12 +12,13 @@ from typing import Any
 
 from rich.table import Table
 
+from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.observe.report import format_bytes, format_rate, format_seconds
 from lightning_cephalo.offline.baselines import BASELINES
 from lightning_cephalo.offline.estimate import Cluster, find_device
 from lightning_cephalo.offline.figures import ComparisonRow
 from lightning_cephalo.offline.scenario import Scenario
-from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, SolverError, solve
+from lightning_cephalo.plan import Plan, Problem, solve
 from lightning_cephalo.plan.timeline import Simulation
 
 _OURS = "cephalo"

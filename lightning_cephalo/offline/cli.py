@@ -13,10 +13,11 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.observe import report
 from lightning_cephalo.offline import answers, scenario
 from lightning_cephalo.offline.scenario import Scenario
-from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, SolverError, solve
+from lightning_cephalo.plan import Plan, solve
 
 DONE, INFEASIBLE, BAD_INPUT, UNSOLVED, UNEXPECTED = 0, 1, 2, 3, 70
 

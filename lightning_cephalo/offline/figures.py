@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.observe.report import format_rate, format_seconds
 from lightning_cephalo.offline.canvas import (
     BLACK,
@@ -31,7 +32,7 @@ from lightning_cephalo.offline.canvas import (
     end_of_labels,
     save,
 )
-from lightning_cephalo.plan import Plan, PlanError, Problem, cost
+from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.timeline import Activity, Simulation, Stream, Timeline
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_cephalo.common import records
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate import (
     Cluster,
     CurveTable,
@@ -19,7 +20,7 @@ from lightning_cephalo.offline.estimate import (
     find_device,
 )
 from lightning_cephalo.offline.estimate.devices import Device, lookup
-from lightning_cephalo.plan import PlanError, Problem
+from lightning_cephalo.plan import Problem
 
 if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate import ModelWork

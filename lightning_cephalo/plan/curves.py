@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cephalo.common import files, records
-from lightning_cephalo.plan import PlanError
+from lightning_cephalo.common.errors import PlanError
 
 SOURCES = ("measured", "table", "estimate")
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_cephalo.accelerator.device import host_memory, host_share_bytes
 from lightning_cephalo.accelerator.emulated import active_device
-from lightning_cephalo.execution.offload import HostMemoryError, HostRing
-from lightning_cephalo.plan import PlanError, Problem, RankPlan
+from lightning_cephalo.common.errors import HostMemoryError, PlanError
+from lightning_cephalo.execution.offload import HostRing
+from lightning_cephalo.plan import Problem, RankPlan
 from lightning_cephalo.preparation.memory_cap import amount
 
 # Part of the host's free memory that ranks take unasked; the rest is the data loaders'.

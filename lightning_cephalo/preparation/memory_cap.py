@@ -11,9 +11,9 @@ from typing import Any
 
 from lightning_cephalo.accelerator.device import Device
 from lightning_cephalo.accelerator.emulated import EmulatedDevice, active_device
+from lightning_cephalo.common.errors import InfeasibleError, PlanError, TooLittleMemoryError
 from lightning_cephalo.common.quantities import BYTES
-from lightning_cephalo.plan import InfeasibleError, Plan, PlanError
-from lightning_cephalo.profiling.errors import TooLittleMemoryError
+from lightning_cephalo.plan import Plan
 from lightning_cephalo.ranks.control import Agreement
 
 _EXPECTED = (

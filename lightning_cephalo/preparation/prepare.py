@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_cephalo.accelerator.device import Device, describe_device, processes_on_this_host
 from lightning_cephalo.adapters import supported
+from lightning_cephalo.common.errors import InfeasibleError, PlanError
 from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
 from lightning_cephalo.data.cutting import BatchCutter
 from lightning_cephalo.execution.offload import HostRing
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory_account import RankMemory
-from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, RankPlan, solve
+from lightning_cephalo.plan import Plan, Problem, RankPlan, solve
 from lightning_cephalo.preparation.host_memory import (
     HostMemory,
     describe_host_memory,

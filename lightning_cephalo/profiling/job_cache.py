@@ -27,9 +27,10 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator.device import Device
 from lightning_cephalo.accelerator.emulated import active_device
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.execution.sharded_model import Engine
-from lightning_cephalo.plan import PlanError, Problem
+from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.curves import cache_folder
 from lightning_cephalo.profiling.measure import pooled
 from lightning_cephalo.ranks.control import Agreement

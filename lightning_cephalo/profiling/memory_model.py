@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator.emulated import MemoryTracker
+from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
-from lightning_cephalo.profiling.errors import TooLittleMemoryError
 from lightning_cephalo.sharding.flat import Flat
 
 # Adam's two moments beside the parameter and its gradient. The optimizer is made for the planned

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_cephalo.profiling.errors import TooLittleMemoryError
+from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.profiling.memory_model import Held, Kept
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 

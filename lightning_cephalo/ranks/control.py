@@ -12,11 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.observe.stopwatch import Stopwatch
-
-
-class RemoteRankError(RuntimeError):
-    """Another rank failed; the message names it and what it said."""
 
 
 class Agreement:

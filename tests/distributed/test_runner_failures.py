@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from toys import UNEVEN, Base, Block, assert_idle, make_batch, mean_loss
 
-from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
 from lightning_cephalo.execution.runner import MicrobatchCall, Runner
-from lightning_cephalo.ranks.control import RemoteRankError
 
 SECONDS = 5.0
 

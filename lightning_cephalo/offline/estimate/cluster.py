@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cephalo.common import files, records
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS, Dimension
 from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
-from lightning_cephalo.plan import PlanError
 
 # The strategy's own share of a device's free memory (accelerator/device.py, which needs torch; a
 # test keeps the two equal): the rest is for fragmentation, workspaces and other processes.

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_cephalo.plan import PlanError
+from lightning_cephalo.common.errors import PlanError
 
 GIB = 2.0**30
 DTYPES = ("fp32", "tf32", "fp16", "bf16")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_cephalo.common import files, records
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.devices import GIB, lookup, same_name
 from lightning_cephalo.offline.paper.release import (
     Line,
@@ -32,7 +33,7 @@ from lightning_cephalo.offline.paper.release import (
     expect_known,
     read_lines,
 )
-from lightning_cephalo.plan import PlanError, Problem, RankProfile
+from lightning_cephalo.plan import Problem, RankProfile
 
 if TYPE_CHECKING:
     from lightning_cephalo.plan.curves import CurveTable
