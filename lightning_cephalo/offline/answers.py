@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
-from lightning_cephalo.observe.report import format_bytes, format_rate, format_seconds
+from lightning_cephalo.common.quantities import format_bytes, format_rate, format_seconds
 from lightning_cephalo.offline.baselines import BASELINES
 from lightning_cephalo.offline.estimate import Cluster, find_device
 from lightning_cephalo.offline.figures import ComparisonRow

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_cephalo.accelerator.device import Device, describe_device, processes_on_this_host
 from lightning_cephalo.adapters import supported
 from lightning_cephalo.common.errors import InfeasibleError, PlanError
+from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
 from lightning_cephalo.data.cutting import BatchCutter
 from lightning_cephalo.execution.offload import HostRing
@@ -300,8 +301,8 @@ def _planned_memory(rank: RankPlan) -> str:
         return ""
     capacity = ""
     if rank.capacity_bytes is not None and math.isfinite(rank.capacity_bytes):
-        capacity = f" of the {report.format_bytes(rank.capacity_bytes)} that it may use"
-    return f"The plan counts on {report.format_bytes(rank.memory_bytes)}{capacity}."
+        capacity = f" of the {format_bytes(rank.capacity_bytes)} that it may use"
+    return f"The plan counts on {format_bytes(rank.memory_bytes)}{capacity}."
 
 
 def _show(plan: Plan, options: PlanningOptions, agreement: Agreement) -> None:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.accelerator.device import Device
 from lightning_cephalo.accelerator.emulated import active_device
 from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.plan import Problem
@@ -109,8 +110,8 @@ def _read(path: Path, capacities: Sequence[float]) -> Found:
         if more > _SAME_CAPACITY * less:
             return Found(
                 path,
-                said=f"Measuring again, as rank {rank} may fill {capacity / 2**30:.1f} GiB now and"
-                f" {profile.capacity_bytes / 2**30:.1f} GiB on {day}.",
+                said=f"Measuring again, as rank {rank} may fill {format_bytes(capacity)} now and"
+                f" {format_bytes(profile.capacity_bytes)} on {day}.",
             )
     ranks = pooled(
         [

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_cephalo.common import files, records
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.offline.estimate.devices import GIB, lookup, same_name
+from lightning_cephalo.common.quantities import GIB
+from lightning_cephalo.offline.estimate.devices import lookup, same_name
 from lightning_cephalo.offline.paper.release import (
     Line,
     as_mapping,
