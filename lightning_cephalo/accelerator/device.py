@@ -13,10 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_cephalo.accelerator.emulated import active_device
-
-# Part of a device that a plan may fill: the rest is for what no profile sees (fragmentation,
-# libraries' workspaces, other processes).
-USABLE_SHARE = 0.9
+from lightning_cephalo.common.quantities import USABLE_SHARE
 
 
 @dataclass(frozen=True)

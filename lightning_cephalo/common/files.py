@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lightning_cephalo.common.errors import PlanError, UnwritableError
 
 SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json"}
@@ -22,15 +24,11 @@ def in_source(source: str | None) -> str:
 
 def dump_yaml(data: dict[str, Any]) -> str:
     """Block style outside, one line for each list of numbers; keys keep their order."""
-    import yaml
-
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
 
 
 def parse_yaml(content: str, *, what: str, source: str | None = None) -> Any:
     """Parse YAML text, or raise PlanError that says where it stops being YAML."""
-    import yaml
-
     try:
         return yaml.safe_load(content)
     except yaml.YAMLError as error:

@@ -24,6 +24,9 @@ KIB, MIB, GIB, TIB = 2.0**10, 2.0**20, 2.0**30, 2.0**40
 # The units that amounts of memory are printed in, the largest first.
 BYTE_UNITS = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1.0))
 ABSENT = "–"
+# Part of a memory that a plan may fill: the rest is for what no profile sees (fragmentation,
+# libraries' workspaces, other processes).
+USABLE_SHARE = 0.9
 _UNLIMITED = "unlimited"
 
 _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\d\s.].*?)\s*")

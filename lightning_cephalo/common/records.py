@@ -239,7 +239,7 @@ class Checked:
     _found_checks: ClassVar[dict[str, Check]]
 
     def __post_init__(self) -> None:
-        for name, check in self._checks().items():
+        for name, check in self.field_checks().items():
             value = getattr(self, name)
             where = f"{type(self).__name__}." if name == self.named_by else self._where()
             object.__setattr__(self, name, check(f"{where}{name}", value))
@@ -249,7 +249,8 @@ class Checked:
         return f"{type(self).__name__}."
 
     @classmethod
-    def _checks(cls) -> dict[str, Check]:
+    def field_checks(cls) -> dict[str, Check]:
+        """The checks by the name of their field, in the order in which they are made."""
         if "_found_checks" not in vars(cls):
             cls._found_checks = _find_checks(cls)
         return cls._found_checks
@@ -300,7 +301,7 @@ class Record(Checked):
             known=[field.name for field in fields],
             required=[field.name for field in fields if field.default is dataclasses.MISSING],
         )
-        for name, check in cls._checks().items():
+        for name, check in cls.field_checks().items():
             if isinstance(check, ListOf) and name in values:
                 values[name] = check.read(f"{what}: {name}", values[name])
         try:

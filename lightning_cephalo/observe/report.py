@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from lightning_cephalo.common.quantities import (
@@ -270,6 +271,4 @@ def _split_unit(name: str) -> tuple[str, str]:
 
 def show(table: object) -> None:
     """Print a table to the terminal."""
-    from rich.console import Console
-
     Console().print(table)

@@ -136,4 +136,4 @@ def test_a_message_begins_with_the_source(content, message):
     ],
 )
 def test_every_field_of_the_packages_records_has_a_check(record: type[Checked], unchecked):
-    assert {field.name for field in fields(record)} - set(record._checks()) == unchecked
+    assert {field.name for field in fields(record)} - set(record.field_checks()) == unchecked

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from lightning_cephalo.accelerator import device as running
-from lightning_cephalo.offline.estimate.cluster import USABLE_SHARE, Cluster, Link
+from lightning_cephalo.offline.estimate.cluster import Cluster, Link
 from lightning_cephalo.offline.estimate.collective import even_collective_s, uneven_collective_s
 from lightning_cephalo.plan import PlanError
 
@@ -55,10 +54,6 @@ def test_own_devices_and_corrections():
 def test_a_node_without_link_has_its_slowest_pcie():
     cluster = Cluster.from_yaml("nodes: [{devices: {A100: 1, T4: 1}}]")
     assert cluster.nodes[0].inner_link.bandwidth_bytes_per_s == 15.75e9
-
-
-def test_the_usable_share_is_the_strategys():
-    assert running.USABLE_SHARE == USABLE_SHARE
 
 
 NODE = "nodes: [{devices: {T4: 1}}]\n"

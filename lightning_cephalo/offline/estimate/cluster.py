@@ -24,13 +24,17 @@ from typing import Annotated, Any
 
 from lightning_cephalo.common import files, records
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS, Dimension
+from lightning_cephalo.common.quantities import (
+    BYTES,
+    BYTES_PER_S,
+    FLOPS_PER_S,
+    SECONDS,
+    USABLE_SHARE,
+    Dimension,
+)
 from lightning_cephalo.common.records import Amount, Checked, Count, FileRecord, Positive
 from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
 
-# The strategy's own share of a device's free memory (accelerator/device.py, which needs torch; a
-# test keeps the two equal): the rest is for fragmentation, workspaces and other processes.
-USABLE_SHARE = 0.9
 # A collective's start inside a node and over a network: assumed, not measured.
 NODE_LATENCY_S = 10e-6
 NETWORK_LATENCY_S = 30e-6
