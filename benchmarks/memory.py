@@ -29,7 +29,7 @@ from uneven_memory import (  # noqa: E402
     under_even_sharding,
 )
 
-from lightning_cephalo.observe.report import format_bytes  # noqa: E402
+from lightning_cephalo.common.quantities import format_bytes  # noqa: E402
 
 
 def _add(table: Table, name: str, outcomes: list[Outcome]) -> None:

@@ -210,7 +210,7 @@ def test_a_reason_says_what_the_row_does_not(problem, name):
     def fails():
         raise InfeasibleError(REASONS[name][0])
 
-    row = answers._row(name, Problem.load(problem), fails)
+    row = answers.row_or_reason(name, Problem.load(problem), fails)
     assert (row.step_s, row.reason) == (None, REASONS[name][1])
 
 
@@ -363,7 +363,7 @@ DEVICES = {
 
 @pytest.mark.parametrize("words", DEVICES)
 def test_devices_are_counted_however_they_are_written(words):
-    (node,) = scenario._cluster(scenario.Question(devices=words)).nodes
+    (node,) = scenario.cluster_of(scenario.Question(devices=words)).nodes
     assert {device.name: count for device, count in node.devices} == DEVICES[words]
 
 

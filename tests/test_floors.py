@@ -119,3 +119,10 @@ def test_the_walk_sees_imports_and_spares_those_for_type_checkers():
     inside = _imports(PACKAGE / "preparation/prepare.py")
     assert any(name.startswith("lightning_cephalo.plan") for name in inside)
     assert not any(name == "lightning.pytorch.Trainer" for name in inside)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_imports_a_private_name_of_another(path):
+    own = (name for name in _imports(path) if name.startswith(f"{PACKAGE.name}."))
+    private = {name for name in own if name.rpartition(".")[2].startswith("_")}
+    assert private <= {f"{PACKAGE.name}._autoload"}

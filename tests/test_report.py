@@ -9,10 +9,7 @@ from rich.table import Table
 
 from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.observe.report import (
-    format_bytes,
     format_microbatches,
-    format_rate,
-    format_seconds,
     memory_table,
     plan_table,
     prediction_table,
@@ -161,37 +158,6 @@ def test_prediction_table_compares_what_both_have() -> None:
 def test_prediction_table_refuses_a_name_without_a_unit(name: str) -> None:
     with pytest.raises(ValueError, match="ends in its unit"):
         prediction_table({name: 1.0}, {})
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(None, "–"), (0.0, "0 s"), (1.25, "1.25 s"), (0.0125, "12.5 ms"), (8e-5, "80 µs")],
-)
-def test_seconds_have_a_fitting_unit(seconds: float | None, expected: str) -> None:
-    assert format_seconds(seconds) == expected
-
-
-@pytest.mark.parametrize(
-    ("per_s", "expected"),
-    [(0.71234, "0.712"), (77.23, "77.2"), (999.4, "999"), (999.6, "1,000"), (12500.4, "12,500")],
-)
-def test_rates_have_three_digits_and_no_exponent(per_s: float, expected: str) -> None:
-    assert format_rate(per_s) == expected
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        (None, "–"),
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (2**40, "1.0 TiB"),
-        (math.inf, "unlimited"),
-    ],
-)
-def test_bytes_are_in_powers_of_1024(size: float | None, expected: str) -> None:
-    assert format_bytes(size) == expected
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import math
 import os
 import re
 
+from lightning_cephalo.common.quantities import USABLE_SHARE
+
 # Part of a memory that a plan may fill: the rest is for what no profile sees (fragmentation,
 # libraries' workspaces, other processes).
-USABLE_SHARE = 0.9
 
 
 def processes_on_this_host(fallback: int) -> int:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_cephalo.accelerator.backends import Backend
 from lightning_cephalo.accelerator.base import Accelerator, Copies, Device, EndOfWork, MemoryFigures
-from lightning_cephalo.accelerator.host import USABLE_SHARE
 from lightning_cephalo.accelerator.marks import Marks, StreamMarks
+from lightning_cephalo.common.quantities import USABLE_SHARE
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters import checkpoint, supported
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.user_gathers import UserGathers
+from lightning_cephalo.common.errors import BatchSplitError
 from lightning_cephalo.data import BatchLayout
 from lightning_cephalo.data.cutting import empty_like, evaluation_weight, loss_and_weight
-from lightning_cephalo.data.split import BatchSplitError
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.observe.memory_account import RankMemory

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_cephalo.adapters.optimizer import steps_locally
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import Agreement
 
 if TYPE_CHECKING:
@@ -43,10 +44,6 @@ _MIXING = {
     *("addmm", "addmm_", "addmv", "addmv_", "baddbmm", "baddbmm_", "flatten", "svd", "qr"),
 }
 _LINALG_NORMS = {"linalg_norm", "linalg_vector_norm"}
-
-
-class UnsupportedError(RuntimeError):
-    """Something cannot work under cephalo; the message names it and the way out."""
 
 
 def together(agreement: Agreement, doing: str, function: Callable[[], Any]) -> Any:

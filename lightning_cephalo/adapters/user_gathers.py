@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_cephalo.adapters.supported import UnsupportedError
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import Agreement
 
 

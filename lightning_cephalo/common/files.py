@@ -1,37 +1,34 @@
-"""Plans and problems as text and as files. YAML and JSON hold the same mapping."""
+"""Text and files: YAML and JSON, files that are replaced whole, and the user's cache folder."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.common.records import in_source
+import yaml
 
-_SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+from lightning_cephalo.common.errors import PlanError, UnwritableError
+
+SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 
 
-class UnwritableError(PlanError, OSError):
-    """A file that cannot be written. An OSError as well, for callers who look for one; the
-    system's own is its cause.
-    """
+def in_source(source: str | None) -> str:
+    """The prefix that names the file a text came from, or nothing."""
+    return f"{source}: " if source else ""
 
 
 def dump_yaml(data: dict[str, Any]) -> str:
     """Block style outside, one line for each list of numbers; keys keep their order."""
-    import yaml
-
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
 
 
 def parse_yaml(content: str, *, what: str, source: str | None = None) -> Any:
     """Parse YAML text, or raise PlanError that says where it stops being YAML."""
-    import yaml
-
     try:
         return yaml.safe_load(content)
     except yaml.YAMLError as error:
@@ -61,10 +58,10 @@ def parse_json(content: str, *, what: str, source: str | None = None) -> Any:
 def format_of(path: Path) -> str:
     """ "yaml" or "json" by the suffix, or PlanError."""
     try:
-        return _SUFFIXES[path.suffix.lower()]
+        return SUFFIXES[path.suffix.lower()]
     except KeyError:
         raise PlanError(
-            f"{path}: expected a file name that ends in {', '.join(_SUFFIXES)}, "
+            f"{path}: expected a file name that ends in {', '.join(SUFFIXES)}, "
             f"but got the suffix {path.suffix!r}. Rename the file."
         ) from None
 
@@ -81,6 +78,8 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         try:
             yield beside
+            with beside.open("rb+") as written:
+                os.fsync(written.fileno())  # the name must not reach the disk before the content
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
@@ -107,3 +106,19 @@ def read_text(path: Path, *, what: str) -> str:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: expected {what}, but it cannot be read: {error}.") from error
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: ``$LIGHTNING_CEPHALO_CACHE``, or the user's cache folder of
+    this platform / lightning-cephalo. It need not exist.
+    """
+    chosen = os.environ.get("LIGHTNING_CEPHALO_CACHE")
+    if chosen:
+        return Path(chosen)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lightning-cephalo"

@@ -1,6 +1,14 @@
-"""Numbers with units, as people write them: ``25 GB/s``, ``256 GiB``, ``5 us``.
+"""Numbers with units, as people write and read them: ``25 GB/s``, ``256 GiB``, ``5 us``.
 
-Strict on purpose: a wrong unit is an error, as 100 Gb/s (bits) and 100 GB/s (bytes) differ by 8.
+Reading is strict on purpose: a wrong unit is an error, because 100 Gb/s (bits) and 100 GB/s (bytes)
+differ by 8. Messages and tables print amounts with the ``format_`` functions::
+
+    format_bytes(3 * GIB)          "3.0 GiB"       in the unit that fits
+    format_gib(0.5 * GIB)          "0.50 GiB"      in one unit, to compare amounts
+    format_mib(1.25 * GIB)         "1,280.0 MiB"
+    format_bytes_exactly(3 * GIB)  "3.000 GiB (3221225472 bytes)"
+    format_seconds(0.0125)         "12.5 ms"
+    format_rate(12_500.4)          "12,500"
 """
 
 from __future__ import annotations
@@ -11,6 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_cephalo.common.errors import PlanError
+
+KIB, MIB, GIB, TIB = 2.0**10, 2.0**20, 2.0**30, 2.0**40
+# The units that amounts of memory are printed in, the largest first.
+BYTE_UNITS = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1.0))
+ABSENT = "–"
+# Part of a memory that a plan may fill: the rest is for what no profile sees (fragmentation,
+# libraries' workspaces, other processes).
+USABLE_SHARE = 0.9
+_UNLIMITED = "unlimited"
 
 _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\d\s.].*?)\s*")
 
@@ -64,7 +81,7 @@ class Dimension:
 def _scaled(unit: str, *prefixes: str) -> tuple[tuple[str, float], ...]:
     powers = {"": 1.0, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3, "k": 1e3, "K": 1e3}
     powers |= {"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-    powers |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+    powers |= {"Ki": KIB, "Mi": MIB, "Gi": GIB, "Ti": TIB}
     return tuple((prefix + unit, powers[prefix]) for prefix in prefixes)
 
 
@@ -86,3 +103,52 @@ FLOPS_PER_S = Dimension(
     _scaled("FLOP/s", "T", "G", "P", "M", "") + _scaled("FLOPS", "T", "G", "P"),
 )
 SECONDS = Dimension("a time", "10 us", _scaled("s", "u", "m", "", "n", "µ"))
+
+
+def format_bytes(size: float | None) -> str:
+    """Return an amount of memory in the unit that fits: ``1.5 GiB``; a dash for None."""
+    if size is None:
+        return ABSENT
+    if math.isinf(size):
+        return _UNLIMITED
+    unit, least = byte_unit(abs(size))
+    return f"{size:.0f} B" if least == 1 else f"{size / least:.1f} {unit}"
+
+
+def byte_unit(size: float) -> tuple[str, float]:
+    """Return the largest unit that is no larger than this amount, and its bytes."""
+    fitting = (pair for pair in BYTE_UNITS if size >= pair[1])
+    return next(fitting, BYTE_UNITS[-1])
+
+
+def format_mib(size: float, *, digits: int = 1) -> str:
+    """Return an amount of memory in MiB, so that two of them compare: ``1,280.0 MiB``."""
+    return _UNLIMITED if math.isinf(size) else f"{size / MIB:,.{digits}f} MiB"
+
+
+def format_gib(size: float, *, digits: int = 2) -> str:
+    """Return an amount of memory in GiB, so that two of them compare: ``12.50 GiB``."""
+    return _UNLIMITED if math.isinf(size) else f"{size / GIB:,.{digits}f} GiB"
+
+
+def format_bytes_exactly(size: float) -> str:
+    """Return an amount of memory to the byte, rounded up: ``3.000 GiB (3221225472 bytes)``."""
+    if math.isinf(size):
+        return f"{_UNLIMITED} bytes"
+    exact = f"{math.ceil(size):d} bytes"
+    return exact if size < MIB else f"{format_gib(size, digits=3)} ({exact})"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Return a time in the unit that fits: ``1.25 s``, ``12.5 ms``, ``80 µs``; a dash for None."""
+    if seconds is None:
+        return ABSENT
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size or seconds == 0:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def format_rate(per_s: float) -> str:
+    """Return a rate with three digits below 1000, and whole from there: ``77.2``, ``12,500``."""
+    return f"{per_s:,.0f}" if per_s >= 999.5 else f"{per_s:.3g}"

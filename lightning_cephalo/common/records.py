@@ -1,18 +1,44 @@
-"""Checks shared by the planner's dataclasses: one message that names the field, what came, what is
-expected.
+"""Records: frozen dataclasses whose fields are checked, and which are mappings, text and files too.
+
+A field's annotation says what is checked. The checked value replaces what came, and a wrong one
+raises PlanError with the field's name, what came and what is expected::
+
+    @dataclass(frozen=True)
+    class Meal(FileRecord):
+        kind = "meal"
+
+        guests: Count
+        duration_s: Amount = 0.0
+
+    Meal(guests=0)              PlanError: Meal.guests: expected a whole number of at least 1, ...
+    Meal.load("meal.yaml")      the same checks; messages name the file too
+
+:class:`Checked` has the checks only, :class:`Record` is a mapping too, :class:`FileRecord` also
+text and files. The functions at the top are the checks; they serve arguments as well.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import math
 import numbers
+import sys
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from os import PathLike
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar, TypeVar
 
+from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
 
-_Built = TypeVar("_Built")
+Check = Callable[[str, Any], Any]
+"""Takes a field's name and what came; returns what is stored, or raises PlanError."""
+_R = TypeVar("_R", bound="Record")
+_F = TypeVar("_F", bound="FileRecord")
 
 
 def real(
@@ -51,11 +77,6 @@ def real(
     return number
 
 
-def optional_real(field: str, value: Any, **limits: Any) -> float | None:
-    """As :func:`real`, but None stays None."""
-    return None if value is None else real(field, value, **limits)
-
-
 def whole(field: str, value: Any, *, minimum: int) -> int:
     """Return ``value`` as an int, or raise PlanError naming ``field``. A float is refused even when
     it is whole.
@@ -72,6 +93,31 @@ def text(field: str, value: Any) -> str:
     if not isinstance(value, str):
         raise PlanError(f"{field}: expected text, but got {value!r}.")
     return value
+
+
+def filled_text(field: str, value: Any) -> str:
+    """Return ``value`` if it is a str that is not blank, or raise PlanError naming ``field``."""
+    if not text(field, value).strip():
+        raise PlanError(f"{field}: expected a name, but got {value!r}.")
+    return str(value)
+
+
+def curve(field: str, value: Any) -> tuple[float, ...]:
+    """Return numbers by microbatch size 1, 2, ..., or raise PlanError naming the size."""
+    return tuple(
+        real(f"{field} at microbatch size {size}", entry)
+        for size, entry in enumerate(items(field, value, of="numbers"), start=1)
+    )
+
+
+def equally_long(where: str, curves: Mapping[str, Sequence[float]], *, remedy: str) -> None:
+    """Raise PlanError unless all curves have entries for the same microbatch sizes."""
+    if len({len(entries) for entries in curves.values()}) > 1:
+        came = ", ".join(f"{name} {len(entries)}" for name, entries in curves.items())
+        raise PlanError(
+            f"{where}expected one entry per microbatch size in every curve, "
+            f"but got lengths {came}. {remedy}"
+        )
 
 
 def items(field: str, value: Any, *, of: str) -> tuple[Any, ...]:
@@ -110,14 +156,232 @@ def shortened(value: Any, length: int = 80) -> str:
     return shown if len(shown) <= length else shown[: length - 3] + "..."
 
 
-def in_source(source: str | None) -> str:
-    """The prefix that names the file a text came from, or nothing."""
-    return f"{source}: " if source else ""
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """Checks that a value is one of a few.
+
+    Attributes:
+        options: The values. True and False are not 1 and 0.
+        spelled: How a message lists them.
+    """
+
+    options: tuple[Any, ...]
+    spelled: str
+
+    def __call__(self, field: str, value: Any) -> Any:
+        """Return ``value``, or raise PlanError naming ``field``."""
+        for option in self.options:
+            if value is option or (isinstance(option, str) and option == value):
+                return option
+        raise PlanError(f"{field}: expected {self.spelled}, but got {value!r}.")
 
 
-def built(cls: Callable[..., _Built], values: dict[str, Any], source: str | None) -> _Built:
-    """``cls(**values)``; a PlanError of it names the file that the values came from."""
-    try:
-        return cls(**values)
-    except PlanError as error:
-        raise PlanError(f"{in_source(source)}{error}") from None
+@dataclasses.dataclass(frozen=True)
+class ListOf:
+    """Checks a list of records that is not empty, and reads it from a list of mappings.
+
+    Attributes:
+        record: Their class.
+        one: How a message calls one of them.
+        many: How a message calls a list of mappings that stand for them.
+    """
+
+    record: type[Record]
+    one: str
+    many: str
+
+    def __call__(self, field: str, value: Any) -> tuple[Any, ...]:
+        """Return a tuple, or raise PlanError naming ``field`` and the index."""
+        entries = items(field, value, of=self.record.__name__)
+        for index, entry in enumerate(entries):
+            if not isinstance(entry, self.record):
+                raise PlanError(
+                    f"{field}[{index}]: expected {self.one}, but got {shortened(entry)}."
+                )
+        if not entries:
+            raise PlanError(f"{field}: expected at least one {self.record.__name__}, but got none.")
+        return entries
+
+    def read(self, where: str, data: Any) -> tuple[Any, ...]:
+        """Return records made of mappings, or raise PlanError starting with ``where``."""
+        return tuple(
+            self.record.from_dict(entry, where=f"{where}[{index}]")
+            for index, entry in enumerate(items(where, data, of=self.many))
+        )
+
+
+# Fields of records. Bytes, seconds and rates are floats of at least 0.
+Text = Annotated[str, text]
+Name = Annotated[str, filled_text]
+Count = Annotated[int, functools.partial(whole, minimum=1)]
+Amount = Annotated[float, real]
+AmountOrInfinite = Annotated[float, functools.partial(real, infinite=True)]
+Positive = Annotated[float, functools.partial(real, above_minimum=True)]
+PositiveOrInfinite = Annotated[float, functools.partial(real, above_minimum=True, infinite=True)]
+Curve = Annotated[tuple[float, ...], curve]
+YesOrNo = Annotated[bool, OneOf((True, False), "true or false")]
+
+
+# The base classes are dataclasses too, though they have no fields: jsonargparse, with which
+# LightningCLI reads a plan, takes a class for a dataclass only if all of its bases are.
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A frozen dataclass whose annotated fields are checked when it is made.
+
+    Class attributes:
+        named_by: The field that names a record in messages; it is checked first.
+
+    Raises:
+        PlanError: A field is not what is expected; the message names it.
+    """
+
+    named_by: ClassVar[str] = ""
+    _found_checks: ClassVar[dict[str, Check]]
+
+    def __post_init__(self) -> None:
+        for name, check in self.field_checks().items():
+            value = getattr(self, name)
+            where = f"{type(self).__name__}." if name == self.named_by else self._where()
+            object.__setattr__(self, name, check(f"{where}{name}", value))
+
+    def _where(self) -> str:
+        """What stands before a field's name in messages."""
+        return f"{type(self).__name__}."
+
+    @classmethod
+    def field_checks(cls) -> dict[str, Check]:
+        """The checks by the name of their field, in the order in which they are made."""
+        if "_found_checks" not in vars(cls):
+            cls._found_checks = _find_checks(cls)
+        return cls._found_checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Record(Checked):
+    """A checked dataclass that is made of a mapping and becomes one.
+
+    Class attributes:
+        kind: What it is called where a mapping is no such record.
+        leaves_out_defaults: Whether mappings lack what is equal to a field's default. Otherwise
+            they lack only what is None or empty.
+    """
+
+    kind: ClassVar[str]
+    leaves_out_defaults: ClassVar[bool] = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists and numbers, for YAML and JSON; infinities become ``"inf"``."""
+        data = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            absent = (field.default,) if self.leaves_out_defaults else (None, (), "")
+            if field.default is dataclasses.MISSING or value not in absent:
+                data[field.name] = _plain(value)
+        return data
+
+    @classmethod
+    def from_dict(
+        cls: type[_R], data: Any, *, where: str | None = None, source: str | None = None
+    ) -> _R:
+        """Inverse of :meth:`to_dict`.
+
+        Args:
+            data: What came.
+            where: The start of messages, such as ``"plan: ranks[1]"``.
+            source: The file that it came from, which starts messages instead.
+
+        Raises:
+            PlanError: A key is unknown or missing, or a value is not what is expected.
+        """
+        what = where or f"{files.in_source(source)}{cls.kind}"
+        fields = dataclasses.fields(cls)
+        values = mapping(
+            what,
+            data,
+            known=[field.name for field in fields],
+            required=[field.name for field in fields if field.default is dataclasses.MISSING],
+        )
+        for name, check in cls.field_checks().items():
+            if isinstance(check, ListOf) and name in values:
+                values[name] = check.read(f"{what}: {name}", values[name])
+        try:
+            return cls(**values)
+        except PlanError as error:
+            raise PlanError(f"{files.in_source(where or source)}{error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class FileRecord(Record):
+    """A record that is YAML, JSON and a file."""
+
+    def to_yaml(self) -> str:
+        """Return this as YAML text."""
+        return files.dump_yaml(self.to_dict())
+
+    @classmethod
+    def from_yaml(cls: type[_F], content: str, *, source: str | None = None) -> _F:
+        """Inverse of :meth:`to_yaml`. Raises PlanError, naming ``source``."""
+        data = files.parse_yaml(content, what=f"a {cls.kind}", source=source)
+        return cls.from_dict(data, source=source)
+
+    def to_json(self) -> str:
+        """Return this as JSON text."""
+        return files.dump_json(self.to_dict())
+
+    @classmethod
+    def from_json(cls: type[_F], content: str, *, source: str | None = None) -> _F:
+        """Inverse of :meth:`to_json`. Raises PlanError, naming ``source``."""
+        data = files.parse_json(content, what=f"a {cls.kind}", source=source)
+        return cls.from_dict(data, source=source)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write YAML or JSON by the suffix; the file is replaced whole or not at all."""
+        target = Path(path)
+        as_json = self._format_of(target) == "json"
+        files.write_text(target, self.to_json() if as_json else self.to_yaml())
+
+    @classmethod
+    def load(cls: type[_F], path: str | PathLike[str]) -> _F:
+        """Read what :meth:`save` wrote, or what a user wrote. Raises PlanError naming the file."""
+        source = Path(path)
+        read = cls.from_json if cls._format_of(source) == "json" else cls.from_yaml
+        return read(files.read_text(source, what=f"a {cls.kind}"), source=str(source))
+
+    @staticmethod
+    def _format_of(path: Path) -> str:
+        return files.format_of(path)
+
+
+def _find_checks(kind: type[Checked]) -> dict[str, Check]:
+    """The check of every annotated field; first that of the field which names the record."""
+    fields = dataclasses.fields(kind)
+    # not of the class itself: Python 3.10 refuses the annotation KW_ONLY, which is no field
+    annotated = SimpleNamespace(__annotations__={field.name: field.type for field in fields})
+    hints = typing.get_type_hints(
+        annotated, vars(sys.modules[kind.__module__]), include_extras=True
+    )
+    found = {name: check for name, hint in hints.items() if (check := _check_of(hint)) is not None}
+    return dict(sorted(found.items(), key=lambda item: item[0] != kind.named_by))
+
+
+def _check_of(hint: Any) -> Check | None:
+    """The check that an annotation holds, alone or as a union with None."""
+    if typing.get_origin(hint) is Annotated:
+        return typing.cast(Check, hint.__metadata__[0])
+    options = typing.get_args(hint)
+    if type(None) not in options:
+        return None
+    check = next((check for option in options if (check := _check_of(option)) is not None), None)
+    return None if check is None else functools.partial(_unless_none, check)
+
+
+def _unless_none(check: Check, field: str, value: Any) -> Any:
+    return None if value is None else check(field, value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
+    return "inf" if isinstance(value, float) and math.isinf(value) else value

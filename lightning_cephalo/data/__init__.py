@@ -5,6 +5,7 @@ into the user's own DataLoader, ``split`` cuts a collated batch into microbatche
 communicates: what ranks must agree on goes through functions that the caller passes in.
 """
 
+from lightning_cephalo.common.errors import BatchSplitError
 from lightning_cephalo.data.collate import RankCollate
 from lightning_cephalo.data.loaders import rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.data.lockstep import LockStepLoader
@@ -19,7 +20,7 @@ from lightning_cephalo.data.reading import (
 )
 from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
 from lightning_cephalo.data.shares import deal, split_sizes
-from lightning_cephalo.data.split import BatchLayout, BatchSplitError, MicrobatchList, zero_rows
+from lightning_cephalo.data.split import BatchLayout, MicrobatchList, zero_rows
 
 __all__ = [
     "BatchLayout",

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.data import (
-    BatchLayout,
-    BatchSplitError,
-    MicrobatchList,
-    deal,
-    split_sizes,
-    zero_rows,
-)
+from lightning_cephalo.common.errors import BatchSplitError
+from lightning_cephalo.data import BatchLayout, MicrobatchList, deal, split_sizes, zero_rows
+from lightning_cephalo.data.split import not_splittable
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ def _cut_alike(batch: Any, layout: BatchLayout, shares: Sequence[int]) -> list[t
     if isinstance(batch, MicrobatchList):
         pieces = _collated_apart(batch, layout)
         if len(pieces) > len(shares):
-            raise BatchSplitError(
+            raise not_splittable(
                 f"a loader's batch was collated as {len(pieces)} microbatches, another's as"
                 f" {len(shares)}"
             )

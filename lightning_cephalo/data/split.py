@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_cephalo.common.errors import BatchSplitError
 from lightning_cephalo.data.containers import (
     Path,
     children_of,
@@ -39,14 +40,12 @@ _WAYS_OUT = (
 )
 
 
-class BatchSplitError(ValueError):
-    """A batch has no batch dimension that cephalo can cut."""
-
-    def __init__(self, reason: str, batch: object = None) -> None:
-        came = "" if batch is None else f" The batch: {describe(batch)}."
-        super().__init__(
-            f"This batch cannot be split into microbatches: {reason}.{came} {_WAYS_OUT}"
-        )
+def not_splittable(reason: str, batch: object = None) -> BatchSplitError:
+    """Returns the error to raise: the reason, what the batch is (where it is given), ways out."""
+    came = "" if batch is None else f" The batch: {describe(batch)}."
+    return BatchSplitError(
+        f"This batch cannot be split into microbatches: {reason}.{came} {_WAYS_OUT}"
+    )
 
 
 class MicrobatchList(list[Any]):
@@ -109,7 +108,7 @@ class BatchLayout:
             rows: set[Path] = set()
             _compare(larger, smaller, (), sizes, rows)
             if not rows:
-                raise BatchSplitError(
+                raise not_splittable(
                     f"no tensor or list in it grows with the number of samples "
                     f"({sizes[1]} and {sizes[0]} were tried)",
                     larger,
@@ -155,21 +154,21 @@ class BatchLayout:
         """
         if isinstance(batch, MicrobatchList):
             if len(batch) != len(sizes):
-                raise BatchSplitError(
+                raise not_splittable(
                     f"it was collated as {len(batch)} microbatches, but {len(sizes)} are asked for"
                 )
             return list(batch)
         if self.splitter is not None:
             parts = list(self.splitter(batch, list(sizes)))
             if len(parts) != len(sizes):
-                raise BatchSplitError(
+                raise not_splittable(
                     f"split_batch returned {len(parts)} parts for the {len(sizes)} sizes "
                     f"{tuple(sizes)}"
                 )
             return parts
         rows, count = self._resolve(batch)
         if sum(sizes) != count:
-            raise BatchSplitError(
+            raise not_splittable(
                 f"it has {count} samples, but the microbatches {tuple(sizes)} need {sum(sizes)}",
                 batch,
             )
@@ -191,7 +190,7 @@ class BatchLayout:
             if len(set(lengths.values())) == 1:
                 return self.rows, next(iter(lengths.values()))
             found = ", ".join(f"{spell(path)} {count}" for path, count in lengths.items())
-            raise BatchSplitError(f"its leaves disagree about the number of samples: {found}")
+            raise not_splittable(f"its leaves disagree about the number of samples: {found}")
         return _guess(batch)
 
     def _verify(self, larger: Any, smaller: Any, sizes: tuple[int, int]) -> None:
@@ -200,12 +199,12 @@ class BatchLayout:
         except BatchSplitError:
             raise
         except Exception as error:
-            raise BatchSplitError(f"cutting it raised {error!r}", larger) from error
+            raise not_splittable(f"cutting it raised {error!r}", larger) from error
         expected = _structure(smaller, (), self.rows)
         if _structure(part, (), self.rows) != expected or dict(
             _lengths(part, (), self.rows)
         ) != dict(_lengths(smaller, (), self.rows)):
-            raise BatchSplitError(
+            raise not_splittable(
                 f"its first {sizes[1]} samples give {describe(part)}, but collating them gives "
                 f"{describe(smaller)}",
                 larger,
@@ -225,10 +224,10 @@ def zero_rows(batch: Any, layout: BatchLayout | None = None) -> Any:
 
 def _reject_uncuttable(node: Any, path: Path) -> None:
     if isinstance(node, PackedSequence):
-        raise BatchSplitError(f"{spell(path)} is a PackedSequence, which is ordered by time step")
+        raise not_splittable(f"{spell(path)} is a PackedSequence, which is ordered by time step")
     if isinstance(node, torch.Tensor) and (node.is_nested or node.layout != torch.strided):
         kind = "nested" if node.is_nested else "sparse"
-        raise BatchSplitError(f"{spell(path)} is a {kind} tensor")
+        raise not_splittable(f"{spell(path)} is a {kind} tensor")
 
 
 def _compare(
@@ -241,7 +240,7 @@ def _compare(
         return
     if type(larger) is not type(smaller):
         if contains_arrays(larger) or contains_arrays(smaller):
-            raise BatchSplitError(
+            raise not_splittable(
                 f"{spell(path)} is {describe(larger)} for {sizes[0]} samples and "
                 f"{describe(smaller)} for {sizes[1]}"
             )
@@ -252,13 +251,13 @@ def _compare(
     inside, inside_smaller = children_of(larger), children_of(smaller)
     if inside is None or inside_smaller is None:
         if hides_arrays(larger):
-            raise BatchSplitError(
+            raise not_splittable(
                 f"{spell(path)} is a {type(larger).__module__}.{type(larger).__qualname__}, whose "
                 "tensors cephalo cannot see"
             )
         return
     if [key for key, _ in inside] != [key for key, _ in inside_smaller]:
-        raise BatchSplitError(
+        raise not_splittable(
             f"{spell(path)} is {describe(larger)} for {sizes[0]} samples and {describe(smaller)} "
             f"for {sizes[1]}"
         )
@@ -272,18 +271,18 @@ def _compare_arrays(
     shapes = tuple(larger.shape), tuple(smaller.shape)
     seen = f"{spell(path)} has shape {list(shapes[0])} for {sizes[0]} samples and {list(shapes[1])}"
     if len(shapes[0]) != len(shapes[1]):
-        raise BatchSplitError(f"{seen} for {sizes[1]}")
+        raise not_splittable(f"{seen} for {sizes[1]}")
     follows = [pair == sizes for pair in zip(*shapes, strict=True)]
     if follows and follows[0]:
         if any(follows[1:]):
-            raise BatchSplitError(f"{seen} for {sizes[1]}: it pairs every sample with every other")
+            raise not_splittable(f"{seen} for {sizes[1]}: it pairs every sample with every other")
         rows.add(path)
     elif any(follows):
-        raise BatchSplitError(
+        raise not_splittable(
             f"{seen} for {sizes[1]}: the samples are in dimension {follows.index(True)}, not 0"
         )
     elif shapes[0][:1] != shapes[1][:1]:
-        raise BatchSplitError(f"{seen} for {sizes[1]}: dimension 0 is not one row per sample")
+        raise not_splittable(f"{seen} for {sizes[1]}: dimension 0 is not one row per sample")
 
 
 def _has_rows(larger: Any, smaller: Any, sizes: tuple[int, int]) -> bool:
@@ -342,7 +341,7 @@ def _guess(batch: Any) -> tuple[frozenset[Path], int]:
     if count is None:
         count = _first_length(batch, (), arrays=False)
     if count is None:
-        raise BatchSplitError("it holds no tensor or list with a batch dimension", batch)
+        raise not_splittable("it holds no tensor or list with a batch dimension", batch)
     rows: set[Path] = set()
 
     def visit(node: Any, path: Path) -> None:

@@ -6,11 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.containers import flatten
-
-
-class UnitUseError(RuntimeError):
-    """A unit is used in a way that cannot be cut into microbatches."""
 
 
 def without_empty_caches(

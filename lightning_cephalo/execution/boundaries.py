@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import TensorWeakRef
 
-from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.common.errors import UnitUseError
 
 
 class _OutOfUnit(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.throttle import Throttle
-from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.failure import Failure
 from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch
 from lightning_cephalo.execution.observer import Observer

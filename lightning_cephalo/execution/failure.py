@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.execution.memory_errors import (
     OutOfMemoryInStepError,
     explained,
@@ -19,7 +20,6 @@ from lightning_cephalo.execution.memory_errors import (
 )
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.plan.program import NONE, ROOT, Instruction, Operation
-from lightning_cephalo.ranks.control import RemoteRankError
 
 _DOING = {
     Operation.ARM: "gradient",

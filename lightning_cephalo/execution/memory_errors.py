@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_cephalo.accelerator.torch_device import OUT_OF_MEMORY_SIGNS
+from lightning_cephalo.common.errors import CephaloError
 
 _SIGNS = ("out of memory", "can't allocate memory", *OUT_OF_MEMORY_SIGNS)
 
 
-class OutOfMemoryInStepError(torch.OutOfMemoryError):
+class OutOfMemoryInStepError(CephaloError, torch.OutOfMemoryError):
     """A rank ran out of memory; the message says where, what was planned, and what would help."""
 
 

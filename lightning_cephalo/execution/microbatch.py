@@ -24,11 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_cephalo.accelerator import Accelerator
-from lightning_cephalo.execution.arguments import (
-    UnitUseError,
-    refuse_changed_containers,
-    without_empty_caches,
-)
+from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.arguments import refuse_changed_containers, without_empty_caches
 from lightning_cephalo.execution.boundaries import Boundaries
 from lightning_cephalo.execution.containers import (
     CallStructure,

@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.common.errors import HostMemoryError
+from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.boundaries import is_plain, take_memory
 
 _ALIGNMENT_BYTES = 256
 _LEAST_CHUNK_BYTES = 2**24
-
-
-class HostMemoryError(RuntimeError):
-    """The host has less memory for offloaded boundaries than a step needs."""
 
 
 def powers_of_two(nbytes: int) -> list[int]:
@@ -187,15 +185,15 @@ class HostRing:
         least = nbytes if least_bytes is None else least_bytes
         if least > free:
             raise HostMemoryError(
-                f"Offloaded boundaries need {(self.held_bytes + least) / 2**20:,.1f} MiB of host"
-                f" memory; this rank may use {self.capacity_bytes / 2**20:,.1f} MiB. Raise"
+                f"Offloaded boundaries need {format_mib(self.held_bytes + least)} of host"
+                f" memory; this rank may use {format_mib(self.capacity_bytes)}. Raise"
                 " host_memory_cap=, use a smaller global batch, or a plan that offloads less."
             )
         try:
             return self._accelerator.allocate_host(int(min(nbytes, free)))
         except (MemoryError, RuntimeError) as error:  # torch raises either, by the platform
             raise HostMemoryError(
-                f"This rank's host did not give {nbytes / 2**20:,.1f} MiB for offloaded boundaries:"
+                f"This rank's host did not give {format_mib(nbytes)} for offloaded boundaries:"
                 f" {error} Lower host_memory_cap=, use a smaller global batch, or a plan that"
                 " offloads less."
             ) from error

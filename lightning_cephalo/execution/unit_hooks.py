@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.replay import ChangingBuffers
 from lightning_cephalo.plan.program import ROOT

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.step import Divergence
 from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.program import Program, Visit, compile_step

@@ -9,7 +9,7 @@ from statistics import median
 
 from rich.table import Table
 
-from lightning_cephalo.observe.report import format_seconds
+from lightning_cephalo.common.quantities import format_seconds
 from lightning_cephalo.plan import RankPlan
 
 # Steps that count for nothing: caches fill, allocators grow, processors wake up.

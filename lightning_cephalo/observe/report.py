@@ -11,15 +11,21 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
+from lightning_cephalo.common.quantities import (
+    ABSENT,
+    byte_unit,
+    format_bytes,
+    format_rate,
+    format_seconds,
+)
 from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.plan import Plan, RankPlan
 
-_ABSENT = "–"
 _MICROBATCHES_IN_FULL = 4
 _RANKS_IN_FULL = 24
-_BYTE_UNITS = (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1), ("B", 0))
 
 
 def plan_table(
@@ -62,7 +68,7 @@ def plan_table(
     table.add_column("memory of capacity", justify="right")
     rows = [
         _Row(
-            (rank.name if devices is None else devices[index]) or _ABSENT,
+            (rank.name if devices is None else devices[index]) or ABSENT,
             (
                 str(rank.batch_size),
                 format_microbatches(rank.microbatch_sizes),
@@ -125,7 +131,7 @@ def prediction_table(
         before, after = predicted.get(name), measured.get(name)
         label, unit = _split_unit(name)
         formatted = format_seconds if unit == "s" else format_bytes
-        difference = _ABSENT
+        difference = ABSENT
         if before and after is not None:
             difference = f"{after / before - 1:+.1%}"
         table.add_row(label, formatted(before), formatted(after), difference)
@@ -158,9 +164,7 @@ def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]
     rows = list(enumerate(zip(predicted, measured, strict=True)))
     most = max((rank.peak_bytes or 0.0 for pair in zip(predicted, measured, strict=True)
                 for rank in pair), default=0.0)  # fmt: skip
-    unit, exponent = next(
-        (pair for pair in _BYTE_UNITS if most >= 1024 ** pair[1]), _BYTE_UNITS[-1]
-    )
+    unit, unit_bytes = byte_unit(most)
     notes = []
     if len(rows) > _RANKS_IN_FULL:
         notes.append(f"the fullest {_RANKS_IN_FULL} of {len(rows)} ranks")
@@ -182,8 +186,8 @@ def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]
 
     def cell(size: float | None) -> str:
         if size is None:
-            return _ABSENT
-        amount = size / 1024**exponent
+            return ABSENT
+        amount = size / unit_bytes
         return f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}"
 
     for index, (before, after) in rows:
@@ -194,33 +198,6 @@ def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]
         ]
         table.add_row(str(index), *cells)
     return table
-
-
-def format_seconds(seconds: float | None) -> str:
-    """Return a time with a fitting unit: ``1.25 s``, ``12.5 ms``, ``80 µs``; a dash for None."""
-    if seconds is None:
-        return _ABSENT
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= size or seconds == 0:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
-
-
-def format_rate(per_s: float) -> str:
-    """Return a rate with three digits below 1000, and whole from there: ``77.2``, ``12,500``."""
-    return f"{per_s:,.0f}" if per_s >= 999.5 else f"{per_s:.3g}"
-
-
-def format_bytes(size: float | None) -> str:
-    """Return an amount of memory in powers of 1024: ``1.5 GiB``; a dash for None."""
-    if size is None:
-        return _ABSENT
-    if math.isinf(size):
-        return "unlimited"
-    for unit, exponent in _BYTE_UNITS[:-1]:
-        if abs(size) >= 1024**exponent:
-            return f"{size / 1024**exponent:.1f} {unit}"
-    return f"{size:.0f} B"
 
 
 def format_microbatches(sizes: Iterable[int]) -> str:
@@ -239,12 +216,12 @@ def _activations(rank: RankPlan) -> str:
     if rank.offload:
         size = "" if rank.host_bytes is None else f" {format_bytes(rank.host_bytes)}"
         parts.append(f"offloaded{size}")
-    return ", ".join(parts) or _ABSENT
+    return ", ".join(parts) or ABSENT
 
 
 def _busy(rank: RankPlan, units: int | None, step_s: float | None) -> str:
     if rank.forward_s is None or rank.backward_s is None:
-        return _ABSENT
+        return ABSENT
     busy_s = rank.forward_s + rank.backward_s
     if units is None:
         return format_seconds(busy_s)
@@ -294,6 +271,4 @@ def _split_unit(name: str) -> tuple[str, str]:
 
 def show(table: object) -> None:
     """Print a table to the terminal."""
-    from rich.console import Console
-
     Console().print(table)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cephalo.common import files
-from lightning_cephalo.plan import PlanError, Problem
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.program import NONE, ROOT
 from lightning_cephalo.plan.timeline import Event, Recording, Simulation, StepFunction, Stream
 

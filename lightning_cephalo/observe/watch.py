@@ -14,6 +14,7 @@ from statistics import median
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.accelerator.backends import backend_of
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.observe import report, trace
 from lightning_cephalo.observe.pace import (
@@ -26,7 +27,7 @@ from lightning_cephalo.observe.pace import (
 )
 from lightning_cephalo.observe.recorder import Recorder
 from lightning_cephalo.observe.timing import Timing
-from lightning_cephalo.plan import Plan, PlanError
+from lightning_cephalo.plan import Plan
 from lightning_cephalo.plan.timeline import Recording
 from lightning_cephalo.ranks.control import Agreement
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 
 from lightning_cephalo.common.errors import InfeasibleError
+from lightning_cephalo.common.quantities import format_gib
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.solve import priced
 
-GIB = 2.0**30
 # Even shares of a full rank exceed it by rounding.
 _ROUNDING = 1 + 1e-9
 
@@ -48,8 +48,8 @@ def checked_plan(
             if needed > capacity * _ROUNDING:
                 raise InfeasibleError(
                     f"{backend}: rank {index} ({profile.name!r}) would hold "
-                    f"{needed / GIB:.2f} GiB of {kind}memory, but its capacity is "
-                    f"{capacity / GIB:.2f} GiB. Let solve() choose batches and state."
+                    f"{format_gib(needed)} of {kind}memory, but its capacity is "
+                    f"{format_gib(capacity)}. Let solve() choose batches and state."
                 )
     return plan
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_cephalo.observe.report import format_bytes, format_rate, format_seconds
+from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
+from lightning_cephalo.common.quantities import format_bytes, format_rate, format_seconds
 from lightning_cephalo.offline.baselines import BASELINES
 from lightning_cephalo.offline.estimate import Cluster, find_device
 from lightning_cephalo.offline.figures import ComparisonRow
 from lightning_cephalo.offline.scenario import Scenario
-from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, SolverError, solve
+from lightning_cephalo.plan import Plan, Problem, predict, solve
 from lightning_cephalo.plan.timeline import Simulation
 
 _OURS = "cephalo"
@@ -85,14 +86,14 @@ def compare(
     rows = []
     for name, baseline in BASELINES.items():
         say(f"comparing: {name}")
-        rows.append(_row(name, asked.problem, partial(baseline, asked.problem)))
+        rows.append(row_or_reason(name, asked.problem, partial(baseline, asked.problem)))
     for addition in additions:
         say(f"comparing: with one more {addition}")
         if asked.cluster is None or asked.problem_of is None:
             raise PlanError("--add needs --cluster or --devices: a saved problem has no cluster.")
         larger = asked.problem_of(with_device(asked.cluster, addition))
         solved = partial(solve, larger, time_limit_s=time_limit_s)
-        rows.append(_row(f"{_OURS} and one more {addition}", larger, solved))
+        rows.append(row_or_reason(f"{_OURS} and one more {addition}", larger, solved))
     say(f"comparing: {_OURS}")
     try:
         plan = solve(asked.problem, time_limit_s=time_limit_s)
@@ -103,7 +104,8 @@ def compare(
     return [*rows, _row_of(_OURS, asked.problem, plan)]
 
 
-def _row(name: str, problem: Problem, make: Callable[[], Plan]) -> ComparisonRow:
+def row_or_reason(name: str, problem: Problem, make: Callable[[], Plan]) -> ComparisonRow:
+    """The row of a plan, or the reason why there is none."""
     try:
         return _row_of(name, problem, make())
     except (InfeasibleError, SolverError) as error:
@@ -160,8 +162,6 @@ def row_as_dict(row: ComparisonRow) -> dict[str, Any]:
 
 def summarise(problem: Problem, plan: Plan, simulation: Simulation) -> Summary:
     """The simulated step beside the closed form's, rank by rank."""
-    from lightning_cephalo.plan import predict
-
     ranks = []
     for index, profile in enumerate(problem.ranks):
         timeline = simulation.timeline(index)

@@ -15,7 +15,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from lightning_cephalo.common.errors import InfeasibleError
-from lightning_cephalo.offline.allocation import GIB, checked_plan, even_batches
+from lightning_cephalo.common.quantities import format_gib
+from lightning_cephalo.offline.allocation import checked_plan, even_batches
 from lightning_cephalo.offline.paper.planner import PublishedModel, published
 from lightning_cephalo.plan.cost import Mode, host_bytes, modes, predict, rank_work, working_bytes
 from lightning_cephalo.plan.plan import Plan, RankPlan
@@ -256,14 +257,14 @@ def _why_none(problem: Problem, batches: Sequence[int], limits: Sequence[float])
         if leanest is None:
             needs = f"was profiled for no microbatch size that cuts {batch} samples"
         else:
-            needs = f"needs {_bytes(problem, profile, leanest) / GIB:.2f} GiB for {batch} samples"
+            needs = f"needs {format_gib(_bytes(problem, profile, leanest))} for {batch} samples"
         return (
-            f"rank {index} ({profile.name!r}) {needs}, and has {max(limit, 0.0) / GIB:.2f} GiB "
+            f"rank {index} ({profile.name!r}) {needs}, and has {format_gib(max(limit, 0.0))} "
             f"beside its share of the state. Let solve() choose batches and state."
         )
     return (
         f"no number of microbatches fits all {len(batches)} ranks beside the state of "
-        f"{problem.state_bytes / GIB:.2f} GiB. Let solve() choose batches and state."
+        f"{format_gib(problem.state_bytes)}. Let solve() choose batches and state."
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_cephalo.common import files
-from lightning_cephalo.plan import PlanError
+from lightning_cephalo.common.errors import PlanError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

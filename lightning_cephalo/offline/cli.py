@@ -13,10 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.observe import report
-from lightning_cephalo.offline import answers, scenario
+from lightning_cephalo.observe.trace import write_trace
+from lightning_cephalo.offline import answers, figures, scenario
 from lightning_cephalo.offline.scenario import Scenario
-from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, SolverError, solve
+from lightning_cephalo.offline.simulate import simulate
+from lightning_cephalo.plan import Plan, solve
 
 DONE, INFEASIBLE, BAD_INPUT, UNSOLVED, UNEXPECTED = 0, 1, 2, 3, 70
 
@@ -79,8 +82,6 @@ def _plan(options: argparse.Namespace, notes: Console) -> None:
 
 
 def _simulate(options: argparse.Namespace, notes: Console) -> None:
-    from lightning_cephalo.offline.simulate import simulate
-
     asked = _scenario(options, notes)
     with _status(notes, "solving"):
         plan = (
@@ -94,13 +95,9 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
     with _status(notes, "simulating"):
         simulation = simulate(asked.problem, plan, steps=options.steps)
     if options.trace is not None:
-        from lightning_cephalo.observe.trace import write_trace
-
         write_trace(simulation, asked.problem, options.trace)
         notes.print(f"Wrote {options.trace}: open it in https://ui.perfetto.dev.")
     if options.figure is not None or options.memory_figure is not None:
-        from lightning_cephalo.offline import figures
-
         if options.figure is not None:
             figures.timeline_figure(simulation, asked.problem, options.figure)
             notes.print(f"Wrote {options.figure}.")
@@ -120,8 +117,6 @@ def _compare(options: argparse.Namespace, notes: Console) -> None:
     with _status(notes, "comparing") as say:
         rows = answers.compare(asked, options.add, time_limit_s=options.time_limit, say=say)
     if options.figure is not None:
-        from lightning_cephalo.offline import figures
-
         figures.comparison_figure(rows, options.figure)
         notes.print(f"Wrote {options.figure}.")
     if options.json:

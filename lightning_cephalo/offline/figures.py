@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from lightning_cephalo.observe.report import format_rate, format_seconds
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.quantities import GIB, format_rate, format_seconds
 from lightning_cephalo.offline.canvas import (
     BLACK,
     BLUE,
@@ -31,7 +32,7 @@ from lightning_cephalo.offline.canvas import (
     end_of_labels,
     save,
 )
-from lightning_cephalo.plan import Plan, PlanError, Problem, cost
+from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.program import Operation
 from lightning_cephalo.plan.timeline import Simulation, Stream, Timeline
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROWS = 16
-_GIB = 2**30
 _COLOURS = {
     Operation.FORWARD: SKY,
     Operation.LOSS: PURPLE,
@@ -344,7 +344,7 @@ def _time_scale(seconds: float) -> tuple[float, str]:
 
 def _byte_scale(prediction: cost.StepPrediction) -> tuple[float, str]:
     most = max(rank.memory_bytes for rank in prediction.ranks)
-    return (1 / _GIB, "GiB") if most >= _GIB / 8 else (1.0, "bytes")
+    return (1 / GIB, "GiB") if most >= GIB / 8 else (1.0, "bytes")
 
 
 def _copies(seen: set[Operation]) -> str:

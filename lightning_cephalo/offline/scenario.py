@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from lightning_cephalo.common import records
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate import (
     Cluster,
     CurveTable,
@@ -19,7 +22,8 @@ from lightning_cephalo.offline.estimate import (
     find_device,
 )
 from lightning_cephalo.offline.estimate.devices import Device, lookup
-from lightning_cephalo.plan import PlanError, Problem
+from lightning_cephalo.offline.paper.profiles import read_published
+from lightning_cephalo.plan import Problem
 
 if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate import ModelWork
@@ -109,7 +113,7 @@ def read(question: Question) -> Scenario:
     from lightning_cephalo.offline.estimate import build_problem, work_of
     from lightning_cephalo.offline.estimate.models import names_class
 
-    cluster = _cluster(question)
+    cluster = cluster_of(question)
     if question.model is None:
         raise PlanError("Expected --model (or --problem), but got neither. See --help.")
     global_batch_size = question.global_batch_size
@@ -195,8 +199,6 @@ def _published(
     question: Question, cluster: Cluster, model: str, global_batch_size: int
 ) -> Scenario:
     """A problem by published profiles alone: compute only, links and tail are not in them."""
-    from lightning_cephalo.offline.paper.profiles import read_published
-
     own = question.model_options or question.tables or question.offload
     if own or question.recompute not in (None, "on"):
         raise PlanError(
@@ -251,7 +253,8 @@ def _refuse_unused(tables: Sequence[CurveTable], work: ModelWork) -> None:
             )
 
 
-def _cluster(question: Question) -> Cluster:
+def cluster_of(question: Question) -> Cluster:
+    """The cluster that is asked about, from its file or from a list of devices."""
     if (question.cluster is None) == (question.devices is None):
         raise PlanError(
             'Expected one of --cluster cluster.yaml and --devices "2x RTX 4090, RTX 3090", but '
@@ -281,8 +284,6 @@ def _counted_device(text: str) -> tuple[Device, int]:
 
 
 def _model_option(option: str) -> tuple[str, Any]:
-    import yaml
-
     name, separator, value = option.partition("=")
     if not separator or not name.isidentifier():
         raise PlanError(f"--model-option: expected NAME=VALUE, but got {option!r}.")

@@ -6,22 +6,43 @@ predicts rides along for tables and reports and may be absent, as in a plan writ
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lightning_cephalo.common import files, records
+from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.records import (
+    Amount,
+    FileRecord,
+    ListOf,
+    PositiveOrInfinite,
+    Record,
+    Text,
+    YesOrNo,
+)
 
 _FRACTION_TOLERANCE = 1e-6
-_PREDICTED = ("forward_s", "backward_s", "tail_s", "memory_bytes", "capacity_bytes", "host_bytes")
+
+
+def _sizes(field: str, value: Any) -> tuple[int, ...]:
+    return tuple(
+        records.whole(f"{field}[{index}]", size, minimum=1)
+        for index, size in enumerate(records.items(field, value, of="positive whole numbers"))
+    )
+
+
+def _fraction(field: str, value: Any) -> float:
+    fraction = records.real(field, value)
+    if fraction > 1:
+        raise PlanError(
+            f"{field}: expected a fraction from 0 to 1, but got {value!r}. Write 0.75, not 75."
+        )
+    return fraction
 
 
 @dataclass(frozen=True)
-class RankPlan:
+class RankPlan(Record):
     """One rank's part of a step.
 
     Args:
@@ -43,53 +64,32 @@ class RankPlan:
         PlanError: a field is not what is expected; the message names it.
     """
 
-    microbatch_sizes: tuple[int, ...]
-    state_fraction: float
-    name: str = ""
-    forward_s: float | None = None
-    backward_s: float | None = None
-    tail_s: float | None = None
-    memory_bytes: float | None = None
-    capacity_bytes: float | None = None
-    recompute: bool | None = None
-    offload: bool = False
-    host_bytes: float | None = None
+    kind = "rank plan"
+    named_by = "name"
+    leaves_out_defaults = True
+
+    microbatch_sizes: Annotated[tuple[int, ...], _sizes]
+    state_fraction: Annotated[float, _fraction]
+    name: Text = ""
+    forward_s: Amount | None = None
+    backward_s: Amount | None = None
+    tail_s: Amount | None = None
+    memory_bytes: Amount | None = None
+    capacity_bytes: PositiveOrInfinite | None = None
+    recompute: YesOrNo | None = None
+    offload: YesOrNo = False
+    host_bytes: Amount | None = None
 
     def __post_init__(self) -> None:
-        records.text("RankPlan.name", self.name)
-        where = f"RankPlan {self.name!r}: " if self.name else "RankPlan."
-        sizes = records.items(
-            f"{where}microbatch_sizes", self.microbatch_sizes, of="positive whole numbers"
-        )
-        sizes = tuple(
-            records.whole(f"{where}microbatch_sizes[{index}]", size, minimum=1)
-            for index, size in enumerate(sizes)
-        )
-        object.__setattr__(self, "microbatch_sizes", sizes)
-        fraction = records.real(f"{where}state_fraction", self.state_fraction)
-        if fraction > 1:
-            raise PlanError(
-                f"{where}state_fraction: expected a fraction from 0 to 1, "
-                f"but got {self.state_fraction!r}. Write 0.75, not 75."
-            )
-        object.__setattr__(self, "state_fraction", fraction)
-        for name in ("forward_s", "backward_s", "tail_s", "memory_bytes", "host_bytes"):
-            value = records.optional_real(f"{where}{name}", getattr(self, name))
-            object.__setattr__(self, name, value)
-        for name, others in (("recompute", (None,)), ("offload", ())):
-            if not isinstance(getattr(self, name), bool) and getattr(self, name) not in others:
-                raise PlanError(
-                    f"{where}{name}: expected true or false, but got {getattr(self, name)!r}."
-                )
+        super().__post_init__()
         if self.offload and self.recompute is False:
             raise PlanError(
-                f"{where}offload: true goes with recompute: true only: activations that are kept "
-                f"inside the units hold what enters them. Leave one of the two out."
+                f"{self._where()}offload: true goes with recompute: true only: activations that "
+                f"are kept inside the units hold what enters them. Leave one of the two out."
             )
-        capacity = records.optional_real(
-            f"{where}capacity_bytes", self.capacity_bytes, above_minimum=True, infinite=True
-        )
-        object.__setattr__(self, "capacity_bytes", capacity)
+
+    def _where(self) -> str:
+        return f"RankPlan {self.name!r}: " if self.name else "RankPlan."
 
     @property
     def batch_size(self) -> int:
@@ -97,39 +97,12 @@ class RankPlan:
         return sum(self.microbatch_sizes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for YAML and JSON; what is None or empty is left out."""
-        data: dict[str, Any] = {"name": self.name} if self.name else {}
-        data["microbatch_sizes"] = list(self.microbatch_sizes)
-        data["state_fraction"] = self.state_fraction
-        for name in _PREDICTED:
-            value = getattr(self, name)
-            if value is not None:
-                data[name] = "inf" if math.isinf(value) else value
-        if self.recompute is not None:
-            data["recompute"] = self.recompute
-        if self.offload:
-            data["offload"] = True
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Any, *, where: str = "rank plan") -> RankPlan:
-        """Inverse of :meth:`to_dict`. Raises PlanError on unknown or missing keys, starting with
-        ``where``.
-        """
-        values = records.mapping(
-            where,
-            data,
-            known=[field.name for field in dataclasses.fields(cls)],
-            required=["microbatch_sizes", "state_fraction"],
-        )
-        try:
-            return cls(**values)
-        except PlanError as error:
-            raise PlanError(f"{where}: {error}") from None
+        """Return plain lists and numbers, the name first; what is None or empty is left out."""
+        return ({"name": self.name} if self.name else {}) | super().to_dict()
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(FileRecord):
     """One :class:`RankPlan` per rank, in rank order, and what the solver says of the whole.
 
     Args:
@@ -148,47 +121,29 @@ class Plan:
         PlanError: a field is not what is expected; the message names it.
     """
 
-    ranks: tuple[RankPlan, ...]
-    step_s: float | None = None
-    bound_s: float | None = None
-    gap: float | None = None
-    solve_s: float | None = None
-    backend: str | None = None
-    reshard_after_forward: bool | None = None
+    kind = "plan"
+
+    ranks: Annotated[tuple[RankPlan, ...], ListOf(RankPlan, "a RankPlan", "rank plans")]
+    step_s: Amount | None = None
+    bound_s: Amount | None = None
+    gap: Amount | None = None
+    solve_s: Amount | None = None
+    backend: Text | None = None
+    reshard_after_forward: YesOrNo | None = None
 
     def __post_init__(self) -> None:
-        ranks = records.items("Plan.ranks", self.ranks, of="RankPlan")
-        for index, rank in enumerate(ranks):
-            if not isinstance(rank, RankPlan):
-                raise PlanError(
-                    f"Plan.ranks[{index}]: expected a RankPlan, but got {records.shortened(rank)}."
-                )
-        if not ranks:
-            raise PlanError("Plan.ranks: expected at least one RankPlan, but got none.")
-        object.__setattr__(self, "ranks", ranks)
+        super().__post_init__()
         if not self.global_batch_size:
             raise PlanError(
-                f"Plan: expected at least one sample in all, but all {len(ranks)} ranks have empty "
-                f"microbatch_sizes. Give at least one rank a microbatch."
+                f"Plan: expected at least one sample in all, but all {self.world_size} ranks have "
+                f"empty microbatch_sizes. Give at least one rank a microbatch."
             )
-        total = math.fsum(rank.state_fraction for rank in ranks)
+        fractions = [rank.state_fraction for rank in self.ranks]
+        total = math.fsum(fractions)
         if abs(total - 1) > _FRACTION_TOLERANCE:
             raise PlanError(
-                f"Plan: expected state fractions that sum to 1, but "
-                f"{_listed([rank.state_fraction for rank in ranks])} sum to {total:.9g}. "
-                f"Divide each by their sum."
-            )
-        for name in ("step_s", "bound_s", "gap", "solve_s"):
-            value = records.optional_real(f"Plan.{name}", getattr(self, name))
-            object.__setattr__(self, name, value)
-        if self.backend is not None:
-            records.text("Plan.backend", self.backend)
-        if self.reshard_after_forward is not None and not isinstance(
-            self.reshard_after_forward, bool
-        ):
-            raise PlanError(
-                f"Plan.reshard_after_forward: expected true or false, "
-                f"but got {self.reshard_after_forward!r}."
+                f"Plan: expected state fractions that sum to 1, but {_listed(fractions)} sum to "
+                f"{total:.9g}. Divide each by their sum."
             )
 
     @property
@@ -223,64 +178,10 @@ class Plan:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for YAML and JSON; what is None is left out."""
-        data: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("step_s", "bound_s", "gap", "solve_s", "backend", "reshard_after_forward")
-            if getattr(self, name) is not None
-        }
-        data["ranks"] = [rank.to_dict() for rank in self.ranks]
+        """Return plain lists and numbers, the ranks last; what is None is left out."""
+        data = super().to_dict()
+        data["ranks"] = data.pop("ranks")
         return data
-
-    @classmethod
-    def from_dict(cls, data: Any, *, source: str | None = None) -> Plan:
-        """Inverse of :meth:`to_dict`. Raises PlanError on unknown or missing keys, naming
-        ``source``.
-        """
-        what = f"{records.in_source(source)}plan"
-        values = records.mapping(
-            what,
-            data,
-            known=[field.name for field in dataclasses.fields(cls)],
-            required=["ranks"],
-        )
-        ranks = records.items(f"{what}: ranks", values["ranks"], of="rank plans")
-        values["ranks"] = [
-            RankPlan.from_dict(rank, where=f"{what}: ranks[{index}]")
-            for index, rank in enumerate(ranks)
-        ]
-        return records.built(cls, values, source)
-
-    def to_yaml(self) -> str:
-        """This plan as YAML text."""
-        return files.dump_yaml(self.to_dict())
-
-    @classmethod
-    def from_yaml(cls, content: str, *, source: str | None = None) -> Plan:
-        """Inverse of :meth:`to_yaml`. Raises PlanError, naming ``source``."""
-        return cls.from_dict(files.parse_yaml(content, what="a plan", source=source), source=source)
-
-    def to_json(self) -> str:
-        """This plan as JSON text."""
-        return files.dump_json(self.to_dict())
-
-    @classmethod
-    def from_json(cls, content: str, *, source: str | None = None) -> Plan:
-        """Inverse of :meth:`to_json`. Raises PlanError, naming ``source``."""
-        return cls.from_dict(files.parse_json(content, what="a plan", source=source), source=source)
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write YAML or JSON by the suffix; the file is replaced whole or not at all."""
-        target = Path(path)
-        as_json = files.format_of(target) == "json"
-        files.write_text(target, self.to_json() if as_json else self.to_yaml())
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Plan:
-        """Read what :meth:`save` wrote, or what a user wrote. Raises PlanError naming the file."""
-        source = Path(path)
-        read = cls.from_json if files.format_of(source) == "json" else cls.from_yaml
-        return read(files.read_text(source, what="a plan"), source=str(source))
 
 
 def _listed(values: list[Any], most: int = 16) -> str:

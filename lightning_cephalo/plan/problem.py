@@ -6,22 +6,30 @@ minus one: ``forward_s[3]`` is the time of one unit for one microbatch of four s
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import KW_ONLY, dataclass
-from os import PathLike
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from lightning_cephalo.common import files, records
-from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.records import (
+    Amount,
+    AmountOrInfinite,
+    Count,
+    Curve,
+    FileRecord,
+    ListOf,
+    OneOf,
+    PositiveOrInfinite,
+    Record,
+    Text,
+    equally_long,
+)
 
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
 _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
 
 
 @dataclass(frozen=True)
-class RankProfile:
+class RankProfile(Record):
     """One rank, measured.
 
     The four curves have one entry per microbatch size 1, 2, ... and the same length; ranks may
@@ -48,90 +56,42 @@ class RankProfile:
         PlanError: NaN, infinite or negative entries, curves of different lengths, no capacity.
     """
 
-    name: str
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    tail_s: tuple[float, ...]
-    compute_bytes: tuple[float, ...]
-    capacity_bytes: float
+    kind = "rank profile"
+    named_by = "name"
+    leaves_out_defaults = True
+
+    name: Text
+    forward_s: Curve
+    backward_s: Curve
+    tail_s: Curve
+    compute_bytes: Curve
+    capacity_bytes: PositiveOrInfinite
     _: KW_ONLY
-    kept_backward_s: tuple[float, ...] = ()
-    kept_compute_bytes: tuple[float, ...] = ()
-    host_capacity_bytes: float = 0.0
-    offload_bytes_per_s: float = math.inf
+    kept_backward_s: Curve = ()
+    kept_compute_bytes: Curve = ()
+    host_capacity_bytes: AmountOrInfinite = 0.0
+    offload_bytes_per_s: PositiveOrInfinite = math.inf
 
     def __post_init__(self) -> None:
-        records.text("RankProfile.name", self.name)
-        where = f"rank {self.name!r}"
-        for curve in (*_CURVES, *_KEPT_CURVES):
-            field = f"{where}: {curve}"
-            entries = records.items(field, getattr(self, curve), of="numbers")
-            checked = tuple(
-                records.real(f"{field} at microbatch size {size}", entry)
-                for size, entry in enumerate(entries, start=1)
-            )
-            object.__setattr__(self, curve, checked)
+        super().__post_init__()
         kept = _KEPT_CURVES if self.kept_backward_s or self.kept_compute_bytes else ()
-        lengths = {curve: len(getattr(self, curve)) for curve in (*_CURVES, *kept)}
-        if len(set(lengths.values())) > 1:
-            came = ", ".join(f"{curve} {length}" for curve, length in lengths.items())
-            raise PlanError(
-                f"{where}: expected one entry per microbatch size in every curve, "
-                f"but got lengths {came}. Profile the same sizes for all."
-            )
-        capacity = records.real(
-            f"{where}: capacity_bytes", self.capacity_bytes, above_minimum=True, infinite=True
+        equally_long(
+            self._where(),
+            {curve: getattr(self, curve) for curve in (*_CURVES, *kept)},
+            remedy="Profile the same sizes for all.",
         )
-        object.__setattr__(self, "capacity_bytes", capacity)
-        host = records.real(
-            f"{where}: host_capacity_bytes", self.host_capacity_bytes, infinite=True
-        )
-        object.__setattr__(self, "host_capacity_bytes", host)
-        rate = records.real(
-            f"{where}: offload_bytes_per_s",
-            self.offload_bytes_per_s,
-            above_minimum=True,
-            infinite=True,
-        )
-        object.__setattr__(self, "offload_bytes_per_s", rate)
+
+    def _where(self) -> str:
+        return f"rank {self.name!r}: "
 
     @property
     def largest_microbatch_size(self) -> int:
         """The largest profiled microbatch size; 0 when this rank can take no samples."""
         return len(self.forward_s)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for YAML and JSON; infinities become ``"inf"``, and options
-        that the rank does not have are left out.
-        """
-        data = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
-        }
-        for name, value in data.items():
-            if isinstance(value, tuple):
-                data[name] = list(value)
-            elif isinstance(value, float) and math.isinf(value):
-                data[name] = "inf"
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Any, *, where: str = "rank profile") -> RankProfile:
-        """Inverse of :meth:`to_dict`. Raises PlanError on unknown or missing keys."""
-        fields = dataclasses.fields(cls)
-        return cls(
-            **records.mapping(
-                where,
-                data,
-                known=[field.name for field in fields],
-                required=[field.name for field in fields if field.default is dataclasses.MISSING],
-            )
-        )
-
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(FileRecord):
     """All that :func:`~lightning_cephalo.plan.solve` needs to know of one training step.
 
     Args:
@@ -168,141 +128,35 @@ class Problem:
         PlanError: a field is not what is expected; the message names it.
     """
 
-    ranks: tuple[RankProfile, ...]
-    units: int
-    _: KW_ONLY
-    gather_s: float = 0.0
-    reduce_s: float = 0.0
-    state_bytes: float
-    global_batch_size: int
-    boundary_bytes: float = 0.0
-    optimizer_s: float = 0.0
-    gathered_bytes: float = 0.0
-    minimum_microbatch_size: int = 1
-    equal_microbatches: bool = False
-    step_overhead_s: float = 0.0
-    even_gather_s: float | None = None
-    even_reduce_s: float | None = None
-    root_gather_s: float = 0.0
-    root_reduce_s: float = 0.0
-    fill_s: float = 0.0
-    kept_bytes: float = 0.0
-    microbatch_bytes: float = 0.0
-    reshard_after_forward: bool | Literal["auto"] = True
-    unresharded_bytes: float = 0.0
+    kind = "problem"
 
-    def __post_init__(self) -> None:
-        ranks = records.items("Problem.ranks", self.ranks, of="RankProfile")
-        for index, rank in enumerate(ranks):
-            if not isinstance(rank, RankProfile):
-                raise PlanError(
-                    f"Problem.ranks[{index}]: expected a RankProfile, "
-                    f"but got {records.shortened(rank)}."
-                )
-        if not ranks:
-            raise PlanError("Problem.ranks: expected at least one RankProfile, but got none.")
-        object.__setattr__(self, "ranks", ranks)
-        for name in ("units", "global_batch_size", "minimum_microbatch_size"):
-            value = records.whole(f"Problem.{name}", getattr(self, name), minimum=1)
-            object.__setattr__(self, name, value)
-        for name in (
-            "gather_s",
-            "reduce_s",
-            "state_bytes",
-            "boundary_bytes",
-            "optimizer_s",
-            "gathered_bytes",
-            "step_overhead_s",
-            "root_gather_s",
-            "root_reduce_s",
-            "fill_s",
-            "kept_bytes",
-            "microbatch_bytes",
-            "unresharded_bytes",
-        ):
-            object.__setattr__(self, name, records.real(f"Problem.{name}", getattr(self, name)))
-        for name in ("even_gather_s", "even_reduce_s"):
-            even_s = records.optional_real(f"Problem.{name}", getattr(self, name))
-            object.__setattr__(self, name, even_s)
-        if not isinstance(self.equal_microbatches, bool):
-            raise PlanError(
-                f"Problem.equal_microbatches: expected True or False, "
-                f"but got {self.equal_microbatches!r}."
-            )
-        reshard = self.reshard_after_forward
-        if not isinstance(reshard, bool) and reshard != "auto":
-            raise PlanError(
-                f"Problem.reshard_after_forward: expected True, False or 'auto', "
-                f"but got {reshard!r}."
-            )
+    ranks: Annotated[tuple[RankProfile, ...], ListOf(RankProfile, "a RankProfile", "rank profiles")]
+    units: Count
+    _: KW_ONLY
+    gather_s: Amount = 0.0
+    reduce_s: Amount = 0.0
+    state_bytes: Amount
+    global_batch_size: Count
+    boundary_bytes: Amount = 0.0
+    optimizer_s: Amount = 0.0
+    gathered_bytes: Amount = 0.0
+    minimum_microbatch_size: Count = 1
+    equal_microbatches: Annotated[bool, OneOf((True, False), "True or False")] = False
+    step_overhead_s: Amount = 0.0
+    even_gather_s: Amount | None = None
+    even_reduce_s: Amount | None = None
+    root_gather_s: Amount = 0.0
+    root_reduce_s: Amount = 0.0
+    fill_s: Amount = 0.0
+    kept_bytes: Amount = 0.0
+    microbatch_bytes: Amount = 0.0
+    reshard_after_forward: Annotated[
+        bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")
+    ] = True
+    unresharded_bytes: Amount = 0.0
 
     @property
     def fixed_bytes(self) -> float:
         """What every rank holds beside its share of the state, whatever its samples."""
         unresharded = self.unresharded_bytes if self.reshard_after_forward is False else 0.0
         return self.gathered_bytes + unresharded
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for YAML and JSON; what is None is left out."""
-        data = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) is not None
-        }
-        data["ranks"] = [rank.to_dict() for rank in self.ranks]
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Any, *, source: str | None = None) -> Problem:
-        """Inverse of :meth:`to_dict`. Raises PlanError on unknown or missing keys, naming
-        ``source``.
-        """
-        what = f"{records.in_source(source)}problem"
-        fields = dataclasses.fields(cls)
-        values = records.mapping(
-            what,
-            data,
-            known=[field.name for field in fields],
-            required=[field.name for field in fields if field.default is dataclasses.MISSING],
-        )
-        ranks = records.items(f"{what}: ranks", values["ranks"], of="rank profiles")
-        values["ranks"] = [
-            RankProfile.from_dict(rank, where=f"{what}: ranks[{index}]")
-            for index, rank in enumerate(ranks)
-        ]
-        return records.built(cls, values, source)
-
-    def to_yaml(self) -> str:
-        """This problem as YAML text."""
-        return files.dump_yaml(self.to_dict())
-
-    @classmethod
-    def from_yaml(cls, content: str, *, source: str | None = None) -> Problem:
-        """Inverse of :meth:`to_yaml`. Raises PlanError, naming ``source``."""
-        return cls.from_dict(
-            files.parse_yaml(content, what="a problem", source=source), source=source
-        )
-
-    def to_json(self) -> str:
-        """This problem as JSON text."""
-        return files.dump_json(self.to_dict())
-
-    @classmethod
-    def from_json(cls, content: str, *, source: str | None = None) -> Problem:
-        """Inverse of :meth:`to_json`. Raises PlanError, naming ``source``."""
-        return cls.from_dict(
-            files.parse_json(content, what="a problem", source=source), source=source
-        )
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write YAML or JSON by the suffix; the file is replaced whole or not at all."""
-        target = Path(path)
-        as_json = files.format_of(target) == "json"
-        files.write_text(target, self.to_json() if as_json else self.to_yaml())
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Problem:
-        """Read what :meth:`save` wrote. Raises PlanError naming the file."""
-        source = Path(path)
-        read = cls.from_json if files.format_of(source) == "json" else cls.from_yaml
-        return read(files.read_text(source, what="a problem"), source=str(source))

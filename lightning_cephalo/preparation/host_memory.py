@@ -10,8 +10,10 @@ import torch
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.host import host_share_bytes
-from lightning_cephalo.execution.offload import HostMemoryError, HostRing
-from lightning_cephalo.plan import PlanError, Problem, RankPlan
+from lightning_cephalo.common.errors import HostMemoryError, PlanError
+from lightning_cephalo.common.quantities import format_mib
+from lightning_cephalo.execution.offload import HostRing
+from lightning_cephalo.plan import Problem, RankPlan
 from lightning_cephalo.preparation.memory_cap import amount
 
 # Part of the host's free memory that ranks take unasked; the rest is the data loaders'.
@@ -77,8 +79,8 @@ def describe_host_memory(
         capacity = float(cap) if isinstance(cap, int) else cap * total
         if capacity > total * max(processes_on_host, 1):
             raise PlanError(
-                f"host_memory_cap allows {capacity / 2**20:,.1f} MiB for a rank, but its host has"
-                f" {total * max(processes_on_host, 1) / 2**20:,.1f} MiB. Lower the cap to that, or"
+                f"host_memory_cap allows {format_mib(capacity)} for a rank, but its host has"
+                f" {format_mib(total * max(processes_on_host, 1))}. Lower the cap to that, or"
                 " leave it out."
             )
     is_apart = accelerator.host_is_apart
@@ -147,8 +149,8 @@ def make_ring(accelerator: Accelerator, host: HostMemory, plan: RankPlan) -> Hos
     needed = plan.host_bytes or 0.0
     if needed > host.capacity_bytes:
         raise HostMemoryError(
-            f"The plan offloads {needed / 2**20:,.1f} MiB, but this rank may use"
-            f" {host.capacity_bytes / 2**20:,.1f} MiB of its host's memory. Raise host_memory_cap=,"
+            f"The plan offloads {format_mib(needed)}, but this rank may use"
+            f" {format_mib(host.capacity_bytes)} of its host's memory. Raise host_memory_cap=,"
             " or leave the plan out (plan=None) to have one made that fits."
         )
     ring.reserve(math.ceil(needed))

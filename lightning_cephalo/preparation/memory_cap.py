@@ -10,9 +10,9 @@ from numbers import Integral, Real
 from typing import Any
 
 from lightning_cephalo.accelerator import Device
-from lightning_cephalo.common.quantities import BYTES
-from lightning_cephalo.plan import InfeasibleError, Plan, PlanError
-from lightning_cephalo.profiling.errors import TooLittleMemoryError
+from lightning_cephalo.common.errors import InfeasibleError, PlanError, TooLittleMemoryError
+from lightning_cephalo.common.quantities import BYTES, format_mib
+from lightning_cephalo.plan import Plan
 from lightning_cephalo.ranks.control import Agreement
 
 _EXPECTED = (
@@ -103,8 +103,8 @@ def capped(device: Device, cap: MemoryCap | None, agreement: Agreement) -> Devic
     for rank, (bytes_, total, name) in enumerate(rows):
         if not math.isinf(bytes_) and bytes_ > total:
             raise PlanError(
-                f"memory_cap of rank {rank} is {_readable(bytes_)}, but its device {name!r} has"
-                f" {_readable(total)}. Lower the cap to that, or leave it out."
+                f"memory_cap of rank {rank} is {format_mib(bytes_)}, but its device {name!r} has"
+                f" {format_mib(total)}. Lower the cap to that, or leave it out."
             )
     smaller = min(device.capacity_bytes, allowed)
     return replace(device, capacity_bytes=smaller, cap_bytes=allowed)
@@ -128,8 +128,8 @@ def check_plan(plan: Plan, caps_bytes: Sequence[float]) -> None:
     for rank, (part, cap_bytes) in enumerate(zip(plan.ranks, caps_bytes, strict=True)):
         if part.memory_bytes is not None and part.memory_bytes > cap_bytes:
             raise PlanError(
-                f"The plan needs {_readable(part.memory_bytes)} on rank {rank}, but memory_cap"
-                f" allows {_readable(cap_bytes)}. Raise the cap, or leave the plan out"
+                f"The plan needs {format_mib(part.memory_bytes)} on rank {rank}, but memory_cap"
+                f" allows {format_mib(cap_bytes)}. Raise the cap, or leave the plan out"
                 " (plan=None) to have one made that obeys it."
             )
 
@@ -141,7 +141,7 @@ def named_where_nothing_fits(caps_bytes: Sequence[float]) -> Iterator[None]:
         yield
     except (TooLittleMemoryError, InfeasibleError) as error:
         allowed = [
-            f"rank {rank} {_readable(cap_bytes)}"
+            f"rank {rank} {format_mib(cap_bytes)}"
             for rank, cap_bytes in enumerate(caps_bytes)
             if not math.isinf(cap_bytes)
         ]
@@ -149,7 +149,3 @@ def named_where_nothing_fits(caps_bytes: Sequence[float]) -> Iterator[None]:
             raise
         hint = f"memory_cap allows {', '.join(allowed)}: a larger one may do."
         raise type(error)(f"{error} {hint}") from error
-
-
-def _readable(amount: float) -> str:
-    return f"{amount / 2**20:,.1f} MiB"

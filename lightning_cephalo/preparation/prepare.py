@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.host import processes_on_this_host
 from lightning_cephalo.adapters import supported
+from lightning_cephalo.common.errors import InfeasibleError, PlanError
+from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
 from lightning_cephalo.data.cutting import BatchCutter
 from lightning_cephalo.execution.offload import HostRing
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory_account import RankMemory
-from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, RankPlan, solve
+from lightning_cephalo.plan import Plan, Problem, RankPlan, solve
 from lightning_cephalo.preparation.host_memory import (
     HostMemory,
     describe_host_memory,
@@ -298,8 +300,8 @@ def _planned_memory(rank: RankPlan) -> str:
         return ""
     capacity = ""
     if rank.capacity_bytes is not None and math.isfinite(rank.capacity_bytes):
-        capacity = f" of the {report.format_bytes(rank.capacity_bytes)} that it may use"
-    return f"The plan counts on {report.format_bytes(rank.memory_bytes)}{capacity}."
+        capacity = f" of the {format_bytes(rank.capacity_bytes)} that it may use"
+    return f"The plan counts on {format_bytes(rank.memory_bytes)}{capacity}."
 
 
 def _show(plan: Plan, options: PlanningOptions, agreement: Agreement) -> None:

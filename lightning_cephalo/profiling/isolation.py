@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -200,9 +203,6 @@ def _refill_set(value: set[Any], saved: set[Any]) -> None:
 @contextmanager
 def _muted(trainer: Trainer, module: Any, accelerator: Accelerator) -> Iterator[None]:
     """Let everything that the step logs or asks of the trainer go to throwaways."""
-    from lightning.pytorch.loggers.logger import DummyLogger
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-
     loop = trainer.fit_loop.epoch_loop
     connector = _Snapshot(accelerator)
     connector._attributes(trainer._logger_connector)
@@ -227,8 +227,6 @@ def _stand_in_optimizer(strategy: Any) -> Iterator[None]:
     The user's own are made for the planned shards, later; steps that log the learning rate run all
     the same.
     """
-    from lightning.pytorch.utilities.types import LRSchedulerConfig
-
     optimizers, schedulers = strategy.optimizers, strategy.lr_scheduler_configs
     stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
     strategy.optimizers = [stand_in]

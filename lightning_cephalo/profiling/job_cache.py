@@ -13,7 +13,6 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,10 +25,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
+from lightning_cephalo.common import files
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.execution.sharded_model import Engine
-from lightning_cephalo.plan import PlanError, Problem
-from lightning_cephalo.plan.curves import cache_folder
+from lightning_cephalo.plan import Problem
 from lightning_cephalo.profiling.measure import pooled
 from lightning_cephalo.ranks.control import Agreement
 
@@ -79,7 +80,7 @@ def look_up(
     key = _hashed([(digest, name) for digest, name, _ in rows])
     found = None
     if agreement.rank == 0:
-        path = cache_folder() / "jobs" / f"{key[:32]}.json"
+        path = files.cache_folder() / "jobs" / f"{key[:32]}.json"
         found = Found(path) if remeasure else _read(path, [row[2] for row in rows])
     return agreement.broadcast(found)
 
@@ -89,9 +90,7 @@ def keep(path: Path, problem: Problem) -> str | None:
     data = {"measured": time.strftime("%Y-%m-%d %H:%M:%S"), "problem": problem.to_dict()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(f".{os.getpid()}.tmp")
-        beside.write_text(json.dumps(data), encoding="utf-8")
-        beside.replace(path)  # a reader sees the old file or the new one
+        files.write_text(path, json.dumps(data))
     except (OSError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -113,8 +112,8 @@ def _read(path: Path, capacities: Sequence[float]) -> Found:
         if more > _SAME_CAPACITY * less:
             return Found(
                 path,
-                said=f"Measuring again, as rank {rank} may fill {capacity / 2**30:.1f} GiB now and"
-                f" {profile.capacity_bytes / 2**30:.1f} GiB on {day}.",
+                said=f"Measuring again, as rank {rank} may fill {format_bytes(capacity)} now and"
+                f" {format_bytes(profile.capacity_bytes)} on {day}.",
             )
     ranks = pooled(
         [

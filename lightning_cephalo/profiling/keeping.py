@@ -95,7 +95,7 @@ def with_keeping(
     ]
     every = np.arange(1, largest + 1)
     backward = np.interp(every, sizes, shares) * np.asarray(profile.backward_s)
-    peaks = _reaching(sizes, [measured.held[size].peak_bytes for size in sizes], largest)
+    peaks = peaks_by_size(sizes, [measured.held[size].peak_bytes for size in sizes], largest)
     curve = compute_curve([*every.tolist()], peaks, largest, gathered_bytes, kept)
     return replace(
         profile,
@@ -104,7 +104,7 @@ def with_keeping(
     )
 
 
-def _reaching(sizes: Sequence[int], peaks: Sequence[float], largest: int) -> list[float]:
+def peaks_by_size(sizes: Sequence[int], peaks: Sequence[float], largest: int) -> list[float]:
     """Peaks of all sizes: on the line through those measured, which goes on beyond the last.
 
     A size that did not run with kept activations so gets the memory that it lacks.

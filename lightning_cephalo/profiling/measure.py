@@ -18,9 +18,9 @@ from lightning_cephalo.data import sample_batches
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
-from lightning_cephalo.profiling.errors import lost_rank_explained
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.keeping import measure_keeping, with_keeping
+from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import (
     Kept,
     compute_curve,

@@ -22,10 +22,11 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.emulated import MemoryTracker
+from lightning_cephalo.common.errors import TooLittleMemoryError
+from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
-from lightning_cephalo.profiling.errors import TooLittleMemoryError
 from lightning_cephalo.sharding.collectives import summands_received
 from lightning_cephalo.sharding.flat import Flat
 
@@ -104,10 +105,10 @@ def check_capacities(
         missing = held + gathered - capacity
         if missing > 0:
             raise TooLittleMemoryError(
-                f"Rank {rank} cannot take part: its {capacity / 2**20:,.1f} MiB do not hold the"
-                f" gathered units ({gathered / 2**20:,.1f} MiB on every rank) and its"
-                f" {held / 2**20:,.1f} MiB of parameters and gradients;"
-                f" {missing / 2**20:,.1f} MiB are missing. Use {ways_out}, a lower precision, or"
+                f"Rank {rank} cannot take part: its {format_mib(capacity)} do not hold the"
+                f" gathered units ({format_mib(gathered)} on every rank) and its"
+                f" {format_mib(held)} of parameters and gradients;"
+                f" {format_mib(missing)} are missing. Use {ways_out}, a lower precision, or"
                 " leave this device out."
             )
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
+from lightning_cephalo.common.errors import ProfilingError, RemoteRankError
 from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import Engine
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.plan.program import COMPUTE, ROOT, Instruction, Operation
-from lightning_cephalo.profiling.errors import ProfilingError, lost_rank_explained
 from lightning_cephalo.profiling.isolation import forget_gradients
+from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import Held, PeakMeter, batch_bytes
-from lightning_cephalo.ranks.control import RemoteRankError
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_cephalo.profiling.errors import TooLittleMemoryError
+from lightning_cephalo.common.errors import TooLittleMemoryError
+from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.profiling.memory_model import Held, Kept
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 
@@ -304,7 +305,7 @@ def _useful(rate: float, rates: Sequence[float], global_batch_size: int) -> floa
 def _nobody(prober: Prober, smallest: int) -> str:
     return (
         f"No rank has memory for a microbatch of {samples(smallest)} beside the model's"
-        f" {prober.engine.gathered_bytes / 2**20:,.0f} MiB of gathered buffers. Use recompute=True,"
+        f" {format_bytes(prober.engine.gathered_bytes)} of gathered buffers. Use recompute=True,"
         " smaller units (unit_types=, unit_names=), a lower precision, or more or larger devices."
     )
 

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
-class RemoteRankError(RuntimeError):
-    """Another rank failed; the message names it and what it said."""
+from lightning_cephalo.common.errors import RemoteRankError
 
 
 class Agreement:

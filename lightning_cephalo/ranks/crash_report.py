@@ -18,7 +18,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_cephalo.accelerator.backends import SIGNS_OF_LOSS
-from lightning_cephalo.ranks.control import Agreement, RemoteRankError
+from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.ranks.control import Agreement
 
 _KEY = "cephalo/last_words"
 _PATIENCE = timedelta(seconds=2)

@@ -98,7 +98,7 @@ class Flat:
         self.master_dtype = master_dtype(dtype)
         compute = context.compute_dtype if dtype.is_floating_point else None
         self.dtype = compute or dtype
-        self._shapes = [tuple(original.shape) for original in originals]
+        self.shapes = [tuple(original.shape) for original in originals]
         self._numels = [original.numel() for original in originals]
         self.numel = sum(self._numels)
         self._set_layout(layout)
@@ -116,7 +116,7 @@ class Flat:
         self.parameters = [
             _like_parameter(part.view(shape), original)
             for part, shape, original in zip(
-                self.full.split(self._numels), self._shapes, originals, strict=True
+                self.full.split(self._numels), self.shapes, originals, strict=True
             )
         ]
         self._own_views = [parameter.data for parameter in self.parameters]
@@ -148,7 +148,7 @@ class Flat:
     def _take_slice(self, master: torch.Tensor, like: Sequence[nn.Parameter]) -> None:
         self.shard = master[self._start : self._end].clone()
         self._specs = []
-        for index, shape in enumerate(self._shapes):
+        for index, shape in enumerate(self.shapes):
             rows = None if self.layout is None else self.layout.rows(index)
             self._specs.append(row_spec(self.context.mesh, rows, shape, self.master_dtype))
         self.sharded = [
@@ -159,7 +159,7 @@ class Flat:
     def _faces(self, shard: torch.Tensor) -> list[DTensor]:
         """Show a slice as one DTensor per parameter."""
         rank, faces = self.context.rank, []
-        for index, (shape, spec) in enumerate(zip(self._shapes, self._specs, strict=True)):
+        for index, (shape, spec) in enumerate(zip(self.shapes, self._specs, strict=True)):
             if self.layout is None:
                 offset = sum(self._numels[:index])
                 local = shard[offset : offset + self._numels[index]].view(shape)
@@ -231,7 +231,7 @@ class Flat:
 
     def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The whole, and each parameter in it."""
-        parts = zip(memory.split(self._numels), self._shapes, strict=True)
+        parts = zip(memory.split(self._numels), self.shapes, strict=True)
         return [memory, *(part.view(shape) for part, shape in parts)]
 
     def _point_to(self, views: Sequence[torch.Tensor]) -> None:
@@ -260,7 +260,7 @@ class Flat:
         return [
             _like_parameter(part.view(shape).clone(), sharded)
             for part, shape, sharded in zip(
-                master.split(self._numels), self._shapes, self.sharded, strict=True
+                master.split(self._numels), self.shapes, self.sharded, strict=True
             )
         ]
 

@@ -171,7 +171,7 @@ class Unit:
         """Move the shards to other fractions; collective; no optimizer may hold the old ones."""
         assert self.state is UnitState.SHARDED, self
         for flat in self.flats:
-            flat.change_layout(divide_flat(flat._shapes, divider))
+            flat.change_layout(divide_flat(flat.shapes, divider))
         self._show_sharded()
 
     def restore_full(self) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from lightning_cephalo.data import BatchLayout, BatchSplitError, MicrobatchList, zero_rows
+from lightning_cephalo.common.errors import BatchSplitError
+from lightning_cephalo.data import BatchLayout, MicrobatchList, zero_rows
 from lightning_cephalo.data.containers import children_of, is_array
 
 Pair = namedtuple("Pair", "inputs targets")

@@ -21,13 +21,9 @@ from torch import nn
 from zoo import ZOO, build, hugging_face_loss
 
 from lightning_cephalo.accelerator.cpu import Cpu
+from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.emulation import MemoryTracker
-from lightning_cephalo.execution.offload import (
-    Away,
-    HostMemoryError,
-    HostRing,
-    powers_of_two,
-)
+from lightning_cephalo.execution.offload import Away, HostRing, powers_of_two
 
 TWO = Allocation(((2, 1, 2), (1, 2)), (0.7, 0.3))
 WIDTH = 64

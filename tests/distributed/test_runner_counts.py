@@ -23,6 +23,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from toys import UNEVEN, WIDTH, Base, Block, assert_idle, make_batch, mean_loss
 
+from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.sharding.collectives import Pending
@@ -435,8 +436,6 @@ def test_ranks_may_evaluate_units_differently_often_or_not_at_all():
 
 
 def _evaluation_fails(rank: int) -> None:
-    from lightning_cephalo.ranks.control import RemoteRankError
-
     model = Base()
     executor = make_executor(model, UNEVEN.fractions, True)
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from toys import UNEVEN, Base, Block, assert_idle, make_batch, mean_loss
 
-from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.ranks.control import RemoteRankError
 
 SECONDS = 5.0
 

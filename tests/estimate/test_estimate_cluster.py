@@ -7,9 +7,7 @@ import sys
 
 import pytest
 
-from lightning_cephalo.accelerator import host as running
-from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS
-from lightning_cephalo.offline.estimate.cluster import USABLE_SHARE, Cluster, Link
+from lightning_cephalo.offline.estimate.cluster import Cluster, Link
 from lightning_cephalo.offline.estimate.collective import even_collective_s, uneven_collective_s
 from lightning_cephalo.plan import PlanError
 
@@ -58,10 +56,6 @@ def test_a_node_without_link_has_its_slowest_pcie():
     assert cluster.nodes[0].inner_link.bandwidth_bytes_per_s == 15.75e9
 
 
-def test_the_usable_share_is_the_strategys():
-    assert running.USABLE_SHARE == USABLE_SHARE
-
-
 NODE = "nodes: [{devices: {T4: 1}}]\n"
 
 
@@ -107,29 +101,6 @@ def test_a_bad_cluster_is_refused_by_name(tmp_path, text, words):
         Cluster.load(path)
     for word in [str(path), *words]:
         assert word in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("dimension", "text", "number"),
-    [
-        (BYTES_PER_S, "100 Gb/s", 12.5e9),
-        (BYTES_PER_S, "100 GB/s", 100e9),
-        (BYTES_PER_S, "1.5e3 MB/s", 1.5e9),
-        (BYTES, "24GiB", 24 * GIB),
-        (BYTES, "24 GB", 24e9),
-        (FLOPS_PER_S, "30 TFLOP/s", 30e12),
-        (SECONDS, "5 us", 5e-6),
-        (SECONDS, ".5 ms", 5e-4),
-    ],
-)
-def test_quantities(dimension, text, number):
-    assert dimension.parse("field", text) == pytest.approx(number, rel=1e-12)
-    assert dimension.parse("field", dimension.text(number)) == number
-
-
-@pytest.mark.parametrize("number", [1 / 3, 123456789.123, 0.9 * 24 * GIB, 7e-7])
-def test_odd_quantities_are_written_exactly(number):
-    assert BYTES.parse("field", BYTES.text(number)) == number
 
 
 def test_collectives_take_what_the_slowest_link_takes():

@@ -11,7 +11,6 @@ from lightning_cephalo.plan import PlanError
 from lightning_cephalo.plan.curves import (
     Curves,
     CurveTable,
-    cache_folder,
     cached_tables,
     save_measured,
 )
@@ -120,13 +119,6 @@ def test_a_broken_file_is_replaced_by_a_new_measurement(tmp_path):
     path.write_text("model: [")
     save_measured(measured, tmp_path)
     assert CurveTable.load(path) == measured
-
-
-def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
-    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path))
-    assert cache_folder() == tmp_path
-    monkeypatch.delenv("LIGHTNING_CEPHALO_CACHE")
-    assert cache_folder().name == "lightning-cephalo"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

@@ -34,11 +34,13 @@ from recording import (
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_cephalo import CephaloStrategy, Plan
-from lightning_cephalo.adapters.supported import UnsupportedError
-from lightning_cephalo.data import BatchSplitError
-from lightning_cephalo.execution.arguments import UnitUseError
+from lightning_cephalo.common.errors import (
+    BatchSplitError,
+    RemoteRankError,
+    UnitUseError,
+    UnsupportedError,
+)
 from lightning_cephalo.plan import PlanError
-from lightning_cephalo.ranks.control import RemoteRankError
 
 SECONDS = 15.0
 

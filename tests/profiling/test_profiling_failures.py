@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from profiled import GPT, RankFailure, fit, in_ranks, loader, profile
 
-from lightning_cephalo.profiling.errors import ProfilingError
+from lightning_cephalo.common.errors import ProfilingError
 
 
 def refusal(module, **options):

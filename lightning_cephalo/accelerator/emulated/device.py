@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_cephalo.accelerator.emulated.clock import ThreadActivity, VirtualClock
 from lightning_cephalo.accelerator.emulated.memory import MemoryTracker
 from lightning_cephalo.accelerator.emulated.operators import FlopCounter, Operator, bytes_in
+from lightning_cephalo.common.quantities import format_mib
 
 __all__ = ["EmulatedDevice", "active_device"]
 
@@ -209,4 +210,4 @@ def _check_positive(key: str, name: str, value: float | None) -> None:
 
 
 def _readable(count_bytes: int) -> str:
-    return f"{count_bytes} bytes ({count_bytes / 2**20:.2f} MiB)"
+    return f"{count_bytes} bytes ({format_mib(count_bytes, digits=2)})"

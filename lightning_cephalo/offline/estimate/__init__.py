@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_cephalo.common.files import cache_folder
     from lightning_cephalo.offline.estimate.build import Estimate, RankSource, build_problem
     from lightning_cephalo.offline.estimate.cluster import Cluster, ClusterRank, Link, NodeGroup
     from lightning_cephalo.offline.estimate.devices import CATALOGUE, Device, find_device
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from lightning_cephalo.plan.curves import (
         Curves,
         CurveTable,
-        cache_folder,
         cached_tables,
         save_measured,
     )
@@ -63,7 +63,7 @@ _HOME_OF = {
     "NodeGroup": "cluster",
     "RankSource": "build",
     "build_problem": "build",
-    "cache_folder": "lightning_cephalo.plan.curves",
+    "cache_folder": "lightning_cephalo.common.files",
     "cached_tables": "lightning_cephalo.plan.curves",
     "count_work": "work",
     "find_device": "devices",

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.devices import Device
-from lightning_cephalo.plan import PlanError
 from lightning_cephalo.plan.curves import Curves
 
 if TYPE_CHECKING:

@@ -19,18 +19,22 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lightning_cephalo.common import files, records
-from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS, Dimension
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.quantities import (
+    BYTES,
+    BYTES_PER_S,
+    FLOPS_PER_S,
+    SECONDS,
+    USABLE_SHARE,
+    Dimension,
+)
+from lightning_cephalo.common.records import Amount, Checked, Count, FileRecord, Positive
 from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
-from lightning_cephalo.plan import PlanError
 
-# The strategy's own share of a device's free memory (accelerator/device.py, which needs torch; a
-# test keeps the two equal): the rest is for fragmentation, workspaces and other processes.
-USABLE_SHARE = 0.9
 # A collective's start inside a node and over a network: assumed, not measured.
 NODE_LATENCY_S = 10e-6
 NETWORK_LATENCY_S = 30e-6
@@ -49,22 +53,15 @@ _PCIE_BYTES_PER_S = 15.75e9  # third generation, sixteen lanes
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Checked):
     """What joins ranks: bytes per second each way, and seconds before the first of them."""
 
-    bandwidth_bytes_per_s: float
-    latency_s: float = NODE_LATENCY_S
-
-    def __post_init__(self) -> None:
-        bandwidth = records.real(
-            "Link.bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above_minimum=True
-        )
-        object.__setattr__(self, "bandwidth_bytes_per_s", bandwidth)
-        object.__setattr__(self, "latency_s", records.real("Link.latency_s", self.latency_s))
+    bandwidth_bytes_per_s: Positive
+    latency_s: Amount = NODE_LATENCY_S
 
 
 @dataclass(frozen=True)
-class NodeGroup:
+class NodeGroup(Checked):
     """Nodes that are alike.
 
     Attributes:
@@ -75,18 +72,16 @@ class NodeGroup:
     """
 
     devices: tuple[tuple[Device, int], ...]
-    count: int = 1
+    count: Count = 1
     link: Link | None = None
-    host_memory_bytes: float = 0.0
+    host_memory_bytes: Amount = 0.0
 
     def __post_init__(self) -> None:
-        records.whole("NodeGroup.count", self.count, minimum=1)
+        super().__post_init__()
         if not self.devices:
             raise PlanError("NodeGroup.devices: expected at least one device, but got none.")
         for device, count in self.devices:
             records.whole(f"NodeGroup.devices: count of {device.name!r}", count, minimum=1)
-        host = records.real("NodeGroup.host_memory_bytes", self.host_memory_bytes)
-        object.__setattr__(self, "host_memory_bytes", host)
 
     @property
     def ranks_per_node(self) -> int:
@@ -108,8 +103,15 @@ class ClusterRank:
     host_memory_bytes: float
 
 
+def _share_below_1(field: str, value: Any) -> float:
+    share = records.real(field, value)
+    if share >= 1:
+        raise PlanError(f"{field}: expected a share below 1, but got {value!r}.")
+    return share
+
+
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(FileRecord):
     """Devices in nodes.
 
     Attributes:
@@ -122,12 +124,15 @@ class Cluster:
         PlanError: no nodes, or several and no link between them.
     """
 
+    kind = "cluster"
+
     nodes: tuple[NodeGroup, ...]
     between_nodes: Link | None = None
     own_devices: tuple[Device, ...] = ()
-    reserve: float = round(1 - USABLE_SHARE, 10)
+    reserve: Annotated[float, _share_below_1] = round(1 - USABLE_SHARE, 10)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.nodes:
             raise PlanError("nodes: expected at least one node, but got none.")
         if self.node_count > 1 and self.between_nodes is None:
@@ -135,10 +140,9 @@ class Cluster:
                 f"between_nodes: expected the link between {self.node_count} nodes, but got none. "
                 f"Add a line such as 'between_nodes: 100 Gb/s'."
             )
-        reserve = records.real("reserve", self.reserve)
-        if reserve >= 1:
-            raise PlanError(f"reserve: expected a share below 1, but got {self.reserve!r}.")
-        object.__setattr__(self, "reserve", reserve)
+
+    def _where(self) -> str:
+        return ""  # the file's own keys
 
     @property
     def node_count(self) -> int:
@@ -174,32 +178,18 @@ class Cluster:
         return data
 
     @classmethod
-    def from_dict(cls, data: Any, *, source: str | None = None) -> Cluster:
+    def from_dict(
+        cls, data: Any, *, where: str | None = None, source: str | None = None
+    ) -> Cluster:
         """Inverse of :meth:`to_dict`. Raises PlanError naming ``source`` and the field."""
         try:
             return _cluster(cls, data)
         except PlanError as error:
-            raise PlanError(f"{records.in_source(source)}{error}") from None
+            raise PlanError(f"{files.in_source(where or source)}{error}") from None
 
-    def to_yaml(self) -> str:
-        """This cluster as YAML text."""
-        return files.dump_yaml(self.to_dict())
-
-    @classmethod
-    def from_yaml(cls, content: str, *, source: str | None = None) -> Cluster:
-        """Inverse of :meth:`to_yaml`. Raises PlanError, naming ``source``."""
-        data = files.parse_yaml(content, what="a cluster", source=source)
-        return cls.from_dict(data, source=source)
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write YAML; the file is replaced whole or not at all."""
-        files.write_text(Path(path), self.to_yaml())
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Cluster:
-        """Read ``cluster.yaml``. Raises PlanError naming the file and the field."""
-        content = files.read_text(Path(path), what="a cluster")
-        return cls.from_yaml(content, source=str(path))
+    @staticmethod
+    def _format_of(path: Path) -> str:
+        return "yaml"  # whatever the file is called
 
 
 def _cluster(cls: type[Cluster], data: Any) -> Cluster:

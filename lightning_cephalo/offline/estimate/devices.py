@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_cephalo.plan import PlanError
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.quantities import GIB
 
-GIB = 2.0**30
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 _MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|generation|graphics|[^a-z0-9]")
 # bytes per second and direction of sixteen lanes, after encoding

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cephalo.common import records
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.work import TORCH_DTYPES, ModelWork, count_work, loss_of
-from lightning_cephalo.plan import PlanError
 
 # Of these a model without any is a mistake; transformers takes 0 and less.
 _AT_LEAST_ONE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.count import (
     Counter,
     FusedAttention,
@@ -27,7 +28,6 @@ from lightning_cephalo.offline.estimate.count import (
     ZeroValues,
     set_aside_gradients,
 )
-from lightning_cephalo.plan import PlanError
 from lightning_cephalo.sharding.discovery import find_units
 
 TORCH_DTYPES = {

@@ -28,7 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_cephalo.common.errors import InfeasibleError, PlanError
-from lightning_cephalo.offline.allocation import GIB, checked_plan, even_batches
+from lightning_cephalo.common.quantities import GIB, format_gib
+from lightning_cephalo.offline.allocation import checked_plan, even_batches
 from lightning_cephalo.offline.paper.table import Options, least_seconds, search
 from lightning_cephalo.plan.cost import (
     Mode,
@@ -167,7 +168,7 @@ def published(
         missing -= sum(profile.capacity_bytes for profile in problem.ranks)
         if missing > 0:
             raise InfeasibleError(
-                f"{', '.join(names)}: its batches leave {missing / GIB:.2f} GiB of the state "
+                f"{', '.join(names)}: its batches leave {format_gib(missing)} of the state "
                 f"without a place. Let solve() choose the batches."
             )
     shared = [
@@ -197,8 +198,8 @@ def _options(
             beside = "an even share of the state and " if even_state else ""
             raise InfeasibleError(
                 f"published program: rank {index} ({profile.name!r}) can run no microbatch beside "
-                f"{beside}{model.overhead_bytes / GIB:.2f} GiB of overhead within "
-                f"{model.memory_share:.0%} of its {profile.capacity_bytes / GIB:.2f} GiB, but "
+                f"{beside}{format_gib(model.overhead_bytes)} of overhead within "
+                f"{model.memory_share:.0%} of its {format_gib(profile.capacity_bytes)}, but "
                 f"every rank must take a sample there. Let solve() leave it without samples."
             )
         found.append(known[key])
@@ -239,8 +240,8 @@ def _choose(problem: Problem, model: PublishedModel, options: Sequence[Options])
     if least >= room:
         raise InfeasibleError(
             f"published program: state and the smallest microbatches need "
-            f"{(least + problem.state_bytes) / GIB:.2f} GiB, but all ranks together may hold "
-            f"{capacity / GIB:.2f} GiB. Lower the model's memory, or add a rank."
+            f"{format_gib(least + problem.state_bytes)}, but all ranks together may hold "
+            f"{format_gib(capacity)}. Lower the model's memory, or add a rank."
         )
     start_s = least_seconds(problem, options)
     for reach in _REACHES:
@@ -250,8 +251,8 @@ def _choose(problem: Problem, model: PublishedModel, options: Sequence[Options])
         if chosen is not None:
             return chosen
     raise InfeasibleError(
-        f"published program: no plan found fits {capacity / GIB:.2f} GiB in all with the state of "
-        f"{problem.state_bytes / GIB:.2f} GiB. Lower global_batch_size, or add a rank."
+        f"published program: no plan found fits {format_gib(capacity)} in all with the state of "
+        f"{format_gib(problem.state_bytes)}. Lower global_batch_size, or add a rank."
     )
 
 

@@ -21,10 +21,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_cephalo.common import files, records
-from lightning_cephalo.offline.estimate.devices import GIB, lookup, same_name
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.quantities import GIB
+from lightning_cephalo.offline.estimate.devices import lookup, same_name
 from lightning_cephalo.offline.paper.release import (
     Line,
     as_mapping,
@@ -32,10 +34,8 @@ from lightning_cephalo.offline.paper.release import (
     expect_known,
     read_lines,
 )
-from lightning_cephalo.plan import PlanError, Problem, RankProfile
-
-if TYPE_CHECKING:
-    from lightning_cephalo.plan.curves import CurveTable
+from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan.curves import Curves, CurveTable
 
 # fp32 parameter, gradient, and both moments of Adam
 _STATE_BYTES_PER_PARAMETER = 16
@@ -269,8 +269,6 @@ class PublishedProfiles:
             largest: microbatch sizes 1 to this.
             memory: cluster whose memory profile fills ``compute_bytes``; None: they stay unknown.
         """
-        from lightning_cephalo.plan.curves import Curves, CurveTable
-
         expect_known(f"{self.source}: model_latencies.json: model", model, self.latencies)
         short = _short_dtype(dtype)
         entries = self.entries()

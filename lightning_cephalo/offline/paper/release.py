@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_cephalo.common import records
-from lightning_cephalo.plan import PlanError
+from lightning_cephalo.common.errors import PlanError
 
 # In the older form forward and backward are one line. Where both forms exist (GPT-1.3B fp16 on
 # A6000, L4 and P40) forward is 0.40 of it on each.

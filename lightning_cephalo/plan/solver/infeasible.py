@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning_cephalo.common.errors import InfeasibleError
+from lightning_cephalo.common.quantities import format_bytes_exactly as _bytes
 from lightning_cephalo.plan.cost import modes, peak_curve, sample_bytes, working_bytes
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.columns import RankType, usable_sizes
@@ -214,10 +215,3 @@ def _members(kind: RankType) -> str:
     shown = ", ".join(str(index) for index in kind.members[:6])
     more = ", ..." if kind.count > 6 else ""
     return f"{shown}{more} ({kind.profile.name!r})"
-
-
-def _bytes(amount: float) -> str:
-    if math.isinf(amount):
-        return "unlimited bytes"
-    exact = f"{math.ceil(amount):d} bytes"
-    return exact if amount < 2**20 else f"{amount / 2**30:.3f} GiB ({exact})"

@@ -1,4 +1,4 @@
-"""What goes wrong while profiling."""
+"""Explains a lost connection to another rank while profiling."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_cephalo.accelerator.backends import BACKENDS
-
-
-class ProfilingError(RuntimeError):
-    """Profiling cannot go on; every rank raises it, naming the rank, the size and the reason."""
-
-
-class TooLittleMemoryError(ProfilingError):
-    """A rank cannot hold what every rank must, or no rank can run the smallest microbatch."""
+from lightning_cephalo.common.errors import ProfilingError
 
 
 @contextmanager

@@ -1,0 +1,62 @@
+"""Files are replaced whole or not at all, and say why they cannot be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_cephalo.common import files
+from lightning_cephalo.common.errors import PlanError, UnwritableError
+
+
+def test_the_content_is_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypatch):
+    happened = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (happened.append("sync"), sync(file)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (happened.append("rename"), replace(*paths)))
+    files.write_text(tmp_path / "plan.yaml", "ranks: []")
+    assert happened == ["sync", "rename"]
+    assert files.read_text(tmp_path / "plan.yaml", what="a plan") == "ranks: []"
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_a_reader_sees_the_old_file_until_the_new_one_is_complete(tmp_path):
+    path = tmp_path / "figure.png"
+    path.write_text("old")
+    with files.replacing(path) as beside:
+        assert (beside.parent, beside.suffix) == (tmp_path, ".png")
+        beside.write_text("half")
+        assert path.read_text() == "old"
+    assert path.read_text() == "half"
+
+
+def test_what_fails_on_the_way_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), files.replacing(path) as beside:
+        beside.write_text("half")
+        raise ZeroDivisionError
+    assert path.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_a_file_that_cannot_be_written_is_named_with_the_reason_and_a_remedy(tmp_path):
+    path = tmp_path / "absent" / "plan.yaml"
+    with pytest.raises(UnwritableError, match=r"plan.yaml: cannot be written: No such .*folder"):
+        files.write_text(path, "")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match=r"binary.yaml: expected a plan, but it cannot be read"):
+        files.read_text(tmp_path / "binary.yaml", what="a plan")
+
+
+def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path))
+    assert files.cache_folder() == tmp_path
+    monkeypatch.delenv("LIGHTNING_CEPHALO_CACHE")
+    assert files.cache_folder().name == "lightning-cephalo"
+    assert isinstance(files.cache_folder(), Path)
