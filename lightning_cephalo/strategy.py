@@ -26,7 +26,7 @@ from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.data.cutting import joined_result, loss_and_weight
 from lightning_cephalo.execution.runner import MicrobatchCall
-from lightning_cephalo.execution.sharded_model import Engine, UnitOptions
+from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
 from lightning_cephalo.observe.memory_meter import MemoryMeter
 from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.observe.watch import Watch
@@ -195,13 +195,13 @@ class CephaloStrategy(DealingStrategy):
         if fitting:
             self._caches = supported.SwitchedOffCaches(self.lightning_module)
 
-        def make_engine(fractions: list[float]) -> Engine:
+        def make_engine(fractions: list[float]) -> ShardedModel:
             assert self._groups is not None and self.lightning_module is not None
             # known at once: what the step asks of the strategy while it is profiled depends on them
             self._user_gathers = UserGathers(
-                self._groups.agreement, self._planning.equal_microbatches
+                self._groups.control, self._planning.equal_microbatches
             )
-            self._engine = Engine(
+            self._engine = ShardedModel(
                 self.lightning_module,
                 self._groups,
                 self.root_device,
@@ -221,7 +221,7 @@ class CephaloStrategy(DealingStrategy):
         self._preparation = None
         self._preparation = prepare(
             trainer=trainer,
-            agreement=self._groups.agreement,
+            control=self._groups.control,
             plan=self._plan_option,
             options=self._planning,
             make_engine=make_engine,
@@ -240,7 +240,7 @@ class CephaloStrategy(DealingStrategy):
     def _together(self, doing: str, function: Callable[[], Any]) -> Any:
         """Run something that does not communicate; if it fails anywhere, raise everywhere."""
         assert self._groups is not None
-        return supported.together(self._groups.agreement, doing, function)
+        return self._groups.control.together(doing, function)
 
     def model_to_device(self) -> None:
         """Nothing to move: shards and buffers are made on the device."""

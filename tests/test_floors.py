@@ -27,7 +27,6 @@ LEFT_OVER = {
     ("adapters", "observe"),
     ("execution", "observe"),
     ("ranks", "observe"),
-    ("ranks", "execution"),
     ("sharding", "observe"),
 }
 

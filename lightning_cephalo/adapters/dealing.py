@@ -54,12 +54,12 @@ class DealingStrategy(ShardedStrategy):
         if not self._users_sampler_flag:
             return dataloader  # use_distributed_sampler=False: the user deals the samples himself
         trainer = self.lightning_module.trainer
-        agreement = self._groups.agreement
+        control = self._groups.control
         options: dict[str, Any] = {
             "rank": self.global_rank,
             "seed": self._seed(),
-            "broadcast": agreement.broadcast,
-            "all_have_next": lambda more: all(row[0] for row in agreement.exchange([float(more)])),
+            "broadcast": control.broadcast,
+            "all_have_next": control.all,
             "epoch": trainer.current_epoch,
         }
         if trainer.state.stage == RunningStage.TRAINING and self.plan is not None:
@@ -77,4 +77,4 @@ class DealingStrategy(ShardedStrategy):
 
     def _seed(self) -> int:
         assert self._groups is not None
-        return agreed_seed(self._groups.agreement.broadcast)
+        return agreed_seed(self._groups.control.broadcast)

@@ -20,7 +20,7 @@ from lightning_cephalo.data import BatchLayout
 from lightning_cephalo.data.cutting import empty_like, evaluation_weight, loss_and_weight
 from lightning_cephalo.data.split import BatchSplitError
 from lightning_cephalo.execution.call import ForwardOutcome, MicrobatchCall
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.observe.memory_meter import MemoryMeter
 from lightning_cephalo.plan import Plan
@@ -33,7 +33,7 @@ class ShardedStrategy(RanksStrategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._engine: Engine | None = None
+        self._engine: ShardedModel | None = None
         self._preparation: Preparation | None = None
         self._user_gathers: UserGathers | None = None
         self._meter: MemoryMeter | None = None
@@ -49,7 +49,7 @@ class ShardedStrategy(RanksStrategy):
         return self._preparation.plan if self._preparation is not None else None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> ShardedModel:
         """The sharded model; between ``setup`` and ``teardown``."""
         if self._engine is None:
             raise RuntimeError("The model is not sharded now: this works only while training runs.")
@@ -68,7 +68,7 @@ class ShardedStrategy(RanksStrategy):
 
     def _exchange_measured_memory(self) -> None:
         own = self.meter.measured()
-        found = self.engine.agreement.exchange_objects(own)
+        found = self.engine.control.gather(own)
         if all(rank is not None for rank in found):
             self._measured_memory = tuple(found)
 
@@ -193,7 +193,7 @@ class ShardedStrategy(RanksStrategy):
                 log.finish(
                     weights,
                     outcome.notes,
-                    self.engine.agreement,
+                    self.engine.control,
                     self.lightning_module,
                     self.reduce,
                     outcome.total_weight or None,  # evaluation knows none: it is in the notes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_cephalo.adapters.optimizer import steps_locally
-from lightning_cephalo.ranks.control import Agreement
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_cephalo.execution.sharded_model import Engine
+    from lightning_cephalo.execution.sharded_model import ShardedModel
 
 _CALLBACKS = {
     "StochasticWeightAveraging": "it averages full weights, and each rank holds a part",
@@ -47,18 +46,6 @@ _LINALG_NORMS = {"linalg_norm", "linalg_vector_norm"}
 
 class UnsupportedError(RuntimeError):
     """Something cannot work under cephalo; the message names it and the way out."""
-
-
-def together(agreement: Agreement, doing: str, function: Callable[[], Any]) -> Any:
-    """Run something that does not communicate; if it fails on any rank, raise on all."""
-    failure: BaseException | None = None
-    result = None
-    try:
-        result = function()
-    except Exception as raised:
-        failure = raised
-    agreement.raise_together(failure, doing)
-    return result
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
@@ -121,7 +108,7 @@ def refuse_synchronising_metrics(metrics: Sequence[tuple[str, Any]]) -> None:
         )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], engine: ShardedModel) -> None:
     """Raise if an optimizer cannot work on shards or holds other parameters than the model's.
 
     Raises:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_cephalo.adapters.supported import UnsupportedError
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 
 
 class UserGathers:
     """Watches ``all_gather`` inside steps; ranks run different numbers of microbatches.
 
     Args:
-        agreement: Exchanges between the ranks.
+        control: Exchanges between the ranks.
         equal_microbatches: Whether every rank runs the same number of microbatches.
     """
 
-    def __init__(self, agreement: Agreement, equal_microbatches: bool) -> None:
-        self._agreement = agreement
+    def __init__(self, control: ControlGroup, equal_microbatches: bool) -> None:
+        self._control = control
         self._equal_microbatches = equal_microbatches
         self._stages: set[str] = set()
 
@@ -59,7 +59,7 @@ class UserGathers:
             self._exchange(own)
 
     def _exchange(self, own: int) -> None:
-        counts = [int(row[0]) for row in self._agreement.exchange([float(own)])]
+        counts = [int(count) for count in self._control.gather(own)]
         if min(counts) >= 0:  # a rank whose batch could not be cut says so itself
             _refuse_unequal_collectives(counts)
 

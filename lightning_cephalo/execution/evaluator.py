@@ -12,7 +12,7 @@ from lightning_cephalo.execution.failure import Guard
 from lightning_cephalo.execution.memory_errors import Place
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.visits import FAILED, FINISHED, where
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.unit import Unit
 
 
@@ -21,12 +21,12 @@ class Evaluator(Guard):
 
     Args:
         units: All units; the root unit first.
-        agreement: Exchanges between the ranks' processes.
+        control: Exchanges between the ranks' processes.
         device: This rank's device.
     """
 
-    def __init__(self, units: Sequence[Unit], agreement: Agreement, device: torch.device) -> None:
-        super().__init__(units, agreement)
+    def __init__(self, units: Sequence[Unit], control: ControlGroup, device: torch.device) -> None:
+        super().__init__(units, control)
         self.device = device
         self._calls: list[MicrobatchCall] = []
 
@@ -59,7 +59,7 @@ class Evaluator(Guard):
         while True:
             parked = [microbatch.parked for microbatch in self._microbatches] or [None]
             own, _ = where(failed=self._failure is not None, parked=parked)
-            rows = self.agreement.exchange([own, *note()])
+            rows = self.control.gather([own, *note()])
             said = [row[0] for row in rows]
             if FAILED in said:
                 self._give_up(doing)

@@ -21,7 +21,7 @@ from lightning_cephalo.execution.memory_errors import (
     is_out_of_memory,
 )
 from lightning_cephalo.execution.microbatch import Microbatch
-from lightning_cephalo.ranks.control import Agreement, RemoteRankError
+from lightning_cephalo.ranks.control import ControlGroup, RemoteRankError
 from lightning_cephalo.sharding.unit import Unit
 
 BEGINNING = Place("beginning")
@@ -32,15 +32,15 @@ class Guard(Entrance):
 
     Args:
         units: All units; the root unit first.
-        agreement: Exchanges between the ranks' processes.
+        control: Exchanges between the ranks' processes.
 
     Attributes:
         planned_memory: What the plan counts on, for messages.
     """
 
-    def __init__(self, units: Sequence[Unit], agreement: Agreement) -> None:
+    def __init__(self, units: Sequence[Unit], control: ControlGroup) -> None:
         super().__init__(units)
-        self.agreement = agreement
+        self.control = control
         self._microbatches: list[Microbatch] = []
         self._failure: BaseException | None = None
         self._place = BEGINNING
@@ -89,7 +89,7 @@ class Guard(Entrance):
     def _out_of_memory(self, failure: BaseException) -> OutOfMemoryInStepError:
         # its frames hold the activations, whose memory the gathers to come may need
         traceback.clear_frames(failure.__traceback__)
-        return explained(failure, self.agreement.rank, self._place, self.planned_memory)
+        return explained(failure, self.control.rank, self._place, self.planned_memory)
 
     def _abandon(self) -> None:
         for microbatch in self._microbatches:
@@ -107,4 +107,4 @@ class Guard(Entrance):
             unit.wait_reduce()
             unit.free()
         self._in_backward = False
-        self.agreement.raise_together(failure, doing)
+        self.control.raise_if_any_failed(failure, doing)

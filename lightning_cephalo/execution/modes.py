@@ -8,7 +8,7 @@ import torch
 
 from lightning_cephalo.execution.entrance import ROOT
 from lightning_cephalo.execution.evaluator import Evaluator
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.unit import Unit
 
 
@@ -17,7 +17,7 @@ class Modes(Evaluator):
 
     Args:
         units: All units; the root unit first.
-        agreement: Exchanges between the ranks' processes.
+        control: Exchanges between the ranks' processes.
         device: This rank's device.
         recompute: Whether units are computed again in the backward.
     """
@@ -25,11 +25,11 @@ class Modes(Evaluator):
     def __init__(
         self,
         units: Sequence[Unit],
-        agreement: Agreement,
+        control: ControlGroup,
         device: torch.device,
         recompute: bool,
     ) -> None:
-        super().__init__(units, agreement, device)
+        super().__init__(units, control, device)
         self._recompute, self._reshard_after_forward = recompute, True
         self._choose_memory()
         self.units[ROOT].choose_memory(kept=False)  # gathered once a step: nothing finds it again

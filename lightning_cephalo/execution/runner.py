@@ -30,7 +30,7 @@ from lightning_cephalo.plan.program import (
     forward_actions,
 )
 from lightning_cephalo.plan.timeline import Activity
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.unit import Unit, UnitState
 
 _DOING = {
@@ -47,7 +47,7 @@ class Runner(Modes):
 
     Args:
         units: All units; the root unit first.
-        agreement: Exchanges between the ranks' processes.
+        control: Exchanges between the ranks' processes.
         device: This rank's device.
         recompute: Whether units are computed again in the backward.
     """
@@ -55,12 +55,12 @@ class Runner(Modes):
     def __init__(
         self,
         units: Sequence[Unit],
-        agreement: Agreement,
+        control: ControlGroup,
         device: torch.device,
         recompute: bool = True,
     ) -> None:
-        super().__init__(units, agreement, device, recompute)
-        self.stopwatch = agreement.stopwatch
+        super().__init__(units, control, device, recompute)
+        self.stopwatch = control.stopwatch
         self.ring: HostRing | None = None
         self._throttle = Throttle(device)
         self.clock: Callable[[], float] | None = None
@@ -263,7 +263,7 @@ class Runner(Modes):
                 parked=[microbatch.parked for microbatch in self._microbatches],
             )
             try:
-                visit = self._order.agree(self.agreement.exchange(place))
+                visit = self._order.agree(self.control.gather(list(place)))
             except UnitUseError as failure:
                 self._failure = failure
                 visit = None
@@ -280,7 +280,7 @@ class Runner(Modes):
 
     def _agree(self, note: Sequence[float]) -> ForwardOutcome:
         failed = self._failure is not None
-        said = self.agreement.exchange([float(failed), math.fsum(self._weights), *note])
+        said = self.control.gather([float(failed), math.fsum(self._weights), *note])
         if any(row[0] for row in said):
             self._give_up("running training_step")
         total = math.fsum(row[1] for row in said)
@@ -372,7 +372,7 @@ class Runner(Modes):
         flags = [self._failure is not None]
         for unit in units:
             flags.extend(self._used.get(id(unit), []))
-        agreed = self.agreement.any_flags(flags)
+        agreed = self.control.any(flags)
         if agreed[0]:
             self._give_up("running the backward")
         start = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.execution.runner import Runner
-from lightning_cephalo.observe.stopwatch import Stopwatch, marks_of
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import Flat, ShardingContext
@@ -24,37 +22,6 @@ from lightning_cephalo.sharding.unit import Unit
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The process groups of a run; made once, used by every stage.
-
-    Attributes:
-        gather: For gathering parameters.
-        reduce: For reducing gradients; its own, so that it overlaps gathers.
-        agreement: For small messages between processes, on the CPU.
-    """
-
-    gather: dist.ProcessGroup
-    reduce: dist.ProcessGroup
-    agreement: Agreement
-
-    @classmethod
-    def create(cls, timeout: datetime.timedelta, device: torch.device | None = None) -> Groups:
-        """Make the groups; collective.
-
-        Args:
-            timeout: Of collectives.
-            device: This rank's; None: the CPU.
-        """
-        control = dist.new_group(backend="gloo", timeout=timeout)
-        stopwatch = Stopwatch(marks_of(device or torch.device("cpu"), dist.get_backend()))
-        return cls(
-            dist.new_group(timeout=timeout),
-            dist.new_group(timeout=timeout),
-            Agreement(control, stopwatch),
-        )
-
-
-@dataclass(frozen=True)
 class UnitOptions:
     """How units are chosen; see :func:`~lightning_cephalo.sharding.discovery.find_units`."""
 
@@ -62,7 +29,7 @@ class UnitOptions:
     names: tuple[str, ...] | None = None
 
 
-class Engine:
+class ShardedModel:
     """Shards a model over the ranks and runs its steps.
 
     Args:
@@ -87,7 +54,7 @@ class Engine:
     ) -> None:
         self.module = module
         self.device = device
-        self.agreement = groups.agreement
+        self.control = groups.control
         self.compute_dtype = compute_dtype
         context = ShardingContext(
             device,
@@ -95,7 +62,7 @@ class Engine:
             groups.gather,
             groups.reduce,
             compute_dtype,
-            stopwatch=groups.agreement.stopwatch,
+            stopwatch=groups.control.stopwatch,
         )
         self.fractions = tuple(fractions)
         divider = Divider(fractions)
@@ -108,7 +75,7 @@ class Engine:
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._move_buffers(compute_dtype)
-        self.runner = Runner(self.units, groups.agreement, device, recompute)
+        self.runner = Runner(self.units, groups.control, device, recompute)
         self.runner.install()
 
     def _move_buffers(self, compute_dtype: torch.dtype | None) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator.emulated import MemoryTracker, active_device
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.sharding.placement import local_part
 
@@ -35,7 +35,7 @@ class MemoryMeter:
         optimizers: Those that step.
     """
 
-    def __init__(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, engine: ShardedModel, optimizers: Sequence[Optimizer]) -> None:
         self._engine = engine
         self._optimizers = optimizers
         self._device = (

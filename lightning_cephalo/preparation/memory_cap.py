@@ -14,7 +14,7 @@ from lightning_cephalo.accelerator.emulated import EmulatedDevice, active_device
 from lightning_cephalo.common.quantities import BYTES
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError
 from lightning_cephalo.profiling.errors import TooLittleMemoryError
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 
 _EXPECTED = (
     "expected a fraction of the device (0.5; 1.0 for all of it), bytes (8_000_000_000 or '8 GB'),"
@@ -86,7 +86,7 @@ def amount(field: str, value: Any) -> float | int:
     raise PlanError(f"{field}: {_EXPECTED}, but got {value!r}.")
 
 
-def capped(device: Device, cap: MemoryCap | None, agreement: Agreement) -> Device:
+def capped(device: Device, cap: MemoryCap | None, control: ControlGroup) -> Device:
     """Return this rank's device with no more capacity than its cap; collective.
 
     Raises:
@@ -95,12 +95,12 @@ def capped(device: Device, cap: MemoryCap | None, agreement: Agreement) -> Devic
     allowed, failure = math.inf, None
     try:
         if cap is not None:
-            _check_ranks(cap, agreement.world_size)
-            allowed = cap.bytes_of(agreement.rank, device.total_bytes)
+            _check_ranks(cap, control.world_size)
+            allowed = cap.bytes_of(control.rank, device.total_bytes)
     except PlanError as raised:
         failure = raised
-    agreement.raise_together(failure, "reading memory_cap")
-    rows = agreement.exchange_objects((allowed, device.total_bytes, device.name))
+    control.raise_if_any_failed(failure, "reading memory_cap")
+    rows = control.gather((allowed, device.total_bytes, device.name))
     for rank, (bytes_, total, name) in enumerate(rows):
         if not math.isinf(bytes_) and bytes_ > total:
             raise PlanError(

@@ -15,7 +15,7 @@ from lightning_cephalo.adapters import supported
 from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
 from lightning_cephalo.data.cutting import BatchCutter
 from lightning_cephalo.execution.offload import HostRing
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, RankPlan, solve
@@ -36,7 +36,7 @@ from lightning_cephalo.profiling.measure import ProfileOptions, measure, read_ba
 from lightning_cephalo.profiling.memory_model import check_capacities
 from lightning_cephalo.profiling.memory_model import predicted as predicted_memory
 from lightning_cephalo.profiling.progress import Progress
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -83,7 +83,7 @@ class Preparation:
         memory: What the plan predicts that every rank holds; a given plan tells the peak at most.
     """
 
-    engine: Engine
+    engine: ShardedModel
     plan: Plan
     cutter: BatchCutter
     memory: tuple[RankMemory, ...]
@@ -101,10 +101,10 @@ class Preparation:
 def prepare(
     *,
     trainer: Trainer,
-    agreement: Agreement,
+    control: ControlGroup,
     plan: Plan | str | PathLike[str] | None,
     options: PlanningOptions,
-    make_engine: Callable[..., Engine],
+    make_engine: Callable[..., ShardedModel],
     step: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
     num_processes: int,
@@ -114,7 +114,7 @@ def prepare(
 
     Args:
         trainer: The trainer that is fitting.
-        agreement: Exchanges between ranks.
+        control: Exchanges between ranks.
         plan: A plan or its path; None to measure.
         options: The user's options.
         make_engine: Shards the model by given fractions.
@@ -128,22 +128,20 @@ def prepare(
         InfeasibleError: If there is no plan.
         RemoteRankError: If any of this failed on another rank.
     """
-    loaders = supported.together(
-        agreement, "reading the training dataloader", partial(_training_loaders, trainer)
+    loaders = control.together(
+        "reading the training dataloader", partial(_training_loaders, trainer)
     )
-    batch_size = supported.together(
-        agreement,
+    batch_size = control.together(
         "finding the global batch size",
-        partial(_global_batch_size, loaders, plan, options, agreement.world_size),
+        partial(_global_batch_size, loaders, plan, options, control.world_size),
     )
-    layouts = supported.together(
-        agreement, "finding how batches can be split", partial(_layouts, loaders, options)
+    layouts = control.together(
+        "finding how batches can be split", partial(_layouts, loaders, options)
     )
     device = _device(trainer, num_processes)
-    device = capped(device, options.memory_cap, agreement)
-    caps_bytes = [row[0] for row in agreement.exchange([device.cap_bytes])]
-    host = supported.together(
-        agreement,
+    device = capped(device, options.memory_cap, control)
+    caps_bytes = control.gather(device.cap_bytes)
+    host = control.together(
         "reading host_memory_cap",
         partial(
             describe_host_memory,
@@ -153,44 +151,42 @@ def prepare(
         ),
     )
     if plan is not None:
-        given = supported.together(
-            agreement,
+        given = control.together(
             "reading the plan",
-            partial(_given_plan, plan, agreement.world_size, batch_size, caps_bytes),
+            partial(_given_plan, plan, control.world_size, batch_size, caps_bytes),
         )
-        given = agreement.broadcast(given)
+        given = control.broadcast(given)
         engine = make_engine(fractions=[rank.state_fraction for rank in given.ranks])
         with named_where_nothing_fits(caps_bytes):
             check_capacities(
                 engine, device.cap_bytes, reshard_after_forward=_reshards(given, options)
             )
         enforce(device.cap_bytes)
-        _show(given, options, agreement)
+        _show(given, options, control)
         predicted = tuple(RankMemory(peak_bytes=rank.memory_bytes) for rank in given.ranks)
         _obey(given, options, engine, host)
-        cutter = _cutter(given.ranks[agreement.rank], layouts, loaders)
+        cutter = _cutter(given.ranks[control.rank], layouts, loaders)
         return Preparation(engine, given, cutter, predicted)
 
-    supported.together(
-        agreement,
+    control.together(
         "checking the number of ranks",
-        partial(_check_ranks, agreement.world_size, batch_size),
+        partial(_check_ranks, control.world_size, batch_size),
     )
-    engine = make_engine(fractions=_fractions_by_memory(agreement, device.capacity_bytes))
+    engine = make_engine(fractions=_fractions_by_memory(control, device.capacity_bytes))
     with named_where_nothing_fits(caps_bytes):
         check_capacities(engine, device.capacity_bytes)
     enforce(device.cap_bytes)
     loader = loaders.flat[0] if loaders.spec is None else loaders
     smallest = supported.smallest_microbatch(engine.module)
     found = job_cache.look_up(
-        agreement,
+        control,
         device,
         lambda: job_cache.describe(
             engine, trainer, partial(read_batch, loader, smallest), batch_size, options
         ),
         remeasure=options.remeasure,
     )
-    with Progress(options.verbose and agreement.rank == 0) as progress:
+    with Progress(options.verbose and control.rank == 0) as progress:
         if found.said is not None:
             progress.warn(found.said)
     problem = found.problem
@@ -213,30 +209,29 @@ def prepare(
                     verbose=options.verbose,
                 ),
             )
-        _keep(problem, found, options, agreement)
+        _keep(problem, found, options, control)
     problem = replace(problem, reshard_after_forward=options.reshard_after_forward)
     if engine.runner.recompute:
-        problem = with_host_memory(problem, agreement.exchange_objects(host))
-    with Progress(options.verbose and agreement.rank == 0) as progress:
+        problem = with_host_memory(problem, control.gather(host))
+    with Progress(options.verbose and control.rank == 0) as progress:
         progress.say("solving for the plan")
-        solved = supported.together(
-            agreement,
+        solved = control.together(
             "solving for the plan",
-            partial(_solved, problem, engine.runner.recompute, caps_bytes, agreement.rank),
+            partial(_solved, problem, engine.runner.recompute, caps_bytes, control.rank),
         )
-    solved = agreement.broadcast(solved)
+    solved = control.broadcast(solved)
     predicted = predicted_memory(problem, solved, engine)
     engine.change_fractions([rank.state_fraction for rank in solved.ranks])
-    _show(solved, options, agreement)
+    _show(solved, options, control)
     _obey(solved, options, engine, host)
-    cutter = _cutter(solved.ranks[agreement.rank], layouts, loaders)
+    cutter = _cutter(solved.ranks[control.rank], layouts, loaders)
     return Preparation(engine, solved, cutter, predicted)
 
 
 def _keep(
-    problem: Problem, found: job_cache.Found, options: PlanningOptions, agreement: Agreement
+    problem: Problem, found: job_cache.Found, options: PlanningOptions, control: ControlGroup
 ) -> None:
-    if agreement.rank == 0 and found.path is not None:
+    if control.rank == 0 and found.path is not None:
         lost = job_cache.keep(found.path, problem)
         if lost is not None and options.verbose:
             Progress(True).warn(f"The next start of this job will measure again: {lost}")
@@ -258,14 +253,14 @@ def _solved(
             raise InfeasibleError(f"{error} {hint}") from None
 
 
-def _obey(plan: Plan, options: PlanningOptions, engine: Engine, host: HostMemory) -> None:
+def _obey(plan: Plan, options: PlanningOptions, engine: ShardedModel, host: HostMemory) -> None:
     """Have this rank's steps treat units and activations as the plan says; collective.
 
     Raises:
         PlanError: If the plan wants boundaries moved that kept activations hold.
         HostMemoryError: If the host has less memory than the plan needs.
     """
-    runner, rank = engine.runner, plan.ranks[engine.agreement.rank]
+    runner, rank = engine.runner, plan.ranks[engine.control.rank]
     runner.reshard_after_forward = _reshards(plan, options)
     # at least: with tokens as weights what profiling has left is nearer
     runner.expect_weight(plan.global_batch_size)
@@ -282,7 +277,7 @@ def _obey(plan: Plan, options: PlanningOptions, engine: Engine, host: HostMemory
             )
         return make_ring(engine.device, host, rank)
 
-    runner.ring = supported.together(engine.agreement, "allocating host memory", ring)
+    runner.ring = engine.control.together("allocating host memory", ring)
 
 
 def _reshards(plan: Plan, options: PlanningOptions) -> bool:
@@ -303,8 +298,8 @@ def _planned_memory(rank: RankPlan) -> str:
     return f"The plan counts on {report.format_bytes(rank.memory_bytes)}{capacity}."
 
 
-def _show(plan: Plan, options: PlanningOptions, agreement: Agreement) -> None:
-    if options.verbose and agreement.rank == 0:
+def _show(plan: Plan, options: PlanningOptions, control: ControlGroup) -> None:
+    if options.verbose and control.rank == 0:
         report.show(report.plan_table(plan))
 
 
@@ -381,10 +376,10 @@ def _check_ranks(world_size: int, batch_size: int) -> None:
         )
 
 
-def _fractions_by_memory(agreement: Agreement, capacity_bytes: float) -> list[float]:
+def _fractions_by_memory(control: ControlGroup, capacity_bytes: float) -> list[float]:
     """Shares to profile with: a model that fits no even share must still be profiled."""
-    capacities = [row[0] for row in agreement.exchange([capacity_bytes])]
-    even = [1.0 / agreement.world_size] * agreement.world_size
+    capacities = control.gather(capacity_bytes)
+    even = [1.0 / control.world_size] * control.world_size
     if math.isinf(max(capacities)) or min(capacities) > 0.9 * max(capacities):
         return even  # equal slices travel faster
     return [capacity / sum(capacities) for capacity in capacities]

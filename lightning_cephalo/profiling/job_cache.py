@@ -28,11 +28,11 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.accelerator.device import Device
 from lightning_cephalo.accelerator.emulated import active_device
 from lightning_cephalo.data.randomness import preserved_randomness
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import PlanError, Problem
 from lightning_cephalo.plan.curves import cache_folder
 from lightning_cephalo.profiling.measure import pooled
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -58,25 +58,25 @@ class Found:
 
 
 def look_up(
-    agreement: Agreement, device: Device, describe_job: Callable[[], Any], *, remeasure: bool
+    control: ControlGroup, device: Device, describe_job: Callable[[], Any], *, remeasure: bool
 ) -> Found:
     """Look for what an earlier start of this job has measured; collective.
 
     Args:
-        agreement: Exchanges between ranks.
+        control: Exchanges between ranks.
         device: This rank's device.
         describe_job: Returns what makes the job what it is, on every rank.
         remeasure: Whether to measure whatever there is.
     """
-    rows = agreement.exchange_objects((_digest(describe_job), device.name, device.capacity_bytes))
+    rows = control.gather((_digest(describe_job), device.name, device.capacity_bytes))
     if any(digest is None for digest, _, _ in rows):
         return Found(None)
     key = _hashed([(digest, name) for digest, name, _ in rows])
     found = None
-    if agreement.rank == 0:
+    if control.rank == 0:
         path = cache_folder() / "jobs" / f"{key[:32]}.json"
         found = Found(path) if remeasure else _read(path, [row[2] for row in rows])
-    return agreement.broadcast(found)
+    return control.broadcast(found)
 
 
 def keep(path: Path, problem: Problem) -> str | None:
@@ -127,7 +127,7 @@ def _read(path: Path, capacities: Sequence[float]) -> Found:
 
 
 def describe(
-    engine: Engine,
+    engine: ShardedModel,
     trainer: Trainer,
     read_sample: Callable[[], Any],
     global_batch_size: int,

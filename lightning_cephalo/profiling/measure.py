@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.accelerator.device import Device, synchronized_clock
 from lightning_cephalo.accelerator.emulated import active_device
 from lightning_cephalo.data import sample_batches
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.profiling.errors import lost_rank_explained
@@ -41,7 +41,7 @@ from lightning_cephalo.profiling.sweep import (
     measure_memory,
     measure_times,
 )
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -74,7 +74,7 @@ class ProfileOptions:
 
 def measure(
     *,
-    engine: Engine,
+    engine: ShardedModel,
     trainer: Trainer,
     device: Device,
     loader: Any,
@@ -109,10 +109,10 @@ def measure(
             if none has memory for the smallest microbatch.
     """
     started_s = time.perf_counter()
-    agreement = engine.agreement
+    control = engine.control
     clock = synchronized_clock(engine.device)
     smallest = min(options.minimum_microbatch_size, global_batch_size)
-    progress = Progress(options.verbose and agreement.rank == 0)
+    progress = Progress(options.verbose and control.rank == 0)
     batches = _Batches(loader, partial(moved_to_device, trainer, engine.module))
 
     def counted_batch(size: int) -> Any:
@@ -120,7 +120,7 @@ def measure(
         return batches(size)
 
     with (
-        lost_rank_explained(agreement.rank, "profiling"),
+        lost_rank_explained(control.rank, "profiling"),
         progress,
         isolated(trainer, engine.module, engine.device),
     ):
@@ -128,7 +128,7 @@ def measure(
         sweep = Sweep(
             ladder(smallest, global_batch_size),
             options.budget_s * _TIMING_SHARE,
-            agreement.exchange_objects(device.name),
+            control.gather(device.name),
             options.equal_microbatches,
             progress.timing,
         )
@@ -155,7 +155,7 @@ def measure(
     units = max(1, sum(visit.differentiable for visit in visits))
     own_keeping = Kept(0.0, 0.0) if keeping is None else keeping.kept
     per_microbatch = max(own_kept.microbatch_bytes, own_keeping.microbatch_bytes)
-    rows = agreement.exchange(
+    rows = control.gather(
         [
             own_kept.sample_bytes,
             own_keeping.sample_bytes,
@@ -172,7 +172,7 @@ def measure(
     if keeping is not None:
         all_kept = Kept(max(inside_too, per_sample), per_microbatch)
         own = with_keeping(own, keeping, all_kept, units, gathered_bytes)
-    profiles = pooled(_exchanged(agreement, own))
+    profiles = pooled(_exchanged(control, own))
     reduced = len({visit.unit for visit in visits if engine.units[visit.unit].trainable})
     even_reduce_s = network.even_reduce_s
     if even_reduce_s is not None:
@@ -199,7 +199,7 @@ def measure(
         fill_s=network.fill_s,
         unresharded_bytes=float(engine.unresharded_bytes),
     )
-    if agreement.rank == 0 and active_device() is None:  # an emulated device is none to plan with
+    if control.rank == 0 and active_device() is None:  # an emulated device is none to plan with
         lost = remember(
             problem,
             model=type(engine.module).__name__,
@@ -236,8 +236,8 @@ def _give_back_kept_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _exchanged(agreement: Agreement, profile: RankProfile) -> list[RankProfile]:
-    return [RankProfile.from_dict(data) for data in agreement.exchange_objects(profile.to_dict())]
+def _exchanged(control: ControlGroup, profile: RankProfile) -> list[RankProfile]:
+    return [RankProfile.from_dict(data) for data in control.gather(profile.to_dict())]
 
 
 def _profile(

@@ -33,8 +33,8 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed import distributed_c10d
 
-from lightning_cephalo.execution.sharded_model import Groups
-from lightning_cephalo.ranks.crash_report import LastWords
+from lightning_cephalo.ranks.crash_report import CrashReport
+from lightning_cephalo.ranks.groups import Groups
 
 _FAREWELL_S = 0.02
 _ABORT_S = 10.0
@@ -78,7 +78,7 @@ class RanksStrategy(ParallelStrategy):
         self._start_method = start_method
         self._num_nodes = 1
         self._groups: Groups | None = None
-        self._last_words: LastWords | None = None
+        self._crash_report: CrashReport | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -166,18 +166,18 @@ class RanksStrategy(ParallelStrategy):
         atexit.register(_leave, weakref.ref(self))
         if self._groups is None:
             self._groups = Groups.create(self._timeout, self.root_device)
-            self._last_words = LastWords.create(self._groups.agreement)
+            self._crash_report = CrashReport.create(self._groups.control)
 
     def forget_groups(self) -> None:
         """Let go of everything that refers to a process group; nothing can be run after it."""
         self._groups = None
-        self._last_words = None
+        self._crash_report = None
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._last_words is not None:
-            self._last_words.on_exception(exception)
-            known = self._last_words.is_known(exception)
+        if self._crash_report is not None:
+            self._crash_report.on_exception(exception)
+            known = self._crash_report.is_common(exception)
             if self._process_group_backend == "nccl" and not known:
                 abort_groups()
                 self.forget_groups()  # another fit makes new ones

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_cephalo.execution.runner import MicrobatchCall, Runner
 from lightning_cephalo.observe.stopwatch import Stopwatch
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.layout import Divider
@@ -74,7 +74,7 @@ def make_runner(
     )
     divider = Divider(fractions)
     units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
-    runner = Runner(units, Agreement(dist.new_group(), stopwatch), device, recompute)
+    runner = Runner(units, ControlGroup(dist.new_group(), stopwatch), device, recompute)
     runner.reshard_after_forward = reshard
     runner.install()
     return runner

@@ -275,11 +275,12 @@ def _scale_steps(rank, overflowing, make):
 
     from lightning_cephalo.adapters.optimizer import local_update
     from lightning_cephalo.adapters.precision import RanksGradScaler
-    from lightning_cephalo.execution.sharded_model import Engine, Groups, UnitOptions
+    from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+    from lightning_cephalo.ranks.groups import Groups
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
-    engine = Engine(
+    engine = ShardedModel(
         model,
         Groups.create(timedelta(seconds=100)),
         torch.device("cpu"),
