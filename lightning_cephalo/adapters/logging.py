@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_cephalo.adapters.torchmetrics import prepare_states, states_of
+from lightning_cephalo.adapters.torchmetrics import metrics_of, prepare_states, states_of
+from lightning_cephalo.execution.call import ForwardOutcome
 from lightning_cephalo.ranks.control import ControlGroup
 
 
@@ -80,7 +81,7 @@ class StepLog:
 
     Args:
         results: The trainer's result collection of the running loop, or None.
-        sample_counts: Samples of each of this rank's microbatches; may be filled later.
+        sample_counts: Samples of each of this rank's microbatches.
         metrics: The module's torchmetrics objects, by their names.
 
     Attributes:
@@ -168,7 +169,7 @@ class StepLog:
         Args:
             weights: Of this rank's microbatches.
             notes: :meth:`note` of every rank.
-            control: Exchanges between ranks.
+            control: Messages between ranks.
             module: The LightningModule, which holds the torchmetrics objects that were logged.
             sync: Lightning's reduce function, for keys that this rank has not logged itself.
             total_weight: Of all microbatches of all ranks; None: the sum of the noted ones.
@@ -327,6 +328,53 @@ class StepLog:
         metric = self._results[item.key]
         metric._forward_cache = None  # there is no value of a step to show
         metric._cephalo_borrowed = True
+
+
+class StepLogs:
+    """Makes the log of each step, and combines it over microbatches and ranks.
+
+    Args:
+        module: The user's module.
+        control: Messages between ranks.
+
+    Attributes:
+        metrics: The module's torchmetrics objects, by their names.
+        are_combining: Whether values of a step are being combined right now; what Lightning would
+            reduce meanwhile is left alone.
+    """
+
+    def __init__(self, module: Any, control: ControlGroup) -> None:
+        self.metrics = metrics_of(module)
+        self.are_combining = False
+        self._module = module
+        self._control = control
+
+    def of_step(self, sample_counts: Sequence[int]) -> StepLog:
+        """Return the log of a step with microbatches of so many samples."""
+        return StepLog(self._module.trainer._results, sample_counts, self.metrics)
+
+    def finish(
+        self,
+        log: StepLog,
+        outcome: ForwardOutcome,
+        weights: Sequence[float],
+        sync: Callable[..., Any],
+    ) -> None:
+        """Combine what a step has logged; collective exactly when the ranks' notes say so.
+
+        Args:
+            log: Of the step.
+            outcome: Of its forward.
+            weights: Of this rank's microbatches.
+            sync: Lightning's reduce function.
+        """
+        self.are_combining = True
+        try:
+            # evaluation knows no total weight: it is in the notes
+            total = outcome.total_weight or None
+            log.finish(weights, outcome.notes, self._control, self._module, sync, total)
+        finally:
+            self.are_combining = False
 
 
 def _over_ranks(metric: Any, values: Sequence[float], weights: Sequence[float]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Collectives that the user's own step asks for: refused where some rank would not join."""
+"""Rejects collectives of the user's own step where some rank would not join them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_cephalo.ranks.control import ControlGroup
 
 
 class UserGathers:
-    """Watches ``all_gather`` inside steps; ranks run different numbers of microbatches.
+    """Watches ``all_gather`` inside steps, of which ranks run different numbers of microbatches.
 
     Args:
-        control: Exchanges between the ranks.
+        control: Messages between the ranks.
         equal_microbatches: Whether every rank runs the same number of microbatches.
     """
 
@@ -20,14 +20,33 @@ class UserGathers:
         self._control = control
         self._equal_microbatches = equal_microbatches
         self._stages: set[str] = set()
+        self._own = (0, False)
+        self._planned: tuple[int, ...] = ()  # none while ranks are measured
 
-    def called(self, training: bool, planned: Sequence[int] | None, own: int) -> None:
+    def expect(self, planned: Sequence[int]) -> None:
+        """Note how many microbatches of every rank the plan says."""
+        self._planned = tuple(planned)
+
+    def before_step(self, stage: str, microbatches: int, *, failed: bool = False) -> None:
+        """Check that all ranks would join, where the steps of this stage gather; collective.
+
+        Args:
+            stage: "training" or "evaluation".
+            microbatches: How many this rank runs in this step.
+            failed: Whether it runs none because its batch cannot be cut.
+
+        Raises:
+            UnsupportedError: With the way out.
+        """
+        self._own = (microbatches, failed)
+        if stage in self._stages:
+            self._compare()
+
+    def called(self, training: bool) -> None:
         """Refuse a gather in a microbatch that some rank would not join; collective.
 
         Args:
             training: Whether this is a training step; else one of evaluation.
-            planned: Microbatches of every rank by the plan; None while measuring.
-            own: Microbatches of this rank in this step; negative where its batch cannot be cut.
 
         Raises:
             UnsupportedError: With the way out.
@@ -35,33 +54,21 @@ class UserGathers:
         if not training:
             # a step of evaluation is one call on each rank; on a rank without samples, none
             self._stages.add("evaluation")
-        elif planned is None:
+        elif not self._planned:
             _refuse_collectives_unless(self._equal_microbatches)
         else:
-            _refuse_unequal_collectives(planned)
+            _refuse_unequal_collectives(self._planned)
             if "training" not in self._stages:
                 # The first one. Ranks are all in their first microbatch, so they can still talk;
                 # from now on they do so before each step, as a smaller last step may differ.
                 self._stages.add("training")
-                self._exchange(own)
+                self._compare()
 
-    def before_step(self, stage: str, own: int) -> None:
-        """Check that all ranks would join, where the steps of this stage gather; collective.
-
-        Args:
-            stage: "training" or "evaluation".
-            own: Microbatches of this rank in this step; negative where its batch cannot be cut.
-
-        Raises:
-            UnsupportedError: With the way out.
-        """
-        if stage in self._stages:
-            self._exchange(own)
-
-    def _exchange(self, own: int) -> None:
-        counts = [int(count) for count in self._control.gather(own)]
-        if min(counts) >= 0:  # a rank whose batch could not be cut says so itself
-            _refuse_unequal_collectives(counts)
+    def _compare(self) -> None:
+        microbatches, failed = self._own
+        rows = self._control.gather([float(microbatches), float(failed)])
+        if not any(failed for _, failed in rows):  # else the step itself raises on all ranks
+            _refuse_unequal_collectives([int(count) for count, _ in rows])
 
 
 def _refuse_unequal_collectives(counts: Sequence[int]) -> None:

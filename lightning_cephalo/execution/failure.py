@@ -54,8 +54,7 @@ class Guard(Entrance):
         except Exception as failure:
             self._failure = failure
             self._abandon()
-            if is_out_of_memory(failure):
-                self._failure = self._out_of_memory(failure)
+            self._failure = self._explained(failure)
 
     def _with_memory(self, function: Callable[[], None]) -> None:
         """Do this rank's part of a collective, which allocates before it communicates.
@@ -85,6 +84,9 @@ class Guard(Entrance):
                 raise
             self._place = Place(doing, None)
             raise self._out_of_memory(failure) from failure
+
+    def _explained(self, failure: BaseException) -> BaseException:
+        return self._out_of_memory(failure) if is_out_of_memory(failure) else failure
 
     def _out_of_memory(self, failure: BaseException) -> OutOfMemoryInStepError:
         # its frames hold the activations, whose memory the gathers to come may need

@@ -100,6 +100,7 @@ class Runner(Modes):
         calls: Sequence[MicrobatchCall],
         loss_factor: float = 1.0,
         note: Callable[[], Sequence[float]] = tuple,
+        failure: BaseException | None = None,
     ) -> ForwardOutcome:
         """Pass all microbatches through all units and run the tails' backward.
 
@@ -108,6 +109,8 @@ class Runner(Modes):
             loss_factor: Factor of every loss beside its weight (a gradient scaler's).
             note: Numbers to send to all ranks with the exchange that ends the forward; equally
                 many on every rank.
+            failure: Why this rank has no microbatches to run, where it should have. It takes part
+                in the step without any, and all ranks raise at its end.
 
         Raises:
             RemoteRankError: If another rank failed; this rank's own failure is raised as it is.
@@ -118,7 +121,8 @@ class Runner(Modes):
         trainable = tuple(unit.trainable for unit in self.units)
         order = self._orders.get(trainable)
         inside = self._inside_units() if order is None else None
-        self._failure, self.times, self._place = None, None, BEGINNING
+        self.times, self._place = None, BEGINNING
+        self._failure = None if failure is None else self._explained(failure)
         self._loss_scale = loss_factor / 2.0 ** round(math.log2(max(self._total_weight, 1e-30)))
         self._loss_factor = loss_factor
         self._calls = list(calls)

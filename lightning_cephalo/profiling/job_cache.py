@@ -15,7 +15,7 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -131,7 +131,7 @@ def describe(
     trainer: Trainer,
     read_sample: Callable[[], Any],
     global_batch_size: int,
-    options: Any,
+    options: Mapping[str, Any],
 ) -> Any:
     """All that measured times depend on, but for the devices, as plain values.
 
@@ -140,7 +140,7 @@ def describe(
         trainer: The trainer that is fitting.
         read_sample: Reads a small batch as the loaders give it.
         global_batch_size: Samples of a step over all ranks.
-        options: What the user said about batches and planning, a dataclass.
+        options: The user's options that measured times depend on, by name.
     """
     module = engine.module
     with preserved_randomness():
@@ -170,9 +170,7 @@ def describe(
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
         "threads": torch.get_num_threads() if engine.device.type == "cpu" else None,
         "options": {
-            field.name: _plain(getattr(options, field.name))
-            for field in dataclasses.fields(options)
-            if field.name not in ("verbose", "remeasure")
+            name: _plain(value) for name, value in options.items()
         },
     }  # fmt: skip
 

@@ -140,42 +140,41 @@ class Prober:
         return [out_of_memory for _, out_of_memory, _ in said]
 
     def _step_of(self, size: int, count: int) -> None:
-        self._forward_backward(self._calls(size, count))
+        self._forward_backward(*self._calls(size, count))
         times = self.engine.runner.times
         if size and times is not None:
             self._times = Times(times.forward_s, times.backward_s, times.tail_s)
 
     def _watched_step_of(self, size: int, count: int) -> None:
-        calls = self._calls(size, count)
+        calls, failure = self._calls(size, count)  # before what is held is looked at
         with PeakMeter(self.engine) as meter:
-            self._forward_backward(calls, meter.forward_done)
+            self._forward_backward(calls, failure, meter.forward_done)
         if size:
             # in a real step every microbatch has samples of its own on the device
             samples_bytes = count * batch_bytes(self._batch_of(size), self.engine.device)
             self._held = Held(meter.peak_bytes + samples_bytes, meter.kept_bytes + samples_bytes)
 
     def _forward_backward(
-        self, calls: list[MicrobatchCall], between: Callable[[], None] = lambda: None
+        self,
+        calls: list[MicrobatchCall],
+        failure: Exception | None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         with self._context():
-            self.engine.runner.forward(calls)
+            self.engine.runner.forward(calls, failure=failure)
         between()
         self.engine.runner.backward()
 
-    def _calls(self, size: int, count: int) -> list[MicrobatchCall]:
+    def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], Exception | None]:
+        """So many microbatches, or why there are none."""
         if not size:
-            return []
+            return [], None
         weight_of = partial(_finite_loss_and_weight, samples=size)
         try:
             batch = self._batch_of(size)
         except Exception as failure:
-            # raised inside the runner, which tells the other ranks
-            return [MicrobatchCall(partial(_raise, failure), weight_of)]
-        return [MicrobatchCall(partial(self._step, batch), weight_of) for _ in range(count)]
-
-
-def _raise(failure: BaseException) -> None:
-    raise failure
+            return [], failure
+        return [MicrobatchCall(partial(self._step, batch), weight_of)] * count, None
 
 
 def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:

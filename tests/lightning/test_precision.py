@@ -120,7 +120,9 @@ def _recomputing(chosen):
     )
     model = Watched()
     used = []
-    model.on_train_batch_start = lambda *_: used.append(runs.strategy._engine.runner.recompute)
+    model.on_train_batch_start = lambda *_: used.append(
+        runs.strategy.session.model.runner.recompute
+    )
     runs.fit(model, loader(16), loader(8))
     return model.losses, set(used)
 
@@ -416,7 +418,7 @@ def scales_of(plan):
     module.scales = []
     run = trainer("3:1", max_steps=3)
     if plan == "solved":
-        run.strategy._plan_option = None
+        run.strategy._options = replace(run.strategy._options, plan=None)
     run.fit(module, loader(), loader(8))
     own = run.strategy.plan.ranks[run.global_rank].microbatch_sizes
     # what profiling has run comes before
