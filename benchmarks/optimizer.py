@@ -29,7 +29,7 @@ from harness import make_executor  # noqa: E402
 from launch import run_ranks  # noqa: E402
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, local_update  # noqa: E402
-from lightning_cephalo.adapters.supported import RowsArithmetic  # noqa: E402
+from lightning_cephalo.adapters.rows_arithmetic import RowsArithmetic  # noqa: E402
 
 Pairs = dict[str, list[tuple[float, float]]]
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

@@ -1,4 +1,7 @@
-"""``Trainer(strategy="cephalo")``: Lightning's hooks, each a few lines that call a room below."""
+"""``Trainer(strategy="cephalo")``: Lightning's hooks, each a few lines that call a room below.
+
+The hooks come in the order in which the Trainer calls them.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +13,65 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_cephalo.accelerator import accelerator_of
-from lightning_cephalo.adapters import precision, supported
-from lightning_cephalo.adapters.dealing import DealingStrategy
+from lightning_cephalo.adapters import checkpoint, precision, supported
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
-from lightning_cephalo.adapters.torchmetrics import metrics_of
-from lightning_cephalo.adapters.user_gathers import UserGathers
-from lightning_cephalo.data.cutting import joined_result, loss_and_weight
-from lightning_cephalo.execution.sharded_model import Engine, UnitOptions
+from lightning_cephalo.adapters.rows_arithmetic import RowsArithmetic
+from lightning_cephalo.adapters.samplers import SamplerTakeover
+from lightning_cephalo.data.cutting import (
+    evaluation_samples,
+    evaluation_weight,
+    joined_result,
+    loss_and_weight,
+)
+from lightning_cephalo.execution.sharded_model import UnitOptions
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.observe.memory_meter import MemoryMeter
+from lightning_cephalo.observe import report
+from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan
-from lightning_cephalo.preparation.host_memory import parse_cap
-from lightning_cephalo.preparation.memory_cap import MemoryCap
-from lightning_cephalo.preparation.prepare import PlanningOptions, prepare
+from lightning_cephalo.preparation.limits import Cap
+from lightning_cephalo.preparation.options import Choice, Options
+from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
+from lightning_cephalo.preparation.session import Session
+from lightning_cephalo.profiling.memory_model import predicted
+from lightning_cephalo.ranks import launch
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 
-class CephaloStrategy(DealingStrategy):
+class CephaloStrategy(ParallelStrategy):
     """Trains on unequal devices with uneven batches, uneven shards and layered accumulation.
+
+    ::
+
+        trainer = Trainer(
+            strategy=CephaloStrategy(global_batch_size=128, memory_cap={0: "8 GB"}),
+            accelerator="gpu",
+            devices=4,
+        )
+        trainer.fit(module, loader)       # module and loader as for one device
+
+    Before training, every rank is measured on the real model, and a plan is solved: per rank the
+    sizes of its microbatches, its share of parameters, gradients and optimizer state, and what
+    becomes of its activations. The model is sharded by the plan, unit by unit. Each global batch
+    is dealt by it, and each rank's share is cut into microbatches, which pass the units layer by
+    layer. Gradients and loss are those of the global batch on one device; so are checkpoints.
 
     Args:
         plan: A :class:`~lightning_cephalo.Plan`, or the path of one: trained with exactly as it
@@ -72,6 +103,11 @@ class CephaloStrategy(DealingStrategy):
         remeasure: Measure also where an earlier start of the same job on the same devices has.
         verbose: Whether rank 0 prints the plan before and the prediction after training.
         trace: Where to write a timeline of one step of every rank, the fifth: JSON for Perfetto.
+        accelerator: Given by Lightning, like the next four.
+        parallel_devices: Devices of this node.
+        cluster_environment: Says which rank this is.
+        checkpoint_io: Writes checkpoints.
+        precision_plugin: Casts.
         process_group_backend: As of ``torch.distributed``, such as "gloo"; None: by the device.
         timeout: Of collectives.
         start_method: How Lightning starts the ranks: "popen", "spawn", "fork", "forkserver".
@@ -106,53 +142,58 @@ class CephaloStrategy(DealingStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        for name, choice in (
-            ("recompute", recompute),
-            ("reshard_after_forward", reshard_after_forward),
-        ):
-            if not isinstance(choice, bool) and choice != "auto":
-                raise ValueError(f"{name}: expected True, False or 'auto', but got {choice!r}.")
-        super().__init__(
-            planning=PlanningOptions(
-                global_batch_size=global_batch_size,
-                collate_per_microbatch=collate_per_microbatch,
-                split_batch=split_batch,
-                equal_microbatches=equal_microbatches,
-                profile_budget_s=profile_budget_s,
-                remeasure=remeasure,
-                verbose=verbose,
-                memory_cap=None if memory_cap is None else MemoryCap.parse(memory_cap),
-                host_memory_cap=parse_cap(host_memory_cap),
-                choose_recompute=recompute == "auto",
-                reshard_after_forward=reshard_after_forward,
+        self._options = Options(
+            plan=plan,
+            global_batch_size=global_batch_size,
+            units=UnitOptions(
+                None if unit_types is None else tuple(unit_types),
+                None if unit_names is None else tuple(unit_names),
             ),
+            recompute=Choice.parse("recompute", recompute),
+            reshard_after_forward=Choice.parse("reshard_after_forward", reshard_after_forward),
+            collate_per_microbatch=collate_per_microbatch,
+            split_batch=split_batch,
+            equal_microbatches=equal_microbatches,
+            memory_cap=Cap.parse("memory_cap", memory_cap, by_rank=True),
+            host_memory_cap=Cap.parse("host_memory_cap", host_memory_cap, zero=True),
+            profile_budget_s=profile_budget_s,
+            remeasure=remeasure,
+            verbose=verbose,
+        )
+        super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
         )
-        self._plan_option = plan
-        self._unit_options = UnitOptions(
-            None if unit_types is None else tuple(unit_types),
-            None if unit_names is None else tuple(unit_names),
-        )
-        self._recompute = bool(recompute)
-        self._caches: supported.SwitchedOffCaches | None = None
-        self._lift_cap: Callable[[], None] | None = None
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout or timedelta(minutes=30)
+        self._start_method = start_method
+        self._num_nodes = 1
+        self._samplers = SamplerTakeover()
         self._watch = Watch(trace)
+        # from setup_environment() until the process ends, or fails alone under NCCL
+        self._ranks: launch.Ranks | None = None
+        # from setup() to teardown()
+        self._session: Session | None = None
+        # results, which outlive both
+        self._plan: Plan | None = None
+        self._measured_memory: tuple[RankMemory, ...] | None = None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        from lightning_cephalo._autoload import register
+
+        register()
+
+    # -- what users may ask for ---------------------------------------------------------------
 
     @property
-    def precision_plugin(self) -> Precision:
-        plugin = self._precision_plugin
-        return plugin if plugin is not None else precision.Precision()
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision.adapt(precision_plugin)
+    def plan(self) -> Plan | None:
+        """The plan of the running or last training, known after ``setup``."""
+        return self._plan
 
     @property
     def measured_step_s(self) -> float | None:
@@ -164,113 +205,91 @@ class CephaloStrategy(DealingStrategy):
         """Work and waiting of every rank, known on all ranks at the end of ``fit``."""
         return self._watch.ranks
 
-    # -- setup and teardown -------------------------------------------------------------------
+    @property
+    def measured_memory(self) -> tuple[RankMemory, ...] | None:
+        """What every rank held, by kind; known after training of two steps or more."""
+        return self._measured_memory
 
-    def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
-        self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            supported.refuse_unsupported(trainer, self.lightning_module)
-        self._meter = self._measured_memory = None
-        self._prepare(trainer, fitting)
-        self._metrics = metrics_of(self.lightning_module)
-        supported.refuse_synchronising_metrics(self._metrics)
-        self.model = self.lightning_module
-        if fitting:
-            self.setup_optimizers(trainer)
-            self._together(
-                "checking the optimizers",
-                partial(supported.check_optimizers, self.optimizers, self.engine),
-            )
-        self.setup_precision_plugin()
+    @property
+    def session(self) -> Session:
+        """The sharded model and what serves its steps; between ``setup`` and ``teardown``."""
+        if self._session is None:
+            raise RuntimeError("The model is not sharded now: this works only while training runs.")
+        return self._session
 
-    def _prepare(self, trainer: Trainer, fitting: bool) -> None:
-        assert self._groups is not None and self.lightning_module is not None
-        accelerator = accelerator_of(self.root_device)
-        dtype = precision.compute_dtype(self.precision_plugin)
-        if dtype is None:
-            self.precision_plugin.convert_module(self.lightning_module)
-        # as FSDPStrategy does: `self.device` of a module that is never moved as a whole
-        self.lightning_module._device = self.root_device
-        if fitting:
-            self._caches = supported.SwitchedOffCaches(self.lightning_module)
+    # -- which rank this is -------------------------------------------------------------------
 
-        def make_engine(fractions: list[float]) -> Engine:
-            assert self._groups is not None and self.lightning_module is not None
-            # known at once: what the step asks of the strategy while it is profiled depends on them
-            self._user_gathers = UserGathers(
-                self._groups.agreement, self._planning.equal_microbatches
-            )
-            self._engine = Engine(
-                self.lightning_module,
-                self._groups,
-                accelerator,
-                fractions=fractions,
-                units=self._unit_options,
-                compute_dtype=dtype,
-                recompute=self._recompute,
-            )
-            return self._engine
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning looks for this name on strategies that it does not know."""
+        return True
 
-        if not fitting:
-            make_engine([1.0 / self.world_size] * self.world_size)
-            return
-        self._together(
-            "checking where to write the trace", partial(self._watch.check, self.is_global_zero)
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node; nodes may differ."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    def _environment(self) -> ClusterEnvironment:
+        if self.cluster_environment is None:
+            raise RuntimeError("The strategy has no cluster environment: it works in a Trainer.")
+        return self.cluster_environment
+
+    @property
+    def _connection(self) -> launch.Ranks:
+        if self._ranks is None:
+            raise RuntimeError("The ranks are not connected: this works in a Trainer that runs.")
+        return self._ranks
+
+    @property
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError("The strategy has no module: it works in a Trainer that runs one.")
+        return self.lightning_module
+
+    # -- the processes ------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = launch.make_launcher(self, self._start_method, self._environment)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        launch.limit_threads(self._start_method, self.num_processes)
+        launch.set_world_ranks(self._environment, self.num_nodes, self.num_processes)
+        self._process_group_backend = launch.connect(
+            self._environment, self._process_group_backend, self._timeout, self.root_device
         )
-        self._preparation = None
-        self._preparation = prepare(
-            trainer=trainer,
-            agreement=self._groups.agreement,
-            accelerator=accelerator,
-            plan=self._plan_option,
-            options=self._planning,
-            make_engine=make_engine,
-            step=self._profiled_step,
-            context=self.precision_plugin.train_step_context,
-            num_processes=self.num_processes,
-            enforce=self._enforce,
-        )
-        self._engine = self._preparation.engine
-        self._watch.begin(self._engine)
-        self._cutter = self._preparation.cutter
+        launch.leave_at_exit(self)
+        if self._ranks is None:
+            self._ranks = launch.Ranks.create(self._timeout)
+        self._samplers.take(self._module.trainer)
 
-    def _enforce(self, cap_bytes: float) -> None:
-        self._lift_cap = self.engine.accelerator.limit_memory(cap_bytes)
-
-    def _together(self, doing: str, function: Callable[[], Any]) -> Any:
-        """Run something that does not communicate; if it fails anywhere, raise everywhere."""
-        assert self._groups is not None
-        return supported.together(self._groups.agreement, doing, function)
-
-    def model_to_device(self) -> None:
-        """Nothing to move: shards and buffers are made on the device."""
-
-    def teardown(self) -> None:
-        assert self.lightning_module is not None and self.cluster_environment is not None
-        trainer = self.lightning_module._trainer
-        if self._engine is not None:
-            if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
-                self._engine.abandon()  # other ranks may be gone: nothing may communicate
-            else:
-                with self._engine.accelerator.on_host():
-                    self._share_changed_buffers()
-                    self._engine.restore_full()
-            self._engine = None
-        if self._caches is not None:
-            self._caches.restore()
-            self._caches = None
-        if self._lift_cap is not None:
-            self._lift_cap()
-        if trainer is not None:
-            self._give_back_samplers(trainer)
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        assert self.accelerator is not None
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-
+    @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # models are made on the CPU and cut there: no device need ever hold the whole
@@ -278,106 +297,316 @@ class CephaloStrategy(DealingStrategy):
         with _EmptyInit(enabled=False), device, self.precision_plugin.tensor_init_context():
             yield
 
+    # -- setup --------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        plugin = self._precision_plugin
+        return plugin if plugin is not None else precision.Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision.adapt(precision_plugin)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            supported.refuse_unsupported(trainer, self._module)
+        if precision.compute_dtype(self.precision_plugin) is None:
+            self.precision_plugin.convert_module(self._module)
+        # as FSDPStrategy does: `self.device` of a module that is never moved as a whole
+        self._module._device = self.root_device
+        if fitting:
+            self._shard_by_plan(trainer)
+        else:
+            self._shard(Job.of_evaluation(self._options, self.world_size))
+        supported.refuse_synchronising_metrics(self.session.logs.metrics)
+        self.model = self._module
+        if fitting:
+            self.setup_optimizers(trainer)
+            self.session.optimizers = self.optimizers
+            self.session.control.together(
+                "checking the optimizers",
+                partial(supported.check_optimizers, self.optimizers, self.session.model),
+            )
+        self.setup_precision_plugin()
+
+    def _shard_by_plan(self, trainer: Trainer) -> None:
+        """Prepare for training, in the stages of :mod:`~lightning_cephalo.preparation.prepare`."""
+        self._plan = self._measured_memory = None
+        control = self._connection.control
+        control.together(
+            "checking where to write the trace", partial(self._watch.check, self.is_global_zero)
+        )
+        job = read_job(trainer, control, self._options)
+        session = self._shard(job)
+        session.enforce_limits()
+        plan = job.plan
+        memory: tuple[RankMemory, ...] = ()
+        if plan is None:
+            problem = measure_or_load(job, session.model, trainer)
+            plan = make_plan(job, problem, control)
+            memory = predicted(problem, plan, session.model)
+        if self._options.verbose and self.is_global_zero:
+            report.show(report.plan_table(plan))
+        session.apply(plan, memory)
+        self._plan = plan
+        self._watch.begin(session.model)
+
+    def _shard(self, job: Job) -> Session:
+        """Begin a session, which is known from here on: steps that are measured ask for it."""
+        dtype = precision.compute_dtype(self.precision_plugin)
+        groups = self._connection.groups
+        self._session = Session(job, self._module, groups, accelerator_of(self.root_device), dtype)
+        return self._session
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing to move: shards and buffers are made on the device."""
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if not self._samplers.deals:
+            return dataloader
+        trainer = self._module.trainer
+        training = trainer.state.stage == RunningStage.TRAINING
+        return self.session.dealt(dataloader, training=training, epoch=trainer.current_epoch)
+
     # -- training -----------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
+    @override
+    def on_train_start(self) -> None:
+        self.session.start_training(self.optimizers)
+
+    @override
+    def training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
+        session = self.session
         self._watch.start_step()
-        batch, rest = args[0], args[1:]
-        self.meter.before_forward(batch)
-        counts: list[int] = []  # filled when the batch has been cut
-        log = StepLog(self.lightning_module.trainer._results, counts, self._metrics)
-        calls: list[MicrobatchCall] = []
-        try:
-            assert self._cutter is not None
-            pieces = self._cutter.cut(batch)
-            counts.extend(count for _, count in pieces)
-            calls = [
-                self._call(index, piece, count, rest, kwargs, log)
-                for index, (piece, count) in enumerate(pieces)
-            ]
-        except Exception as failure:
-            # raised inside the runner, which tells the other ranks
-            calls = [MicrobatchCall(partial(_raise, failure), partial(loss_and_weight, samples=1))]
-            counts.clear()
-        self._microbatch_count = len(counts) if counts or not calls else -1
-        assert self._user_gathers is not None
-        self._user_gathers.before_step("training", self._microbatch_count)
+        session.meter.before_forward(batch)
+        pieces, failure = session.cut(batch)
+        counts = [count for _, count in pieces]
+        log = session.logs.of_step(counts)
+        step = self._module.training_step
+        calls = [
+            _call(partial(step, piece, *rest, **kwargs), count, log, index)
+            for index, (piece, count) in enumerate(pieces)
+        ]
+        session.user_gathers.before_step("training", len(calls), failed=failure is not None)
         factor = precision.loss_factor(self.precision_plugin)
         with self.precision_plugin.train_step_context():
-            outcome = self.engine.executor.forward(calls, factor, log.note)
-        self.meter.after_forward()
-        self._finish_log(log, outcome, outcome.weights)
-        return joined_result(outcome.results, outcome.weights, counts, self._no_loss)
+            outcome = session.model.executor.forward(calls, factor, log.note, failure)
+        session.meter.after_forward()
+        with self.precision_plugin.forward_context():
+            session.logs.finish(log, outcome, outcome.weights, self.reduce)
+        no_loss = partial(torch.zeros, (), device=self.root_device)
+        return joined_result(outcome.results, outcome.weights, counts, no_loss)
 
-    def _call(
-        self,
-        index: int,
-        piece: Any,
-        count: int,
-        rest: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        log: StepLog,
-    ) -> MicrobatchCall:
-        assert self.lightning_module is not None
-        return MicrobatchCall(
-            partial(self.lightning_module.training_step, piece, *rest, **kwargs),
-            partial(loss_and_weight, samples=count),
-            partial(log.resume, index),
-            partial(log.pause, index),
-        )
-
-    def _profiled_step(self, batch: Any) -> Any:
-        """The user's step on a batch that is not counted: what profiling runs."""
-        assert self.lightning_module is not None
-        return self.lightning_module.training_step(
-            *supported.step_arguments(self.lightning_module, batch)
-        )
-
-    def _no_loss(self) -> Tensor:
-        return torch.zeros((), device=self.root_device)
-
+    @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        assert self.lightning_module is not None
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        trainer = self.lightning_module.trainer
-        self.engine.executor.backward(divisor=float(trainer.accumulate_grad_batches))
-        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        steps = self._module.trainer.accumulate_grad_batches
+        self.session.model.executor.backward(divisor=float(steps))
+        return self.precision_plugin.post_backward(closure_loss, self._module)
 
+    @override
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self.meter.step(), ExitStack() as after_backward, local_update(optimizer):
+        session = self.session
+        with session.meter.step(), ExitStack() as after_backward, local_update(optimizer):
 
             def closure_and_rules() -> Any:
                 outcome = closure()
-                after_backward.enter_context(self.engine.executor.update())
+                after_backward.enter_context(session.model.executor.update())
                 # from here on hooks and the optimizer see gradients, as DTensors
-                after_backward.enter_context(supported.RowsArithmetic())
+                after_backward.enter_context(RowsArithmetic())
                 return outcome
 
             result = super().optimizer_step(optimizer, closure_and_rules, model, **kwargs)
-        self._watch.finish_step(counts=not self.meter.slowed)
+        self._watch.finish_step(counts=not session.meter.slowed)
         return result
 
-    def on_train_start(self) -> None:
-        self._meter = MemoryMeter(self.engine, self.optimizers)
-
+    @override
     def on_train_end(self) -> None:
-        self.engine.executor.reshard()
-        self._exchange_measured_memory()
-        if self._preparation is not None and self._planning.verbose and self.is_global_zero:
-            self._preparation.report_measured(self.measured_step_s, self.measured_memory)
-        self._watch.end(self.plan, self._planning.verbose)
+        session, verbose = self.session, self._options.verbose
+        session.model.executor.reshard()
+        self._measured_memory = session.measured_memory()
+        if verbose and self.is_global_zero:
+            session.report(self.measured_step_s, self._measured_memory)
+        self._watch.end(session.plan, verbose)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        from lightning_cephalo._autoload import register
+    # -- evaluation ---------------------------------------------------------------------------
 
-        register()
+    @override
+    def on_validation_start(self) -> None:
+        self.session.share_changed_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self.session.share_changed_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.session.share_changed_buffers()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluate("validation_step", args, kwargs)[0]
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluate("test_step", args, kwargs)[0]
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            result, samples = self._evaluate("predict_step", args, kwargs)
+        return self.session.predictions.of_step(result, samples, args[2:])
+
+    def _evaluate(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, int]:
+        """Run a step without gradients; returns its result and this rank's samples in it."""
+        session, samples = self.session, evaluation_samples(args[0])
+        log = session.logs.of_step([samples])
+
+        def step() -> Any:
+            result = getattr(self._module, name)(*args, **kwargs)
+            log.weight = evaluation_weight(result, samples)
+            return result
+
+        call = _call(step, samples, log) if samples else None
+        session.user_gathers.before_step("evaluation", 1 if samples else 0)
+        outcome = session.model.executor.evaluate(call, f"running {name}", log.note)
+        session.logs.finish(log, outcome, (log.weight,) if samples else (), self.reduce)
+        return (outcome.results[0] if samples else None), samples
+
+    @override
+    def on_validation_end(self) -> None:
+        self.session.model.executor.reshard()
+
+    @override
+    def on_test_end(self) -> None:
+        self.session.model.executor.reshard()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.session.model.executor.reshard()
+
+    # -- communication that users and Lightning ask for ---------------------------------------
+
+    @property
+    def _inside_microbatch(self) -> bool:
+        return self._session is not None and self._session.inside_microbatch
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        launch.barrier(self.root_device)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        return launch.broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or self._inside_microbatch:
+            return tensor  # metrics are combined over microbatches and ranks after the step
+        if self._session is not None and self._session.logs.are_combining:
+            return tensor
+        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
+            tensor = tensor.double()  # Lightning #21859: the mean of integers would be cut off
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._inside_microbatch:
+            self.session.user_gathers.called(self._module.trainer.training)
+        if sync_grads:
+            return super().all_gather(tensor, group=group, sync_grads=True)
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+        return torch.stack(parts)
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._session is not None:
+            self._session.model.executor.reshard()
+            self._session.share_changed_buffers()
+        with accelerator_of(self.root_device).on_host():
+            return checkpoint.full_state_dict(self._module, keep=self.is_global_zero)
+
+    @override
+    def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:
+        if self._session is not None:
+            self._session.model.executor.reshard()
+        checkpoint.load_full_state_dict(self._module, checkpoint_["state_dict"], strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        with accelerator_of(self.root_device).on_host():
+            return checkpoint.full_optimizer_state(optimizer, keep=self.is_global_zero)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
+        states = checkpoint_["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            checkpoint.load_full_optimizer_state(optimizer, state)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._ranks is None:
+            return
+        crash_report = self._ranks.crash_report
+        crash_report.on_exception(exception)
+        if self._process_group_backend == "nccl" and not crash_report.is_common(exception):
+            launch.abort_groups()
+            self.forget_groups()  # another fit makes new ones
+
+    def forget_groups(self) -> None:
+        """Let go of everything that refers to a process group; nothing can be run after it."""
+        session, self._session, self._ranks = self._session, None, None
+        if session is not None:
+            session.abandon()
+
+    @override
+    def teardown(self) -> None:
+        assert self.accelerator is not None
+        trainer = self._module._trainer
+        session, self._session = self._session, None
+        if session is not None:
+            if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
+                session.abandon()
+            else:
+                session.close()
+        if trainer is not None:
+            self._samplers.give_back(trainer)
+        self._environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
 
-def _raise(failure: BaseException) -> None:
-    raise failure
+def _call(
+    step: Callable[[], Any], samples: int, log: StepLog, microbatch: int = 0
+) -> MicrobatchCall:
+    """A microbatch of so many samples that logs into the step's log."""
+    return MicrobatchCall(
+        step,
+        partial(loss_and_weight, samples=samples),
+        partial(log.resume, microbatch),
+        partial(log.pause, microbatch),
+    )

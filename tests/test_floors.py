@@ -24,11 +24,8 @@ BESIDE_THE_STAIRS = "offline"  # may import any floor; no floor imports it
 FILES = sorted(PACKAGE.rglob("*.py"))
 # what the moves left behind; each goes with the part of the redesign that it belongs to
 LEFT_OVER = {
-    ("adapters", "preparation"),
-    ("adapters", "observe"),
     ("execution", "observe"),
     ("ranks", "observe"),
-    ("ranks", "execution"),
     ("sharding", "observe"),
 }
 

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.plan import PlanError
-from lightning_cephalo.preparation.memory_cap import MemoryCap
+from lightning_cephalo.preparation.limits import Cap
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from lightning_cephalo.preparation.memory_cap import MemoryCap
     ],
 )
 def test_fractions_bytes_and_sizes_for_all_ranks_or_by_rank(given, rank_0_bytes, rank_1_bytes):
-    cap = MemoryCap.parse(given)
+    cap = Cap.parse("memory_cap", given, by_rank=True)
     assert cap.bytes_of(0, 100.0) == rank_0_bytes
     assert cap.bytes_of(1, 100.0) == rank_1_bytes
 
@@ -37,10 +37,10 @@ def test_anything_else_is_refused_when_the_strategy_is_made(given):
 @pytest.mark.parametrize("rank", [-1, "0", True, 0.0])
 def test_keys_are_ranks(rank):
     with pytest.raises(PlanError, match="expected ranks"):
-        MemoryCap.parse({rank: 0.5})
+        Cap.parse("memory_cap", {rank: 0.5}, by_rank=True)
 
 
 def test_a_fraction_of_an_unknown_memory_is_refused():
     with pytest.raises(PlanError, match="Give bytes"):
-        MemoryCap.parse(0.5).bytes_of(0, math.inf)
-    assert MemoryCap.parse(40).bytes_of(0, math.inf) == 40.0
+        Cap.parse("memory_cap", 0.5).bytes_of(0, math.inf)
+    assert Cap.parse("memory_cap", 40).bytes_of(0, math.inf) == 40.0

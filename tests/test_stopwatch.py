@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 from busy import by_the_clock, timed
-from lightning_cephalo.observe.stopwatch import Share, Stopwatch
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.backends import backend_named

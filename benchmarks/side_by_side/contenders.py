@@ -33,7 +33,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cephalo.accelerator import accelerator_of
-from lightning_cephalo.execution.sharded_model import Engine, Groups, UnitOptions
+from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+from lightning_cephalo.ranks.groups import Groups
 
 from .cases import CEPHALO, DDP, DDP_BY_SPEED, FSDP, MODEL_PARALLEL, TUNED
 
@@ -117,12 +118,14 @@ def loss_of(model: nn.Module, part: Part) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def cephalo(size: ModelSize, ranks: int) -> tuple[Contender, Engine]:
+def cephalo(size: ModelSize, ranks: int) -> tuple[Contender, ShardedModel]:
     """Shared evenly until a plan says otherwise."""
     model = size.make()
     groups = Groups.create(datetime.timedelta(seconds=300))
     even = [1 / ranks] * ranks
-    engine = Engine(model, groups, accelerator_of(CPU), even, UnitOptions(), None, size.recompute)
+    engine = ShardedModel(
+        model, groups, accelerator_of(CPU), even, UnitOptions(), None, size.recompute
+    )
 
     def backward(parts: Sequence[Part], global_batch_size: int) -> None:
         sharded_step(engine.executor, model, loss_of, parts)  # weighs by samples itself

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.emulation import EmulatedDevice
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Plan, Problem, RankProfile, solve
 from lightning_cephalo.profiling.measure import pooled
 from lightning_cephalo.profiling.memory_model import state_bytes
@@ -97,14 +97,14 @@ def _measure(
     case: Case,
     setup: Setup,
     own: Contender,
-    engine: Engine,
+    engine: ShardedModel,
     others: Sequence[Contender],
     reasons: dict[str, str],
     problem: Problem,
     device: EmulatedDevice,
 ) -> RankRecord:
-    rank = engine.agreement.rank
-    plan = engine.agreement.broadcast(_solved(problem, case) if rank == 0 else None)
+    rank = engine.control.rank
+    plan = engine.control.broadcast(_solved(problem, case) if rank == 0 else None)
     engine.change_fractions([part.state_fraction for part in plan.ranks])
     engine.executor.reshard_after_forward = plan.reshard_after_forward is not False
     batch = _global_batch(case, setup.model)
@@ -115,7 +115,7 @@ def _measure(
     contenders = [own, *others]
     started_s = time.perf_counter()
     _warm_up(contenders)
-    round_s = max(row[0] for row in engine.agreement.exchange([time.perf_counter() - started_s]))
+    round_s = engine.control.max(time.perf_counter() - started_s)
     rounds = min(setup.rounds, max(setup.least_rounds, int(setup.case_s / round_s)))
     times: dict[str, list[StepTimes]] = {contender.name: [] for contender in contenders}
     for index in range(rounds):
@@ -175,7 +175,9 @@ def _prepare(
     contender.prepare(parts if sizes[rank] else [], len(batch))
 
 
-def _profile(engine: Engine, device: EmulatedDevice, tokens: torch.Tensor, case: Case) -> Problem:
+def _profile(
+    engine: ShardedModel, device: EmulatedDevice, tokens: torch.Tensor, case: Case
+) -> Problem:
     """Measure as the strategy does; memory is left out, as there is no limit to it here."""
     clock = accelerator_of(CPU).clock  # the emulated device that this runs on
 
@@ -187,7 +189,7 @@ def _profile(engine: Engine, device: EmulatedDevice, tokens: torch.Tensor, case:
 
     prober = Prober(engine, clock, batch_of, step, nullcontext)
     sizes = sorted({*ladder(1, case.samples), case.global_batch_size})
-    devices = engine.agreement.exchange_objects(device.name)
+    devices = engine.control.gather(device.name)
     measured = measure_times(prober, Sweep(sizes, _PROFILE_S, devices))
     optimizer_s = optimizer_time(engine, clock, None)
     network = measure_network(engine, clock, math.inf)
@@ -209,7 +211,7 @@ def _profile(engine: Engine, device: EmulatedDevice, tokens: torch.Tensor, case:
         compute_bytes=(0.0,) * len(every),
         capacity_bytes=math.inf,
     )
-    profiles = engine.agreement.exchange_objects(own)
+    profiles = engine.control.gather(own)
     return Problem(
         ranks=tuple(pooled(profiles)),
         units=units,

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_cephalo.adapters.torchmetrics import prepare_states, states_of
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.adapters.torchmetrics import metrics_of, prepare_states, states_of
+from lightning_cephalo.execution.step import ForwardOutcome
+from lightning_cephalo.ranks.control import ControlGroup
 
 
 class _Samples(int):
@@ -80,7 +81,7 @@ class StepLog:
 
     Args:
         results: The trainer's result collection of the running loop, or None.
-        sample_counts: Samples of each of this rank's microbatches; may be filled later.
+        sample_counts: Samples of each of this rank's microbatches.
         metrics: The module's torchmetrics objects, by their names.
 
     Attributes:
@@ -158,7 +159,7 @@ class StepLog:
         self,
         weights: Sequence[float],
         notes: Sequence[Sequence[float]],
-        agreement: Agreement,
+        control: ControlGroup,
         module: torch.nn.Module,
         sync: Callable[..., Any],
         total_weight: float | None = None,
@@ -168,7 +169,7 @@ class StepLog:
         Args:
             weights: Of this rank's microbatches.
             notes: :meth:`note` of every rank.
-            agreement: Exchanges between ranks.
+            control: Messages between ranks.
             module: The LightningModule, which holds the torchmetrics objects that were logged.
             sync: Lightning's reduce function, for keys that this rank has not logged itself.
             total_weight: Of all microbatches of all ranks; None: the sum of the noted ones.
@@ -181,12 +182,12 @@ class StepLog:
             self._combine_metric(key, values, weights)
         differ = len({row[0] for row in notes}) > 1
         if differ:
-            self._agree_on_keys(agreement, module, sync)
+            self._agree_on_keys(control, module, sync)
         for key, combined in own.items():
             self._accumulate(key, combined, weight_of_sample)
         idle = any(not row[2] for row in notes)
         if differ or idle or any(row[1] for row in notes):
-            self._share(own, agreement, samples)
+            self._share(own, control, samples)
 
     def _combined(self, key: str, calls: Sequence[_Logged], weights: Sequence[float]) -> _Combined:
         values = torch.stack([call.value.detach().double().reshape(()) for call in calls])
@@ -243,7 +244,7 @@ class StepLog:
         if not metric.meta.on_epoch:
             metric.value = metric._forward_cache
 
-    def _share(self, own: dict[str, _Combined], agreement: Agreement, samples: float) -> None:
+    def _share(self, own: dict[str, _Combined], control: ControlGroup, samples: float) -> None:
         """Values of the step over all ranks, for those that want or lack them."""
         tensors = [key for key, metric in self._live().items() if metric.is_tensor]
         if not tensors:
@@ -253,7 +254,7 @@ class StepLog:
         numbers: list[float] = []
         for key in tensors:
             numbers += [1.0, next(read), own[key].weight] if key in own else [0.0] * 3
-        rows = agreement.exchange(numbers)
+        rows = control.gather(numbers)
         for index, key in enumerate(tensors):
             held = [row[3 * index : 3 * index + 3] for row in rows if row[3 * index]]
             if not held:
@@ -275,7 +276,7 @@ class StepLog:
     # -- keys that not all ranks have logged --------------------------------------------------
 
     def _agree_on_keys(
-        self, agreement: Agreement, module: torch.nn.Module, sync: Callable[..., Any]
+        self, control: ControlGroup, module: torch.nn.Module, sync: Callable[..., Any]
     ) -> None:
         """Give all ranks the same keys in the same order.
 
@@ -290,7 +291,7 @@ class StepLog:
             )
             for key, metric in self._live().items()
         ]
-        everyone = agreement.exchange_objects((own, states_of(self._metrics)))
+        everyone = control.gather((own, states_of(self._metrics)))
         prepare_states(self._metrics, [states for _, states in everyone], self._idle)
         if self._results is None:
             return
@@ -327,6 +328,53 @@ class StepLog:
         metric = self._results[item.key]
         metric._forward_cache = None  # there is no value of a step to show
         metric._cephalo_borrowed = True
+
+
+class StepLogs:
+    """Makes the log of each step, and combines it over microbatches and ranks.
+
+    Args:
+        module: The user's module.
+        control: Messages between ranks.
+
+    Attributes:
+        metrics: The module's torchmetrics objects, by their names.
+        are_combining: Whether values of a step are being combined right now; what Lightning would
+            reduce meanwhile is left alone.
+    """
+
+    def __init__(self, module: Any, control: ControlGroup) -> None:
+        self.metrics = metrics_of(module)
+        self.are_combining = False
+        self._module = module
+        self._control = control
+
+    def of_step(self, sample_counts: Sequence[int]) -> StepLog:
+        """Return the log of a step with microbatches of so many samples."""
+        return StepLog(self._module.trainer._results, sample_counts, self.metrics)
+
+    def finish(
+        self,
+        log: StepLog,
+        outcome: ForwardOutcome,
+        weights: Sequence[float],
+        sync: Callable[..., Any],
+    ) -> None:
+        """Combine what a step has logged; collective exactly when the ranks' notes say so.
+
+        Args:
+            log: Of the step.
+            outcome: Of its forward.
+            weights: Of this rank's microbatches.
+            sync: Lightning's reduce function.
+        """
+        self.are_combining = True
+        try:
+            # evaluation knows no total weight: it is in the notes
+            total = outcome.total_weight or None
+            log.finish(weights, outcome.notes, self._control, self._module, sync, total)
+        finally:
+            self.are_combining = False
 
 
 def _over_ranks(metric: Any, values: Sequence[float], weights: Sequence[float]) -> Tensor:

@@ -1,24 +1,20 @@
-"""What works under cephalo, what does not and says so at once, and small accommodations."""
+"""Rejects unsupported features before training starts."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from lightning_cephalo.adapters.optimizer import steps_locally
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.ranks.control import Agreement
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_cephalo.execution.sharded_model import Engine
+    from lightning_cephalo.execution.sharded_model import ShardedModel
 
 _CALLBACKS = {
     "StochasticWeightAveraging": "it averages full weights, and each rank holds a part",
@@ -37,25 +33,6 @@ _OPTIMIZERS = {
 }
 
 _FUSED = ("Adam", "AdamW")
-
-# functions that DTensor gets wrong, or dies of, when rows are divided unevenly
-_MIXING = {
-    *("mean", "nanmean", "matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "einsum", "linear"),
-    *("addmm", "addmm_", "addmv", "addmv_", "baddbmm", "baddbmm_", "flatten", "svd", "qr"),
-}
-_LINALG_NORMS = {"linalg_norm", "linalg_vector_norm"}
-
-
-def together(agreement: Agreement, doing: str, function: Callable[[], Any]) -> Any:
-    """Run something that does not communicate; if it fails on any rank, raise on all."""
-    failure: BaseException | None = None
-    result = None
-    try:
-        result = function()
-    except Exception as raised:
-        failure = raised
-    agreement.raise_together(failure, doing)
-    return result
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
@@ -118,7 +95,7 @@ def refuse_synchronising_metrics(metrics: Sequence[tuple[str, Any]]) -> None:
         )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> None:
     """Raise if an optimizer cannot work on shards or holds other parameters than the model's.
 
     Raises:
@@ -129,7 +106,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
             f"configure_optimizers returned {len(optimizers)} optimizers; automatic optimization"
             " works with one. Use one optimizer with several parameter groups."
         )
-    known = engine.sharded_parameters()
+    known = model.sharded_parameters()
     for optimizer in optimizers:
         for kind in type(optimizer).__mro__:
             if kind.__name__ in _OPTIMIZERS:
@@ -158,81 +135,3 @@ def check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
                 " sharded. Call self.parameters() or self.named_parameters() inside"
                 " configure_optimizers()."
             )
-
-
-class RowsArithmetic(TorchFunctionMode):
-    """While active, functions of sharded tensors give right numbers or raise.
-
-    DTensor takes rows for evenly divided, wherever a function derives new tensors: it averages the
-    ranks' means as if all held equally many rows, and multiplies matrices by gathering rows that
-    are not there. And Lightning's ``grad_norm`` makes one tensor of all norms, which torch cannot
-    do with DTensors. Every rank must call the same functions, since some communicate.
-
-    Raises:
-        UnsupportedError: For functions that mix rows.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        # not `types`: DTensor takes no part in torch functions, so that it is not named there
-        if not any(isinstance(value, DTensor) for value in args):
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name == "mean" and len(args) == 1 and not kwargs:
-            return args[0].sum().full_tensor() / args[0].numel()
-        if name in _MIXING or (name.startswith("linalg_") and name not in _LINALG_NORMS):
-            raise UnsupportedError(
-                f"{name}() of whole gradients or weights cannot be had, because each rank holds"
-                " some of their rows. If the optimizer calls it, use an element-wise one such as"
-                " AdamW or SGD; if a hook does, call it on parameter.grad.full_tensor(), on every"
-                " rank."
-            )
-        result = func(*args, **kwargs)
-        if func is Tensor.norm and isinstance(result, DTensor):
-            return result.full_tensor()
-        return result
-
-
-def has_running_statistics(module: nn.Module) -> bool:
-    """Whether training changes buffers that differ between ranks (batch normalisation)."""
-    return any(getattr(inner, "running_mean", None) is not None for inner in module.modules())
-
-
-def smallest_microbatch(module: nn.Module) -> int:
-    """Two where batch normalisation needs more than one value per channel, else one."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    return 2 if any(isinstance(inner, kinds) for inner in module.modules()) else 1
-
-
-def step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:
-    """Arguments for ``training_step`` as Lightning's loop gives them for its first batch."""
-    parameters = inspect.signature(module.training_step).parameters
-    return (batch, 0) if "batch_idx" in parameters or len(parameters) > 1 else (batch,)
-
-
-class SwitchedOffCaches:
-    """Key-value caches of Hugging Face models, off while training.
-
-    They are for generation; in training every block would keep its keys and values until the end
-    of the step, and append them a second time when it is computed again. Hugging Face switches
-    them off for its own gradient checkpointing too.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._configs: list[Any] = []
-        seen: set[int] = set()
-        for inner in module.modules():
-            config: Any = getattr(inner, "config", None)
-            if id(config) in seen or getattr(config, "use_cache", None) is not True:
-                continue
-            seen.add(id(config))
-            config.use_cache = False
-            self._configs.append(config)
-
-    def restore(self) -> None:
-        """Switch them on again."""
-        for config in self._configs:
-            config.use_cache = True
-        self._configs = []

@@ -1,33 +1,52 @@
-"""Collectives that the user's own step asks for: refused where some rank would not join."""
+"""Rejects collectives of the user's own step where some rank would not join them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 
 
 class UserGathers:
-    """Watches ``all_gather`` inside steps; ranks run different numbers of microbatches.
+    """Watches ``all_gather`` inside steps, of which ranks run different numbers of microbatches.
 
     Args:
-        agreement: Exchanges between the ranks.
+        control: Messages between the ranks.
         equal_microbatches: Whether every rank runs the same number of microbatches.
     """
 
-    def __init__(self, agreement: Agreement, equal_microbatches: bool) -> None:
-        self._agreement = agreement
+    def __init__(self, control: ControlGroup, equal_microbatches: bool) -> None:
+        self._control = control
         self._equal_microbatches = equal_microbatches
         self._stages: set[str] = set()
+        self._own = (0, False)
+        self._planned: tuple[int, ...] = ()  # none while ranks are measured
 
-    def called(self, training: bool, planned: Sequence[int] | None, own: int) -> None:
+    def expect(self, planned: Sequence[int]) -> None:
+        """Note how many microbatches of every rank the plan says."""
+        self._planned = tuple(planned)
+
+    def before_step(self, stage: str, microbatches: int, *, failed: bool = False) -> None:
+        """Check that all ranks would join, where the steps of this stage gather; collective.
+
+        Args:
+            stage: "training" or "evaluation".
+            microbatches: How many this rank runs in this step.
+            failed: Whether it runs none because its batch cannot be cut.
+
+        Raises:
+            UnsupportedError: With the way out.
+        """
+        self._own = (microbatches, failed)
+        if stage in self._stages:
+            self._compare()
+
+    def called(self, training: bool) -> None:
         """Refuse a gather in a microbatch that some rank would not join; collective.
 
         Args:
             training: Whether this is a training step; else one of evaluation.
-            planned: Microbatches of every rank by the plan; None while measuring.
-            own: Microbatches of this rank in this step; negative where its batch cannot be cut.
 
         Raises:
             UnsupportedError: With the way out.
@@ -35,33 +54,21 @@ class UserGathers:
         if not training:
             # a step of evaluation is one call on each rank; on a rank without samples, none
             self._stages.add("evaluation")
-        elif planned is None:
+        elif not self._planned:
             _refuse_collectives_unless(self._equal_microbatches)
         else:
-            _refuse_unequal_collectives(planned)
+            _refuse_unequal_collectives(self._planned)
             if "training" not in self._stages:
                 # The first one. Ranks are all in their first microbatch, so they can still talk;
                 # from now on they do so before each step, as a smaller last step may differ.
                 self._stages.add("training")
-                self._exchange(own)
+                self._compare()
 
-    def before_step(self, stage: str, own: int) -> None:
-        """Check that all ranks would join, where the steps of this stage gather; collective.
-
-        Args:
-            stage: "training" or "evaluation".
-            own: Microbatches of this rank in this step; negative where its batch cannot be cut.
-
-        Raises:
-            UnsupportedError: With the way out.
-        """
-        if stage in self._stages:
-            self._exchange(own)
-
-    def _exchange(self, own: int) -> None:
-        counts = [int(row[0]) for row in self._agreement.exchange([float(own)])]
-        if min(counts) >= 0:  # a rank whose batch could not be cut says so itself
-            _refuse_unequal_collectives(counts)
+    def _compare(self) -> None:
+        microbatches, failed = self._own
+        rows = self._control.gather([float(microbatches), float(failed)])
+        if not any(failed for _, failed in rows):  # else the step itself raises on all ranks
+            _refuse_unequal_collectives([int(count) for count, _ in rows])
 
 
 def _refuse_unequal_collectives(counts: Sequence[int]) -> None:

@@ -137,6 +137,14 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float]:
     return loss.reshape(()), weight
 
 
+def evaluation_samples(batch: Any) -> int:
+    """Samples of a batch of evaluation; one if it does not tell."""
+    try:
+        return BatchLayout().batch_size(batch)
+    except BatchSplitError:
+        return 1
+
+
 def evaluation_weight(result: Any, samples: int) -> float:
     """What a step of evaluation weighs in logged means: its ``"weight"``, or its samples."""
     if isinstance(result, Mapping) and "weight" in result:
@@ -157,6 +165,28 @@ def empty_like(result: Any, samples: int) -> Any:
     return pytree.tree_map(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, empty
     )
+
+
+class EmptyPredictions:
+    """Predictions without rows, for steps in which this rank has no samples.
+
+    They are of the kind that its earlier steps have returned for the same dataloader.
+    """
+
+    def __init__(self) -> None:
+        self._empty: dict[Any, Any] = {}
+
+    def of_step(self, result: Any, samples: int, dataloader: Any) -> Any:
+        """Return what a step of prediction gives.
+
+        Args:
+            result: What ``predict_step`` returned; None without samples.
+            samples: Of this rank in this step.
+            dataloader: Tells one dataloader from another.
+        """
+        if samples and dataloader not in self._empty:
+            self._empty[dataloader] = empty_like(result, samples)
+        return result if samples else self._empty.get(dataloader)
 
 
 def joined_result(

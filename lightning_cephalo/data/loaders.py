@@ -65,7 +65,7 @@ def rebuild_train_loader(
             sum to this loader's global batch, else as proportions (a second loader).
         seed: the seed of the order (`agreed_seed`).
         broadcast: called once, to give all ranks rank 0's generator states.
-        all_have_next: agreement on whether to go on; for the loaders that cannot be dealt.
+        all_have_next: control on whether to go on; for the loaders that cannot be dealt.
         global_batch_size: samples per step over all ranks; by default as the module's table says.
             For a custom batch sampler it must be a multiple of the length of its lists.
         epoch: epoch of the first pass.

@@ -27,7 +27,7 @@ class LockStepLoader:
 
     Args:
         loader: this rank's loader.
-        all_have_next: agreement between ranks. It is called once per step, once more at the end,
+        all_have_next: control between ranks. It is called once per step, once more at the end,
             and while constructing when ``loader`` has a length.
         until: ``"first"`` stops all ranks when any has run out (training: no step of a smaller
             global batch than planned, the rest is not seen this epoch); ``"last"`` goes on with

@@ -17,7 +17,7 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.failure import Failure
 from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch
 from lightning_cephalo.execution.observer import Observer
-from lightning_cephalo.execution.offload import HostRing
+from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.step import Divergence, ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.unit_hooks import UnitHooks
 from lightning_cephalo.execution.visits import FAILED, FINISHED, Visits, where
@@ -35,7 +35,7 @@ from lightning_cephalo.plan.program import (
     offloading,
     resumed_forward,
 )
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.unit import Unit, UnitState
 
 # What a rank says in the exchange that ends a forward.
@@ -54,30 +54,30 @@ class Executor:
 
     Args:
         units: All units; the root unit first.
-        agreement: Exchanges between the ranks' processes.
+        control: Exchanges between the ranks' processes.
         accelerator: This rank's device.
         recompute: Whether units are computed again in the backward.
 
     Attributes:
         hooks: What intercepts calls of units.
         failure: What this rank has failed with.
-        ring: Where boundaries are kept; None: on the device.
+        arena: Where boundaries are kept; None: on the device.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        agreement: Agreement,
+        control: ControlGroup,
         accelerator: Accelerator,
         recompute: bool = True,
     ) -> None:
         names = [unit.name for unit in units]
         self.units = list(units)
-        self.agreement = agreement
+        self.control = control
         self.accelerator = accelerator
         self.hooks = UnitHooks(units)
-        self.failure = Failure(agreement.rank, names)
-        self.ring: HostRing | None = None
+        self.failure = Failure(control.rank, names)
+        self.arena: HostArena | None = None
         self._visits = Visits(names)
         self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
@@ -210,8 +210,8 @@ class Executor:
         self._note = note
         if failure is not None:
             self.failure.note(failure)
-        if self.ring is not None:
-            self.failure.guarded(self.ring.start)  # may allocate
+        if self.arena is not None:
+            self.failure.guarded(self.arena.start)  # may allocate
         self._run(self._traced() if visits is None else self._step.program.forward)
         return self._outcome
 
@@ -225,7 +225,7 @@ class Executor:
         last = NONE if visits is None else len(visits) - 1
         inside = self._inside_units() if visits is None else None
         microbatches = [
-            Microbatch(call.step, self.accelerator, self._recompute, inside, self.ring, last)
+            Microbatch(call.step, self.accelerator, self._recompute, inside, self.arena, last)
             for call in calls
         ]
         step = self._step = Step(calls, microbatches, trainable, [0.0] * len(calls))
@@ -247,7 +247,7 @@ class Executor:
             len(step.calls),
             step.trainable,
             reshard_after_forward=self._reshard_after_forward,
-            offload_boundaries=self.ring is not None,
+            offload_boundaries=self.arena is not None,
         )
 
     def backward(self, divisor: float = 1.0) -> None:
@@ -350,7 +350,7 @@ class Executor:
     def _exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         for observer in self._observers:
             observer.before_wait(self._now)
-        rows = self.agreement.exchange(numbers)
+        rows = self.control.gather(numbers)
         for observer in self._observers:
             observer.after_wait(self._now)
         return rows
@@ -507,7 +507,7 @@ class Executor:
             flags.extend(used)
         for observer in self._observers:
             observer.before_wait(self._now)
-        agreed = self.agreement.any_flags(flags)
+        agreed = self.control.any(flags)
         for observer in self._observers:
             observer.after_wait(self._now)
         if agreed[0]:
@@ -527,7 +527,7 @@ class Executor:
             unit.wait_reduce()
             unit.free()
         self.hooks.in_backward = False
-        self.agreement.raise_together(failure, doing)
+        self.control.raise_if_any_failed(failure, doing)
 
     # -- tracing ------------------------------------------------------------------------------
 
@@ -544,7 +544,7 @@ class Executor:
         step = self._step
         try:
             position = self._visits.agree_on_divergence(
-                self.agreement, step.divergence, step.parked, step.visits
+                self.control, step.divergence, step.parked, step.visits
             )
         except UnitUseError as failure:
             self.failure.note(failure)
@@ -568,7 +568,7 @@ class Executor:
         """The passes that a compiled program has, over one that is still being discovered."""
         if not self._reshard_after_forward:
             instructions = keeping(instructions)
-        if self.ring is not None:
+        if self.arena is not None:
             instructions = offloading(instructions, lambda at: visits[at].differentiable)
         return instructions
 

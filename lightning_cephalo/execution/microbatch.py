@@ -33,7 +33,7 @@ from lightning_cephalo.execution.containers import (
     flatten_call,
     flatten_result,
 )
-from lightning_cephalo.execution.offload import Away, HostRing
+from lightning_cephalo.execution.offload import HostArena, OffloadedTensor
 from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, ThreadState
 from lightning_cephalo.plan.program import NONE, Visit
 
@@ -60,7 +60,7 @@ class _Record:
     random: RandomState | None = None
     modes: ThreadState | None = None
     buffers: list[Any] = field(default_factory=list)
-    away: list[Away] = field(default_factory=list)
+    away: list[OffloadedTensor] = field(default_factory=list)
 
 
 class Microbatch:
@@ -71,7 +71,7 @@ class Microbatch:
         accelerator: This rank's device.
         recompute: Keep only what enters a unit and compute its inside again in the backward.
         inside: As for :class:`~lightning_cephalo.execution.boundaries.Boundaries`.
-        ring: Where boundaries are kept; None: on the device.
+        arena: Where boundaries are kept; None: on the device.
         last: Position of the last visit, behind which the step parks once more, so that its loss
             is an instruction of its own; -1 where that is not known.
     """
@@ -82,11 +82,11 @@ class Microbatch:
         accelerator: Accelerator,
         recompute: bool,
         inside: frozenset[int] | None = None,
-        ring: HostRing | None = None,
+        arena: HostArena | None = None,
         last: int = NONE,
     ) -> None:
         self._inside = inside
-        self._ring = ring
+        self._arena = arena
         self.last = last
         self._accelerator = accelerator
         self._device_types = accelerator.autocast_types
@@ -240,19 +240,19 @@ class Microbatch:
     def offload(self, position: int) -> None:
         """Move what entered a visit to the host; the user's code must be past its unit."""
         record = self._records[position]
-        if self._ring is None or self.finished or record is None:
+        if self._arena is None or self.finished or record is None:
             return
         if record.outputs is not None:  # a kept graph holds it anyway
             return
-        moved = [self._ring.put(leaf) for leaf in self._boundaries.let_go(position)]
+        moved = [self._arena.offload(leaf) for leaf in self._boundaries.let_go(position)]
         record.away = [away for away in moved if away is not None]
 
     def fetch(self, position: int) -> None:
         """Begin to copy back what entered a visit."""
         record = self._records[position]
-        if self._ring is not None and record is not None:
+        if self._arena is not None and record is not None:
             for away in record.away:
-                self._ring.fetch(away)
+                self._arena.prefetch(away)
 
     # -- backward, in the scheduler -----------------------------------------------------------
 
@@ -283,9 +283,9 @@ class Microbatch:
         self._boundaries.through_glue(position)
 
     def _forget(self, record: _Record | None) -> None:
-        if self._ring is not None and record is not None:
+        if self._arena is not None and record is not None:
             for away in record.away:
-                self._ring.forget(away)
+                self._arena.discard(away)
 
     def _through_body(self, record: _Record) -> None:
         gradients = [(i, leaf.grad) for i, leaf in record.output_leaves if leaf.grad is not None]
@@ -303,8 +303,8 @@ class Microbatch:
     def _compute_again(self, record: _Record) -> Sequence[Any]:
         assert record.random is not None and record.modes is not None
         for away in record.away:
-            assert self._ring is not None
-            self._ring.bring(away)
+            assert self._arena is not None
+            self._arena.restore(away)
         self._refuse_changed_inputs(record)
         before = ThreadState.capture(self._device_types)
         args, kwargs = record.structure.unflatten(record.inputs)

@@ -40,7 +40,7 @@ def _power_from(nbytes: int) -> int:
 
 
 @dataclass
-class Away:
+class OffloadedTensor:
     """A leaf whose values are in host memory.
 
     Attributes:
@@ -56,7 +56,7 @@ class Away:
     arrival: Any = None
 
 
-class HostRing:
+class HostArena:
     """Copies leaves to the host and back.
 
     Args:
@@ -103,7 +103,7 @@ class HostRing:
         if len(self._chunks) > 1 and not self._by_powers_of_two:
             self.reserve(self.most_bytes)
 
-    def put(self, leaf: Tensor) -> Away | None:
+    def offload(self, leaf: Tensor) -> OffloadedTensor | None:
         """Copy a leaf's values out and take its memory; None if it has to stay as it is.
 
         Raises:
@@ -123,9 +123,9 @@ class HostRing:
             # its memory may be used again only by work that waits for the copy
             self._leaving.append((values, copied))
         take_memory(leaf)
-        return Away(leaf, host)
+        return OffloadedTensor(leaf, host)
 
-    def fetch(self, away: Away) -> None:
+    def prefetch(self, away: OffloadedTensor) -> None:
         """Begin to copy the values back."""
         if away.returning is not None:
             return
@@ -134,15 +134,15 @@ class HostRing:
         )
         away.arrival = self._copies.start(away.returning, away.host)
 
-    def bring(self, away: Away) -> None:
+    def restore(self, away: OffloadedTensor) -> None:
         """Have the values in the leaf again."""
-        self.fetch(away)
+        self.prefetch(away)
         self._copies.wait(away.arrival)
         assert away.returning is not None
         away.leaf.data = away.returning
         away.returning = away.arrival = None
 
-    def forget(self, away: Away) -> None:
+    def discard(self, away: OffloadedTensor) -> None:
         """Nobody will ask for the values: give back the memory that they may be on their way to."""
         # it may be used again only by work that waits for the copy
         self._copies.wait(away.arrival)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.execution.executor import Executor
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import Flat, ShardingContext
@@ -24,35 +23,6 @@ from lightning_cephalo.sharding.unit import Unit
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The process groups of a run; made once, used by every stage.
-
-    Attributes:
-        gather: For gathering parameters.
-        reduce: For reducing gradients; its own, so that it overlaps gathers.
-        agreement: For small messages between processes, on the CPU.
-    """
-
-    gather: dist.ProcessGroup
-    reduce: dist.ProcessGroup
-    agreement: Agreement
-
-    @classmethod
-    def create(cls, timeout: datetime.timedelta) -> Groups:
-        """Make the groups; collective.
-
-        Args:
-            timeout: Of collectives.
-        """
-        control = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(
-            dist.new_group(timeout=timeout),
-            dist.new_group(timeout=timeout),
-            Agreement(control),
-        )
-
-
-@dataclass(frozen=True)
 class UnitOptions:
     """How units are chosen; see :func:`~lightning_cephalo.sharding.discovery.find_units`."""
 
@@ -60,7 +30,7 @@ class UnitOptions:
     names: tuple[str, ...] | None = None
 
 
-class Engine:
+class ShardedModel:
     """Shards a model over the ranks and runs its steps.
 
     Args:
@@ -86,7 +56,7 @@ class Engine:
         self.module = module
         self.accelerator = accelerator
         self.device = device = accelerator.device
-        self.agreement = groups.agreement
+        self.control = groups.control
         self.compute_dtype = compute_dtype
         context = ShardingContext(
             device,
@@ -106,7 +76,7 @@ class Engine:
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._move_buffers(compute_dtype)
-        self.executor = Executor(self.units, groups.agreement, accelerator, recompute)
+        self.executor = Executor(self.units, groups.control, accelerator, recompute)
         self.executor.hooks.install()
 
     def _move_buffers(self, compute_dtype: torch.dtype | None) -> None:

@@ -23,7 +23,7 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.step import Divergence
 from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.program import Program, Visit, compile_step
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 
 # what a rank says instead of the unit that it is parked at
 NO_DATA, FINISHED, FAILED = -1.0, -2.0, -3.0
@@ -135,7 +135,7 @@ class Visits:
 
     def agree_on_divergence(
         self,
-        agreement: Agreement,
+        control: ControlGroup,
         own: Divergence | None,
         parked: Sequence[Visit | None],
         expected: Sequence[Visit],
@@ -143,7 +143,7 @@ class Visits:
         """Return the position from which on all ranks trace the step again; collective.
 
         Args:
-            agreement: Exchanges between ranks.
+            control: Exchanges between ranks.
             own: Where this rank has left the order.
             parked: Where its microbatches are; empty on a rank without data.
             expected: The order.
@@ -155,7 +155,7 @@ class Visits:
         place = where(failed=False, parked=parked)
         if own is not None:
             place = where(failed=False, parked=[own.place])
-        said = agreement.exchange([float(position) if parked else NO_DATA, *place])
+        said = control.gather([float(position) if parked else NO_DATA, *place])
         with_data = [(rank, *row) for rank, row in enumerate(said) if row[0] != NO_DATA]
         positions = {int(row[1]) for row in with_data}
         if len({tuple(row[1:]) for row in with_data}) == 1:

@@ -21,7 +21,7 @@ from lightning_cephalo.accelerator.base import MemoryFigures
 from lightning_cephalo.accelerator.emulated import MemoryTracker
 from lightning_cephalo.accelerator.torch_device import distinct_bytes
 from lightning_cephalo.execution.observer import Observer
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.plan.program import Instruction
 from lightning_cephalo.sharding.placement import local_part
@@ -38,7 +38,7 @@ class MemoryMeter(Observer):
         optimizers: Those that step.
     """
 
-    def __init__(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, engine: ShardedModel, optimizers: Sequence[Optimizer]) -> None:
         self._engine = engine
         self._optimizers = optimizers
         self._figures = engine.accelerator.memory

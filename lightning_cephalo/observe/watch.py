@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import report, trace
 from lightning_cephalo.observe.pace import (
     MeasuredRank,
@@ -29,7 +29,7 @@ from lightning_cephalo.observe.recorder import Recorder
 from lightning_cephalo.observe.timing import Timing
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.plan.timeline import Recording
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 
 # The first ones are unlike all others: orders are found, caches fill, allocators grow.
 RECORDED_STEP = 5
@@ -81,7 +81,7 @@ class Watch:
                 " Make it, or name another file."
             )
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: ShardedModel) -> None:
         """Watch a training that is about to start."""
         self._forget()
         self.ranks = ()
@@ -96,7 +96,7 @@ class Watch:
             self._recorder = Recorder(marks, now, records_copies=on_host)
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> ShardedModel:
         engine = self._engine_reference()
         assert engine is not None, "the engine is gone before the end of the training"
         return engine
@@ -147,18 +147,18 @@ class Watch:
             plan: What was trained by.
             verbose: Whether rank 0 prints the figures.
         """
-        engine, agreement = self._engine, self._engine.agreement
+        engine, control = self._engine, self._engine.control
         engine.accelerator.synchronize()  # so that everything can be read
         self._read()
         name = engine.accelerator.name
-        told = agreement.exchange_objects(self._measured(agreement.rank, name, plan))
+        told = control.gather(self._measured(control.rank, name, plan))
         self.ranks = tuple(rank for rank in told if rank is not None)
-        if verbose and agreement.rank == 0 and len(self.ranks) == agreement.world_size:
+        if verbose and control.rank == 0 and len(self.ranks) == control.world_size:
             report.show(busy_table(self.ranks))
             for remark in remarks(self.ranks):
                 report.show(remark)
         if self._recorder is not None:
-            self._write(self._recorder, agreement, name)
+            self._write(self._recorder, control, name)
 
     def _measured(self, rank: int, name: str, plan: Plan | None) -> MeasuredRank | None:
         step_s = self.step_s
@@ -176,13 +176,13 @@ class Watch:
             drift=drift_of(self._busy_s, step_s),
         )
 
-    def _write(self, recorder: Recorder, agreement: Agreement, name: str) -> None:
+    def _write(self, recorder: Recorder, control: ControlGroup, name: str) -> None:
         # more than that are not written: thousands of ranks need not send what they recorded
-        shown = agreement.rank < trace.RANKS_IN_FULL
-        events = recorder.events(agreement.rank) if shown else ()
-        own = Recording(agreement.rank, name, events)
-        said = agreement.exchange_objects((socket.gethostname(), recorder.met_s, own))
-        if agreement.rank or self._path is None:
+        shown = control.rank < trace.RANKS_IN_FULL
+        events = recorder.events(control.rank) if shown else ()
+        own = Recording(control.rank, name, events)
+        said = control.gather((socket.gethostname(), recorder.met_s, own))
+        if control.rank or self._path is None:
             return
         recordings = aligned(said)
         try:

@@ -1,65 +1,45 @@
-"""From a model, a loader and ranks to a plan: measured and solved, or given."""
+"""From trainer, loaders and options to a plan, in stages that return values.
+
+::
+
+    job = read_job(trainer, control, options)              Job      what is to be trained
+    problem = measure_or_load(job, model, trainer)         Problem  what the ranks can do
+    plan = make_plan(job, problem, control)                Plan     who does what
+    session.apply(plan)                                             session.py
+
+A given plan takes the same road, without the two stages in the middle. Every stage is collective.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from lightning_cephalo.accelerator import Accelerator
+import torch
+
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
-from lightning_cephalo.adapters import supported
-from lightning_cephalo.common.errors import InfeasibleError, PlanError
-from lightning_cephalo.common.quantities import format_bytes
+from lightning_cephalo.adapters.user_module import smallest_microbatch, step_arguments
 from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
-from lightning_cephalo.data.cutting import BatchCutter
-from lightning_cephalo.execution.offload import HostRing
-from lightning_cephalo.execution.sharded_model import Engine
-from lightning_cephalo.observe import report
-from lightning_cephalo.observe.memory_account import RankMemory
-from lightning_cephalo.plan import Plan, Problem, RankPlan, solve
-from lightning_cephalo.preparation.host_memory import (
-    HostMemory,
-    describe_host_memory,
-    make_ring,
-    with_host_memory,
-)
-from lightning_cephalo.preparation.memory_cap import (
-    MemoryCap,
-    capped,
+from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
+from lightning_cephalo.preparation.limits import (
+    Limits,
+    check_limits,
     check_plan,
     named_where_nothing_fits,
+    with_host_memory,
 )
+from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.profiling import job_cache
 from lightning_cephalo.profiling.measure import ProfileOptions, measure, read_batch
-from lightning_cephalo.profiling.memory_model import check_capacities
-from lightning_cephalo.profiling.memory_model import predicted as predicted_memory
 from lightning_cephalo.profiling.progress import Progress
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-
-@dataclass(frozen=True)
-class PlanningOptions:
-    """What the user said about batches and planning; see :class:`CephaloStrategy`."""
-
-    global_batch_size: int | None = None
-    collate_per_microbatch: bool = False
-    split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None
-    equal_microbatches: bool = False
-    profile_budget_s: float = 20.0
-    remeasure: bool = False
-    verbose: bool = True
-    host_memory_cap: float | int | None = None
-    choose_recompute: bool = False
-    reshard_after_forward: bool | Literal["auto"] = "auto"
-    memory_cap: MemoryCap | None = None
+    from lightning.pytorch import LightningModule, Trainer
 
 
 @dataclass(frozen=True)
@@ -74,239 +54,94 @@ class Loaders:
     flat: tuple[Any, ...]
     spec: Any
 
+    @property
+    def source(self) -> Any:
+        """What batches are read from: the single loader, or these."""
+        return self.flat[0] if self.spec is None else self
+
 
 @dataclass(frozen=True)
-class Preparation:
-    """A model ready to train.
+class Job:
+    """What is to be trained, and within which limits; equal on every rank.
 
     Attributes:
-        engine: The model, sharded by the plan.
-        plan: The plan.
-        cutter: Cuts this rank's batches.
-        memory: What the plan predicts that every rank holds; a given plan tells the peak at most.
+        options: The user's options.
+        limits: What each rank may use.
+        global_batch_size: Samples of a step over all ranks; 0 where nothing is trained.
+        loaders: The training dataloaders.
+        layouts: How the batches of each can be cut.
+        plan: The given plan; None: one is to be made.
     """
 
-    engine: Engine
-    plan: Plan
-    cutter: BatchCutter
-    memory: tuple[RankMemory, ...]
+    options: Options
+    limits: tuple[Limits, ...]
+    global_batch_size: int = 0
+    loaders: Loaders = Loaders((), None)
+    layouts: tuple[BatchLayout, ...] = ()
+    plan: Plan | None = None
 
-    def report_measured(
-        self, step_s: float | None, memory: tuple[RankMemory, ...] | None = None
-    ) -> None:
-        """Print predicted against measured step time and memory."""
-        if step_s is not None:
-            report.show(report.prediction_table({"step_s": self.plan.step_s}, {"step_s": step_s}))
-        if memory is not None:
-            report.show(report.memory_table(self.memory, memory))
+    @classmethod
+    def of_evaluation(cls, options: Options, world_size: int) -> Job:
+        """The job of a run that trains nothing."""
+        return cls(options, (Limits.none(),) * world_size)
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything is trained."""
+        return bool(self.loaders.flat)
+
+    @property
+    def first_fractions(self) -> list[float]:
+        """Shares of the model before there is another plan than a given one.
+
+        By memory: a model that fits no even share must still be measured.
+        """
+        if self.plan is not None:
+            return [rank.state_fraction for rank in self.plan.ranks]
+        capacities = [own.device.capacity_bytes for own in self.limits]
+        if math.isinf(max(capacities)) or min(capacities) > 0.9 * max(capacities):
+            return [1.0 / len(capacities)] * len(capacities)  # equal slices travel faster
+        return [capacity / sum(capacities) for capacity in capacities]
 
 
-def prepare(
-    *,
-    trainer: Trainer,
-    agreement: Agreement,
-    accelerator: Accelerator,
-    plan: Plan | str | PathLike[str] | None,
-    options: PlanningOptions,
-    make_engine: Callable[..., Engine],
-    step: Callable[[Any], Any],
-    context: Callable[[], AbstractContextManager[Any]],
-    num_processes: int,
-    enforce: Callable[[float], None],
-) -> Preparation:
-    """Shard the model by the given plan, or by one measured and solved; collective.
+# -- reading the job ------------------------------------------------------------------------------
+
+
+def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
+    """Read what is to be trained; collective.
 
     Args:
         trainer: The trainer that is fitting.
-        agreement: Exchanges between ranks.
-        accelerator: This rank's device.
-        plan: A plan or its path; None to measure.
+        control: Messages between ranks.
         options: The user's options.
-        make_engine: Shards the model by given fractions.
-        step: The user's training step on one batch.
-        context: The precision plugin's context of a training step.
-        num_processes: Ranks that Lightning started on this host.
-        enforce: Told the bytes that this rank may use, before anything runs on it.
 
     Raises:
-        PlanError: If the plan, or the memory cap, does not fit the run.
-        InfeasibleError: If there is no plan.
+        PlanError: If the plan, the batch size, or a memory cap does not fit the run.
         RemoteRankError: If any of this failed on another rank.
     """
-    loaders = supported.together(
-        agreement, "reading the training dataloader", partial(_training_loaders, trainer)
-    )
-    batch_size = supported.together(
-        agreement,
-        "finding the global batch size",
-        partial(_global_batch_size, loaders, plan, options, agreement.world_size),
-    )
-    layouts = supported.together(
-        agreement, "finding how batches can be split", partial(_layouts, loaders, options)
-    )
-    processes = processes_on_this_host(num_processes)
-    device = accelerator.describe(processes)
-    device = capped(device, options.memory_cap, agreement)
-    caps_bytes = [row[0] for row in agreement.exchange([device.cap_bytes])]
-    host = supported.together(
-        agreement,
-        "reading host_memory_cap",
-        partial(describe_host_memory, accelerator, processes, options.host_memory_cap),
-    )
+    failure, world_size = None, control.world_size
+    try:
+        doing = "reading the training dataloader"
+        loaders = _training_loaders(trainer)
+        doing = "finding the global batch size"
+        own_size = _global_batch_size(loaders, options, world_size)
+        doing = "finding how batches can be split"
+        layouts = _layouts(loaders, options)
+        doing = "reading the memory caps"
+        own = _limits(trainer, control, options)
+        doing = "reading the plan"
+        plan = _given_plan(options, world_size, own_size)
+        doing = "checking the number of ranks"
+        batch_size = _check_ranks(plan, world_size, own_size)
+    except Exception as error:
+        failure = error
+    control.raise_if_any_failed(failure, doing)
+    limits = tuple(control.gather(own))
+    check_limits(limits)
+    plan = control.broadcast(plan)
     if plan is not None:
-        given = supported.together(
-            agreement,
-            "reading the plan",
-            partial(_given_plan, plan, agreement.world_size, batch_size, caps_bytes),
-        )
-        given = agreement.broadcast(given)
-        engine = make_engine(fractions=[rank.state_fraction for rank in given.ranks])
-        with named_where_nothing_fits(caps_bytes):
-            check_capacities(
-                engine, device.cap_bytes, reshard_after_forward=_reshards(given, options)
-            )
-        enforce(device.cap_bytes)
-        _show(given, options, agreement)
-        predicted = tuple(RankMemory(peak_bytes=rank.memory_bytes) for rank in given.ranks)
-        _obey(given, options, engine, host)
-        cutter = _cutter(given.ranks[agreement.rank], layouts, loaders)
-        return Preparation(engine, given, cutter, predicted)
-
-    supported.together(
-        agreement,
-        "checking the number of ranks",
-        partial(_check_ranks, agreement.world_size, batch_size),
-    )
-    engine = make_engine(fractions=_fractions_by_memory(agreement, device.capacity_bytes))
-    with named_where_nothing_fits(caps_bytes):
-        check_capacities(engine, device.capacity_bytes)
-    enforce(device.cap_bytes)
-    loader = loaders.flat[0] if loaders.spec is None else loaders
-    smallest = supported.smallest_microbatch(engine.module)
-    found = job_cache.look_up(
-        agreement,
-        device,
-        lambda: job_cache.describe(
-            engine, trainer, partial(read_batch, loader, smallest), batch_size, options
-        ),
-        remeasure=options.remeasure,
-    )
-    with Progress(options.verbose and agreement.rank == 0) as progress:
-        if found.said is not None:
-            progress.warn(found.said)
-    problem = found.problem
-    if problem is None:
-        with named_where_nothing_fits(caps_bytes):
-            problem = measure(
-                engine=engine,
-                trainer=trainer,
-                device=device,
-                loader=loader,
-                layouts=layouts,
-                step=step,
-                context=context,
-                global_batch_size=batch_size,
-                options=ProfileOptions(
-                    budget_s=options.profile_budget_s,
-                    minimum_microbatch_size=smallest,
-                    equal_microbatches=options.equal_microbatches,
-                    choose_recompute=options.choose_recompute,
-                    verbose=options.verbose,
-                ),
-            )
-        _keep(problem, found, options, agreement)
-    problem = replace(problem, reshard_after_forward=options.reshard_after_forward)
-    if engine.executor.recompute:
-        problem = with_host_memory(problem, agreement.exchange_objects(host))
-    with Progress(options.verbose and agreement.rank == 0) as progress:
-        progress.say("solving for the plan")
-        solved = supported.together(
-            agreement,
-            "solving for the plan",
-            partial(_solved, problem, engine.executor.recompute, caps_bytes, agreement.rank),
-        )
-    solved = agreement.broadcast(solved)
-    predicted = predicted_memory(problem, solved, engine)
-    engine.change_fractions([rank.state_fraction for rank in solved.ranks])
-    _show(solved, options, agreement)
-    _obey(solved, options, engine, host)
-    cutter = _cutter(solved.ranks[agreement.rank], layouts, loaders)
-    return Preparation(engine, solved, cutter, predicted)
-
-
-def _keep(
-    problem: Problem, found: job_cache.Found, options: PlanningOptions, agreement: Agreement
-) -> None:
-    if agreement.rank == 0 and found.path is not None:
-        lost = job_cache.keep(found.path, problem)
-        if lost is not None and options.verbose:
-            Progress(True).warn(f"The next start of this job will measure again: {lost}")
-
-
-def _solved(
-    problem: Problem, recompute: bool, caps_bytes: Sequence[float], rank: int
-) -> Plan | None:
-    """The plan, on rank 0."""
-    if rank != 0:
-        return None
-    with named_where_nothing_fits(caps_bytes):
-        try:
-            return solve(problem)
-        except InfeasibleError as error:
-            if recompute:
-                raise
-            hint = "Recomputation is off: CephaloStrategy(recompute=True) takes less memory."
-            raise InfeasibleError(f"{error} {hint}") from None
-
-
-def _obey(plan: Plan, options: PlanningOptions, engine: Engine, host: HostMemory) -> None:
-    """Have this rank's steps treat units and activations as the plan says; collective.
-
-    Raises:
-        PlanError: If the plan wants boundaries moved that kept activations hold.
-        HostMemoryError: If the host has less memory than the plan needs.
-    """
-    executor, rank = engine.executor, plan.ranks[engine.agreement.rank]
-    executor.reshard_after_forward = _reshards(plan, options)
-    # at least: with tokens as weights what profiling has left is nearer
-    executor.expect_weight(plan.global_batch_size)
-    if rank.recompute is not None:
-        executor.recompute = rank.recompute
-    executor.failure.planned_memory = _planned_memory(rank)
-
-    def ring() -> HostRing | None:
-        if rank.offload and not executor.recompute:
-            raise PlanError(
-                "The plan says offload: true, but recomputation is off, so that activations are"
-                " kept and hold what enters them. Use CephaloStrategy(recompute=True), or say"
-                " recompute: true in the plan."
-            )
-        return make_ring(engine.accelerator, host, rank)
-
-    executor.ring = supported.together(engine.agreement, "allocating host memory", ring)
-
-
-def _reshards(plan: Plan, options: PlanningOptions) -> bool:
-    said = plan.reshard_after_forward
-    return options.reshard_after_forward is not False if said is None else said
-
-
-def _cutter(rank: RankPlan, layouts: Sequence[BatchLayout], loaders: Loaders) -> BatchCutter:
-    return BatchCutter(tuple(layouts), loaders.spec, rank.microbatch_sizes)
-
-
-def _planned_memory(rank: RankPlan) -> str:
-    if rank.memory_bytes is None:
-        return ""
-    capacity = ""
-    if rank.capacity_bytes is not None and math.isfinite(rank.capacity_bytes):
-        capacity = f" of the {format_bytes(rank.capacity_bytes)} that it may use"
-    return f"The plan counts on {format_bytes(rank.memory_bytes)}{capacity}."
-
-
-def _show(plan: Plan, options: PlanningOptions, agreement: Agreement) -> None:
-    if options.verbose and agreement.rank == 0:
-        report.show(report.plan_table(plan))
+        check_plan(plan, limits)
+    return Job(options, limits, batch_size, loaders, layouts, plan)
 
 
 def _training_loaders(trainer: Trainer) -> Loaders:
@@ -331,9 +166,7 @@ def _training_loaders(trainer: Trainer) -> Loaders:
     return Loaders(tuple(flat), None if single else spec)
 
 
-def _global_batch_size(
-    loaders: Loaders, plan: Any, options: PlanningOptions, world_size: int
-) -> int | None:
+def _global_batch_size(loaders: Loaders, options: Options, world_size: int) -> int | None:
     if options.global_batch_size is not None:
         if options.global_batch_size < 1:
             raise PlanError(
@@ -341,7 +174,7 @@ def _global_batch_size(
             )
         return options.global_batch_size
     size = global_batch_size(loaders.flat[0], world_size)
-    if size is None and plan is None:
+    if size is None and options.plan is None:
         raise PlanError(
             "The training dataloader does not say how many samples a batch has (batch_size=None,"
             " or not a DataLoader). Say it with CephaloStrategy(global_batch_size=...)."
@@ -349,43 +182,151 @@ def _global_batch_size(
     return size
 
 
-def _layouts(loaders: Loaders, options: PlanningOptions) -> list[BatchLayout]:
+def _layouts(loaders: Loaders, options: Options) -> tuple[BatchLayout, ...]:
     if options.collate_per_microbatch:
-        return [BatchLayout() for _ in loaders.flat]
-    return [learn_layout(loader, splitter=options.split_batch) for loader in loaders.flat]
+        return tuple(BatchLayout() for _ in loaders.flat)
+    return tuple(learn_layout(loader, splitter=options.split_batch) for loader in loaders.flat)
 
 
-def _given_plan(
-    plan: Plan | str | PathLike[str],
-    world_size: int,
-    batch_size: int | None,
-    caps_bytes: Sequence[float],
-) -> Plan:
-    found = plan if isinstance(plan, Plan) else Plan.load(plan)
-    found.check(world_size=world_size, global_batch_size=batch_size)
-    check_plan(found, caps_bytes)
-    return found
+def _limits(trainer: Trainer, control: ControlGroup, options: Options) -> Limits:
+    strategy: Any = trainer.strategy
+    return Limits.read(
+        accelerator_of(strategy.root_device),
+        processes_on_this_host(strategy.num_processes),
+        control.rank,
+        control.world_size,
+        options.memory_cap,
+        options.host_memory_cap,
+    )
 
 
-def _check_ranks(world_size: int, batch_size: int) -> None:
+def _given_plan(options: Options, world_size: int, batch_size: int | None) -> Plan | None:
+    if options.plan is None:
+        return None
+    plan = options.plan if isinstance(options.plan, Plan) else Plan.load(options.plan)
+    plan.check(world_size=world_size, global_batch_size=batch_size)
+    return plan
+
+
+def _check_ranks(plan: Plan | None, world_size: int, batch_size: int | None) -> int:
+    """Return the global batch size, where there are samples for every rank or a plan says more."""
+    if plan is not None:
+        return plan.global_batch_size
     if world_size == 1:
         raise PlanError(
             "strategy='cephalo' shares work between ranks, but there is one (world size 1)."
             " Expected two or more: Trainer(devices=2) or more, or use strategy='auto'. To train"
             " one rank by a plan all the same, give it: CephaloStrategy(plan=...)."
         )
+    assert batch_size is not None, "without a plan it was read, or refused"
     if batch_size < world_size:
         raise PlanError(
             f"There are more ranks than samples: a global batch of {batch_size} for {world_size}"
             " ranks. Raise the DataLoader's batch_size or global_batch_size, use fewer ranks, or"
             " give a plan that leaves some ranks without samples."
         )
+    return batch_size
 
 
-def _fractions_by_memory(agreement: Agreement, capacity_bytes: float) -> list[float]:
-    """Shares to profile with: a model that fits no even share must still be profiled."""
-    capacities = [row[0] for row in agreement.exchange([capacity_bytes])]
-    even = [1.0 / agreement.world_size] * agreement.world_size
-    if math.isinf(max(capacities)) or min(capacities) > 0.9 * max(capacities):
-        return even  # equal slices travel faster
-    return [capacity / sum(capacities) for capacity in capacities]
+# -- measuring it, or loading what an earlier start has measured ----------------------------------
+
+
+def measure_or_load(job: Job, model: ShardedModel, trainer: Trainer) -> Problem:
+    """Return what the ranks can do, and what a plan may choose; collective.
+
+    Args:
+        job: What is to be trained.
+        model: The sharded model; afterwards it holds no full parameters.
+        trainer: The trainer that is fitting.
+
+    Raises:
+        ProfilingError: If a rank fails while it is measured.
+        TooLittleMemoryError: If no rank can run the smallest microbatch.
+    """
+    options, control = job.options, model.control
+    device, smallest = job.limits[control.rank].device, smallest_microbatch(model.module)
+    found = job_cache.look_up(
+        control,
+        device,
+        lambda: job_cache.describe(
+            model,
+            trainer,
+            partial(read_batch, job.loaders.source, smallest),
+            job.global_batch_size,
+            options.of_measuring(),
+        ),
+        remeasure=options.remeasure,
+    )
+    if found.said is not None:
+        Progress(options.verbose and control.rank == 0).warn(found.said)
+    problem = found.problem
+    if problem is None:
+        module: Any = model.module
+        with named_where_nothing_fits(job.limits):
+            problem = measure(
+                engine=model,
+                trainer=trainer,
+                device=device,
+                loader=job.loaders.source,
+                layouts=job.layouts,
+                step=partial(_step_of_user, module),
+                context=trainer.precision_plugin.train_step_context,
+                global_batch_size=job.global_batch_size,
+                options=ProfileOptions(
+                    budget_s=options.profile_budget_s,
+                    minimum_microbatch_size=smallest,
+                    equal_microbatches=options.equal_microbatches,
+                    choose_recompute=options.recompute.is_planned,
+                    verbose=options.verbose,
+                ),
+            )
+        _keep(problem, found, options, control)
+    model.release_buffers()
+    problem = replace(problem, reshard_after_forward=options.reshard_after_forward.as_given)
+    if not options.recompute.default:
+        return problem  # kept activations hold what enters them: there is nothing to offload
+    return with_host_memory(problem, [own.host for own in job.limits])
+
+
+def _step_of_user(module: LightningModule, batch: Any) -> torch.Tensor:
+    return module.training_step(*step_arguments(module, batch))  # type: ignore[return-value]
+
+
+def _keep(
+    problem: Problem, found: job_cache.Found, options: Options, control: ControlGroup
+) -> None:
+    if control.rank == 0 and found.path is not None:
+        lost = job_cache.keep(found.path, problem)
+        if lost is not None and options.verbose:
+            Progress(True).warn(f"The next start of this job will measure again: {lost}")
+
+
+# -- making the plan ------------------------------------------------------------------------------
+
+
+def make_plan(job: Job, problem: Problem, control: ControlGroup) -> Plan:
+    """Solve for the plan on rank 0, and return it on every rank; collective.
+
+    Raises:
+        InfeasibleError: If there is no plan; on rank 0.
+        RemoteRankError: The same, on the other ranks.
+    """
+    with Progress(job.options.verbose and control.rank == 0) as progress:
+        progress.say("solving for the plan")
+        plan = control.together(
+            "solving for the plan", partial(_solved, job, problem, control.rank)
+        )
+    return control.broadcast(plan)
+
+
+def _solved(job: Job, problem: Problem, rank: int) -> Plan | None:
+    if rank != 0:
+        return None
+    with named_where_nothing_fits(job.limits):
+        try:
+            return solve(problem)
+        except InfeasibleError as error:
+            if job.options.recompute.default:
+                raise
+            hint = "Recomputation is off: CephaloStrategy(recompute=True) takes less memory."
+            raise InfeasibleError(f"{error} {hint}") from None

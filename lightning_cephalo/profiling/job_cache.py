@@ -14,7 +14,7 @@ import importlib.metadata
 import inspect
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -29,10 +29,10 @@ from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.data.randomness import preserved_randomness
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.profiling.measure import pooled
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -58,17 +58,17 @@ class Found:
 
 
 def look_up(
-    agreement: Agreement, device: Device, describe_job: Callable[[], Any], *, remeasure: bool
+    control: ControlGroup, device: Device, describe_job: Callable[[], Any], *, remeasure: bool
 ) -> Found:
     """Look for what an earlier start of this job has measured; collective.
 
     Args:
-        agreement: Exchanges between ranks.
+        control: Exchanges between ranks.
         device: This rank's device.
         describe_job: Returns what makes the job what it is, on every rank.
         remeasure: Whether to measure whatever there is.
     """
-    rows = agreement.exchange_objects(
+    rows = control.gather(
         (
             _digest(describe_job) if device.speed_lasts else None,
             device.name,
@@ -79,10 +79,10 @@ def look_up(
         return Found(None)
     key = _hashed([(digest, name) for digest, name, _ in rows])
     found = None
-    if agreement.rank == 0:
+    if control.rank == 0:
         path = files.cache_folder() / "jobs" / f"{key[:32]}.json"
         found = Found(path) if remeasure else _read(path, [row[2] for row in rows])
-    return agreement.broadcast(found)
+    return control.broadcast(found)
 
 
 def keep(path: Path, problem: Problem) -> str | None:
@@ -131,11 +131,11 @@ def _read(path: Path, capacities: Sequence[float]) -> Found:
 
 
 def describe(
-    engine: Engine,
+    engine: ShardedModel,
     trainer: Trainer,
     read_sample: Callable[[], Any],
     global_batch_size: int,
-    options: Any,
+    options: Mapping[str, Any],
 ) -> Any:
     """All that measured times depend on, but for the devices, as plain values.
 
@@ -144,7 +144,7 @@ def describe(
         trainer: The trainer that is fitting.
         read_sample: Reads a small batch as the loaders give it.
         global_batch_size: Samples of a step over all ranks.
-        options: What the user said about batches and planning, a dataclass.
+        options: The user's options that measured times depend on, by name.
     """
     module = engine.module
     with preserved_randomness():
@@ -174,9 +174,7 @@ def describe(
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
         "threads": torch.get_num_threads() if engine.accelerator.computes_on_host else None,
         "options": {
-            field.name: _plain(getattr(options, field.name))
-            for field in dataclasses.fields(options)
-            if field.name not in ("verbose", "remeasure")
+            name: _plain(value) for name, value in options.items()
         },
     }  # fmt: skip
 

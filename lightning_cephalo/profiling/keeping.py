@@ -60,13 +60,13 @@ def _time(prober: Prober, measured: Measured, size: int, idle: int) -> None:
     if size in measured.times or (measured.smallest_too_large or size + 1) <= size:
         size = 0
     for _ in range(_REPEATS):
-        while any(row[0] for row in prober.agreement.exchange([float(size)])):
+        while prober.control.any(bool(size)):
             times, refused = prober.timed(size or idle)
             if not any(refused):
                 if size and times is not None:
                     measured.times[size] = times.least(measured.times.get(size))
                 break
-            if refused[prober.agreement.rank]:
+            if refused[prober.control.rank]:
                 if size:
                     measured.times.pop(size, None)
                     measured.smallest_too_large = size

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
 from lightning_cephalo.data import sample_batches
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
@@ -39,7 +39,7 @@ from lightning_cephalo.profiling.sweep import (
     measure_memory,
     measure_times,
 )
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -72,7 +72,7 @@ class ProfileOptions:
 
 def measure(
     *,
-    engine: Engine,
+    engine: ShardedModel,
     trainer: Trainer,
     device: Device,
     loader: Any,
@@ -107,10 +107,10 @@ def measure(
             if none has memory for the smallest microbatch.
     """
     started_s = time.perf_counter()
-    agreement = engine.agreement
+    control = engine.control
     clock = engine.accelerator.clock
     smallest = min(options.minimum_microbatch_size, global_batch_size)
-    progress = Progress(options.verbose and agreement.rank == 0)
+    progress = Progress(options.verbose and control.rank == 0)
     batches = _Batches(loader, partial(moved_to_device, trainer, engine.module))
 
     def counted_batch(size: int) -> Any:
@@ -118,7 +118,7 @@ def measure(
         return batches(size)
 
     with (
-        lost_rank_explained(agreement.rank, "profiling"),
+        lost_rank_explained(control.rank, "profiling"),
         progress,
         isolated(trainer, engine.module, engine.accelerator),
     ):
@@ -126,7 +126,7 @@ def measure(
         sweep = Sweep(
             ladder(smallest, global_batch_size),
             options.budget_s * _TIMING_SHARE,
-            agreement.exchange_objects(device.name),
+            control.gather(device.name),
             options.equal_microbatches,
             progress.timing,
         )
@@ -153,7 +153,7 @@ def measure(
     units = max(1, sum(visit.differentiable for visit in visits))
     own_keeping = Kept(0.0, 0.0) if keeping is None else keeping.kept
     per_microbatch = max(own_kept.microbatch_bytes, own_keeping.microbatch_bytes)
-    rows = agreement.exchange(
+    rows = control.gather(
         [
             own_kept.sample_bytes,
             own_keeping.sample_bytes,
@@ -170,7 +170,7 @@ def measure(
     if keeping is not None:
         all_kept = Kept(max(inside_too, per_sample), per_microbatch)
         own = with_keeping(own, keeping, all_kept, units, gathered_bytes)
-    profiles = pooled(_exchanged(agreement, own))
+    profiles = pooled(_exchanged(control, own))
     reduced = len({visit.unit for visit in visits if engine.units[visit.unit].trainable})
     even_reduce_s = network.even_reduce_s
     if even_reduce_s is not None:
@@ -197,7 +197,7 @@ def measure(
         fill_s=network.fill_s,
         unresharded_bytes=float(engine.unresharded_bytes),
     )
-    if agreement.rank == 0 and device.speed_lasts:
+    if control.rank == 0 and device.speed_lasts:
         lost = remember(
             problem,
             model=type(engine.module).__name__,
@@ -229,8 +229,8 @@ def balanced_step_s(problem: Problem) -> float:
     return problem.global_batch_size / samples_per_s + fixed_time(problem)
 
 
-def _exchanged(agreement: Agreement, profile: RankProfile) -> list[RankProfile]:
-    return [RankProfile.from_dict(data) for data in agreement.exchange_objects(profile.to_dict())]
+def _exchanged(control: ControlGroup, profile: RankProfile) -> list[RankProfile]:
+    return [RankProfile.from_dict(data) for data in control.gather(profile.to_dict())]
 
 
 def _profile(

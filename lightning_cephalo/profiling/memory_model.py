@@ -24,7 +24,7 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.emulated import MemoryTracker
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_mib
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory_account import RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.sharding.collectives import summands_received
@@ -37,7 +37,7 @@ _STATE_COPIES = 4
 _COUNTER_BYTES = 64
 
 
-def state_bytes(engine: Engine) -> int:
+def state_bytes(engine: ShardedModel) -> int:
     """Bytes of training state of the whole model: what the plan's fractions share out.
 
     16 per fp32 or mixed-precision parameter that is trained: itself, its gradient and the two
@@ -51,7 +51,7 @@ def state_bytes(engine: Engine) -> int:
     return held + _receive_bytes(engine)
 
 
-def _receive_bytes(engine: Engine) -> int:
+def _receive_bytes(engine: ShardedModel) -> int:
     """Bytes of the buffers that one reduce receives into, over all ranks; one is under way."""
     flats = _flats(engine)
     if not flats:
@@ -60,7 +60,7 @@ def _receive_bytes(engine: Engine) -> int:
     return largest * summands_received(flats[0].context.reduce_group)
 
 
-def resting_bytes(engine: Engine) -> int:
+def resting_bytes(engine: ShardedModel) -> int:
     """Bytes that this rank holds between steps beside its share of the state.
 
     Buffers, and what optimizers hold of every parameter whatever its share (a step counter).
@@ -83,7 +83,7 @@ def resting_bytes(engine: Engine) -> int:
 
 
 def check_capacities(
-    engine: Engine, capacity_bytes: float, *, reshard_after_forward: bool = True
+    engine: ShardedModel, capacity_bytes: float, *, reshard_after_forward: bool = True
 ) -> None:
     """Raise if any rank cannot even hold what every rank must; collective.
 
@@ -100,7 +100,7 @@ def check_capacities(
         gathered += engine.unresharded_bytes
         ways_out = f"reshard_after_forward=True, {ways_out}"
     shards = sum(_nbytes(flat.shard) * (2 if flat.trainable else 1) for flat in _flats(engine))
-    rows = engine.agreement.exchange([capacity_bytes, float(shards)])
+    rows = engine.control.gather([capacity_bytes, float(shards)])
     for rank, (capacity, held) in enumerate(rows):
         missing = held + gathered - capacity
         if missing > 0:
@@ -123,11 +123,11 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _flats(engine: Engine) -> list[Flat]:
+def _flats(engine: ShardedModel) -> list[Flat]:
     return [flat for unit in engine.units for flat in unit.flats]
 
 
-def predicted(problem: Problem, plan: Plan, engine: Engine) -> tuple[RankMemory, ...]:
+def predicted(problem: Problem, plan: Plan, engine: ShardedModel) -> tuple[RankMemory, ...]:
     """What a plan made for this problem takes on every rank: the terms of the formula, by kind."""
     received = _receive_bytes(engine)
     gathered = engine.gathered_parameter_bytes
@@ -161,7 +161,7 @@ class PeakMeter:
         engine: The sharded model.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ShardedModel) -> None:
         self._engine = engine
         self._allocator = engine.accelerator.allocator
         self._before = 0
@@ -200,7 +200,7 @@ class PeakMeter:
 class _StepTracker(MemoryTracker):
     """Leaves out what a reduce receives into: `state_bytes` has it, for the planned shares."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ShardedModel) -> None:
         super().__init__()
         self._engine = engine
 

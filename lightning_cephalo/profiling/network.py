@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.sharding.unit import Unit
 
@@ -52,7 +52,7 @@ class NetworkTimes:
 
 
 def measure_network(
-    engine: Engine, clock: Callable[[], float], capacity_bytes: float
+    engine: ShardedModel, clock: Callable[[], float], capacity_bytes: float
 ) -> NetworkTimes:
     """Time the collectives of a step on the groups that the step uses; collective.
 
@@ -94,7 +94,7 @@ def _uneven(world_size: int) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def _have_room(engine: Engine, fractions: Sequence[float], capacity_bytes: float) -> bool:
+def _have_room(engine: ShardedModel, fractions: Sequence[float], capacity_bytes: float) -> bool:
     """Whether every rank could hold its parameters and gradients by these shares."""
     held = sum(
         flat.numel * flat.master_dtype.itemsize * (2 if flat.trainable else 1)
@@ -102,8 +102,8 @@ def _have_room(engine: Engine, fractions: Sequence[float], capacity_bytes: float
         for flat in unit.flats
     )
     # Twice: the old shards go only when the new ones have been filled.
-    needed = engine.gathered_bytes + 2 * held * fractions[engine.agreement.rank]
-    return all(row[0] for row in engine.agreement.exchange([float(needed < capacity_bytes)]))
+    needed = engine.gathered_bytes + 2 * held * fractions[engine.control.rank]
+    return engine.control.all(needed < capacity_bytes)
 
 
 def _saved(even_s: float | None, uneven_s: float) -> float | None:
@@ -111,7 +111,7 @@ def _saved(even_s: float | None, uneven_s: float) -> float | None:
     return even_s if even_s is not None and even_s < (1 - _NOISE) * uneven_s else None
 
 
-def _mean_times(engine: Engine, clock: Callable[[], float]) -> tuple[float, float]:
+def _mean_times(engine: ShardedModel, clock: Callable[[], float]) -> tuple[float, float]:
     """Seconds of gathering and of reducing a mean unit beside the root."""
     units = _spread([unit for unit in engine.units[1:] if unit.flats], _UNITS)
     times = [_unit_times(engine, unit, clock) for unit in units]
@@ -127,7 +127,9 @@ def _spread(units: Sequence[Unit], count: int) -> list[Unit]:
     return [units[round(index * (len(units) - 1) / (count - 1))] for index in range(count)]
 
 
-def _unit_times(engine: Engine, unit: Unit, clock: Callable[[], float]) -> tuple[float, float]:
+def _unit_times(
+    engine: ShardedModel, unit: Unit, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Median seconds of gathering and of reducing a unit, each the slowest rank's."""
     gathers, reduces = [], []
     for repeat in range(1 + _REPEATS):
@@ -150,18 +152,20 @@ def _reduce(unit: Unit) -> None:
     unit.wait_reduce()
 
 
-def _slowest(engine: Engine, clock: Callable[[], float], function: Callable[[], None]) -> float:
+def _slowest(
+    engine: ShardedModel, clock: Callable[[], float], function: Callable[[], None]
+) -> float:
     clock()
-    engine.agreement.exchange([0.0])  # start together
+    engine.control.barrier()
     start_s = clock()
     function()
-    return max(row[0] for row in engine.agreement.exchange([clock() - start_s]))
+    return engine.control.max(clock() - start_s)
 
 
-def _exchange_time(engine: Engine) -> float:
+def _exchange_time(engine: ShardedModel) -> float:
     times = []
     for _ in range(_REPEATS):
         start_s = time.perf_counter()
-        engine.agreement.exchange([0.0, 0.0])
+        engine.control.gather([0.0, 0.0])
         times.append(time.perf_counter() - start_s)
-    return max(row[0] for row in engine.agreement.exchange([statistics.median(times)]))
+    return engine.control.max(statistics.median(times))

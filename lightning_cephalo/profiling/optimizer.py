@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.placement import local_part
 
@@ -29,7 +29,9 @@ _ROWS_NUMEL, _LARGE_NUMEL, _LAUNCHED_LARGE_NUMEL = 2**18, 2**20, 2**22
 
 
 def optimizer_time(
-    engine: Engine, clock: Callable[[], float], clip: Callable[[Sequence[Tensor]], object] | None
+    engine: ShardedModel,
+    clock: Callable[[], float],
+    clip: Callable[[Sequence[Tensor]], object] | None,
 ) -> float:
     """Seconds of clipping and of AdamW over an even share, the slowest rank's; collective.
 
@@ -49,7 +51,7 @@ def optimizer_time(
         own_s = _adamw_time(engine, flats, clock)
     if not own_s:
         gc.collect()  # the frames of the failed step hold its tensors
-    return clip_s + max(row[0] for row in engine.agreement.exchange([own_s]))
+    return clip_s + engine.control.max(own_s)
 
 
 def clipping(largest: float | None, algorithm: str | None) -> Callable[..., object] | None:
@@ -61,7 +63,7 @@ def clipping(largest: float | None, algorithm: str | None) -> Callable[..., obje
 
 
 def _clip_time(
-    engine: Engine,
+    engine: ShardedModel,
     flats: Sequence[Flat],
     clock: Callable[[], float],
     clip: Callable[[Sequence[Tensor]], object],
@@ -72,17 +74,17 @@ def _clip_time(
             flat.publish([True] * len(flat.sharded))
     times: list[float] = []
     while len(times) <= _REPEATS and sum(times) < _LONG_S:
-        engine.agreement.exchange([0.0])  # start together
+        engine.control.barrier()
         start_s = clock()
         clip(parameters)
         # agreed: all ranks stop after the same repetition
-        times.append(max(row[0] for row in engine.agreement.exchange([clock() - start_s])))
+        times.append(engine.control.max(clock() - start_s))
     for parameter in parameters:
         parameter.grad = None
     return statistics.median(times[1:] or times)
 
 
-def _adamw_time(engine: Engine, flats: Sequence[Flat], clock: Callable[[], float]) -> float:
+def _adamw_time(engine: ShardedModel, flats: Sequence[Flat], clock: Callable[[], float]) -> float:
     rows = [
         local_part(parameter).numel()
         for flat in flats
@@ -94,7 +96,7 @@ def _adamw_time(engine: Engine, flats: Sequence[Flat], clock: Callable[[], float
     most = max(1, _ROWS_NUMEL // len(rows))
     stand_ins = [min(numel, most) for numel in rows]
     own_s = _update_time(stand_ins, engine.device, clock)
-    share = sum(flat.numel for flat in flats) / engine.agreement.world_size
+    share = sum(flat.numel for flat in flats) / engine.control.world_size
     beyond = share - sum(stand_ins)
     if beyond > 0:
         on_host = engine.accelerator.computes_on_host

@@ -17,7 +17,7 @@ from lightning_cephalo.common.errors import ProfilingError, RemoteRankError
 from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.observer import Observer
-from lightning_cephalo.execution.sharded_model import Engine
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.plan.program import COMPUTE, ROOT, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
@@ -68,14 +68,14 @@ class Prober:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ShardedModel,
         clock: Callable[[], float],
         batch_of: Callable[[int], Any],
         step: Callable[[Any], Any],
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.engine = engine
-        self.agreement = engine.agreement
+        self.control = engine.control
         self._clock = clock
         self._batch_of = batch_of
         self._step = step
@@ -118,8 +118,8 @@ class Prober:
             forget_gradients(self.engine.module)
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
         refused = failure is not None and is_out_of_memory(failure)
-        with lost_rank_explained(self.agreement.rank, f"profiling a microbatch of {samples(size)}"):
-            said = self.agreement.exchange_objects((size, refused, message))
+        with lost_rank_explained(self.control.rank, f"profiling a microbatch of {samples(size)}"):
+            said = self.control.gather((size, refused, message))
         for rank, (at, out_of_memory, text) in enumerate(said):
             if text is not None and not out_of_memory:
                 raise ProfilingError(

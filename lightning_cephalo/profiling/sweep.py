@@ -119,24 +119,24 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
             the smallest microbatch.
     """
     started_s = time.perf_counter()
-    agreement, measured = prober.agreement, Measured()
+    control, measured = prober.control, Measured()
     smallest, whole = sweep.sizes[0], sweep.sizes[-1]
-    sweep.report([smallest] * agreement.world_size)
+    sweep.report([smallest] * control.world_size)
     able = _warm_up(prober, measured, smallest)
-    pace = _Pace([0.0] * agreement.world_size, prober.wall_s)
+    pace = _Pace([0.0] * control.world_size, prober.wall_s)
     while True:
         size = _next_size(
-            measured, sweep.sizes, _useful(pace.rates[agreement.rank], pace.rates, whole)
+            measured, sweep.sizes, _useful(pace.rates[control.rank], pace.rates, whole)
         )
         remaining_s = sweep.budget_s - (time.perf_counter() - started_s)
         own = [float(size if able else 0), _expected_s(measured, size), remaining_s, pace.beside_s]
-        rows = agreement.exchange(own)
+        rows = control.gather(own)
         remaining_s = min(row[2] for row in rows)
         pace.beside_s = max(row[3] for row in rows)
         sizes = _together([(int(row[0]), row[1]) for row in rows], smallest,
                           remaining_s - pace.beside_s)  # fmt: skip
         if not any(sizes):
-            if not any(row[0] for row in agreement.exchange([float(bool(measured.times))])):
+            if not control.any(bool(measured.times)):
                 raise TooLittleMemoryError(_nobody(prober, smallest))
             return measured
         sweep.report(sizes)
@@ -183,13 +183,13 @@ def _warm_up(prober: Prober, measured: Measured, smallest: int) -> bool:
     Returns whether this rank can run the smallest microbatch.
     """
     able = True
-    for _ in range(prober.agreement.world_size + 1):
+    for _ in range(prober.control.world_size + 1):
         _, refused = prober.timed(smallest if able else 0)
         if not any(refused):
             return able
-        if refused[prober.agreement.rank]:
+        if refused[prober.control.rank]:
             able, measured.smallest_too_large = False, smallest
-        if not any(row[0] for row in prober.agreement.exchange([float(able)])):
+        if not prober.control.any(able):
             raise TooLittleMemoryError(_nobody(prober, smallest))
     return able
 
@@ -207,7 +207,7 @@ def _time_round(
     Up to three times, as repetitions have taken so far; large sizes twice, and a third time on
     ranks that seem to have been disturbed.
     """
-    rank, beside_s = prober.agreement.rank, math.inf
+    rank, beside_s = prober.control.rank, math.inf
     runs = [bool(size) for size in sizes]
     size = sizes[rank]
     idle = sweep.sizes[0] if sweep.everyone_runs and measured.largest else 0
@@ -227,9 +227,7 @@ def _time_round(
         if runs[rank] and times is not None:
             measured.times[size] = times.least(measured.times.get(size))
         suspicious = runs[rank] and _disturbed(measured, size)
-        rows = prober.agreement.exchange(
-            [busy_s, prober.wall_s, float(suspicious), _rate(measured)]
-        )
+        rows = prober.control.gather([busy_s, prober.wall_s, float(suspicious), _rate(measured)])
         beside_s = min(beside_s, max(0.0, prober.wall_s - max(row[0] for row in rows)))
         pace.rates = _by_device([row[3] for row in rows], sweep.devices)
         wall_s = max(row[1] for row in rows)
@@ -337,7 +335,7 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Kept:
     for count in _COUNTS:
         several = _held(prober, smallest if single is not None else 0, count, idle)
         known = single is None or several is not None
-        if all(row[0] for row in prober.agreement.exchange([float(known)])):
+        if prober.control.all(known):
             break
     if single is None or several is None:
         return Kept(0.0, 0.0)
@@ -353,10 +351,10 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Kept:
 
 def _held(prober: Prober, size: int, count: int, idle: int) -> Held | None:
     """Bytes of a step; None for a rank that had nothing to measure, or not the memory for it."""
-    while any(row[0] for row in prober.agreement.exchange([float(size)])):
+    while prober.control.any(bool(size)):
         held, refused = prober.held(size or idle, count if size else 1)
         if not any(refused):
             return held if size else None
-        if refused[prober.agreement.rank]:
+        if refused[prober.control.rank]:
             size, idle = 0, idle if size else 0
     return None

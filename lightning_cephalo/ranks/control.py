@@ -1,38 +1,74 @@
 """Small messages between the processes of all ranks, on a CPU group of their own.
 
-They keep ranks from waiting for one another for ever: whatever goes wrong on one rank is carried
-to the next exchange, where all ranks learn of it and raise together.
+They keep ranks from waiting for one another forever. Whatever goes wrong on one rank travels with
+the next message, from which all ranks learn of it and raise together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 
-from lightning_cephalo.common.errors import RemoteRankError
+
+class RemoteRankError(RuntimeError):
+    """Another rank failed; the message names it and repeats its error."""
 
 
-class Agreement:
-    """Exchanges of numbers and objects between all ranks.
+class ControlGroup:
+    """Lets all ranks exchange numbers and objects, and fail together.
+
+    ::
+
+        capacities = control.gather(capacity_bytes)    # [8e9, 24e9], in rank order
+        if control.any(loss_is_bad):                   # the same answer on every rank
+            ...
+        layout = control.together("reading the dataloader", read)    # raises everywhere or nowhere
+
+    Every method is collective: all ranks call it at the same point of the program.
 
     Args:
         group: A group of all ranks that takes CPU tensors (gloo).
 
     Attributes:
-        told: What this rank has failed with, if the other ranks know it.
+        raised: The failure that this rank has raised together with the others, if any.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.told: BaseException | None = None
+        self.raised: BaseException | None = None
 
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers; all ranks give equally many."""
+    @overload
+    def gather(self, value: float) -> list[float]: ...
+
+    @overload
+    def gather(self, value: list[float]) -> list[list[float]]: ...
+
+    @overload
+    def gather(self, value: Any) -> list[Any]: ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order.
+
+        A number, or a list of numbers that is equally long on all ranks, travels as float64 and
+        comes back as such. Anything else is pickled, which takes longer. All ranks give the same
+        kind of value.
+        """
+        if isinstance(value, (int, float)):
+            return [row[0] for row in self._gather_numbers([value])]
+        if isinstance(value, list) and all(isinstance(number, (int, float)) for number in value):
+            return self._gather_numbers(value)
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         if self.world_size == 1:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64)
@@ -40,13 +76,33 @@ class Agreement:
         dist.all_gather(parts, own, group=self._group)
         return [part.tolist() for part in parts]
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """Return every rank's object."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+    def all(self, flag: bool) -> bool:
+        """Return whether every rank has set its flag."""
+        return not self.any(not flag)
+
+    @overload
+    def any(self, flags: bool) -> bool: ...
+
+    @overload
+    def any(self, flags: Sequence[bool]) -> list[bool]: ...
+
+    def any(self, flags: bool | Sequence[bool]) -> bool | list[bool]:
+        """Return whether any rank has set its flag; given several, the answer for each."""
+        if isinstance(flags, bool):
+            return self.any([flags])[0]
+        if self.world_size == 1 or not flags:
+            return list(flags)
+        own = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in own.tolist()]
+
+    def max(self, number: float) -> float:
+        """Return the largest of all ranks' numbers."""
+        return max(self.gather(number))
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.gather(0.0)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the object of rank ``source``."""
@@ -56,32 +112,44 @@ class Agreement:
         dist.broadcast_object_list(values, group=self._group, group_src=source)
         return values[0]
 
-    def any_flags(self, flags: Sequence[bool]) -> list[bool]:
-        """Return per flag whether any rank has set it."""
-        if self.world_size == 1 or not flags:
-            return list(flags)
-        own = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in own.tolist()]
-
-    def raise_together(self, failure: BaseException | None, doing: str) -> None:
-        """Raise on all ranks if any has failed; collective.
+    def together(self, doing: str, function: Callable[[], Any]) -> Any:
+        """Return what a function returns; if it fails on any rank, raise on all of them.
 
         Args:
-            failure: What this rank failed with, or None.
-            doing: What was being done, for the message.
+            doing: What the function does, for the message: "reading the plan".
+            function: Does not communicate.
+
+        Raises:
+            BaseException: This rank's own failure as it is.
+            RemoteRankError: If the function has failed on other ranks only.
+        """
+        failure: BaseException | None = None
+        result = None
+        try:
+            result = function()
+        except Exception as error:
+            failure = error
+        self.raise_if_any_failed(failure, doing)
+        return result
+
+    def raise_if_any_failed(self, failure: BaseException | None, doing: str) -> None:
+        """Raise on all ranks if any of them has failed.
+
+        Args:
+            failure: This rank's failure, or None.
+            doing: What this rank was doing; the message on other ranks repeats it.
 
         Raises:
             BaseException: This rank's own failure as it is.
             RemoteRankError: If only other ranks have failed.
         """
-        message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        messages = self.exchange_objects(message)
+        message = None if failure is None else f"{doing}: {type(failure).__name__}: {failure}"
+        messages = self.gather(message)
         if failure is not None:
-            self.told = failure
+            self.raised = failure
             raise failure
         failed = [(rank, text) for rank, text in enumerate(messages) if text is not None]
         if failed:
             rank, text = failed[0]
             others = f" (and ranks {[r for r, _ in failed[1:]]})" if failed[1:] else ""
-            raise RemoteRankError(f"Rank {rank}{others} failed while {doing}: {text}")
+            raise RemoteRankError(f"Rank {rank}{others} failed while {text}")

@@ -1,9 +1,9 @@
-"""What a failing rank says before it goes, for the ranks that lose their connection to it.
+"""Publishes a failing rank's error so that ranks that lose the connection can report it.
 
 Code that runs outside of a step (a callback, the dataset, a hook) may fail on one rank alone, while
-the others wait in some collective. When its process ends, the process group tells them that a
-connection was closed, and nothing more. So the failing rank leaves its message at two other places
-first, from where the others read it.
+the others wait in some collective. When its process ends, the process group says that a connection
+was closed, and nothing more. So the failing rank leaves its message in two other processes first,
+where the others read it.
 
 Alternatives considered: the default process group's own store lives on rank 0 and dies with it;
 files do not reach other hosts.
@@ -17,62 +17,67 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_cephalo.accelerator.backends import SIGNS_OF_LOSS
-from lightning_cephalo.common.errors import RemoteRankError
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup, RemoteRankError
 
-_KEY = "cephalo/last_words"
+_KEY = "cephalo/crash_report"
 _PATIENCE = timedelta(seconds=2)
+# what gloo and NCCL say on the ranks that are left
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Timed out waiting",
+    "remote process exited",
+    "Socket",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+)
 
 
 @dataclass
-class LastWords:
-    """Two small servers, on the first and on the last rank, which take a failing rank's message.
+class CrashReport:
+    """Two small servers, on the first and on the last rank, which hold a failing rank's message.
 
     Attributes:
-        agreement: Knows what was told to all ranks already.
+        control: Knows which failures all ranks have raised together.
         addresses: Rank, host and port of the servers.
     """
 
-    agreement: Agreement
+    control: ControlGroup
     addresses: tuple[tuple[int, str, int], ...]
     _own: dist.TCPStore | None = field(default=None, repr=False)
 
     @classmethod
-    def create(cls, agreement: Agreement) -> LastWords:
+    def create(cls, control: ControlGroup) -> CrashReport:
         """Start the servers; collective."""
-        if agreement.world_size == 1:
-            return cls(agreement, ())
+        if control.world_size == 1:
+            return cls(control, ())
         own = None
-        if agreement.rank in (0, agreement.world_size - 1):
+        if control.rank in (0, control.world_size - 1):
             own = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        said = agreement.exchange_objects(
-            (agreement.rank, socket.gethostname(), own.port if own is not None else None)
-        )
         here = socket.gethostname()
+        rows = control.gather((control.rank, here, own.port if own is not None else None))
         addresses = tuple(
             (rank, "localhost" if host == here else host, port)
-            for rank, host, port in said
+            for rank, host, port in rows
             if port is not None
         )
-        return cls(agreement, addresses, own)
+        return cls(control, addresses, own)
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self.agreement.rank
+        return self.control.rank
 
-    def is_known(self, exception: BaseException) -> bool:
+    def is_common(self, exception: BaseException) -> bool:
         """Whether all ranks raise at this point, so that none has a collective under way."""
-        return isinstance(exception, RemoteRankError) or exception is self.agreement.told
+        return isinstance(exception, RemoteRankError) or exception is self.control.raised
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave a message; if the connection was lost, add another rank's to the exception."""
-        if self.is_known(exception):
+        """Publish this rank's failure; if it is a lost connection, add the other rank's message."""
+        if self.is_common(exception):
             return
-        if isinstance(exception, RuntimeError) and any(
-            sign in str(exception) for sign in SIGNS_OF_LOSS
-        ):
+        if isinstance(exception, RuntimeError) and any(s in str(exception) for s in _LOST):
             self._explain(exception)
             return
         message = f"Rank {self.rank} failed: {type(exception).__name__}: {exception}"
@@ -80,7 +85,7 @@ class LastWords:
             if rank != self.rank:
                 try:
                     _connect(host, port).set(_KEY, message)
-                except Exception:  # that rank has gone too: there is no one to tell
+                except Exception:  # that rank has gone too: nothing is left to publish to
                     continue
 
     def _explain(self, exception: BaseException) -> None:
@@ -91,9 +96,8 @@ class LastWords:
         # its own first, which cannot have gone
         for rank, host, port in sorted(self.addresses, key=lambda a: a[0] != self.rank):
             try:
-                own = rank == self.rank and self._own is not None
-                store = self._own if own else _connect(host, port)
-                assert store is not None
+                own = self._own if rank == self.rank else None
+                store = own if own is not None else _connect(host, port)
                 if store.check([_KEY]):
                     message = store.get(_KEY).decode(errors="replace")
                     break

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from late_device import LateCopies, LateDevice
+from lightning_cephalo.preparation.host_memory import describe_host_memory
 
 from lightning_cephalo.accelerator.throttle import Throttle
-from lightning_cephalo.execution.offload import HostRing
+from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.observe.memory_meter import COUNTED_STEP, MemoryMeter
 from lightning_cephalo.observe.watch import Watch
-from lightning_cephalo.preparation.host_memory import describe_host_memory
 from lightning_cephalo.profiling.memory_model import PeakMeter, resting_bytes
 
 
@@ -22,27 +22,27 @@ def leaves(count: int) -> list[torch.Tensor]:
 
 
 def test_offloaded_values_are_waited_for_and_kept_until_they_are_copied():
-    ring = HostRing(LateDevice(), math.inf)
+    arena = HostArena(LateDevice(), math.inf)
     for _ in range(2):
-        ring.start()
-        held = [(leaf, ring.put(leaf)) for leaf in leaves(6)]
+        arena.start()
+        held = [(leaf, arena.offload(leaf)) for leaf in leaves(6)]
         assert all(leaf.untyped_storage().nbytes() == 4 for leaf, _ in held)
         for _, away in reversed(held):
-            ring.fetch(away)  # long before it is needed
+            arena.prefetch(away)  # long before it is needed
         for at in reversed(range(len(held))):
             leaf, away = held[at]
-            ring.bring(away)
+            arena.restore(away)
             assert torch.equal(leaf.detach(), torch.full((1000,), float(at)))
 
 
 def test_memory_that_values_are_on_their_way_to_is_not_given_back_before_they_have_come():
-    ring = HostRing(LateDevice(), math.inf)
-    ring.start()
+    arena = HostArena(LateDevice(), math.inf)
+    arena.start()
     (leaf,) = leaves(1)
-    away = ring.put(leaf)
-    ring.fetch(away)
+    away = arena.offload(leaf)
+    arena.prefetch(away)
     returning = away.returning
-    ring.forget(away)
+    arena.discard(away)
     assert away.returning is None and torch.equal(returning, torch.zeros(1000))
 
 

@@ -1,4 +1,4 @@
-"""Several ranks in one process: loaders built for rank 0 to W-1, and agreement between threads."""
+"""Several ranks in one process: loaders built for rank 0 to W-1, and control between threads."""
 
 import copy
 import threading
@@ -32,7 +32,7 @@ def same(value: Any) -> Any:
 
 
 def alone(value: bool) -> bool:
-    """Agreement of one rank."""
+    """ControlGroup of one rank."""
     return value
 
 

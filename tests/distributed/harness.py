@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.ranks.control import Agreement
+from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.layout import Divider
@@ -72,7 +72,7 @@ def make_executor(
     context = ShardingContext(device, default_mesh("cpu"), dist.new_group(), dist.new_group())
     divider = Divider(fractions)
     units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
-    executor = Executor(units, Agreement(dist.new_group()), accelerator_of(device), recompute)
+    executor = Executor(units, ControlGroup(dist.new_group()), accelerator_of(device), recompute)
     executor.reshard_after_forward = reshard
     executor.hooks.install()
     return executor

@@ -21,7 +21,7 @@ from lightning_cephalo.adapters.optimizer import (
     local_update,
     steps_locally,
 )
-from lightning_cephalo.adapters.supported import RowsArithmetic
+from lightning_cephalo.adapters.rows_arithmetic import RowsArithmetic
 from lightning_cephalo.sharding.placement import local_part, with_rows_of
 
 SHARES = {"3:1": (0.75, 0.25), "3:1:0": (0.75, 0.25, 0.0)}

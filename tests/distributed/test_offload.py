@@ -23,7 +23,7 @@ from zoo import ZOO, build, hugging_face_loss
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.emulation import MemoryTracker
-from lightning_cephalo.execution.offload import Away, HostRing, powers_of_two
+from lightning_cephalo.execution.offload import HostArena, OffloadedTensor, powers_of_two
 
 TWO = Allocation(((2, 1, 2), (1, 2)), (0.7, 0.3))
 WIDTH = 64
@@ -47,12 +47,12 @@ class Device(Cpu):
         self.allocate_host, self.pins_host_memory = allocate, pins
 
 
-def make_ring(
+def make_arena(
     capacity_bytes: float = math.inf,
     allocate: Callable[[int], torch.Tensor] = host_memory,
     pins: bool = False,
-) -> HostRing:
-    return HostRing(Device(allocate, pins), capacity_bytes)
+) -> HostArena:
+    return HostArena(Device(allocate, pins), capacity_bytes)
 
 
 def _gradients(rank: int, name: str) -> list[int]:
@@ -61,7 +61,7 @@ def _gradients(rank: int, name: str) -> list[int]:
     parts = microbatches_of(batch, TWO, rank)
     plain = make_executor(twin, TWO.fractions, recompute=True)
     offloading = make_executor(model, TWO.fractions, recompute=True)
-    offloading.ring = make_ring()
+    offloading.arena = make_arena()
     used = []
     for step in range(3):
         torch.manual_seed(step)
@@ -72,7 +72,7 @@ def _gradients(rank: int, name: str) -> list[int]:
         for key, gradient in full_gradients(model).items():
             assert (gradient is None) == (wanted[key] is None), key
             assert gradient is None or torch.equal(gradient, wanted[key]), key
-        used.append(offloading.ring._used_bytes)
+        used.append(offloading.arena._used_bytes)
     return used
 
 
@@ -129,7 +129,7 @@ def _peak(offload: bool, skips: bool, residual: bool) -> tuple[int, int, list[to
         return host[-1]
 
     if offload:
-        executor.ring = make_ring(allocate=allocate)
+        executor.arena = make_arena(allocate=allocate)
     parts = [{"x": torch.randn(256, WIDTH)} for _ in range(4)]
     tracker = MemoryTracker()
     with tracker:
@@ -141,7 +141,7 @@ def _peak(offload: bool, skips: bool, residual: bool) -> tuple[int, int, list[to
         peak = tracker.peak_bytes - before
     return (
         peak,
-        executor.ring.most_bytes if executor.ring else 0,
+        executor.arena.most_bytes if executor.arena else 0,
         list(full_gradients(model).values()),
     )
 
@@ -177,9 +177,9 @@ def test_what_is_used_again_stays_on_the_device():
 def _kept(rank: int) -> int:
     model, batch = build("llama", 8)
     executor = make_executor(model, TWO.fractions, recompute=False)
-    executor.ring = make_ring()
+    executor.arena = make_arena()
     sharded_step(executor, model, hugging_face_loss, microbatches_of(batch, TWO, rank))
-    return executor.ring.most_bytes
+    return executor.arena.most_bytes
 
 
 def test_kept_graphs_hold_their_inputs_and_nothing_is_copied():
@@ -189,7 +189,7 @@ def test_kept_graphs_hold_their_inputs_and_nothing_is_copied():
 def _too_small(rank: int) -> None:
     model, batch = build("llama", 8)
     executor = make_executor(model, TWO.fractions, recompute=True)
-    executor.ring = make_ring(100.0 if rank else math.inf)
+    executor.arena = make_arena(100.0 if rank else math.inf)
     sharded_step(executor, model, hugging_face_loss, microbatches_of(batch, TWO, rank))
 
 
@@ -212,11 +212,11 @@ def _refused_later(rank: int) -> None:
             raise RuntimeError("no pinned memory")
         return host_memory(nbytes)
 
-    executor.ring = make_ring(allocate=allocate)
+    executor.arena = make_arena(allocate=allocate)
     parts = microbatches_of(batch, TWO, rank)
     sharded_step(executor, model, hugging_face_loss, parts)
     # as if the step had taken several pieces, which the next one wants in one
-    executor.ring._chunks *= 2
+    executor.arena._chunks *= 2
     sharded_step(executor, model, hugging_face_loss, parts)
 
 
@@ -235,17 +235,17 @@ def test_the_ring_is_allocated_once():
         taken.append(nbytes)
         return host_memory(nbytes)
 
-    ring = make_ring(allocate=allocate)
-    ring.reserve(2**20)
+    arena = make_arena(allocate=allocate)
+    arena.reserve(2**20)
     for _ in range(3):
-        ring.start()
+        arena.start()
         for size in (10, 1000, 100_000):
             leaf = torch.randn(size).requires_grad_()
             values = leaf.detach().clone()
-            away = ring.put(leaf)
+            away = arena.offload(leaf)
             assert leaf.untyped_storage().nbytes() == 4 and leaf.shape == (size,)
-            ring.fetch(away)
-            ring.bring(away)
+            arena.prefetch(away)
+            arena.restore(away)
             assert torch.equal(leaf.detach(), values)
     assert taken == [2**20]
 
@@ -257,33 +257,33 @@ def test_a_ring_that_grew_is_one_piece_from_the_next_step_on():
         taken.append(nbytes)
         return host_memory(nbytes)
 
-    ring = make_ring(allocate=allocate)
+    arena = make_arena(allocate=allocate)
     for _ in range(3):
-        ring.start()
+        arena.start()
         for _ in range(5):
-            ring.put(torch.randn(2_000_000).requires_grad_())
-    assert len(taken) > 2 and taken[-1] == ring.held_bytes == ring.most_bytes
+            arena.offload(torch.randn(2_000_000).requires_grad_())
+    assert len(taken) > 2 and taken[-1] == arena.held_bytes == arena.most_bytes
 
 
 def test_layouts_come_back_as_they_were():
-    ring = make_ring()
-    ring.start()
+    arena = make_arena()
+    arena.start()
     leaf = torch.randn(4, 6).t().requires_grad_()
     stride, values = leaf.stride(), leaf.detach().clone()
-    away = ring.put(leaf)
-    ring.bring(away)
+    away = arena.offload(leaf)
+    arena.restore(away)
     assert leaf.stride() == stride and torch.equal(leaf.detach(), values)
-    assert ring.put(torch.zeros(1).expand(5).requires_grad_()) is None
+    assert arena.offload(torch.zeros(1).expand(5).requires_grad_()) is None
 
 
-class NotingRing(HostRing):
+class NotingRing(HostArena):
     """Keeps what was fetched."""
 
     def __init__(self) -> None:
         super().__init__(Device(host_memory, pins=False), math.inf)
-        self.fetched: list[Away] = []
+        self.fetched: list[OffloadedTensor] = []
 
-    def fetch(self, away: Away) -> None:
+    def fetch(self, away: OffloadedTensor) -> None:
         super().fetch(away)
         self.fetched.append(away)
 
@@ -316,10 +316,10 @@ TWO_PARTS = [{"x": torch.ones(2, WIDTH)} for _ in range(2)]
 def _fetched_in_vain(rank: int) -> None:
     model = SideBranch(skips=False, residual=False)
     executor = make_executor(model, [0.5, 0.5], recompute=True)
-    executor.ring = NotingRing()
+    executor.arena = NotingRing()
     sharded_step(executor, model, squared, TWO_PARTS)
-    assert executor.ring.fetched
-    assert all(away.returning is None for away in executor.ring.fetched)
+    assert executor.arena.fetched
+    assert all(away.returning is None for away in executor.arena.fetched)
 
 
 def _stopped_before_use(rank: int) -> None:
@@ -327,11 +327,11 @@ def _stopped_before_use(rank: int) -> None:
     model.blocks = nn.ModuleList(Counting() for _ in range(12))
     model.blocks[8].most_calls = len(TWO_PARTS)  # and not once more to compute it again
     executor = make_executor(model, [0.5, 0.5], recompute=True)
-    executor.ring = NotingRing()
+    executor.arena = NotingRing()
     with pytest.raises(ArithmeticError, match="refused"):
         sharded_step(executor, model, squared, TWO_PARTS)
-    assert executor.ring.fetched
-    assert all(away.returning is None for away in executor.ring.fetched)
+    assert executor.arena.fetched
+    assert all(away.returning is None for away in executor.arena.fetched)
 
 
 @pytest.mark.parametrize("reason", [_fetched_in_vain, _stopped_before_use])
@@ -364,7 +364,7 @@ def _nested(rank: int) -> None:
         model = copy.deepcopy(single)
         model.zero_grad()
         executor = make_executor(model, [0.5, 0.5], recompute=True)
-        executor.ring = make_ring() if offload else None
+        executor.arena = make_arena() if offload else None
         sharded_step(executor, model, squared, [] if rank else [batch])
         assert relative_error(full_gradients(model), wanted) <= 1e-5
 
@@ -377,9 +377,9 @@ def test_what_the_host_does_not_give_is_said():
     def refuse(nbytes: int) -> torch.Tensor:
         raise RuntimeError("no pinned memory")
 
-    ring = make_ring(allocate=refuse)
+    arena = make_arena(allocate=refuse)
     with pytest.raises(HostMemoryError, match=r"did not give .* no pinned memory"):
-        ring.reserve(100)
+        arena.reserve(100)
 
 
 def test_what_is_on_the_host_already_stays_where_it_is():
@@ -387,9 +387,9 @@ def test_what_is_on_the_host_already_stays_where_it_is():
         def holds(self, tensor: torch.Tensor) -> bool:
             return tensor.device.type != "cpu"
 
-    ring = HostRing(ElsewhereOnly(torch.device("cpu")), math.inf)
+    arena = HostArena(ElsewhereOnly(torch.device("cpu")), math.inf)
     leaf = torch.ones(8)
-    assert ring.put(leaf) is None
+    assert arena.offload(leaf) is None
     assert torch.equal(leaf, torch.ones(8))
 
 
@@ -409,25 +409,25 @@ def test_a_pinned_ring_takes_powers_of_two_and_keeps_them():
         taken.append(nbytes)
         return host_memory(nbytes)
 
-    ring = make_ring(allocate=allocate, pins=True)
-    ring.reserve(5 * 2**24)
+    arena = make_arena(allocate=allocate, pins=True)
+    arena.reserve(5 * 2**24)
     assert taken == [2**26, 2**24]
     for _ in range(3):
-        ring.start()
+        arena.start()
         kept = []
         for index in range(30):
             leaf = torch.full((1_000_000,), float(index)).requires_grad_()
-            kept.append((index, leaf, ring.put(leaf)))
+            kept.append((index, leaf, arena.offload(leaf)))
         for index, leaf, away in kept:
-            ring.bring(away)
+            arena.restore(away)
             assert torch.equal(leaf.detach(), torch.full((1_000_000,), float(index)))
-    assert taken == [2**26, 2**24, 2**26] and ring.held_bytes == sum(taken)
+    assert taken == [2**26, 2**24, 2**26] and arena.held_bytes == sum(taken)
 
 
 def test_a_pinned_ring_stays_within_its_capacity():
-    ring = make_ring(3 * 2**24 + 5, pins=True)
-    ring.reserve(3 * 2**24 + 5)
-    assert ring.held_bytes == 3 * 2**24 + 5
-    ring = make_ring(100.0, pins=True)
+    arena = make_arena(3 * 2**24 + 5, pins=True)
+    arena.reserve(3 * 2**24 + 5)
+    assert arena.held_bytes == 3 * 2**24 + 5
+    arena = make_arena(100.0, pins=True)
     with pytest.raises(HostMemoryError, match="this rank may use"):
-        ring.reserve(101)
+        arena.reserve(101)

@@ -11,7 +11,6 @@ import torch
 from busy import by_the_clock, timed
 from harness import make_executor
 from launch import run_ranks
-from lightning_cephalo.observe.stopwatch import Share
 from torch import Tensor, nn
 
 from lightning_cephalo.execution.executor import Executor

@@ -274,6 +274,41 @@ def test_a_failure_is_raised_on_all_ranks_and_the_next_step_is_right(name):
     run_ranks(3, _fails, name)
 
 
+# -- ranks that have nothing to run, though they should -----------------------------------------
+
+
+def _cannot_cut(rank: int, good_steps_before: int, failure: Exception, message: str) -> None:
+    model = Faulty()
+    single = copy.deepcopy(model)
+    executor = make_executor(model, UNEVEN.fractions, True)
+    for _ in range(good_steps_before):
+        good_step(executor, model, single, rank)
+    parts = microbatches_of(make_batch(4), UNEVEN, rank)
+
+    def bad_step() -> None:
+        calls = [] if rank == 1 else calls_of(model, parts, None)
+        executor.forward(calls, failure=failure if rank == 1 else None)
+
+    expect(executor, bad_step, rank, (1,), type(failure), message)
+    good_step(executor, model, single, rank)
+
+
+@pytest.mark.parametrize("good_steps_before", [0, 1], ids=["first step", "later step"])
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (Broken("no such column"), "no such column"),
+        (
+            torch.OutOfMemoryError("no memory left"),
+            "ran out of memory in the beginning of",
+        ),
+    ],
+    ids=["raises", "runs out of memory"],
+)
+def test_a_failure_before_the_step_is_raised_on_all_ranks(failure, message, good_steps_before):
+    run_ranks(3, _cannot_cut, good_steps_before, failure, message)
+
+
 # -- ranks that differ ------------------------------------------------------------------------
 
 

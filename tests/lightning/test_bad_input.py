@@ -397,7 +397,7 @@ def test_a_rank_that_fails_alone_leaves_no_collective_to_wait_for(tmp_path: Path
         start, trainer = time.monotonic(), trainer_of()
         with pytest.raises((ValueError, RuntimeError)) as failure:
             trainer.fit(FailsAlone(tmp_path), loader("3:1"))
-        is_left = dist.is_initialized() or trainer.strategy._groups is not None
+        is_left = dist.is_initialized() or trainer.strategy._ranks is not None
         return time.monotonic() - start, str(failure.value), is_left
 
     (first_s, first, is_first), (second_s, second, is_second) = in_ranks(2, fit)

@@ -17,7 +17,7 @@ from profiled import GPT, fit, loader
 from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.plan import PlanError, Problem, RankProfile
-from lightning_cephalo.preparation.host_memory import HostMemory, parse_cap, with_host_memory
+from lightning_cephalo.preparation.limits import Cap, HostMemory, with_host_memory
 
 MODEL = {"width": 32, "depth": 16, "context": 64}
 # State, gathered buffers and the boundaries of 32 samples are more than twice this, so that no plan
@@ -42,8 +42,8 @@ class Watch(Callback):
         self.losses.append(float(outputs["loss"]))
         if active_device() is not None:
             self.peak_bytes = max(self.peak_bytes, active_device().peak_bytes)
-        ring = trainer.strategy.engine.executor.ring
-        self.host_bytes = 0 if ring is None else ring.most_bytes
+        arena = trainer.strategy.session.model.executor.arena
+        self.host_bytes = 0 if arena is None else arena.most_bytes
 
 
 def trained(capacities=None, **strategy):
@@ -121,14 +121,17 @@ def test_what_cannot_be_is_said_on_every_rank(plan, strategy, expected):
 @pytest.mark.parametrize("value", [-1, 1.5, True, "much", [1]])
 def test_caps_that_are_none(value):
     with pytest.raises(PlanError, match="host_memory_cap"):
-        parse_cap(value)
+        Cap.parse("host_memory_cap", value, zero=True)
 
 
 def test_caps():
-    assert parse_cap(None) is None
-    assert parse_cap(0) == 0 and parse_cap(0.0) == 0
-    assert parse_cap(0.25) == 0.25
-    assert parse_cap("1 GiB") == 2**30
+    def parsed(value):
+        return Cap.parse("host_memory_cap", value, zero=True).of(rank=1)
+
+    assert parsed(None) is None
+    assert parsed(0) == 0 and parsed(0.0) == 0
+    assert parsed(0.25) == 0.25
+    assert parsed("1 GiB") == 2**30
 
 
 def test_equal_ranks_stay_equal_and_ranks_on_the_cpu_move_nothing():

@@ -160,7 +160,7 @@ def test_the_command_line_reads_class_path_and_init_args_from_yaml(
     )
     interface = command_line(f"--config={config}")
     assert isinstance(interface.trainer.strategy, CephaloStrategy)
-    assert interface.trainer.strategy._recompute is False
+    assert interface.trainer.strategy._options.recompute.default is False
 
 
 # -- interpreters of their own -----------------------------------------------------------------

@@ -120,7 +120,9 @@ def _recomputing(chosen):
     )
     model = Watched()
     used = []
-    model.on_train_batch_start = lambda *_: used.append(runs.strategy._engine.executor.recompute)
+    model.on_train_batch_start = lambda *_: used.append(
+        runs.strategy.session.model.executor.recompute
+    )
     runs.fit(model, loader(16), loader(8))
     return model.losses, set(used)
 
@@ -276,11 +278,12 @@ def _scale_steps(rank, overflowing, make):
     from lightning_cephalo.accelerator import accelerator_of
     from lightning_cephalo.adapters.optimizer import local_update
     from lightning_cephalo.adapters.precision import RanksGradScaler
-    from lightning_cephalo.execution.sharded_model import Engine, Groups, UnitOptions
+    from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+    from lightning_cephalo.ranks.groups import Groups
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
-    engine = Engine(
+    engine = ShardedModel(
         model,
         Groups.create(timedelta(seconds=100)),
         accelerator_of(torch.device("cpu")),
@@ -416,7 +419,7 @@ def scales_of(plan):
     module.scales = []
     run = trainer("3:1", max_steps=3)
     if plan == "solved":
-        run.strategy._plan_option = None
+        run.strategy._options = replace(run.strategy._options, plan=None)
     run.fit(module, loader(), loader(8))
     own = run.strategy.plan.ranks[run.global_rank].microbatch_sizes
     # what profiling has run comes before

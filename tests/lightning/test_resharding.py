@@ -36,7 +36,7 @@ class Watch(Callback):
         self.peak_bytes = 0
 
     def on_train_start(self, trainer, *_) -> None:
-        for unit in trainer.strategy.engine.units:
+        for unit in trainer.strategy.session.model.units:
             for flat in unit.flats:
                 flat.gather = self.counted(unit.name, flat.gather)
 

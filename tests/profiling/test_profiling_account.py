@@ -5,6 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from profiled import GPT, fit, in_ranks, loader
 
 from lightning_cephalo import Plan, RankPlan
@@ -112,9 +113,15 @@ def test_a_single_step_is_not_accounted():
 
 def test_rank_zero_prints_predicted_beside_measured(capfd):
     def planned():
-        options = {"strategy": {"verbose": True}, "max_steps": 3}
+        predicted = []
+        at_the_end = LambdaCallback(
+            on_train_end=lambda trainer, _: predicted.extend(
+                trainer.strategy.session.predicted_memory
+            )
+        )
+        options = {"strategy": {"verbose": True}, "max_steps": 3, "callbacks": [at_the_end]}
         trainer = fit(GPT(**MODEL), loader(context=CONTEXT, batch_size=8), **options)
-        return trainer.strategy.measured_memory, trainer.strategy._preparation.memory
+        return trainer.strategy.measured_memory, predicted
 
     measured, predicted = in_ranks(2, planned)[0]
     output = capfd.readouterr().out

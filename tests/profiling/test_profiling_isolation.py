@@ -196,7 +196,7 @@ def look_at_counting(trainer):
         "trainer": (trainer.global_step, trainer.current_epoch, trainer.should_stop),
         "progress": repr(loop.epoch_loop.batch_progress),
         "optimizers": (trainer.optimizers, trainer.lr_scheduler_configs),
-        "gathered": [unit.state.value for unit in trainer.strategy.engine.units],
+        "gathered": [unit.state.value for unit in trainer.strategy.session.model.units],
     }
 
 

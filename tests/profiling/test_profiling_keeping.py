@@ -50,7 +50,7 @@ class Peak(Callback):
     peak_bytes, recomputes = 0, None
 
     def on_train_batch_end(self, trainer, *_):
-        self.recomputes = trainer.strategy.engine.executor.recompute
+        self.recomputes = trainer.strategy.session.model.executor.recompute
         if active_device() is not None:
             self.peak_bytes = max(self.peak_bytes, active_device().peak_bytes)
 

@@ -18,8 +18,9 @@ from launch import run_ranks
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters.optimizer import local_update
-from lightning_cephalo.execution.sharded_model import Engine, Groups, UnitOptions
+from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
 from lightning_cephalo.profiling.optimizer import clipping, optimizer_time
+from lightning_cephalo.ranks.groups import Groups
 
 
 class _Block(nn.Module):
@@ -38,7 +39,7 @@ class _Net(nn.Module):
 
 
 def _engine(vectors, numel):
-    engine = Engine(
+    engine = ShardedModel(
         _Net(vectors, numel),
         Groups.create(timedelta(seconds=100)),
         accelerator_of(torch.device("cpu")),

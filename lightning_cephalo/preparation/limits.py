@@ -1,0 +1,352 @@
+"""How much memory each rank may use, of its device and of its host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from lightning_cephalo.accelerator import Accelerator, Device
+from lightning_cephalo.accelerator.host import host_share_bytes
+from lightning_cephalo.common.errors import TooLittleMemoryError
+from lightning_cephalo.common.quantities import BYTES, format_mib
+from lightning_cephalo.execution.offload import HostArena, HostMemoryError
+from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, RankPlan
+
+_EXPECTED = (
+    "expected a fraction of the device (0.5; 1.0 for all of it), bytes (8_000_000_000 or '8 GB'),"
+    " or one of these per rank ({0: '8 GB', 1: 0.5})"
+)
+# Part of the host's free memory that ranks take unasked; the rest is the data loaders'.
+_FREE_SHARE = 0.5
+# Part of pinned host memory that a plan counts on: it comes in pieces, whose ends may stay empty.
+_PLANNED_SHARE = 0.9
+_COPIED_BYTES, _REPEATS = 2**24, 3
+
+
+# -- what the user allows -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cap:
+    """What the user allows; a float is a fraction of the memory that is there, an int are bytes.
+
+    Attributes:
+        name: Of the option, for messages.
+        everyone: For the ranks that are not named; None: the user has not said.
+        by_rank: For the ranks that are.
+    """
+
+    name: str
+    everyone: float | int | None = None
+    by_rank: tuple[tuple[int, float | int], ...] = ()
+
+    @classmethod
+    def parse(cls, name: str, value: Any, *, by_rank: bool = False, zero: bool = False) -> Cap:
+        """Read what was given as an option.
+
+        Args:
+            name: Of the option.
+            value: A fraction, bytes, text such as "8 GB", or None.
+            by_rank: Whether a mapping from ranks to these is allowed too.
+            zero: Whether 0 is allowed too: no memory at all.
+
+        Raises:
+            PlanError: If it is none of these; says what was expected.
+        """
+        if value is None:
+            return cls(name)
+        if by_rank and isinstance(value, Mapping):
+            for rank in value:
+                if isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 0:
+                    raise PlanError(
+                        f"{name}: expected ranks (0, 1, ...) as keys, but got {rank!r}."
+                    )
+            amounts = {int(rank): _amount(f"{name}[{rank}]", cap) for rank, cap in value.items()}
+            return cls(name, None, tuple(sorted(amounts.items())))
+        if zero and isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0:
+            return cls(name, 0)
+        return cls(name, _amount(name, value))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the user has said nothing."""
+        return self.everyone is None and not self.by_rank
+
+    def of(self, rank: int) -> float | int | None:
+        """Return a rank's fraction or bytes; None where the user has not said."""
+        return dict(self.by_rank).get(rank, self.everyone)
+
+    def bytes_of(self, rank: int, total_bytes: float) -> float:
+        """Return the bytes that a rank may use of so many; infinite without a cap.
+
+        Raises:
+            PlanError: If it is a fraction of a device that does not tell its size.
+        """
+        allowed = self.of(rank)
+        if allowed is None:
+            return math.inf
+        if isinstance(allowed, int):
+            return float(allowed)
+        if math.isinf(total_bytes):
+            raise PlanError(
+                f"{self.name} of rank {rank}: {allowed} of a device that does not tell its memory."
+                " Give bytes, such as '8 GB'."
+            )
+        return allowed * total_bytes
+
+    def check_ranks(self, world_size: int) -> None:
+        """Check that the ranks that it names are there.
+
+        Raises:
+            PlanError: Names those that are not.
+        """
+        strangers = [rank for rank, _ in self.by_rank if rank >= world_size]
+        if strangers:
+            raise PlanError(
+                f"{self.name} names rank {', '.join(map(str, strangers))}, but this run has"
+                f" {world_size} ranks: expected 0 to {world_size - 1}."
+            )
+
+
+def _amount(field: str, value: Any) -> float | int:
+    """Read a fraction (a float) or bytes (an int).
+
+    Raises:
+        PlanError: Says what was expected.
+    """
+    if isinstance(value, str):
+        return math.floor(BYTES.parse(field, value))
+    if isinstance(value, Integral):
+        if int(value) > 1:  # 1 may mean all of the device, or True
+            return int(value)
+    elif isinstance(value, Real) and 0 < float(value) <= 1:
+        return float(value)
+    raise PlanError(f"{field}: {_EXPECTED}, but got {value!r}.")
+
+
+# -- what a rank may use --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """One rank's part of its host.
+
+    Attributes:
+        capacity_bytes: What offloaded boundaries may take.
+        copy_bytes_per_s: Rate of copies from and to the device.
+        is_apart: Whether it is other memory than the device's. Not so on the CPU: moving anything
+            there would free nothing.
+        is_pinned: Whether it comes in pieces, whose ends may stay empty.
+    """
+
+    capacity_bytes: float
+    copy_bytes_per_s: float = math.inf
+    is_apart: bool = True
+    is_pinned: bool = False
+
+    @property
+    def planned_bytes(self) -> float:
+        """What a plan may count on."""
+        return self.capacity_bytes * (_PLANNED_SHARE if self.is_pinned else 1.0)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one rank may use.
+
+    Attributes:
+        device: Its device: ``capacity_bytes`` for a plan, no more than the user's ``cap_bytes``.
+        host: Its part of the host.
+    """
+
+    device: Device
+    host: HostMemory
+
+    @classmethod
+    def read(
+        cls,
+        accelerator: Accelerator,
+        processes_on_host: int,
+        rank: int,
+        world_size: int,
+        memory_cap: Cap,
+        host_memory_cap: Cap,
+    ) -> Limits:
+        """Read what this rank's device and host have, and apply the user's caps.
+
+        Args:
+            accelerator: This rank's device.
+            processes_on_host: Ranks that share the host.
+            rank: This rank.
+            world_size: Number of ranks.
+            memory_cap: Of devices.
+            host_memory_cap: Of a rank's part of its host; not said: half of what is free.
+
+        Raises:
+            PlanError: For a cap of a rank that is not there, of a size that is not known, or above
+                the host. Whether it is above the device is checked on all ranks together.
+        """
+        found = accelerator.describe(processes_on_host)
+        memory_cap.check_ranks(world_size)
+        cap_bytes = memory_cap.bytes_of(rank, found.total_bytes)
+        capacity_bytes = min(found.capacity_bytes, cap_bytes)
+        return cls(
+            replace(found, capacity_bytes=capacity_bytes, cap_bytes=cap_bytes),
+            _host_memory(accelerator, processes_on_host, host_memory_cap.of(rank)),
+        )
+
+    @classmethod
+    def none(cls) -> Limits:
+        """No limits, for a run that makes no plan."""
+        return cls(Device("", math.inf), HostMemory(math.inf))
+
+
+def _host_memory(
+    accelerator: Accelerator, processes_on_host: int, cap: float | int | None
+) -> HostMemory:
+    free, total = host_share_bytes(processes_on_host)
+    if cap is None:
+        capacity = free * _FREE_SHARE
+    else:
+        capacity = float(cap) if isinstance(cap, int) else cap * total
+        if capacity > total * max(processes_on_host, 1):
+            raise PlanError(
+                f"host_memory_cap allows {format_mib(capacity)} for a rank, but its host has"
+                f" {format_mib(total * max(processes_on_host, 1))}. Lower the cap to that, or"
+                " leave it out."
+            )
+    is_apart = accelerator.host_is_apart
+    rate = _copy_rate(accelerator) if capacity and is_apart else math.inf
+    return HostMemory(capacity, rate, is_apart, is_pinned=accelerator.pins_host_memory)
+
+
+def _copy_rate(accelerator: Accelerator) -> float:
+    """Bytes per second of a copy from the device; the other way is about as fast."""
+    host = accelerator.allocate_host(_COPIED_BYTES)
+    best_s = math.inf
+    with accelerator.on_host():  # an emulated device may be smaller than this
+        values = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=accelerator.device)
+        for _ in range(1 + _REPEATS):
+            start_s = accelerator.now_s()
+            host.copy_(values)
+            best_s = min(best_s, accelerator.now_s() - start_s)
+    return _COPIED_BYTES / max(best_s, 1e-9)
+
+
+# -- what follows from the limits -----------------------------------------------------------------
+
+
+def check_limits(limits: Sequence[Limits]) -> None:
+    """Raise if any rank's cap is above its device; the same on every rank.
+
+    Raises:
+        PlanError: Names the rank and the way out.
+    """
+    for rank, own in enumerate(limits):
+        cap_bytes, total_bytes = own.device.cap_bytes, own.device.total_bytes
+        if not math.isinf(cap_bytes) and cap_bytes > total_bytes:
+            raise PlanError(
+                f"memory_cap of rank {rank} is {format_mib(cap_bytes)}, but its device"
+                f" {own.device.name!r} has {format_mib(total_bytes)}. Lower the cap to that, or"
+                " leave it out."
+            )
+
+
+def check_plan(plan: Plan, limits: Sequence[Limits]) -> None:
+    """Raise if a given plan says itself that it needs more than the caps allow.
+
+    Raises:
+        PlanError: Names the rank and the way out.
+    """
+    for rank, (part, own) in enumerate(zip(plan.ranks, limits, strict=True)):
+        cap_bytes = own.device.cap_bytes
+        if part.memory_bytes is not None and part.memory_bytes > cap_bytes:
+            raise PlanError(
+                f"The plan needs {format_mib(part.memory_bytes)} on rank {rank}, but memory_cap"
+                f" allows {format_mib(cap_bytes)}. Raise the cap, or leave the plan out"
+                " (plan=None) to have one made that obeys it."
+            )
+
+
+@contextmanager
+def named_where_nothing_fits(limits: Sequence[Limits]) -> Iterator[None]:
+    """Add the ranks' caps to an error that says that there is too little memory."""
+    try:
+        yield
+    except (TooLittleMemoryError, InfeasibleError) as error:
+        allowed = [
+            f"rank {rank} {format_mib(own.device.cap_bytes)}"
+            for rank, own in enumerate(limits)
+            if not math.isinf(own.device.cap_bytes)
+        ]
+        if not allowed:
+            raise
+        hint = f"memory_cap allows {', '.join(allowed)}: a larger one may do."
+        raise type(error)(f"{error} {hint}") from error
+
+
+def with_host_memory(problem: Problem, hosts: Sequence[HostMemory]) -> Problem:
+    """Let the plan move boundaries where a rank has other memory for them.
+
+    Args:
+        problem: What was measured, with recomputation.
+        hosts: Of every rank.
+    """
+    ranks = tuple(
+        replace(
+            rank,
+            host_capacity_bytes=host.planned_bytes,
+            offload_bytes_per_s=host.copy_bytes_per_s,
+        )
+        if host.is_apart
+        else rank
+        for rank, host in zip(problem.ranks, _equal_hosts(problem, hosts), strict=True)
+    )
+    return replace(problem, ranks=ranks)
+
+
+def _equal_hosts(problem: Problem, hosts: Sequence[HostMemory]) -> list[HostMemory]:
+    """Ranks that are planned as equal have equal hosts: the smallest and slowest of theirs."""
+    found = []
+    for profile in problem.ranks:
+        group = [h for r, h in zip(problem.ranks, hosts, strict=True) if r == profile]
+        found.append(
+            HostMemory(
+                min(host.capacity_bytes for host in group),
+                min(host.copy_bytes_per_s for host in group),
+                all(host.is_apart for host in group),
+                any(host.is_pinned for host in group),
+            )
+        )
+    return found
+
+
+def reserve_host_memory(
+    accelerator: Accelerator, host: HostMemory, plan: RankPlan
+) -> HostArena | None:
+    """Return this rank's host memory for boundaries, allocated as far as the plan says.
+
+    Returns:
+        None where the plan offloads nothing.
+
+    Raises:
+        HostMemoryError: If the host has less than the plan needs.
+    """
+    if not plan.offload:
+        return None
+    arena = HostArena(accelerator, host.capacity_bytes)
+    needed = plan.host_bytes or 0.0
+    if needed > host.capacity_bytes:
+        raise HostMemoryError(
+            f"The plan offloads {format_mib(needed)}, but this rank may use"
+            f" {format_mib(host.capacity_bytes)} of its host's memory. Raise host_memory_cap=,"
+            " or leave the plan out (plan=None) to have one made that fits."
+        )
+    arena.reserve(math.ceil(needed))
+    return arena

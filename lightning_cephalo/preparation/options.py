@@ -1,0 +1,100 @@
+"""The options of ``CephaloStrategy``, read once into values that have one meaning each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, Literal
+
+from lightning_cephalo.execution.sharded_model import UnitOptions
+from lightning_cephalo.plan import Plan
+from lightning_cephalo.preparation.limits import Cap
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A yes or no: the user's, or the plan's.
+
+    Attributes:
+        default: What holds where a plan does not say.
+        is_planned: Whether a plan that is made here chooses, so that both ways are measured.
+    """
+
+    default: bool
+    is_planned: bool = False
+
+    @classmethod
+    def parse(cls, name: str, value: bool | Literal["auto"]) -> Choice:
+        """Read an option that may be True, False or "auto".
+
+        Raises:
+            ValueError: If it is none of these; says what was expected.
+        """
+        if isinstance(value, bool):
+            return cls(value)
+        if value == "auto":
+            return cls(True, is_planned=True)
+        raise ValueError(f"{name}: expected True, False or 'auto', but got {value!r}.")
+
+    def of_plan(self, choice: bool | None) -> bool:
+        """Return what holds under a plan that says ``choice``, or None for nothing."""
+        return self.default if choice is None else choice
+
+    @property
+    def as_given(self) -> bool | Literal["auto"]:
+        """The option as the user writes it."""
+        return "auto" if self.is_planned else self.default
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user says of batches, units, memory and planning; see ``CephaloStrategy``.
+
+    Attributes:
+        plan: A plan, or its path; None: one is made.
+        global_batch_size: Samples of a step over all ranks; None: by the dataloader.
+        units: How units are chosen.
+        recompute: Whether units are computed again in the backward.
+        reshard_after_forward: Whether units are freed between the forward and the backward.
+        collate_per_microbatch: Whether each microbatch is collated by itself.
+        split_batch: Cuts a batch in place of the built-in rules.
+        equal_microbatches: Whether every rank runs the same number of microbatches.
+        memory_cap: Of every rank's device.
+        host_memory_cap: Of every rank's part of its host.
+        profile_budget_s: Seconds that measuring may take, about.
+        remeasure: Whether to measure whatever an earlier start has measured.
+        verbose: Whether rank 0 prints tables.
+    """
+
+    plan: Plan | str | PathLike[str] | None = None
+    global_batch_size: int | None = None
+    units: UnitOptions = field(default_factory=UnitOptions)
+    recompute: Choice = Choice(True)
+    reshard_after_forward: Choice = Choice(True, is_planned=True)
+    collate_per_microbatch: bool = False
+    split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None
+    equal_microbatches: bool = False
+    memory_cap: Cap = field(default_factory=lambda: Cap("memory_cap"))
+    host_memory_cap: Cap = field(default_factory=lambda: Cap("host_memory_cap"))
+    profile_budget_s: float = 20.0
+    remeasure: bool = False
+    verbose: bool = True
+
+    def of_measuring(self) -> dict[str, Any]:
+        """The options that tell one measured job from another, as plain values.
+
+        They are part of the key under which a problem is cached: other names or values here make
+        every job measure again.
+        """
+        return {
+            "global_batch_size": self.global_batch_size,
+            "collate_per_microbatch": self.collate_per_microbatch,
+            "split_batch": self.split_batch,
+            "equal_microbatches": self.equal_microbatches,
+            "profile_budget_s": self.profile_budget_s,
+            "host_memory_cap": self.host_memory_cap.everyone,
+            "choose_recompute": self.recompute.is_planned,
+            "reshard_after_forward": self.reshard_after_forward.as_given,
+            "memory_cap": None if self.memory_cap.is_empty else self.memory_cap,
+        }

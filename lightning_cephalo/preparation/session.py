@@ -1,0 +1,275 @@
+"""What a run of the Trainer holds, from ``setup`` to ``teardown``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.adapters.logging import StepLogs
+from lightning_cephalo.adapters.user_gathers import UserGathers
+from lightning_cephalo.adapters.user_module import SwitchedOffCaches, has_running_statistics
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.data import agreed_seed, rebuild_eval_loader, rebuild_train_loader
+from lightning_cephalo.data.cutting import BatchCutter, EmptyPredictions
+from lightning_cephalo.execution.offload import HostArena
+from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.observe import report
+from lightning_cephalo.observe.memory_account import RankMemory
+from lightning_cephalo.observe.memory_meter import MemoryMeter
+from lightning_cephalo.plan import Plan, PlanError, RankPlan
+from lightning_cephalo.preparation.limits import (
+    named_where_nothing_fits,
+    reserve_host_memory,
+)
+from lightning_cephalo.preparation.prepare import Job
+from lightning_cephalo.profiling.memory_model import check_capacities
+from lightning_cephalo.ranks.groups import Groups
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+class Session:
+    """A sharded model, the plan that it follows, and what serves its steps.
+
+    ::
+
+        session = Session(job, module, groups, accelerator, dtype)       # shards the model
+        session.apply(plan)                                              # may be called again
+        ...
+        session.close()                                                  # the module is whole again
+
+    Making one is collective, and so are most of its methods.
+
+    Args:
+        job: What is trained, or :meth:`Job.of_evaluation`.
+        module: The user's module; its values on rank 0 count.
+        groups: The process groups.
+        accelerator: This rank's device.
+        compute_dtype: Of gathered parameters; None: their own.
+
+    Attributes:
+        control: Messages between ranks.
+        model: The sharded model.
+        plan: What is followed. Before :meth:`apply`, and in evaluation, a plan that says no more
+            than how the model is shared out.
+        cutter: Cuts this rank's batches into microbatches.
+        logs: Combines what steps log.
+        user_gathers: Refuses collectives of the user's step that would hang.
+        predictions: For steps of prediction in which this rank has no samples.
+        optimizers: Those that hold the model's parameters, once they are made.
+        meter: Measures what this rank holds, from :meth:`start_training` on.
+        predicted_memory: What the plan predicts that every rank holds.
+    """
+
+    meter: MemoryMeter
+
+    def __init__(
+        self,
+        job: Job,
+        module: LightningModule,
+        groups: Groups,
+        accelerator: Accelerator,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        options, fractions = job.options, job.first_fractions
+        self._job = job
+        self._at_end = ExitStack()
+        self.control = groups.control
+        self.model = ShardedModel(
+            module,
+            groups,
+            accelerator,
+            fractions=fractions,
+            units=options.units,
+            compute_dtype=compute_dtype,
+            recompute=options.recompute.default,
+        )
+        if job.trains:
+            self._at_end.callback(SwitchedOffCaches(module).restore)
+        self.plan = Plan(tuple(RankPlan((1,), fraction) for fraction in fractions))
+        self.cutter = BatchCutter((), None, ())
+        self.logs = StepLogs(module, groups.control)
+        self.user_gathers = UserGathers(groups.control, options.equal_microbatches)
+        self.predictions = EmptyPredictions()
+        self.optimizers: list[Optimizer] = []
+        self.predicted_memory: tuple[RankMemory, ...] = ()
+
+    @property
+    def own_plan(self) -> RankPlan:
+        """This rank's part of the plan."""
+        return self.plan.ranks[self.control.rank]
+
+    @property
+    def inside_microbatch(self) -> bool:
+        """Whether a microbatch of the user's step is running right now."""
+        return self.model.executor.inside_microbatch
+
+    # -- training -----------------------------------------------------------------------------
+
+    def enforce_limits(self) -> None:
+        """Check that every rank can hold its part within its limits, and enforce these; collective.
+
+        Raises:
+            TooLittleMemoryError: On every rank, if any cannot hold what every rank must.
+        """
+        job = self._job
+        device, given = job.limits[self.control.rank].device, job.plan
+        with named_where_nothing_fits(job.limits):
+            if given is None:
+                check_capacities(self.model, device.capacity_bytes)
+            else:  # what the device has free is the user's business, what its cap allows is not
+                reshards = job.options.reshard_after_forward.of_plan(given.reshard_after_forward)
+                check_capacities(self.model, device.cap_bytes, reshard_after_forward=reshards)
+        self._at_end.callback(self.model.accelerator.limit_memory(device.cap_bytes))
+
+    def apply(self, plan: Plan, memory: Sequence[RankMemory] = ()) -> None:
+        """Follow a plan from the next step on; collective.
+
+        Moves the shards, chooses what becomes of activations and gathered units, and reserves host
+        memory. Batches come in the plan's sizes from dataloaders that are dealt after it.
+
+        Args:
+            plan: Equal on every rank.
+            memory: What it predicts that every rank holds, by kind; without, its peaks.
+
+        Raises:
+            UnsupportedError: If shards are to move that an optimizer holds already.
+            PlanError: If the plan wants boundaries moved that kept activations hold.
+            HostMemoryError: If the host has less memory than the plan needs.
+        """
+        self._move_shards([rank.state_fraction for rank in plan.ranks])
+        self.plan = plan
+        peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
+        self.predicted_memory = tuple(memory) or tuple(peaks)
+        self.user_gathers.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
+        job, own, executor = self._job, self.own_plan, self.model.executor
+        executor.reshard_after_forward = job.options.reshard_after_forward.of_plan(
+            plan.reshard_after_forward
+        )
+        # at least: with tokens as weights what measuring has left is nearer
+        executor.expect_weight(plan.global_batch_size)
+        executor.recompute = job.options.recompute.of_plan(own.recompute)
+        executor.failure.planned_memory = _planned_memory(own)
+        executor.arena = self.control.together("allocating host memory", self._host_memory)
+        self.cutter = BatchCutter(job.layouts, job.loaders.spec, own.microbatch_sizes)
+
+    def _move_shards(self, fractions: list[float]) -> None:
+        if tuple(fractions) == self.model.fractions:
+            return
+        # The place to move optimizer state from: it has the rows of the parameters.
+        if self.optimizers:
+            raise UnsupportedError(
+                "The plan gives ranks other parts of the model than they hold"
+                f" ({_percent(fractions)}; they hold {_percent(self.model.fractions)}), but the"
+                " optimizers are made, and their state cannot be moved yet. Apply the plan before"
+                " configure_optimizers() is called, or resume a checkpoint with"
+                " CephaloStrategy(plan=...)."
+            )
+        self.model.change_fractions(fractions)
+
+    def _host_memory(self) -> HostArena | None:
+        own = self.own_plan
+        if own.offload and not self.model.executor.recompute:
+            raise PlanError(
+                "The plan says offload: true, but recomputation is off, so that activations are"
+                " kept and hold what enters them. Use CephaloStrategy(recompute=True), or say"
+                " recompute: true in the plan."
+            )
+        host = self._job.limits[self.control.rank].host
+        return reserve_host_memory(self.model.accelerator, host, own)
+
+    def cut(self, batch: Any) -> tuple[list[tuple[Any, int]], Exception | None]:
+        """Return a batch's microbatches with their samples, or none and why it cannot be cut."""
+        try:
+            return self.cutter.cut(batch), None
+        except Exception as failure:
+            return [], failure
+
+    def start_training(self, optimizers: Sequence[Optimizer]) -> None:
+        """Measure from now on what this rank holds, its optimizers included."""
+        self.optimizers = list(optimizers)
+        self.meter = MemoryMeter(self.model, self.optimizers)
+
+    def measured_memory(self) -> tuple[RankMemory, ...] | None:
+        """Return what every rank has held in training; None before two steps; collective."""
+        rows = self.control.gather(self.meter.measured())
+        return tuple(rows) if all(rank is not None for rank in rows) else None
+
+    def report(self, step_s: float | None, memory: Sequence[RankMemory] | None) -> None:
+        """Print predicted against measured step time and memory."""
+        if step_s is not None:
+            report.show(report.prediction_table({"step_s": self.plan.step_s}, {"step_s": step_s}))
+        if memory is not None:
+            report.show(report.memory_table(self.predicted_memory, memory))
+
+    # -- dataloaders --------------------------------------------------------------------------
+
+    def dealt(self, loader: Any, *, training: bool, epoch: int) -> Any:
+        """Return a loader that yields this rank's share of each global batch; collective.
+
+        Args:
+            loader: The user's.
+            training: Whether it is dealt by the plan; else evenly, for evaluation.
+            epoch: Of its first pass.
+        """
+        common: dict[str, Any] = {
+            "rank": self.control.rank,
+            "seed": agreed_seed(self.control.broadcast),
+            "broadcast": self.control.broadcast,
+            "all_have_next": self.control.all,
+            "epoch": epoch,
+        }
+        if not training:
+            return rebuild_eval_loader(loader, world_size=self.control.world_size, **common)
+        options = self._job.options
+        own_sizes = self.own_plan.microbatch_sizes
+        return rebuild_train_loader(
+            loader,
+            batch_sizes=[rank.batch_size for rank in self.plan.ranks],
+            global_batch_size=options.global_batch_size,
+            microbatch_sizes=own_sizes if options.collate_per_microbatch else None,
+            layout=self._job.layouts[0],
+            **common,
+        )
+
+    # -- the whole model ----------------------------------------------------------------------
+
+    def share_changed_buffers(self) -> None:
+        """Give every rank the running statistics of the one with most samples; collective.
+
+        They differ between ranks: those of one that has data count for all.
+        """
+        if has_running_statistics(self.model.module):
+            sizes = [rank.batch_size for rank in self.plan.ranks]
+            self.model.share_buffers(sizes.index(max(sizes)))
+
+    def close(self) -> None:
+        """Make the module whole again, on the CPU, and leave nothing behind; collective."""
+        with self._at_end, self.model.accelerator.on_host():
+            self.share_changed_buffers()
+            self.model.restore_full()
+
+    def abandon(self) -> None:
+        """Leave without communicating, after a failure: other ranks may be gone."""
+        with self._at_end:
+            self.model.abandon()
+
+
+def _percent(fractions: Sequence[float]) -> str:
+    return ", ".join(f"{fraction:.1%}" for fraction in fractions)
+
+
+def _planned_memory(rank: RankPlan) -> str:
+    if rank.memory_bytes is None:
+        return ""
+    capacity = ""
+    if rank.capacity_bytes is not None and math.isfinite(rank.capacity_bytes):
+        capacity = f" of the {report.format_bytes(rank.capacity_bytes)} that it may use"
+    return f"The plan counts on {report.format_bytes(rank.memory_bytes)}{capacity}."

@@ -1,0 +1,43 @@
+"""Options that users leave to the plan, and what stands in for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_cephalo import CephaloStrategy
+from lightning_cephalo.preparation.options import Choice, Options
+
+
+@pytest.mark.parametrize(
+    ("given", "default", "is_planned"), [(True, True, False), (False, False, False),
+                                         ("auto", True, True)]
+)  # fmt: skip
+def test_a_choice_has_a_default_where_a_plan_does_not_say(given, default, is_planned):
+    choice = Choice.parse("recompute", given)
+    assert choice == Choice(default, is_planned)
+    assert choice.of_plan(None) is default
+    assert choice.of_plan(True) is True and choice.of_plan(False) is False
+    assert choice.as_given == given
+
+
+@pytest.mark.parametrize("name", ["recompute", "reshard_after_forward"])
+@pytest.mark.parametrize("given", [None, 1, "Auto", [True]])
+def test_anything_else_is_refused_when_the_strategy_is_made(name, given):
+    with pytest.raises(ValueError, match=f"{name}: expected True, False or 'auto'") as caught:
+        CephaloStrategy(**{name: given})
+    assert repr(given) in str(caught.value)
+
+
+def test_the_key_of_a_cached_job_has_the_names_that_it_always_had():
+    """Other names or values would make every job measure again."""
+    assert Options().of_measuring() == {
+        "global_batch_size": None,
+        "collate_per_microbatch": False,
+        "split_batch": None,
+        "equal_microbatches": False,
+        "profile_budget_s": 20.0,
+        "host_memory_cap": None,
+        "choose_recompute": False,
+        "reshard_after_forward": "auto",
+        "memory_cap": None,
+    }
