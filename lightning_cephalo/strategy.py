@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cephalo.accelerator import accelerator_of
+from lightning_cephalo.accelerator.backends import backend_named
 from lightning_cephalo.adapters import checkpoint, precision, supported
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
@@ -173,7 +174,7 @@ class CephaloStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._samplers = SamplerTakeover()
         self._watch = Watch(trace)
-        # from setup_environment() until the process ends, or fails alone under NCCL
+        # from setup_environment() until the process ends, or fails alone on a backend to be aborted
         self._ranks: launch.Ranks | None = None
         # from setup() to teardown()
         self._session: Session | None = None
@@ -572,7 +573,8 @@ class CephaloStrategy(ParallelStrategy):
             return
         crash_report = self._ranks.crash_report
         crash_report.on_exception(exception)
-        if self._process_group_backend == "nccl" and not crash_report.is_common(exception):
+        aborts = backend_named(self._process_group_backend).must_be_aborted
+        if aborts and not crash_report.is_common(exception):
             launch.abort_groups()
             self.forget_groups()  # another fit makes new ones
 

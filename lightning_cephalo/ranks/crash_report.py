@@ -17,21 +17,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_cephalo.ranks.control import ControlGroup, RemoteRankError
+from lightning_cephalo.accelerator.backends import SIGNS_OF_LOSS
+from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.ranks.control import ControlGroup
 
 _KEY = "cephalo/crash_report"
 _PATIENCE = timedelta(seconds=2)
-# what gloo and NCCL say on the ranks that are left
-_LOST = (
-    "Connection closed by peer",
-    "Connection reset",
-    "Broken pipe",
-    "Timed out waiting",
-    "remote process exited",
-    "Socket",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
-)
 
 
 @dataclass
@@ -77,7 +68,7 @@ class CrashReport:
         """Publish this rank's failure; if it is a lost connection, add the other rank's message."""
         if self.is_common(exception):
             return
-        if isinstance(exception, RuntimeError) and any(s in str(exception) for s in _LOST):
+        if isinstance(exception, RuntimeError) and any(s in str(exception) for s in SIGNS_OF_LOSS):
             self._explain(exception)
             return
         message = f"Rank {self.rank} failed: {type(exception).__name__}: {exception}"

@@ -276,15 +276,15 @@ def test_layouts_come_back_as_they_were():
     assert arena.offload(torch.zeros(1).expand(5).requires_grad_()) is None
 
 
-class NotingRing(HostArena):
+class NotingArena(HostArena):
     """Keeps what was fetched."""
 
     def __init__(self) -> None:
         super().__init__(Device(host_memory, pins=False), math.inf)
         self.fetched: list[OffloadedTensor] = []
 
-    def fetch(self, away: OffloadedTensor) -> None:
-        super().fetch(away)
+    def prefetch(self, away: OffloadedTensor) -> None:
+        super().prefetch(away)
         self.fetched.append(away)
 
 
@@ -316,7 +316,7 @@ TWO_PARTS = [{"x": torch.ones(2, WIDTH)} for _ in range(2)]
 def _fetched_in_vain(rank: int) -> None:
     model = SideBranch(skips=False, residual=False)
     executor = make_executor(model, [0.5, 0.5], recompute=True)
-    executor.arena = NotingRing()
+    executor.arena = NotingArena()
     sharded_step(executor, model, squared, TWO_PARTS)
     assert executor.arena.fetched
     assert all(away.returning is None for away in executor.arena.fetched)
@@ -327,7 +327,7 @@ def _stopped_before_use(rank: int) -> None:
     model.blocks = nn.ModuleList(Counting() for _ in range(12))
     model.blocks[8].most_calls = len(TWO_PARTS)  # and not once more to compute it again
     executor = make_executor(model, [0.5, 0.5], recompute=True)
-    executor.arena = NotingRing()
+    executor.arena = NotingArena()
     with pytest.raises(ArithmeticError, match="refused"):
         sharded_step(executor, model, squared, TWO_PARTS)
     assert executor.arena.fetched
