@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from lightning_cephalo.emulation import active_device
+from lightning_cephalo.emulation import active_device, host_now_s
 
 # Part of a device that a plan may fill: the rest is for what no profile sees (fragmentation,
 # libraries' workspaces, other processes).
@@ -72,7 +71,7 @@ def synchronized_clock(device: torch.device) -> Callable[[], float]:
         emulated = active_device()
         if emulated is not None:
             emulated.synchronize()
-        return time.perf_counter()
+        return host_now_s()
 
     return read
 

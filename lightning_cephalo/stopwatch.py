@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_cephalo.emulation import active_device
+from lightning_cephalo.emulation import active_device, host_now_s
 
 Mark = Any
-"""Seconds of ``time.perf_counter``, or a CUDA event."""
+"""Seconds of ``host_now_s``, or a CUDA event."""
 
 
 class Marks(Protocol):
@@ -38,7 +38,7 @@ class Marks(Protocol):
         """Tie marks to the host's clock; stops until the device has done its work."""
 
     def host_s(self, mark: Mark) -> float:
-        """A mark before the last :meth:`tie` as seconds of the host's ``time.perf_counter``."""
+        """A mark before the last :meth:`tie` as seconds of the host's clock."""
 
     def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
         """Call ``note`` with a mark of the moment at which a collective is done, in any thread."""
@@ -49,11 +49,17 @@ class HostMarks:
 
     The host of an emulated device runs ahead of it until it issues a collective: if it waits for
     another meanwhile, its device works, and does not wait.
+
+    Args:
+        now: Seconds of the host's clock; read by several threads.
     """
+
+    def __init__(self, now: Callable[[], float] = host_now_s) -> None:
+        self._now = now
 
     def now(self) -> Mark:
         emulated = active_device()  # ranks are connected before they become emulated devices
-        now_s = time.perf_counter()
+        now_s = self._now()
         return now_s if emulated is None else max(now_s, emulated.done_s)
 
     def passed(self, mark: Mark) -> bool:
@@ -71,10 +77,10 @@ class HostMarks:
     def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
         tell = getattr(work, "when_done", None)  # a Transfer's, which has no future
         if tell is not None:
-            tell(lambda: note(time.perf_counter()))
+            tell(lambda: note(self._now()))
             return
         # gloo runs the callback in the thread that has done the work, as soon as it is done
-        work.get_future().add_done_callback(lambda _: note(time.perf_counter()))
+        work.get_future().add_done_callback(lambda _: note(self._now()))
 
 
 class CudaMarks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 import weakref
 from array import array
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from lightning_cephalo import report, trace
 from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.accumulation.recorder import Recorder
 from lightning_cephalo.cluster import describe_device, synchronized_clock
+from lightning_cephalo.emulation import host_now_s
 from lightning_cephalo.engine import Engine
 from lightning_cephalo.pace import (
     MeasuredRank,
@@ -50,7 +50,7 @@ class Watch:
     def __init__(self, trace_path: str | PathLike[str] | None = None) -> None:
         self._path = None if trace_path is None else trace.json_path(trace_path)
         self._recorder: Recorder | None = None
-        self._clock: Callable[[], float] = time.perf_counter
+        self._clock: Callable[[], float] = host_now_s
         self.ranks: tuple[MeasuredRank, ...] = ()
         self._forget()
 
@@ -85,7 +85,7 @@ class Watch:
         self._engine_reference = weakref.ref(engine)  # its process groups must be let go of in time
         # on CUDA waiting for the device would cost more than it tells
         on_host = engine.device.type != "cuda"
-        self._clock = synchronized_clock(engine.device) if on_host else time.perf_counter
+        self._clock = synchronized_clock(engine.device) if on_host else host_now_s
         if self._path is not None:
             self._recorder = Recorder(engine.runner.stopwatch, self._clock if on_host else None)
 
@@ -97,7 +97,7 @@ class Watch:
 
     def start_step(self) -> None:
         """A step's forward is about to begin."""
-        self._started_s = time.perf_counter()
+        self._started_s = host_now_s()
         if self._recorder is not None and len(self._steps_s) < RECORDED_STEP:
             self._engine.runner.recorder = self._recorder
             self._recorder.restart()

@@ -51,6 +51,7 @@ ALLOWED = {
     "watch": {
         "accumulation",
         "cluster",
+        "emulation",
         "engine",
         "pace",
         "plan",

@@ -118,7 +118,7 @@ class Recorder:
         self._finished, self._spans = self._spans, []
 
     def events(self, rank: int) -> tuple[Event, ...]:
-        """The last finished step, by start, in seconds of this host's ``time.perf_counter``."""
+        """The last finished step, by start, in seconds of this host's clock."""
         host_s, found = self._stopwatch.marks.host_s, []
         for span in self._finished:
             if len(span.ends) < span.parts:

@@ -46,13 +46,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_cephalo.emulation.device import EmulatedDevice, active_device
+from lightning_cephalo.emulation.device import EmulatedDevice, active_device, host_now_s
 from lightning_cephalo.emulation.memory import MemoryTracker
 
 if TYPE_CHECKING:
     from lightning_cephalo.emulation.callback import Emulation
 
-__all__ = ["EmulatedDevice", "Emulation", "MemoryTracker", "active_device"]
+__all__ = ["EmulatedDevice", "Emulation", "MemoryTracker", "active_device", "host_now_s"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_cephalo.accumulation.entrance import ROOT
+from lightning_cephalo.emulation import host_now_s
 from lightning_cephalo.engine import Engine
 from lightning_cephalo.sharding.unit import Unit
 
@@ -161,7 +161,7 @@ def _slowest(engine: Engine, clock: Callable[[], float], function: Callable[[], 
 def _exchange_time(engine: Engine) -> float:
     times = []
     for _ in range(_REPEATS):
-        start_s = time.perf_counter()
+        start_s = host_now_s()
         engine.agreement.exchange([0.0, 0.0])
-        times.append(time.perf_counter() - start_s)
+        times.append(host_now_s() - start_s)
     return max(row[0] for row in engine.agreement.exchange([statistics.median(times)]))

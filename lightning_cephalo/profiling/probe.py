@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ import torch
 from lightning_cephalo.accumulation.agreement import RemoteRankError
 from lightning_cephalo.accumulation.memory_errors import is_out_of_memory
 from lightning_cephalo.accumulation.runner import MicrobatchCall
+from lightning_cephalo.emulation import host_now_s
 from lightning_cephalo.engine import Engine
 from lightning_cephalo.profiling.errors import ProfilingError, lost_rank_explained
 from lightning_cephalo.profiling.isolation import forget_gradients
@@ -94,12 +94,12 @@ class Prober:
         """
         self._times = None
         self.engine.runner.clock = self._clock
-        start = time.perf_counter()
+        start_s = host_now_s()
         try:
             refused = self._run(partial(self._step_of, size, 1), size)
         finally:
             self.engine.runner.clock = None
-        self.wall_s = time.perf_counter() - start
+        self.wall_s = host_now_s() - start_s
         return self._times, refused
 
     def held(self, size: int, count: int) -> tuple[Held, list[bool]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.accumulation.agreement import Agreement
 from lightning_cephalo.cluster import Device, synchronized_clock
 from lightning_cephalo.data import sample_batches
-from lightning_cephalo.emulation import active_device
+from lightning_cephalo.emulation import active_device, host_now_s
 from lightning_cephalo.engine import Engine
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
@@ -108,7 +107,7 @@ def measure(
         ProfilingError: On every rank, if any rank fails, dies, gets a loss that is not finite, or
             if none has memory for the smallest microbatch.
     """
-    started_s = time.perf_counter()
+    started_s = host_now_s()
     agreement = engine.agreement
     clock = synchronized_clock(engine.device)
     smallest = min(options.minimum_microbatch_size, global_batch_size)
@@ -211,7 +210,7 @@ def measure(
         if lost is not None:
             progress.warn(f"The measured times were not kept for later: {lost}")
     largest = [profile.largest_microbatch_size for profile in profiles]
-    seconds = time.perf_counter() - started_s
+    seconds = host_now_s() - started_s
     progress.done(largest, seconds, seconds / balanced_step_s(problem))
     return problem
 
