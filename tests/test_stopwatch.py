@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
-from busy import by_the_clock, timed
+from virtual_time import VirtualHost
 
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.stopwatch import Share, Stopwatch, marks_of
@@ -85,27 +83,28 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
     assert stopwatch.read() == [Share(busy_s=4.0, waiting_s=6.0)]
 
 
-class Sleep:
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+class Others:
+    """Keep this rank waiting."""
+
+    def __init__(self, host: VirtualHost, seconds: float) -> None:
+        self.host, self.seconds = host, seconds
 
     def wait(self) -> None:
-        time.sleep(self.seconds)
+        self.host.block(self.seconds)
 
 
-@timed
 def test_an_emulated_device_that_works_while_its_host_waits_is_busy() -> None:
     matrix = torch.ones(64, 64)
     product_s = 0.1
+    host = VirtualHost()
     stopwatch = Stopwatch(marks_of(torch.device("cpu"), "gloo"))
-    with EmulatedDevice(flops_per_s=2 * 64**3 / product_s):
+    with EmulatedDevice(flops_per_s=2 * 64**3 / product_s, clock=host.clock):
         stopwatch.begin()
         matrix @ matrix
-        stopwatch.wait(Sleep(0.06))  # the others are quicker than this rank's device
-        stopwatch.wait(Sleep(0.14))  # and then slower
+        stopwatch.wait(Others(host, 0.06))  # the others are quicker than this rank's device
+        stopwatch.wait(Others(host, 0.14))  # and then slower
         stopwatch.end()
         assert stopwatch.finish()
         (share,) = stopwatch.read()
-    with by_the_clock():
-        assert share.busy_s == pytest.approx(product_s, rel=0.1)
-        assert share.waiting_s >= 0.19 - product_s
+    assert share.busy_s == pytest.approx(product_s)
+    assert share.waiting_s == pytest.approx(0.2 - product_s)
