@@ -65,10 +65,11 @@ def make_runner(
     recompute: bool,
     *,
     reshard: bool = True,
+    stopwatch: Stopwatch | None = None,
     **discovery: Any,
 ) -> Runner:
     device = torch.device("cpu")
-    stopwatch = Stopwatch()
+    stopwatch = stopwatch or Stopwatch()
     context = ShardingContext(
         device, default_mesh("cpu"), dist.new_group(), dist.new_group(), stopwatch=stopwatch
     )
