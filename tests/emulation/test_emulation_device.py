@@ -7,6 +7,7 @@ import greenlet
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from virtual_time import SharedTime, VirtualHost
 
@@ -312,3 +313,28 @@ def test_many_short_collectives_earn_nothing(tmp_path):
     )
     for steps in ranks:
         assert steps == each([0.2 + 0.0009] * 2)
+
+
+class Issued(TorchDispatchMode):
+    """Counts the collectives that come through an emulated device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.namespace == "c10d"
+        return function(*args, **kwargs or {})
+
+
+def test_a_collective_on_a_buffer_that_does_not_fit_is_refused_before_it_is_issued():
+    def communicate(rank):
+        with Issued() as issued, EmulatedDevice(capacity_bytes=4000) as device:
+            buffer = torch.zeros(500)
+            buffer.untyped_storage().resize_(8000)  # no operator: the next one finds it
+            with pytest.raises(torch.OutOfMemoryError):
+                dist.all_reduce(buffer)
+            refused = issued.count
+            buffer.untyped_storage().resize_(2000)
+            dist.all_reduce(buffer)
+            return refused, issued.count, device.current_bytes
+
+    assert run_ranks(1, communicate) == [(0, 1, 2000)]
