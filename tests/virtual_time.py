@@ -78,21 +78,23 @@ class SharedTime(TorchDispatchMode):
         self._host, self._transfer_s = host, transfer_s
         self._issued = dist.FileStore(str(Path(folder) / "issued"), -1)
         self._counts: Counter[tuple[Any, ...]] = Counter()
-        # torch's works do not keep alive the Python objects that they call
-        self._works: list[_TimedWork] = []
+        # Torch's works do not keep alive the Python objects that they call; these in turn keep
+        # tensors alive, and must be let go of in time.
+        self._works: set[_TimedWork] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        result = function(*args, **kwargs or {})
         if function.namespace != "c10d":
-            return result
+            return function(*args, **kwargs or {})
+        places = self._meet(function, args)
+        result = function(*args, **kwargs or {})
         work = result[1] if isinstance(result, tuple) else result
-        timed = _TimedWork(dist.Work.unbox(work), self, self._meet(function, args))
-        self._works.append(timed)
+        timed = _TimedWork(dist.Work.unbox(work), self, places)
+        self._works.add(timed)
         boxed = timed.boxed()
         return (result[0], boxed) if isinstance(result, tuple) else boxed
 
     def _meet(self, function: Any, args: Any) -> list[str]:
-        """Say when this rank has issued a collective; return where all of its ranks say so."""
+        """Say when this rank issues a collective; return where all of its ranks say so."""
         boxed = next(
             argument
             for argument in args
@@ -111,9 +113,11 @@ class SharedTime(TorchDispatchMode):
         self._issued.set(places[ranks.index(rank)], repr(self._host.now_s))
         return places
 
-    def wait_for(self, places: list[str]) -> None:
+    def finish(self, work: _TimedWork, places: list[str]) -> None:
+        """Let the host wait for all ranks of a collective."""
         issued_s = [float(self._issued.get(place)) for place in places]
         self._host.block_until(max(issued_s) + self._transfer_s)
+        self._works.discard(work)
 
 
 class _TimedWork(dist.Work):
@@ -125,7 +129,7 @@ class _TimedWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         done = self._inner.wait()
-        self._time.wait_for(self._places)
+        self._time.finish(self, self._places)
         return done
 
     def get_future(self) -> Any:
