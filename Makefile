@@ -31,6 +31,7 @@ figures: $(INSTALLED)
 # what docs/performance.md and the records say of speed, memory and predictions; about 30 minutes,
 # and only of use on a machine that does nothing else
 performance: $(INSTALLED)
+	$(BIN)/python benchmarks/emulation.py
 	$(BIN)/python benchmarks/visits.py
 	$(BIN)/python benchmarks/optimizer.py
 	$(BIN)/python benchmarks/overhead.py

@@ -6,13 +6,15 @@ Lightning's ModelParallelStrategy leaves sharding to torch's `fully_shard` and t
 autograd. Both are trained side by side in the same processes, a step of one after a step of the
 other, with the same microbatches and activations kept in both, so that what this shared machine
 does to one it does to the other. Printed are the medians over rounds and the median of the
-round-by-round ratio: above 1, cephalo is slower.
+round-by-round ratio: above 1, cephalo is slower. The first line says what every `import torch` in
+the environment takes longer, for the names of the strategies.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -80,6 +82,19 @@ def _measure(
     return times[2:]
 
 
+def _import_s() -> float:
+    code = (
+        "import time, logging\n"
+        "start = time.perf_counter()\n"
+        "import lightning_cephalo\n"
+        "print(time.perf_counter() - start)"
+    )
+    command = [sys.executable, "-c", code]
+    times = [float(subprocess.run(command, check=True, capture_output=True).stdout)
+             for _ in range(5)]  # fmt: skip
+    return statistics.median(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
@@ -90,6 +105,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192)
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {options.ranks} ranks, one thread each, gloo")
+    print(f"import of the package: {_import_s() * 1e3:.1f} ms")
     for microbatches in options.microbatches:
         results = run_ranks(
             options.ranks,

@@ -103,7 +103,7 @@ class Watch:
 
     def start_step(self) -> None:
         """A step's forward is about to begin."""
-        self._started_s = time.perf_counter()
+        self._started_s = self._engine.accelerator.now_s()
         executor = self._engine.executor
         self._detach()
         self._timing.restart()

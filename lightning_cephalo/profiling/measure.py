@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -106,9 +105,8 @@ def measure(
         ProfilingError: On every rank, if any rank fails, dies, gets a loss that is not finite, or
             if none has memory for the smallest microbatch.
     """
-    started_s = time.perf_counter()
-    control = engine.control
-    clock = engine.accelerator.clock
+    control, clock = engine.control, engine.accelerator.clock
+    started_s = engine.accelerator.now_s()
     smallest = min(options.minimum_microbatch_size, global_batch_size)
     progress = Progress(options.verbose and control.rank == 0)
     batches = _Batches(loader, partial(moved_to_device, trainer, engine.module))
@@ -209,7 +207,7 @@ def measure(
         if lost is not None:
             progress.warn(f"The measured times were not kept for later: {lost}")
     largest = [profile.largest_microbatch_size for profile in profiles]
-    seconds = time.perf_counter() - started_s
+    seconds = engine.accelerator.now_s() - started_s
     progress.done(largest, seconds, seconds / balanced_step_s(problem))
     return problem
 

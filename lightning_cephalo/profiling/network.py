@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -165,7 +164,7 @@ def _slowest(
 def _exchange_time(engine: ShardedModel) -> float:
     times = []
     for _ in range(_REPEATS):
-        start_s = time.perf_counter()
+        start_s = engine.accelerator.now_s()
         engine.control.gather([0.0, 0.0])
-        times.append(time.perf_counter() - start_s)
+        times.append(engine.accelerator.now_s() - start_s)
     return engine.control.max(statistics.median(times))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -84,6 +83,10 @@ class Prober:
         self._held = Held(0.0, 0.0)
         self.wall_s = 0.0
 
+    def now_s(self) -> float:
+        """Seconds of the host's clock."""
+        return self.engine.accelerator.now_s()
+
     def timed(self, size: int) -> tuple[Times | None, list[bool]]:
         """Time a step with one microbatch of ``size`` samples (0: take part without).
 
@@ -95,9 +98,9 @@ class Prober:
             ProfilingError: On every rank, if any fails otherwise.
         """
         self._times = None
-        start = time.perf_counter()
+        start_s = self.now_s()
         refused = self._run(partial(self._timed_step_of, size), size)
-        self.wall_s = time.perf_counter() - start
+        self.wall_s = self.now_s() - start_s
         return self._times, refused
 
     def held(self, size: int, count: int) -> tuple[Held, list[bool]]:

@@ -10,7 +10,6 @@ long as about 2.5 balanced steps; repetitions add 1.25, or 2 on a machine that d
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -118,8 +117,8 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
         ProfilingError: On every rank, if any fails other than by memory, or if none can run even
             the smallest microbatch.
     """
-    started_s = time.perf_counter()
     control, measured = prober.control, Measured()
+    started_s = prober.now_s()
     smallest, whole = sweep.sizes[0], sweep.sizes[-1]
     sweep.report([smallest] * control.world_size)
     able = _warm_up(prober, measured, smallest)
@@ -128,7 +127,7 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
         size = _next_size(
             measured, sweep.sizes, _useful(pace.rates[control.rank], pace.rates, whole)
         )
-        remaining_s = sweep.budget_s - (time.perf_counter() - started_s)
+        remaining_s = sweep.budget_s - (prober.now_s() - started_s)
         own = [float(size if able else 0), _expected_s(measured, size), remaining_s, pace.beside_s]
         rows = control.gather(own)
         remaining_s = min(row[2] for row in rows)

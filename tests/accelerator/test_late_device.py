@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from late_device import LateCopies, LateDevice
-from lightning_cephalo.preparation.host_memory import describe_host_memory
 
 from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.observe.memory_meter import COUNTED_STEP, MemoryMeter
 from lightning_cephalo.observe.watch import Watch
+from lightning_cephalo.preparation.limits import Cap, Limits
 from lightning_cephalo.profiling.memory_model import PeakMeter, resting_bytes
 
 
@@ -124,6 +124,7 @@ def test_a_watch_does_not_wait_for_a_device_that_runs_behind():
 
 
 def test_host_memory_apart_from_the_device_is_measured():
-    host = describe_host_memory(LateDevice(), 1, cap=2**20)
+    limits = Limits.read(LateDevice(), 1, 0, 1, Cap("memory_cap"), Cap("host_memory_cap", 2**20))
+    host = limits.host
     assert host.is_apart and not host.is_pinned
     assert host.capacity_bytes == 2**20 and 0 < host.copy_bytes_per_s < math.inf

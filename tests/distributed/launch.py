@@ -15,6 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+SOON_S = 100.0
+"""When ranks must have ended that wait for none that has failed: before :func:`run_ranks` ends
+them, long before the half hour after which collectives give up, and late enough for a machine that
+does much else."""
+
 
 class RankFailure(AssertionError):
     """Some rank raised; the message holds every failing rank's traceback."""

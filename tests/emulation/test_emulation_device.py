@@ -1,23 +1,27 @@
 import multiprocessing
-import os
-import tempfile
+import sys
 import threading
-import time
 from pathlib import Path
 
 import greenlet
 import pytest
 import torch
 import torch.distributed as dist
-from busy import by_the_clock, timed
-from torch.multiprocessing import start_processes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
+from virtual_time import SharedTime, VirtualHost
 
-from lightning_cephalo.accelerator.emulated.rate import measure_flops_per_s
+from lightning_cephalo.accelerator.emulated.clock import CREDIT_LIMIT_S
+from lightning_cephalo.accelerator.emulated.device import host_now_s
 from lightning_cephalo.emulation import EmulatedDevice, MemoryTracker, active_device
 
-WIDTH = 192
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+from launch import run_ranks
+
+WIDTH = 16
 PRODUCT_FLOPS = 2 * WIDTH**3
+FAST, SLOW = 1000 * PRODUCT_FLOPS, 500 * PRODUCT_FLOPS  # a product takes 1 ms and 2 ms
+HOST_S = 0.0002  # what the machine itself takes for a product
 
 
 @pytest.fixture(autouse=True)
@@ -28,95 +32,113 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def core_flops_per_s():
-    return measure_flops_per_s()
-
-
-def products(count):
-    left = right = torch.full((WIDTH, WIDTH), 1e-3)
+def products(host, count):
+    left = right = torch.full((WIDTH, WIDTH), 1 / WIDTH)
     for _ in range(count):
+        host.run(HOST_S)
         left = left @ right
 
 
-def seconds_of_products(device, count):
-    with device:
-        products(1)
+def seconds_of_products(flops_per_s, count):
+    host = VirtualHost()
+    with EmulatedDevice(flops_per_s=flops_per_s, clock=host.clock) as device:
+        products(host, 1)
         device.synchronize()
-        start_s = time.perf_counter()
-        products(count)
+        start_s = host.now_s
+        products(host, count)
         device.synchronize()
-        return time.perf_counter() - start_s
+        return host.now_s - start_s
 
 
-@timed
-def test_two_devices_hold_their_ratio_and_their_rate(core_flops_per_s):
-    fast = EmulatedDevice(flops_per_s=core_flops_per_s / 5)
-    slow = EmulatedDevice(flops_per_s=core_flops_per_s / 15)
-    count = round(0.1 * fast.flops_per_s / PRODUCT_FLOPS)
-    pairs = [[seconds_of_products(device, count) for device in (fast, slow)] for _ in range(5)]
-    with by_the_clock():
-        assert min(slow_s for _, slow_s in pairs) == pytest.approx(
-            3 * min(fast_s for fast_s, _ in pairs), rel=0.1
-        )
-    assert min(fast_s for fast_s, _ in pairs) >= 0.09
+def test_devices_hold_their_rates_and_so_their_ratio():
+    assert seconds_of_products(FAST, 100) == pytest.approx(0.1)
+    assert seconds_of_products(SLOW, 100) == pytest.approx(0.2)
+    assert seconds_of_products(FAST / 3, 100) == pytest.approx(0.3)
 
 
-def test_a_busy_host_before_does_not_shorten_a_measurement(core_flops_per_s):
-    device = EmulatedDevice(flops_per_s=core_flops_per_s / 3)
-    count = round(0.05 * device.flops_per_s / PRODUCT_FLOPS)
-    with device:
-        products(1)
-        busy_until_s = time.perf_counter() + 0.2
-        while time.perf_counter() < busy_until_s:
-            pass
+def test_no_device_is_faster_than_the_machine():
+    assert seconds_of_products(PRODUCT_FLOPS / HOST_S * 10, 100) == pytest.approx(100 * HOST_S)
+
+
+def test_a_busy_host_before_does_not_shorten_a_measurement():
+    host = VirtualHost()
+    with EmulatedDevice(flops_per_s=FAST, clock=host.clock) as device:
+        products(host, 1)
+        host.run(0.2)
         device.synchronize()
-        start_s, start_busy_s = time.perf_counter(), device.busy_s
-        products(count)
+        start_s = host.now_s
+        products(host, 50)
         device.synchronize()
-        assert time.perf_counter() - start_s >= device.busy_s - start_busy_s
+        assert host.now_s - start_s == pytest.approx(0.05)
 
 
-@timed
-def test_blocked_seconds_are_those_without_work_and_add_up_over_entries(core_flops_per_s):
-    device = EmulatedDevice(flops_per_s=core_flops_per_s / 3)
-    count = round(0.1 * device.flops_per_s / PRODUCT_FLOPS)
+def test_a_busy_host_catches_up_where_credit_is_kept():
+    host = VirtualHost()
+    with EmulatedDevice(flops_per_s=FAST, clock=host.clock) as device:
+        host.run(10.0)
+        device.synchronize(keep_credit=True)
+        products(host, 1)  # from here on it counts how late the host is
+        start_s = host.now_s
+        products(host, 499)
+        device.synchronize()
+        assert host.now_s - start_s == pytest.approx(0.5 - CREDIT_LIMIT_S)
+
+
+def test_blocked_seconds_are_those_without_work_and_add_up_over_entries():
+    host = VirtualHost()
+    device = EmulatedDevice(flops_per_s=FAST, clock=host.clock)
     for entries in (1, 2):
         with device:
-            products(1)
+            products(host, 1)
             device.synchronize()
-            time.sleep(0.2)
-            products(count)
+            host.block(0.2)
+            products(host, 100)
             device.synchronize()
-        with by_the_clock():
-            assert device.blocked_s == pytest.approx(0.2 * entries, rel=0.1)
+        assert device.blocked_s == pytest.approx(0.2 * entries)
 
 
 def test_without_a_rate_nothing_waits():
-    device = EmulatedDevice()
-    start_s = time.perf_counter()
+    host = VirtualHost()
+    device = EmulatedDevice(clock=host.clock)
     with device:
-        products(3)
+        products(host, 3)
     assert device.busy_s == 0.0
-    assert time.perf_counter() - start_s < 5
+    assert host.slept_s == 0.0
 
 
 def test_leaving_the_block_waits_for_the_device():
-    start_s = time.perf_counter()
-    with EmulatedDevice(flops_per_s=PRODUCT_FLOPS / 0.2):
-        products(1)
-    assert time.perf_counter() - start_s >= 0.2
+    host = VirtualHost()
+    with EmulatedDevice(flops_per_s=PRODUCT_FLOPS / 0.2, clock=host.clock):
+        products(host, 1)
+    assert host.now_s == pytest.approx(0.2)
 
 
 def test_an_exception_does_not_wait():
-    device = EmulatedDevice(flops_per_s=PRODUCT_FLOPS / 60)
-    start_s = time.perf_counter()
+    host = VirtualHost()
+    device = EmulatedDevice(flops_per_s=PRODUCT_FLOPS / 60, clock=host.clock)
     with pytest.raises(KeyError), device:
-        products(1)
+        products(host, 1)
         raise KeyError
-    assert time.perf_counter() - start_s < 30
     assert active_device() is None
     device.synchronize()
+    assert host.slept_s == 0.0
+
+
+def test_this_thread_is_timed_by_the_clock_of_its_device():
+    host = VirtualHost()
+    host.run(1e9)
+    before_s = host_now_s()
+    with EmulatedDevice(clock=host.clock):
+        assert host_now_s() == host.now_s == 1e9
+        assert not before_s <= host_now_s() <= before_s + 1e6
+    assert before_s <= host_now_s() < 1e9
+
+
+def test_by_default_the_machine_is_what_is_waited_on():
+    start_s = host_now_s()
+    with EmulatedDevice(flops_per_s=PRODUCT_FLOPS / 0.01):
+        products(VirtualHost(), 1)
+    assert host_now_s() - start_s >= 0.01
 
 
 def test_active_device_is_the_innermost_of_this_thread():
@@ -202,105 +224,118 @@ def test_bad_arguments_are_named(argument, value):
         EmulatedDevice(**{argument: value}, name="small")
 
 
-def rank_main(rank, folder, flops_per_s, counts, steps, body):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(counts)
-    )
-    try:
-        seconds = body(EmulatedDevice(flops_per_s=flops_per_s[rank]), counts[rank], steps)
-    finally:
-        dist.destroy_process_group()
-    with open(os.path.join(folder, f"{rank}.txt"), "w") as file:
-        file.write(repr(seconds))
+def on_virtual_ranks(folder, body, counts, transfer_s=0.0, steps=6):
+    """What ``body`` gives of every step, on a fast and a slow rank of one virtual time."""
+    folder.mkdir()
+
+    def rank_main(rank):
+        torch.set_num_threads(1)
+        host = VirtualHost()
+        with (
+            SharedTime(host, folder, transfer_s),
+            EmulatedDevice(flops_per_s=(FAST, SLOW)[rank], clock=host.clock) as device,
+        ):
+            return [body(host, device, counts[rank]) for _ in range(steps)]
+
+    return run_ranks(2, rank_main)
 
 
-def lock_step(device, count, steps):
-    """Seconds of every step up to the broadcast, and up to the end of the step."""
-    seconds = []
+def lock_step(host, device, count):
+    """Seconds of a step up to the collective, and up to its end."""
     message = torch.zeros(16)
-    with device:
-        for _ in range(steps):
-            dist.broadcast(message, src=0)
-            start_s = time.perf_counter()
-            products(count)
-            device.synchronize()
-            computed_s = time.perf_counter() - start_s
-            dist.all_reduce(message)
-            seconds.append((computed_s, time.perf_counter() - start_s))
-    return seconds
+    dist.broadcast(message, src=0)
+    start_s = host.now_s
+    products(host, count)
+    device.synchronize()
+    computed_s = host.now_s - start_s
+    dist.all_reduce(message)
+    return computed_s, host.now_s - start_s
 
 
-def prefetched(device, count, steps):
-    """Seconds until the host has issued work, and of every step, with a broadcast in flight."""
-    seconds = []
+def prefetched(host, device, count):
+    """Seconds until the host has issued work, and of a step, with a broadcast in flight."""
     message = torch.zeros(16)
-    with device:
-        for _ in range(steps):
-            dist.barrier()
-            start_s = time.perf_counter()
-            work = dist.broadcast(message, src=0, async_op=True)
-            products(count)
-            work_s = time.perf_counter() - start_s
-            work.wait()
-            products(count)
-            dist.all_reduce(message)
-            seconds.append((work_s, time.perf_counter() - start_s))
-            device.synchronize()
-    return seconds
+    dist.barrier()
+    start_s = host.now_s
+    work = dist.broadcast(message, src=0, async_op=True)
+    products(host, count)
+    issued_s = host.now_s - start_s
+    work.wait()
+    products(host, count)
+    dist.all_reduce(message)
+    step_s = host.now_s - start_s
+    device.synchronize()
+    return issued_s, step_s
 
 
-def run_ranks(parent, flops_per_s, counts, body=lock_step, steps=6):
-    folder = Path(tempfile.mkdtemp(dir=parent))
-    start_processes(
-        rank_main,
-        args=(str(folder), flops_per_s, counts, steps, body),
-        nprocs=len(counts),
-        start_method="fork",
-    )
-    ranks = [eval((folder / f"{rank}.txt").read_text()) for rank in range(len(counts))]
-    # noise of the machine only ever lengthens a step
-    return [tuple(min(step[part] for step in rank[1:]) for part in (0, 1)) for rank in ranks]
+def each(steps):
+    return [pytest.approx(step) for step in steps]
 
 
-def work_for(seconds, flops_per_s):
-    return max(1, round(seconds * flops_per_s / PRODUCT_FLOPS))
-
-
-@pytest.fixture
-def rates(core_flops_per_s):
-    return (core_flops_per_s / 5, core_flops_per_s / 10)
-
-
-@timed
-def test_equal_work_in_lock_step_runs_at_the_pace_of_the_slow_rank(tmp_path, rates):
-    count = work_for(0.1, rates[0])
-    (fast_s, fast_step_s), (slow_s, slow_step_s) = run_ranks(tmp_path, rates, (count, count))
+def test_equal_work_in_lock_step_runs_at_the_pace_of_the_slow_rank(tmp_path):
     # a fast rank that gained time by waiting would need less and less for its own part
-    with by_the_clock():
-        assert slow_s == pytest.approx(2 * fast_s, rel=0.1)
-        assert fast_step_s == pytest.approx(slow_s, rel=0.1)
-        assert slow_step_s == pytest.approx(slow_s, rel=0.1)
+    fast, slow = on_virtual_ranks(tmp_path / "ranks", lock_step, (100, 100))
+    assert fast == each([(0.1, 0.2)] * 6)
+    assert slow == each([(0.2, 0.2)] * 6)
 
 
-@timed
-def test_work_in_the_ratio_of_speeds_ends_together(tmp_path, rates):
-    count = work_for(0.15, rates[1])
-    (fast_s, fast_step_s), (slow_s, slow_step_s) = run_ranks(tmp_path, rates, (2 * count, count))
-    with by_the_clock():
-        assert fast_s == pytest.approx(slow_s, rel=0.1)
-        assert fast_step_s == pytest.approx(slow_s, rel=0.1)
-        assert slow_step_s == pytest.approx(slow_s, rel=0.1)
+def test_work_in_the_ratio_of_speeds_ends_together(tmp_path):
+    for steps in on_virtual_ranks(tmp_path / "ranks", lock_step, (200, 100)):
+        assert steps == each([(0.2, 0.2)] * 6)
 
 
-@timed
-def test_collectives_in_flight_hide_under_compute_and_earn_nothing(tmp_path, rates):
-    count = work_for(0.1, rates[0])
-    (_, fast_step_s), (issued_s, slow_step_s) = run_ranks(
-        tmp_path, rates, (count, count), prefetched
+def test_collectives_in_flight_hide_under_compute_and_earn_nothing(tmp_path):
+    # the host is done with its work long before the device is, and goes on with more; of the
+    # transfers only the last one's time is seen
+    ranks = on_virtual_ranks(tmp_path / "ranks", prefetched, (100, 100), transfer_s=0.04)
+    for steps in ranks:
+        assert steps == each([(100 * HOST_S, 2 * 100 * 0.002 + 0.04)] * 6)
+
+
+def test_a_collective_that_compute_does_not_hide_is_waited_for(tmp_path):
+    ranks = on_virtual_ranks(tmp_path / "ranks", prefetched, (100, 100), transfer_s=0.3)
+    for steps in ranks:
+        assert steps == each([(100 * HOST_S, 0.3 + 100 * 0.002 + 0.3)] * 6)
+
+
+def many_collectives(host, device, count):
+    """Seconds of work that follows many short waits for others."""
+    for _ in range(100):
+        dist.barrier()
+    start_s = host.now_s
+    products(host, count)
+    dist.barrier()
+    return host.now_s - start_s
+
+
+def test_many_short_collectives_earn_nothing(tmp_path):
+    ranks = on_virtual_ranks(
+        tmp_path / "ranks", many_collectives, (200, 100), transfer_s=0.0009, steps=2
     )
-    expected_s = 2 * count * PRODUCT_FLOPS / rates[1]
-    with by_the_clock():
-        assert fast_step_s == pytest.approx(expected_s, rel=0.1)
-        assert slow_step_s == pytest.approx(expected_s, rel=0.1)
-        assert issued_s < expected_s / 4
+    for steps in ranks:
+        assert steps == each([0.2 + 0.0009] * 2)
+
+
+class Issued(TorchDispatchMode):
+    """Counts the collectives that come through an emulated device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.namespace == "c10d"
+        return function(*args, **kwargs or {})
+
+
+def test_a_collective_on_a_buffer_that_does_not_fit_is_refused_before_it_is_issued():
+    def communicate(rank):
+        with Issued() as issued, EmulatedDevice(capacity_bytes=4000) as device:
+            buffer = torch.zeros(500)
+            buffer.untyped_storage().resize_(8000)  # no operator: the next one finds it
+            with pytest.raises(torch.OutOfMemoryError):
+                dist.all_reduce(buffer)
+            refused = issued.count
+            buffer.untyped_storage().resize_(2000)
+            dist.all_reduce(buffer)
+            return refused, issued.count, device.current_bytes
+
+    assert run_ranks(1, communicate) == [(0, 1, 2000)]

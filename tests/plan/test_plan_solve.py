@@ -245,12 +245,28 @@ def test_many_distinct_sizes_and_a_large_batch():
     assert plan.gap == 0
 
 
-def test_a_thousand_ranks_of_few_types():
+def test_a_thousand_ranks_of_few_types_are_as_much_work_as_a_hundred(monkeypatch):
+    import cvxpy
+
+    chain = cvxpy.reductions.solvers.solving_chain.SolvingChain
+    solve_via_data, variables = chain.solve_via_data, []
+
+    def counted(self, problem, data, **options):
+        variables.append(data["c"].size)
+        return solve_via_data(self, problem, data, **options)
+
+    monkeypatch.setattr(chain, "solve_via_data", counted)
     kinds = [affine(name, speed, 200, 12) for name, speed in (("a", 3), ("b", 2), ("c", 1))]
-    problem = Problem(kinds * 340, units=8, state_bytes=80_000, global_batch_size=16_384)
-    plan = checked(problem, solve(problem))
-    assert plan.gap == 0
-    assert plan.solve_s < 10
+
+    def variables_of(times: int, state_bytes: int, batch: int) -> int:
+        variables.clear()
+        problem = Problem(kinds * times, units=8, state_bytes=state_bytes, global_batch_size=batch)
+        plan = checked(problem, solve(problem))
+        assert plan.gap == 0
+        return sum(variables)
+
+    hundred, thousand = variables_of(34, 8_000, 1638), variables_of(340, 80_000, 16_384)
+    assert 0 < thousand <= 2 * hundred <= 400
 
 
 def test_solving_twice_gives_the_same_plan():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from virtual_time import SharedTime, VirtualHost
 
 from lightning_cephalo import CephaloStrategy
+from lightning_cephalo.accelerator.emulated.clock import VirtualClock
 from lightning_cephalo.emulation import Emulation
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation import prepare as planning
@@ -23,10 +26,11 @@ sys.path += [str(TESTS / "lightning"), str(TESTS / "distributed"), str(TESTS.par
 
 from byte_gpt import ByteGPT, ByteLanguageModel  # noqa: E402
 from common import in_ranks  # noqa: E402
-from launch import RankFailure  # noqa: E402
+from launch import SOON_S, RankFailure  # noqa: E402
 
 __all__ = [
     "GPT",
+    "SOON_S",
     "BatchNormNet",
     "ByteLanguageModel",
     "RankFailure",
@@ -68,15 +72,22 @@ def fit(
     speeds: tuple[float, ...] | None = None,
     capacity_bytes: tuple[int | None, ...] | None = None,
     total_flops_per_s: float = 1e13,
+    time: Path | None = None,
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trainer:
-    """Train in this rank with a quiet Trainer; every rank calls it."""
+    """Train in this rank with a quiet Trainer; every rank calls it.
+
+    Emulated devices run on virtual time if ``time`` is an empty folder to share it in. Then the
+    products of matrices take what the speeds say, and all else a microsecond here and there.
+    """
     callbacks = list(options.pop("callbacks", []))
+    host = VirtualHost(tick_s=1e-6)
     if speeds is not None or capacity_bytes is not None:
         speeds = speeds or (1.0,) * world_size
-        callbacks.insert(0, Emulation(speeds, capacity_bytes, total_flops_per_s))
-    chosen = {"verbose": False, "timeout": timedelta(seconds=100), **(strategy or {})}
+        clock = host.clock if time is not None else VirtualClock
+        callbacks.insert(0, Emulation(speeds, capacity_bytes, total_flops_per_s, clock))
+    chosen = {"verbose": False, "timeout": timedelta(minutes=30), **(strategy or {})}
     options = {"max_steps": 1, "logger": False, "num_sanity_val_steps": 0, **options}
     trainer = Trainer(
         accelerator="cpu",
@@ -88,7 +99,10 @@ def fit(
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(module, data)
+    with ExitStack() as stack:
+        if time is not None:
+            stack.enter_context(SharedTime(host, time))
+        trainer.fit(module, data)
     return trainer
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from lightning.pytorch import Callback
-from profiled import GPT, fit, in_ranks, loader
+from profiled import GPT, SOON_S, fit, in_ranks, loader
 
 from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device
@@ -112,7 +112,7 @@ def refusals(memory_cap, capacity_bytes=(None, None), **options):
 
     found = in_ranks(2, refused)
     for message, seconds in found:
-        assert message and seconds < 20, found
+        assert message and seconds < SOON_S, found
     return [message for message, _ in found]
 
 

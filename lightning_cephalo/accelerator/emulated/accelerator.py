@@ -46,6 +46,9 @@ class Emulated(Cpu):
         # how fast it is depends on what else this machine did when it was measured
         return Device(self.name, capacity, total, speed_lasts=False)
 
+    def now_s(self) -> float:
+        return self.emulated.now_s
+
     def synchronize(self) -> None:
         self.emulated.synchronize()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_cephalo.accelerator.emulated.clock import VirtualClock
 from lightning_cephalo.accelerator.emulated.device import EmulatedDevice
 from lightning_cephalo.accelerator.emulated.rate import (
     emulated_flops_per_s,
@@ -43,6 +44,7 @@ class Emulation(Callback):
             take the largest total at which the ratios hold (see
             ``emulated_flops_per_s`` in ``accelerator/emulated/rate.py``). Give it to make
             a run repeatable to the millisecond; too high a rate breaks the ratios silently.
+        clock: Makes the clock of this rank's device; see :class:`EmulatedDevice`.
 
     Raises:
         ValueError: On construction, for a speed, capacity or total that is not a positive number,
@@ -56,6 +58,7 @@ class Emulation(Callback):
         speeds: Sequence[float] = (3, 1),
         capacity_bytes: Sequence[int | None] | None = None,
         total_flops_per_s: float | None = None,
+        clock: Callable[[], VirtualClock] = VirtualClock,
     ) -> None:
         super().__init__()
         self.speeds = tuple(float(speed) for speed in speeds)
@@ -81,6 +84,7 @@ class Emulation(Callback):
                 raise ValueError(
                     f"capacity_bytes: expected positive numbers or None, got {capacity_bytes!r}."
                 )
+        self._clock = clock
         self._device: EmulatedDevice | None = None
         self._threads = 0
         self._measured: tuple[float, ...] | None = None
@@ -103,6 +107,7 @@ class Emulation(Callback):
             flops_per_s=flops_per_s,
             capacity_bytes=self.capacity_bytes[trainer.global_rank],
             name=f"cpu x{self.speeds[trainer.global_rank]:g}",
+            clock=self._clock,
         )
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)

@@ -21,11 +21,21 @@ class ThreadActivity:
     What is missing from the elapsed time is time that the thread spent blocked: in a collective, in
     a sleep, on a file. Without ``/proc`` (macOS) the wait for a processor cannot be told from being
     blocked, and a starved rank then does not catch up.
+
+    Args:
+        ran: Seconds for which this thread ran.
+        statistics: The kernel's scheduler statistics of this thread: three numbers, of which the
+            second is the wait for a processor in nanoseconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        ran: Callable[[], float] = time.thread_time,
+        statistics: str | os.PathLike[str] = "/proc/thread-self/schedstat",
+    ) -> None:
+        self._ran = ran
         try:
-            self._statistics = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            self._statistics = os.open(statistics, os.O_RDONLY)
         except OSError:
             self._statistics = -1
 
@@ -37,7 +47,7 @@ class ThreadActivity:
         queued_ns = 0
         if self._statistics >= 0:
             queued_ns = int(os.pread(self._statistics, 64, 0).split()[1])
-        return time.thread_time() + queued_ns * 1e-9
+        return self._ran() + queued_ns * 1e-9
 
     def close(self) -> None:
         """Gives the file back; further calls count run time only."""
@@ -58,9 +68,9 @@ class VirtualClock:
     would run its next step at the machine's full speed.
 
     Args:
-        now: Real time in seconds, monotonic.
-        active: Seconds for which this thread ran or waited for a processor, see
-            :class:`ThreadActivity`.
+        now: Time of the host in seconds, monotonic.
+        active: Seconds for which this thread ran or waited for a processor; by default a
+            :class:`ThreadActivity` of the calling thread.
         sleep: Blocks for so many seconds.
 
     Source: the credit rule and its limits were measured on two cores with two to six ranks.
@@ -69,16 +79,21 @@ class VirtualClock:
     def __init__(
         self,
         now: Callable[[], float] = time.perf_counter,
-        active: Callable[[], float] = time.thread_time,
+        active: Callable[[], float] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._now = now
-        self._active = active
+        self._active = ThreadActivity() if active is None else active
         self._sleep = sleep
         self._suspicious = False
         self._blocked_s = 0.0
         self._seen_s = self._device_s = now()
-        self._looked_s, self._looked_active_s = self._seen_s, active()
+        self._looked_s, self._looked_active_s = self._seen_s, self._active()
+
+    @property
+    def now_s(self) -> float:
+        """The host's time, now."""
+        return self._now()
 
     @property
     def ahead_s(self) -> float:
@@ -87,7 +102,7 @@ class VirtualClock:
 
     @property
     def done_s(self) -> float:
-        """When the device is done with the work that it has, by the real time."""
+        """When the device is done with the work that it has, by the host's time."""
         return self._device_s
 
     @property
@@ -121,6 +136,11 @@ class VirtualClock:
     def forfeit(self) -> None:
         """Gives up what the host could still catch up."""
         self._device_s = max(self._device_s, self._seen_s)
+
+    def close(self) -> None:
+        """Gives back what the clock reads from; time can still be read."""
+        if isinstance(self._active, ThreadActivity):
+            self._active.close()
 
     def _settle(self) -> None:
         now_s = self._now()

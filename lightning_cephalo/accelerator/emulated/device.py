@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +14,12 @@ import torch
 # in other threads, and a context variable in greenlets). tests/emulation says when it changes.
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_cephalo.accelerator.emulated.clock import ThreadActivity, VirtualClock
+from lightning_cephalo.accelerator.emulated.clock import VirtualClock
 from lightning_cephalo.accelerator.emulated.memory import MemoryTracker
 from lightning_cephalo.accelerator.emulated.operators import FlopCounter, Operator, bytes_in
 from lightning_cephalo.common.quantities import format_mib
 
-__all__ = ["EmulatedDevice", "active_device"]
+__all__ = ["EmulatedDevice", "active_device", "host_now_s"]
 
 
 class EmulatedDevice(MemoryTracker):
@@ -40,6 +42,8 @@ class EmulatedDevice(MemoryTracker):
             plus the bytes that it reads and writes over this.
         capacity_bytes: Bytes of live tensors that fit. None sets no limit.
         name: For messages and tables.
+        clock: Makes the device's clock when the block is entered; by default it goes by the time
+            of this machine.
 
     Raises:
         ValueError: On construction, when a rate or the capacity is not a positive number.
@@ -56,6 +60,7 @@ class EmulatedDevice(MemoryTracker):
         bytes_per_s: float | None = None,
         capacity_bytes: int | None = None,
         name: str = "emulated",
+        clock: Callable[[], VirtualClock] = VirtualClock,
     ) -> None:
         super().__init__()
         for key, value in (
@@ -72,7 +77,7 @@ class EmulatedDevice(MemoryTracker):
         self._busy_s = 0.0
         self._blocked_s = 0.0
         self._counter = FlopCounter()
-        self._activity: ThreadActivity | None = None
+        self._make_clock = clock
         self._clock: VirtualClock | None = None
 
     @property
@@ -110,9 +115,14 @@ class EmulatedDevice(MemoryTracker):
         return self._blocked_s + current_s
 
     @property
+    def now_s(self) -> float:
+        """Seconds of its host's clock; read by any thread."""
+        return time.perf_counter() if self._clock is None else self._clock.now_s
+
+    @property
     def done_s(self) -> float:
-        """When the device is done with the work given to it so far, by ``time.perf_counter``; in
-        the past if it waits for more, and outside of the ``with`` block.
+        """When the device is done with the work given to it so far, by :func:`host_now_s`; in the
+        past if it waits for more, and outside of the ``with`` block.
         """
         return -math.inf if self._clock is None else self._clock.done_s
 
@@ -136,8 +146,7 @@ class EmulatedDevice(MemoryTracker):
         super().__enter__()
         if self._depth == 1:
             torch.empty(0)  # the first operator under a mode imports torch._dynamo: about a second
-            self._activity = ThreadActivity()
-            self._clock = VirtualClock(active=self._activity)
+            self._clock = self._make_clock()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -145,10 +154,9 @@ class EmulatedDevice(MemoryTracker):
             if not exception or exception[0] is None:
                 self.synchronize()
             self._blocked_s = self.blocked_s
+            if self._clock is not None:
+                self._clock.close()
             self._clock = None
-            if self._activity is not None:
-                self._activity.close()
-                self._activity = None
         super().__exit__(*exception)
 
     def __repr__(self) -> str:
@@ -200,6 +208,14 @@ def active_device() -> EmulatedDevice | None:
         if isinstance(mode, EmulatedDevice) and mode._process == os.getpid():
             return mode
     return None
+
+
+def host_now_s() -> float:
+    """Seconds of the clock that times this thread: ``time.perf_counter``, or that of the active
+    emulated device's host.
+    """
+    device = active_device()
+    return time.perf_counter() if device is None else device.now_s
 
 
 def _check_positive(key: str, name: str, value: float | None) -> None:

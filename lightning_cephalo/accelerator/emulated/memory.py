@@ -183,6 +183,11 @@ class MemoryTracker(TorchDispatchMode):
         if operator.composite:
             with self:
                 return func.decompose(*args, **kwargs)
+        if operator.collective:
+            # its arguments may have grown unseen; once it is issued, other ranks count on it
+            before_bytes = self._current_bytes
+            self._observe(operator, args, kwargs, None)
+            self._check(self._current_bytes - before_bytes)
         self._before(operator)
         result = func(*args, **kwargs)
         self._after(func, operator, args, kwargs, result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -45,7 +45,9 @@ def emulated_flops_per_s(
     return tuple(total * speed / sum(speeds) for speed in speeds)
 
 
-def measure_flops_per_s(busy_processors: int = 1) -> float:
+def measure_flops_per_s(
+    busy_processors: int = 1, now: Callable[[], float] = time.perf_counter
+) -> float:
     """FLOPs per second of one processor on a small transformer block, forward and backward.
 
     A block and not a bare matrix product: norms, activations and torch's own overhead cost real
@@ -56,12 +58,16 @@ def measure_flops_per_s(busy_processors: int = 1) -> float:
     Args:
         busy_processors: How many do this at once: together they are slower than alone, by the
             clock rate and the memory that they share.
+        now: Seconds, monotonic; read by several threads.
     """
     threads = torch.get_num_threads()
     start = threading.Barrier(busy_processors, timeout=60)  # a failed thread must not hang us
     try:
         with ThreadPoolExecutor(busy_processors) as pool:
-            rates = list(pool.map(_measure_one_thread, [start] * busy_processors))
+            threaded = [
+                pool.submit(_measure_one_thread, start, now) for _ in range(busy_processors)
+            ]
+            rates = [thread.result() for thread in threaded]
         return sum(rates) / busy_processors
     finally:
         torch.set_num_threads(threads)
@@ -74,7 +80,7 @@ def usable_processors() -> int:
     return os.cpu_count() or 1
 
 
-def _measure_one_thread(start: threading.Barrier) -> float:
+def _measure_one_thread(start: threading.Barrier, now: Callable[[], float]) -> float:
     torch.set_num_threads(1)
     with torch.enable_grad(), EmulatedDevice() as device:
         weights, batch = _block_inputs()
@@ -82,9 +88,9 @@ def _measure_one_thread(start: threading.Barrier) -> float:
         best_s = float("inf")
         start.wait()
         for _ in range(_MEASURED_REPETITIONS):
-            before_flops, before_s = device.flops, time.perf_counter()
+            before_flops, before_s = device.flops, now()
             _run_block(weights, batch)
-            best_s = min(best_s, time.perf_counter() - before_s)
+            best_s = min(best_s, now() - before_s)
         return (device.flops - before_flops) / best_s
 
 
