@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.buffers import BufferPool
@@ -57,6 +58,7 @@ class ShardedModel:
         self.accelerator = accelerator
         self.device = device = accelerator.device
         self.control = groups.control
+        self.backend = backend_of(groups.gather)
         self.compute_dtype = compute_dtype
         context = ShardingContext(
             device,

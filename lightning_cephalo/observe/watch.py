@@ -13,7 +13,6 @@ from statistics import median
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import report, trace
@@ -89,7 +88,7 @@ class Watch:
         # elsewhere waiting for the device would cost more than it tells
         on_host = engine.accelerator.computes_on_host
         self._clock = engine.accelerator.clock if on_host else engine.accelerator.now_s
-        marks = engine.accelerator.marks(backend_of())
+        marks = engine.accelerator.marks(engine.backend)
         self._timing = Timing(marks)
         if self._path is not None:
             now = self._clock if on_host else None

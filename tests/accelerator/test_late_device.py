@@ -9,6 +9,7 @@ import pytest
 import torch
 from late_device import LateCopies, LateDevice
 
+from lightning_cephalo.accelerator.backends import Backend
 from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.observe.memory_meter import COUNTED_STEP, MemoryMeter
@@ -79,6 +80,7 @@ class FakeEngine(SimpleNamespace):
 def engine_on(device: LateDevice) -> FakeEngine:
     return FakeEngine(
         accelerator=device,
+        backend=Backend(),
         module=torch.nn.BatchNorm1d(1, affine=False),
         units=[],
         flats=[],
