@@ -159,7 +159,7 @@ class _Lane:
     def __init__(
         self, problem: Problem, profile: RankProfile, part: RankPlan, ranks: Sequence[int]
     ) -> None:
-        mode = cost.Mode(part.recompute, part.offload)
+        mode = cost.Mode.of(part)
         curves = (*cost.time_curves(profile, mode), cost.peak_curve(profile, mode))
         self._microbatches = []
         for index, size in enumerate(part.microbatch_sizes):
@@ -171,7 +171,7 @@ class _Lane:
         self._problem = problem
         self._ranks = tuple(ranks)
         self._offloaded_units = problem.units - cost.UNITS_ON_DEVICE if part.offload else 0
-        self._keeps = mode.recompute is False
+        self._keeps = not mode.recompute
         resting = problem.fixed_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
         if part.offload and problem.units > cost.UNITS_ON_DEVICE:
             resting += problem.boundary_bytes * part.batch_size  # gradients between units

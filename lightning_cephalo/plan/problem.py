@@ -242,6 +242,16 @@ class Problem:
         unresharded = self.unresharded_bytes if self.reshard_after_forward is False else 0.0
         return self.gathered_bytes + unresharded
 
+    @property
+    def reshard_choices(self) -> tuple[bool, ...]:
+        """What a plan may choose for ``reshard_after_forward``; the first is the default."""
+        asked = self.reshard_after_forward
+        return (True, False) if asked == "auto" else (asked,)
+
+    def resharding(self, reshard_after_forward: bool) -> Problem:
+        """This problem with that choice made."""
+        return dataclasses.replace(self, reshard_after_forward=reshard_after_forward)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, for YAML and JSON; what is None is left out."""
         data = {
