@@ -66,6 +66,7 @@ def random_problem(random: np.random.Generator) -> Problem:
         global_batch_size=int(random.integers(1, 9 if len(ranks) < 3 else 6)),
         boundary_bytes=float(random.choice([0.0, 0.3, 1.0])),
         kept_bytes=float(random.choice([0.0, 0.5])),
+        microbatch_bytes=float(random.choice([0.0, 1.5])),
         gathered_bytes=float(random.choice([0.0, 2.0])),
         minimum_microbatch_size=int(random.choice([1, 1, 1, 2])),
         equal_microbatches=bool(random.random() < 1 / 3),

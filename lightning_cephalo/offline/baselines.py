@@ -18,7 +18,15 @@ from lightning_cephalo.common.errors import InfeasibleError
 from lightning_cephalo.common.quantities import format_gib
 from lightning_cephalo.offline.allocation import checked_plan, even_batches
 from lightning_cephalo.offline.paper.planner import PublishedModel, published
-from lightning_cephalo.plan.cost import Mode, host_bytes, modes, predict, rank_work, working_bytes
+from lightning_cephalo.plan.cost import (
+    Mode,
+    device_need,
+    host_need,
+    modes,
+    predict,
+    rank_plan,
+    rank_work,
+)
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.columns import group_types
@@ -35,15 +43,16 @@ def _either_way(baseline: Baseline) -> Baseline:
 
     @functools.wraps(baseline)
     def chosen(problem: Problem) -> Plan:
-        if problem.reshard_after_forward != "auto":
-            return baseline(problem)
-        given_back = baseline(replace(problem, reshard_after_forward=True))
-        try:
-            stay = baseline(replace(problem, reshard_after_forward=False))
-        except InfeasibleError:
-            return given_back
-        assert stay.step_s is not None and given_back.step_s is not None
-        return stay if stay.step_s < given_back.step_s else given_back
+        default, *others = problem.reshard_choices
+        best = baseline(problem.resharding(default))
+        for choice in others:
+            try:
+                plan = baseline(problem.resharding(choice))
+            except InfeasibleError:
+                continue
+            assert plan.step_s is not None and best.step_s is not None
+            best = plan if plan.step_s < best.step_s else best
+        return best
 
     return chosen
 
@@ -220,8 +229,8 @@ def _run(
         ):
             continue
         for mode in modes(problem, profile):
-            run = RankPlan(sizes, 0.0, recompute=mode.recompute, offload=mode.offload)
-            on_host = host_bytes(problem, batch, mode)
+            run = rank_plan(profile, sizes, mode)
+            on_host = host_need(problem, profile, mode).of(sizes)
             # an inequality that both sides being infinite passes
             if not on_host > profile.host_capacity_bytes and (
                 _bytes(problem, profile, run) <= limit_bytes
@@ -233,16 +242,12 @@ def _run(
 
 def _seconds(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
     """Seconds of a step if this rank were alone and collectives free."""
-    forward, backward, tail = rank_work(problem, profile, run.microbatch_sizes, _mode(run))
+    forward, backward, tail = rank_work(problem, profile, run.microbatch_sizes, Mode.of(run))
     return problem.units * (forward + backward) + tail
 
 
 def _bytes(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
-    return working_bytes(problem, profile, run.microbatch_sizes, _mode(run))
-
-
-def _mode(run: RankPlan) -> Mode:
-    return Mode(run.recompute, run.offload)
+    return device_need(problem, profile, Mode.of(run)).of(run.microbatch_sizes)
 
 
 def _why_none(problem: Problem, batches: Sequence[int], limits: Sequence[float]) -> str:

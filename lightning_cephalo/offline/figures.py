@@ -314,9 +314,9 @@ def _memory_parts(problem: Problem, plan: Plan, rank: int) -> tuple[float, float
     """Bytes of state, gathered buffers, boundaries and the peak, as ``plan/cost.py`` adds them."""
     problem = cost.as_planned(problem, plan)
     part, profile = plan.ranks[rank], problem.ranks[rank]
-    mode = cost.Mode(part.recompute, part.offload)
-    held = cost.kept_bytes(problem, part.microbatch_sizes, mode)
-    working = cost.working_bytes(problem, profile, part.microbatch_sizes, mode)
+    need = cost.device_need(problem, profile, cost.Mode.of(part))
+    held = need.kept(part.batch_size, len(part.microbatch_sizes))
+    working = need.of(part.microbatch_sizes)
     state = part.state_fraction * problem.state_bytes
     return state, problem.fixed_bytes, held, working - problem.fixed_bytes - held
 

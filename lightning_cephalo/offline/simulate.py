@@ -180,7 +180,7 @@ class _Lane:
         program: Program,
         ranks: Sequence[int],
     ) -> None:
-        mode = cost.Mode(part.recompute, part.offload)
+        mode = cost.Mode.of(part)
         curves = (*cost.time_curves(profile, mode), cost.peak_curve(profile, mode))
         self._microbatches = []
         for size in part.microbatch_sizes:
@@ -192,7 +192,7 @@ class _Lane:
         self._problem = problem
         self._ranks = tuple(ranks)
         self._rest = iter((*program.forward, *program.backward))
-        self._keeps = mode.recompute is False
+        self._keeps = not mode.recompute
         resting = problem.fixed_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
         if part.offload and problem.units > UNITS_THAT_STAY:
             resting += problem.boundary_bytes * part.batch_size  # gradients between units

@@ -22,10 +22,10 @@ nothing is offloaded.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.plan.plan import Plan, RankPlan
@@ -60,10 +60,21 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class Mode:
-    """How a rank treats activations; the defaults are those of ``RankPlan``."""
+    """How a rank treats activations.
 
-    recompute: bool | None = None
+    Args:
+        recompute: False: activations inside units are kept, and the profile's ``kept_backward_s``
+            and ``kept_compute_bytes`` count. True: its ``backward_s`` and ``compute_bytes`` count.
+        offload: whether boundary activations move to host memory.
+    """
+
+    recompute: bool = True
     offload: bool = False
+
+    @classmethod
+    def of(cls, rank: RankPlan) -> Mode:
+        """The mode of a planned rank; where its profile leaves no choice, the plan has None."""
+        return cls(rank.recompute is not False, rank.offload)
 
 
 PLAIN = Mode()
@@ -71,19 +82,94 @@ PLAIN = Mode()
 
 def modes(problem: Problem, profile: RankProfile) -> tuple[Mode, ...]:
     """The modes that a rank may choose between; the fastest on the device comes first."""
-    found = [Mode(recompute=False), Mode(recompute=True)] if profile.kept_backward_s else [PLAIN]
-    boundaries = problem.boundary_bytes * problem.units
-    if profile.host_capacity_bytes > 0 and boundaries > 0:
-        found += [Mode(m.recompute, offload=True) for m in found if m.recompute is not False]
+    found = [Mode(recompute=False)] if chooses_recompute(profile) else []
+    found.append(PLAIN)
+    if profile.host_capacity_bytes > 0 and problem.boundary_bytes > 0:
+        found.append(Mode(offload=True))
     return tuple(found)
 
 
+def chooses_recompute(profile: RankProfile) -> bool:
+    """Whether the profile leaves recomputation to the plan."""
+    return bool(profile.kept_backward_s)
+
+
+def rank_plan(
+    profile: RankProfile, microbatch_sizes: Sequence[int], mode: Mode, state_fraction: float = 0.0
+) -> RankPlan:
+    """A planned rank without predictions; ``recompute`` is None where the profile has no choice."""
+    recompute = mode.recompute if chooses_recompute(profile) else None
+    return RankPlan(
+        tuple(microbatch_sizes), state_fraction, recompute=recompute, offload=mode.offload
+    )
+
+
 def as_planned(problem: Problem, plan: Plan) -> Problem:
-    """The problem with nothing left open that the plan says of all ranks."""
+    """The problem with nothing left open that the plan says of all ranks.
+
+    A plan that says nothing of resharding takes the first of the problem's choices.
+    """
     chosen = plan.reshard_after_forward
-    if chosen is None:
-        chosen = problem.reshard_after_forward is not False
-    return dataclasses.replace(problem, reshard_after_forward=chosen)
+    return problem.resharding(problem.reshard_choices[0] if chosen is None else chosen)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a rank in one mode takes of one resource.
+
+    ``fixed + peaks[size - 1] of its largest peak + per_sample * samples
+    + per_microbatch * microbatches``.
+
+    Args:
+        fixed: whatever the samples, of an idle rank too.
+        peaks: by microbatch size minus one, while that microbatch runs.
+        per_sample: kept for every sample of the rank's batch.
+        per_microbatch: kept for every microbatch.
+        capacity: what the rank may take in all, besides its share of what all ranks share.
+    """
+
+    fixed: float
+    peaks: tuple[float, ...]
+    per_sample: float
+    per_microbatch: float
+    capacity: float
+
+    def of(self, microbatch_sizes: Sequence[int]) -> float:
+        """What these microbatches take."""
+        peak = max((self.peaks[size - 1] for size in microbatch_sizes), default=0.0)
+        return self.total(peak, sum(microbatch_sizes), len(microbatch_sizes))
+
+    def total(self, peak: Any, samples: Any, microbatches: Any) -> Any:
+        """What this many samples take beside this largest peak; numbers or arrays of one shape."""
+        return self.fixed + peak + self.kept(samples, microbatches)
+
+    def kept(self, samples: Any, microbatches: Any) -> Any:
+        """The part that is held from the forward to the backward."""
+        return self.per_sample * samples + self.per_microbatch * microbatches
+
+
+def device_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
+    """Bytes on the device beside the share of the state."""
+    units = min(problem.units, _UNITS_HELD) if mode.offload else problem.units
+    inside = 0.0 if mode.recompute else problem.kept_bytes * problem.units
+    return Need(
+        fixed=problem.fixed_bytes,
+        peaks=peak_curve(profile, mode),
+        per_sample=problem.boundary_bytes * units + inside,
+        per_microbatch=problem.microbatch_bytes,
+        capacity=profile.capacity_bytes,
+    )
+
+
+def host_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
+    """Bytes of host memory, which offloaded boundaries take."""
+    return Need(
+        fixed=0.0,
+        peaks=(0.0,) * profile.largest_microbatch_size,
+        per_sample=problem.boundary_bytes * problem.units if mode.offload else 0.0,
+        per_microbatch=0.0,
+        capacity=profile.host_capacity_bytes,
+    )
 
 
 def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPrediction:
@@ -121,11 +207,11 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
                 f"{where}: the plan says recompute: false, but the profile has no "
                 f"kept_backward_s. Profile it, or leave recompute out of the plan."
             )
-        mode = Mode(rank.recompute, rank.offload)
+        mode = Mode.of(rank)
         work = rank_work(problem, profile, rank.microbatch_sizes, mode)
         held = rank.state_fraction * problem.state_bytes
-        memory = held + working_bytes(problem, profile, rank.microbatch_sizes, mode)
-        host = host_bytes(problem, sum(rank.microbatch_sizes), mode)
+        memory = held + device_need(problem, profile, mode).of(rank.microbatch_sizes)
+        host = host_need(problem, profile, mode).of(rank.microbatch_sizes)
         predictions.append(RankPrediction(*work, memory_bytes=memory, host_bytes=host))
     step_s = step_time(
         problem,
@@ -198,13 +284,13 @@ def rank_work(
 
 def time_curves(profile: RankProfile, mode: Mode) -> tuple[tuple[float, ...], ...]:
     """The curves of forward, backward and tail in this mode."""
-    backward = profile.kept_backward_s if mode.recompute is False else profile.backward_s
+    backward = profile.backward_s if mode.recompute else profile.kept_backward_s
     return profile.forward_s, backward, profile.tail_s
 
 
 def peak_curve(profile: RankProfile, mode: Mode) -> tuple[float, ...]:
     """The curve of the bytes beside the state in this mode."""
-    return profile.kept_compute_bytes if mode.recompute is False else profile.compute_bytes
+    return profile.compute_bytes if mode.recompute else profile.kept_compute_bytes
 
 
 def copy_time(problem: Problem, profile: RankProfile, samples: int, mode: Mode) -> float:
@@ -212,34 +298,3 @@ def copy_time(problem: Problem, profile: RankProfile, samples: int, mode: Mode) 
     if not mode.offload:
         return 0.0
     return samples * problem.boundary_bytes / profile.offload_bytes_per_s
-
-
-def sample_bytes(problem: Problem, mode: Mode) -> float:
-    """Bytes on the device that every sample of a rank's batch keeps until its backward."""
-    units = min(problem.units, _UNITS_HELD) if mode.offload else problem.units
-    kept = problem.kept_bytes * problem.units if mode.recompute is False else 0.0
-    return problem.boundary_bytes * units + kept
-
-
-def kept_bytes(problem: Problem, microbatch_sizes: Sequence[int], mode: Mode) -> float:
-    """Bytes on the device that a rank's microbatches keep until their backward."""
-    of_microbatches = problem.microbatch_bytes * len(microbatch_sizes)
-    return sample_bytes(problem, mode) * sum(microbatch_sizes) + of_microbatches
-
-
-def working_bytes(
-    problem: Problem,
-    profile: RankProfile,
-    microbatch_sizes: Sequence[int],
-    mode: Mode = PLAIN,
-) -> float:
-    """Bytes of a rank beside its share of the state."""
-    curve = peak_curve(profile, mode)
-    peak = max((curve[size - 1] for size in microbatch_sizes), default=0.0)
-    kept = kept_bytes(problem, microbatch_sizes, mode)
-    return problem.fixed_bytes + peak + kept
-
-
-def host_bytes(problem: Problem, samples: int, mode: Mode) -> float:
-    """Bytes of host memory that a rank's offloaded boundaries take."""
-    return problem.boundary_bytes * problem.units * samples if mode.offload else 0.0

@@ -7,7 +7,7 @@ minus one: ``forward_s[3]`` is the time of one unit for one microbatch of four s
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Literal
 
 from lightning_cephalo.common.records import (
@@ -160,3 +160,13 @@ class Problem(FileRecord):
         """What every rank holds beside its share of the state, whatever its samples."""
         unresharded = self.unresharded_bytes if self.reshard_after_forward is False else 0.0
         return self.gathered_bytes + unresharded
+
+    @property
+    def reshard_choices(self) -> tuple[bool, ...]:
+        """What a plan may choose for ``reshard_after_forward``; the first is the default."""
+        asked = self.reshard_after_forward
+        return (True, False) if asked == "auto" else (asked,)
+
+    def resharding(self, reshard_after_forward: bool) -> Problem:
+        """This problem with that choice made."""
+        return replace(self, reshard_after_forward=reshard_after_forward)

@@ -135,16 +135,17 @@ def predicted(problem: Problem, plan: Plan, engine: ShardedModel) -> tuple[RankM
         gathered += engine.unresharded_bytes
     found = []
     for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
-        mode = cost.Mode(rank.recompute, rank.offload)
-        curve = cost.peak_curve(profile, mode)
+        need = cost.device_need(problem, profile, cost.Mode.of(rank))
         found.append(
             RankMemory(
                 peak_bytes=rank.memory_bytes,
                 state_bytes=rank.state_fraction * (problem.state_bytes - received),
                 gathered_bytes=gathered,
                 gradients_bytes=engine.gathered_gradient_bytes + rank.state_fraction * received,
-                boundaries_bytes=cost.kept_bytes(problem, rank.microbatch_sizes, mode),
-                inside_bytes=max((curve[size - 1] for size in rank.microbatch_sizes), default=0.0),
+                boundaries_bytes=need.kept(rank.batch_size, len(rank.microbatch_sizes)),
+                inside_bytes=max(
+                    (need.peaks[size - 1] for size in rank.microbatch_sizes), default=0.0
+                ),
                 other_bytes=problem.gathered_bytes - engine.gathered_bytes,
             )
         )

@@ -58,12 +58,12 @@ def reference_step(problem: Problem, plan: Plan) -> Reference:
 
 class _Lane:
     def __init__(self, problem: Problem, profile: RankProfile, part: RankPlan) -> None:
-        mode = cost.Mode(part.recompute, part.offload)
+        mode = cost.Mode.of(part)
         curves = (*cost.time_curves(profile, mode), cost.peak_curve(profile, mode))
         self._curves, self._problem, self._sizes = curves, problem, part.microbatch_sizes
         self._copy_s = [cost.copy_time(problem, profile, size, mode) for size in self._sizes]
         self._away = problem.units - _STAY if part.offload else 0
-        self._keeps = mode.recompute is False
+        self._keeps = not mode.recompute
         self._rest = part.state_fraction * problem.state_bytes + problem.fixed_bytes
         self._rest += problem.microbatch_bytes * len(self._sizes)
         if part.offload and problem.units > _STAY:

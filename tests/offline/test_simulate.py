@@ -301,7 +301,7 @@ def test_a_stream_is_busy_for_the_work_that_it_has(seed, units):
     even = cost.shares_are_even([rank.state_fraction for rank in plan.ranks])
     gather_s, reduce_s = cost.collective_times(case, even=even)
     for rank, (profile, part) in enumerate(zip(case.ranks, plan.ranks, strict=True)):
-        mode = cost.Mode(part.recompute, part.offload)
+        mode = cost.Mode.of(part)
         one_pass = [
             math.fsum(curve[size - 1] for size in part.microbatch_sizes)
             for curve in cost.time_curves(profile, mode)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import (
     Mode,
-    host_bytes,
+    device_need,
+    host_need,
     modes,
     rank_work,
     step_time,
-    working_bytes,
 )
 
 Way = tuple[tuple[int, ...], Mode]
@@ -45,8 +45,8 @@ def least_step(problem: Problem) -> float | None:
                 (run, mode)
                 for run in partitions(own, sizes)
                 for mode in modes(problem, profile)
-                if working_bytes(problem, profile, run, mode) <= profile.capacity_bytes
-                and host_bytes(problem, own, mode) <= profile.host_capacity_bytes
+                if device_need(problem, profile, mode).of(run) <= profile.capacity_bytes
+                and host_need(problem, profile, mode).of(run) <= profile.host_capacity_bytes
             ]
             for own in range(batch + 1)
         }
@@ -62,7 +62,7 @@ def least_step(problem: Problem) -> float | None:
             if problem.equal_microbatches and len({len(run) for run, _ in choice}) > 1:
                 continue
             left = [
-                profile.capacity_bytes - working_bytes(problem, profile, run, mode)
+                profile.capacity_bytes - device_need(problem, profile, mode).of(run)
                 for profile, (run, mode) in zip(problem.ranks, choice, strict=True)
             ]
             work = [

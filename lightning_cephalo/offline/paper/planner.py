@@ -35,10 +35,11 @@ from lightning_cephalo.plan.cost import (
     Mode,
     backward_collectives_s,
     collective_times,
-    host_bytes,
+    device_need,
+    host_need,
     modes,
     predict,
-    working_bytes,
+    rank_plan,
 )
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
@@ -156,9 +157,7 @@ def published(
         fractions = _released_split(problem, model, ranks)
     else:
         used = [
-            working_bytes(
-                problem, profile, rank.microbatch_sizes, Mode(rank.recompute, rank.offload)
-            )
+            device_need(problem, profile, Mode.of(rank)).of(rank.microbatch_sizes)
             for profile, rank in zip(problem.ranks, ranks, strict=True)
         ]
         fractions = share_state(
@@ -260,9 +259,10 @@ def _bare(problem: Problem, profile: RankProfile, size: int, count: int) -> Rank
     """The microbatches of one rank, without state, as the release runs them."""
     # the leanest mode comes last: recomputed, and offloaded where the rank can
     mode = modes(problem, profile)[-1]
-    if host_bytes(problem, size * count, mode) > profile.host_capacity_bytes:
+    sizes = (size,) * count
+    if host_need(problem, profile, mode).of(sizes) > profile.host_capacity_bytes:
         mode = Mode(mode.recompute)
-    return RankPlan((size,) * count, 0.0, recompute=mode.recompute, offload=mode.offload)
+    return rank_plan(profile, sizes, mode)
 
 
 def _released_split(

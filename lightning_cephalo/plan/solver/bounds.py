@@ -1,12 +1,19 @@
-"""Bounds below the step time that need no solver: what no plan can beat, memory shared freely.
+"""Bounds below the step time that need no solver: what no plan can beat.
 
-For every type and batch the least forward, backward, tail and combined time over all mixtures of
-microbatches (unbounded knapsacks), then for each of them the least slowest rank that can still
-place the global batch.
+First with memory shared freely (:func:`time_bounds`): for every type and batch the least forward,
+backward, tail and combined time over all mixtures of microbatches (unbounded knapsacks), then for
+each of them the least slowest rank that can still place the global batch.
+
+Then with what all ranks share (:func:`raised_floors`). If ranks could mix their columns in any
+proportion, the most samples within a budget of bytes would be had by buying samples where they cost
+the fewest bytes first: along the concave hull of (bytes, samples) of each type. What even that
+cannot do within a slowest time, no plan can.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,14 +22,17 @@ import numpy as np
 from lightning_cephalo.plan.cost import (
     Mode,
     backward_collectives_s,
-    host_bytes,
     modes,
-    peak_curve,
-    sample_bytes,
     time_curves,
 )
 from lightning_cephalo.plan.problem import Problem, RankProfile
-from lightning_cephalo.plan.solver.columns import RankType, step_seconds, usable_sizes
+from lightning_cephalo.plan.solver.columns import (
+    RESOURCES,
+    Columns,
+    RankType,
+    step_seconds,
+    usable_sizes,
+)
 
 
 @dataclass(frozen=True)
@@ -126,10 +136,13 @@ def _held(problem: Problem, profile: RankProfile, mode: Mode, largest: int) -> n
     held = batches == 0
     sizes = usable_sizes(problem, profile, mode)
     if sizes:
-        peak = peak_curve(profile, mode)[sizes[0] - 1]
-        used = problem.fixed_bytes + peak + sample_bytes(problem, mode) * batches
-        on_host = host_bytes(problem, 1, mode) * batches
-        held |= (used <= profile.capacity_bytes) & (on_host <= profile.host_capacity_bytes)
+        fits = np.ones(len(batches), dtype=bool)
+        for resource in RESOURCES:
+            need = resource.need(problem, profile, mode)
+            # one microbatch at the least, and the smallest peak
+            least = need.total(min(need.peaks[size - 1] for size in sizes), batches, 1)
+            fits &= least <= need.capacity
+        held |= fits
     return held
 
 
@@ -162,3 +175,92 @@ def _least_slowest(least: np.ndarray, rates: np.ndarray, counts: np.ndarray, bat
     largest = least.shape[1] - 1
     beyond = float((rates * (largest + 1)).min()) if largest < batch else np.inf
     return min(found, beyond)
+
+
+def raised_floors(
+    columns: Columns, ranks: np.ndarray, batch: int, shared: np.ndarray, floors_s: np.ndarray
+) -> np.ndarray | None:
+    """``floors_s`` (3,), each raised to the least slowest time that leaves room for the batch; None
+    when none does.
+
+    Args:
+        columns: of all types.
+        ranks: how many there are of each type, of shape (types,).
+        batch: samples of all ranks together.
+        shared: what all ranks together may take of each resource, of shape (resources,).
+        floors_s: bounds so far.
+    """
+    bound = [index for index, total in enumerate(shared) if math.isfinite(total)]
+
+    def place(inside: np.ndarray) -> bool:
+        """Whether the columns ``inside`` (mask) have room for the batch."""
+        few = columns.take(inside)
+        return all(
+            _most_samples(few, ranks, few.used[:, index], shared[index]) >= batch * (1 - 1e-9)
+            for index in bound
+        )
+
+    raised = np.maximum(columns.times_s, floors_s)
+    if not place(np.ones(len(columns), dtype=bool)):
+        return None
+    result = np.array(floors_s, dtype=float)
+    for kind in range(3):
+        levels = np.unique(np.r_[floors_s[kind], raised[:, kind]])
+        low, high = 0, len(levels) - 1
+        while low < high:
+            middle = (low + high) // 2
+            inside = raised[:, kind] <= levels[middle]
+            if place(inside):
+                high = middle
+            else:
+                low = middle + 1
+        result[kind] = levels[low]
+    return result
+
+
+def _most_samples(columns: Columns, ranks: np.ndarray, used: np.ndarray, budget: float) -> float:
+    """The most samples that mixtures of the columns, which take ``used`` (columns,), hold within
+    ``budget`` over all ranks.
+
+    -inf when even the least of every rank is too much.
+    """
+    least = np.full((len(ranks), int(columns.batch.max(initial=0)) + 1), np.inf)
+    np.minimum.at(least, (columns.kind, columns.batch), used)
+    left, samples = budget, 0.0
+    steps: list[tuple[float, float, float]] = []
+    for kind, members in enumerate(ranks.tolist()):
+        hull = _hull(least[kind])
+        if not hull:
+            return -math.inf
+        left -= members * hull[0][0]
+        samples += members * hull[0][1]
+        for (used_0, batch_0), (used_1, batch_1) in itertools.pairwise(hull):
+            price = (used_1 - used_0) / (batch_1 - batch_0)
+            steps.append((price, members * (used_1 - used_0), members * (batch_1 - batch_0)))
+    if left < 0:
+        return -math.inf
+    for _, cost, gain in sorted(steps):
+        if cost > left:
+            return samples + gain * left / cost
+        left -= cost
+        samples += gain
+    return samples
+
+
+def _hull(least: np.ndarray) -> list[tuple[float, float]]:
+    """Corners (used, samples) of the upper hull, from the least use to the most samples."""
+    hull: list[tuple[float, float]] = []
+    for batch in np.flatnonzero(np.isfinite(least)).tolist():
+        point = (float(least[batch]), float(batch))
+        # More samples for no more: the corner before is of no use.
+        while hull and (
+            point[0] <= hull[-1][0]
+            or (
+                len(hull) > 1
+                and (point[1] - hull[-1][1]) * (hull[-1][0] - hull[-2][0])
+                >= (hull[-1][1] - hull[-2][1]) * (point[0] - hull[-1][0])
+            )
+        ):
+            hull.pop()
+        hull.append(point)
+    return hull

@@ -1,14 +1,15 @@
-"""Columns: the ways in which one rank of a type can run a batch, with all that can never be best
-left out.
+"""Columns: the ways in which one rank of a type can run a batch, without those never worth it.
 
-A column is a multiset of microbatch sizes and a mode (recompute, offload) with its batch, its three
-times and its bytes. For every batch size the columns kept are those that no other column of that
-batch beats in forward, backward, tail and bytes at once.
+A column is a multiset of microbatch sizes and a mode (recompute, offload), with its batch, its
+three times and what it takes of every resource. Of the columns of one batch, those remain that no
+other one beats in all times and all resources.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,13 +18,12 @@ import numpy as np
 
 from lightning_cephalo.plan.cost import (
     Mode,
+    Need,
     copy_time,
-    host_bytes,
+    device_need,
+    host_need,
     modes,
-    peak_curve,
-    sample_bytes,
     time_curves,
-    working_bytes,
 )
 from lightning_cephalo.plan.problem import Problem, RankProfile
 
@@ -32,6 +32,29 @@ from lightning_cephalo.plan.problem import Problem, RankProfile
 _SAME = 1e-11
 _FEW_COMBINATIONS = 256
 _FEW_COLUMNS = 600
+
+
+@dataclass(frozen=True)
+class Resource:
+    """What columns take and ranks have: ``need`` of one rank, and how much there is for the samples
+    of all ranks together (infinite where ranks share nothing).
+    """
+
+    need: Callable[[Problem, RankProfile, Mode], Need]
+    shared: Callable[[Problem], float]
+
+
+def _beside_state(problem: Problem) -> float:
+    return math.fsum(rank.capacity_bytes for rank in problem.ranks) - problem.state_bytes
+
+
+def _unshared(problem: Problem) -> float:
+    return math.inf
+
+
+# In the order of the columns of ``Columns.used``.
+RESOURCES = (Resource(device_need, _beside_state), Resource(host_need, _unshared))
+DEVICE, HOST = range(len(RESOURCES))
 
 
 @dataclass(frozen=True)
@@ -47,58 +70,6 @@ class RankType:
         return len(self.members)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a column may cost: whatever exceeds it cannot be part of a plan worth having.
-
-    ``floors_s`` are bounds below the three maxima (forward, backward, tail) of any plan, gather and
-    reduce included; ``step_s`` is the longest step of interest, without optimizer and overhead.
-    Any ``smallest_batch`` below 1 allows no samples at all.
-    """
-
-    step_s: float
-    floors_s: tuple[float, float, float]
-    smallest_batch: int
-    largest_batch: int
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Columns of one type, row by row: ``batch`` and ``count`` (of microbatches) of shape
-    (columns,), ``times_s`` of shape (columns, 3) with forward and backward per unit and tail per
-    step, ``used_bytes`` beside the state of shape (columns,), ``copies`` of each microbatch size,
-    of shape (columns, largest microbatch size), and ``mode`` of shape (columns,), which counts
-    along :func:`~lightning_cephalo.plan.cost.modes`.
-    """
-
-    batch: np.ndarray
-    count: np.ndarray
-    times_s: np.ndarray
-    used_bytes: np.ndarray
-    copies: np.ndarray
-    mode: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    def take(self, rows: np.ndarray) -> Columns:
-        """The columns of these rows (indices or mask), in that order."""
-        return Columns(
-            self.batch[rows],
-            self.count[rows],
-            self.times_s[rows],
-            self.used_bytes[rows],
-            self.copies[rows],
-            self.mode[rows],
-        )
-
-    def sizes(self, row: int) -> tuple[int, ...]:
-        """Microbatch sizes of one column, the largest first."""
-        uses = self.copies[row]
-        descending = range(len(uses), 0, -1)
-        return tuple(size for size in descending for _ in range(int(uses[size - 1])))
-
-
 def group_types(problem: Problem) -> tuple[RankType, ...]:
     """Group equal ranks, in order of first appearance; the name does not count."""
     names = [field.name for field in dataclasses.fields(RankProfile) if field.name != "name"]
@@ -110,65 +81,133 @@ def group_types(problem: Problem) -> tuple[RankType, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a column may cost: whatever exceeds it cannot be part of a plan worth having.
+
+    Args:
+        step_s: the longest step of interest, without optimizer and overhead.
+        floors_s: bounds below the three maxima (forward, backward, tail) of any plan, gather and
+            reduce included.
+        largest_batch: of one rank.
+        smallest_batch: of one rank; below 1 it may be without samples.
+        batches: those to look at where they are many, increasing; None: all.
+    """
+
+    step_s: float
+    floors_s: tuple[float, float, float]
+    largest_batch: int
+    smallest_batch: int = 0
+    batches: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of all types, row by row.
+
+    Attributes:
+        kind: the type that may run it, of shape (columns,).
+        mode: counts along :func:`~lightning_cephalo.plan.cost.modes`, of shape (columns,).
+        batch: samples, of shape (columns,).
+        count: microbatches, of shape (columns,).
+        times_s: forward and backward per unit and tail per step, of shape (columns, 3).
+        used: of each of ``RESOURCES``, of shape (columns, resources).
+        copies: of each microbatch size, of shape (columns, largest microbatch size of any type).
+    """
+
+    kind: np.ndarray
+    mode: np.ndarray
+    batch: np.ndarray
+    count: np.ndarray
+    times_s: np.ndarray
+    used: np.ndarray
+    copies: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def take(self, rows: np.ndarray) -> Columns:
+        """The columns of these rows (indices or mask), in that order."""
+        return Columns(*(getattr(self, name)[rows] for name in _FIELDS))
+
+    def sizes(self, row: int) -> tuple[int, ...]:
+        """Microbatch sizes of one column, the largest first."""
+        uses = self.copies[row]
+        descending = range(len(uses), 0, -1)
+        return tuple(size for size in descending for _ in range(int(uses[size - 1])))
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Columns))
+
+
+def joined(parts: Sequence[Columns]) -> Columns:
+    """The columns of all parts, one part after the other."""
+    return Columns(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
+
+
+def build_columns(problem: Problem, types: Sequence[RankType], limits: Sequence[Limits]) -> Columns:
+    """The ways of one rank of each type to run every batch that no other one beats, within the
+    ``limits`` of its type and its own capacities.
+
+    The empty column (no samples) is one of them unless the limits want some. While they are few,
+    all multisets of microbatch sizes are tried. Where there are too many (measured curves are
+    noisy, and thousands of mixtures differ by less than the noise), those of one size with a ragged
+    last one, as in (4, 4, 2), and the even splits, as in (4, 3, 3).
+    """
+    longest = max(kind.profile.largest_microbatch_size for kind in types)
+    parts = []
+    for index, (kind, limit) in enumerate(zip(types, limits, strict=True)):
+        known = modes(problem, kind.profile)
+        found = joined(
+            [
+                _Builder(problem, kind.profile, limit, index, place, mode, longest).columns()
+                for place, mode in enumerate(known)
+            ]
+        )
+        several = len(known) > 1 and len(found) > 0
+        parts.append(found.take(_unbeaten_columns(problem, found)) if several else found)
+    return joined(parts)
+
+
 def usable_sizes(problem: Problem, profile: RankProfile, mode: Mode) -> list[int]:
     """Microbatch sizes that this rank could run at all in this mode, by increasing peak."""
-    curve = peak_curve(profile, mode)
+    needs = [resource.need(problem, profile, mode) for resource in RESOURCES]
     sizes = [
         size
         for size in range(problem.minimum_microbatch_size, profile.largest_microbatch_size + 1)
-        if working_bytes(problem, profile, (size,), mode) <= profile.capacity_bytes
-        and host_bytes(problem, size, mode) <= profile.host_capacity_bytes
+        if all(need.of((size,)) <= need.capacity for need in needs)
     ]
-    return sorted(sizes, key=lambda size: (curve[size - 1], size))
+    return sorted(sizes, key=lambda size: (needs[DEVICE].peaks[size - 1], size))
 
 
 def step_seconds(
-    problem: Problem, times_s: np.ndarray, floors_s: tuple[float, float, float]
+    problem: Problem, times_s: np.ndarray, floors_s: Sequence[float] | np.ndarray
 ) -> np.ndarray:
-    """Step seconds without optimizer and overhead if these times (columns, 3) were the slowest;
-    shape (columns,).
+    """Step seconds without optimizer and overhead if these times (..., 3) were the slowest; of
+    shape (...).
     """
     raised = np.maximum(times_s, np.asarray(floors_s))
-    return problem.units * (raised[:, 0] + raised[:, 1]) + raised[:, 2]
+    return problem.units * (raised[..., 0] + raised[..., 1]) + raised[..., 2]
 
 
-def build_columns(problem: Problem, profile: RankProfile, limits: Limits) -> Columns:
-    """The ways of one rank to run every batch within ``limits`` and its own capacities that no
-    other one beats.
-
-    Row 0 is the empty column (no samples) unless ``limits`` want some. While they are few, all
-    multisets of microbatch sizes are tried. Where there are too many (measured curves are noisy,
-    and thousands of mixtures differ by less than the noise), those of one size with a ragged last
-    one, as in (4, 4, 2), and the even splits, as in (4, 3, 3).
-    """
-    found = None
-    for index, mode in enumerate(modes(problem, profile)):
-        columns = _Builder(problem, profile, limits, mode, index).columns()
-        found = columns if found is None else _joined(found, columns)
-    assert found is not None
-    if len(found) and found.mode.any():
-        found = found.take(_unbeaten_columns(problem, found))
-    return found
-
-
-def unbeaten(batch: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """Mask of the rows that no other row of the same ``batch`` (rows,) beats in all ``costs``
+def unbeaten(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Mask of the rows that no other row of the same ``group`` (rows,) beats in all ``costs``
     (rows, kinds).
 
     Of equal rows the first survives.
     """
-    scale = costs.max(axis=0)
+    scale = costs.max(axis=0, initial=0.0)
     total = (costs / np.where(scale > 0, scale, 1.0)).sum(axis=1)
     # A row can only be beaten by one of lower total, or of equal total that came before.
-    order = np.lexsort((total, batch))
-    ordered_batch = batch[order]
-    starts = np.flatnonzero(np.r_[True, ordered_batch[1:] != ordered_batch[:-1]])
+    order = np.lexsort((total, group))
+    ordered = group[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     lengths = np.diff(np.r_[starts, len(order)])
     place = np.arange(len(order)) - np.repeat(starts, lengths)
-    group = np.repeat(np.arange(len(starts)), lengths)
+    member = np.repeat(np.arange(len(starts)), lengths)
 
-    table = np.full((costs.shape[1], len(starts), int(lengths.max())), np.inf)
-    table[:, group, place] = costs[order].T
+    table = np.full((costs.shape[1], len(starts), int(lengths.max(initial=0))), np.inf)
+    table[:, member, place] = costs[order].T
     beaten = np.zeros(table.shape[1:], dtype=bool)
     for rival in range(table.shape[2] - 1):
         rows = np.flatnonzero(~beaten[:, rival] & np.isfinite(table[0, :, rival]))
@@ -177,31 +216,55 @@ def unbeaten(batch: np.ndarray, costs: np.ndarray) -> np.ndarray:
             own = table[:, rows, rival, None]
             beaten[rows, rival + 1 :] |= (own <= later * (1 + _SAME)).all(axis=0)
     mask = np.zeros(len(order), dtype=bool)
-    mask[order] = ~beaten[group, place]
+    mask[order] = ~beaten[member, place]
     return mask
+
+
+def batch_groups(problem: Problem, columns: Columns) -> np.ndarray:
+    """Numbers, of shape (columns,), that are equal where two columns of a type place as many
+    samples (in as many microbatches, where ranks must agree on that).
+    """
+    group = columns.kind * (int(columns.batch.max(initial=0)) + 1) + columns.batch
+    if problem.equal_microbatches:
+        group = group * (int(columns.count.max(initial=0)) + 1) + columns.count
+    return group
+
+
+def _unbeaten_columns(problem: Problem, columns: Columns) -> np.ndarray:
+    costs = np.column_stack([columns.times_s, columns.used])
+    return unbeaten(batch_groups(problem, columns), costs)
 
 
 @dataclass(frozen=True)
 class _Builder:
-    """Builds the columns of one rank in one mode; see :func:`build_columns`."""
+    """Builds the columns of one rank of type ``kind`` in one mode; see :func:`build_columns`."""
 
     problem: Problem
     profile: RankProfile
     limits: Limits
-    mode: Mode
+    kind: int
     mode_index: int
+    mode: Mode
+    longest: int
 
     @cached_property
     def sizes(self) -> list[int]:
         return usable_sizes(self.problem, self.profile, self.mode)
 
     @cached_property
+    def needs(self) -> list[Need]:
+        return [resource.need(self.problem, self.profile, self.mode) for resource in RESOURCES]
+
+    @cached_property
     def curves(self) -> np.ndarray:
-        return np.array(time_curves(self.profile, self.mode)).T
+        """Times of a microbatch of each size from 0 up, of shape (sizes, 3)."""
+        times_s = np.array(time_curves(self.profile, self.mode)).T.reshape(-1, 3)
+        return np.vstack([np.zeros(3), times_s])
 
     @cached_property
     def peaks(self) -> np.ndarray:
-        return np.array(peak_curve(self.profile, self.mode), dtype=float)
+        """Of each resource and size from 0 up, of shape (resources, sizes)."""
+        return np.array([[0.0, *need.peaks] for need in self.needs])
 
     def columns(self) -> Columns:
         found = None
@@ -219,22 +282,6 @@ class _Builder:
         found = dataclasses.replace(found, times_s=times_s)
         return found.take(self._within(found))
 
-    def _empty_column(self) -> Columns:
-        return Columns(
-            batch=np.zeros(1, dtype=np.int64),
-            count=np.zeros(1, dtype=np.int64),
-            times_s=np.zeros((1, 3)),
-            used_bytes=np.full(1, float(self.problem.fixed_bytes)),
-            copies=np.zeros((1, self.profile.largest_microbatch_size), dtype=np.int32),
-            mode=np.full(1, self.mode_index),
-        )
-
-    def _used_bytes(
-        self, peaks: np.ndarray | float, batch: np.ndarray, count: np.ndarray
-    ) -> np.ndarray:
-        kept = sample_bytes(self.problem, self.mode) * batch + self.problem.microbatch_bytes * count
-        return self.problem.fixed_bytes + peaks + kept
-
     def _all_mixtures(self) -> Columns | None:
         """Every multiset of the sizes that is not beaten, or None when they are too many.
 
@@ -247,23 +294,12 @@ class _Builder:
             doubled = 1
             while doubled * size <= self.limits.largest_batch:
                 fitting = columns.batch + doubled * size <= self.limits.largest_batch
-                grown = columns.take(fitting)
-                batch = grown.batch + doubled * size
-                copies = grown.copies.copy()
-                copies[:, size - 1] += doubled
-                grown = Columns(
-                    batch,
-                    grown.count + doubled,
-                    grown.times_s + doubled * self.curves[size - 1],
-                    self._used_bytes(self.peaks[size - 1], batch, grown.count + doubled),
-                    copies,
-                    grown.mode,
-                )
+                grown = self._with_more(columns.take(fitting), size, doubled)
                 grown = grown.take(self._within(grown))
                 if not len(grown):
                     break
-                merged = _joined(columns, grown)
-                keep = _unbeaten_columns(self.problem, merged)
+                merged = joined([columns, grown])
+                keep = self._unbeaten_however_grown(merged)
                 # No new one is of use: by induction no larger number of copies is either.
                 if not keep[len(columns) :].any():
                     break
@@ -273,20 +309,49 @@ class _Builder:
                 doubled *= 2
         return columns
 
+    def _with_more(self, columns: Columns, size: int, doubled: int) -> Columns:
+        """These columns, each with ``doubled`` more microbatches of ``size``."""
+        batch, count = columns.batch + doubled * size, columns.count + doubled
+        copies = columns.copies.copy()
+        copies[:, size - 1] += doubled
+        present = copies[:, None, : self.profile.largest_microbatch_size] > 0
+        peaks = (present * self.peaks[:, 1:]).max(axis=2)
+        return dataclasses.replace(
+            columns,
+            batch=batch,
+            count=count,
+            times_s=columns.times_s + doubled * self.curves[size],
+            used=self._used(peaks, batch, count),
+            copies=copies,
+        )
+
+    def _unbeaten_however_grown(self, columns: Columns) -> np.ndarray:
+        """Mask of the columns that stay unbeaten when the same microbatches are added to all.
+
+        Larger peaks may come to hide smaller ones, but not what microbatches keep.
+        """
+        costs = [columns.times_s, columns.used]
+        if any(need.per_microbatch for need in self.needs):
+            costs.append(columns.count[:, None])
+        return unbeaten(batch_groups(self.problem, columns), np.hstack(costs))
+
     def _ragged_and_even(self) -> Columns:
         """One size and a ragged rest, and even splits, of every batch."""
         limits = self.limits
-        batches = np.arange(max(1, limits.smallest_batch), limits.largest_batch + 1)
+        batches = np.arange(1, limits.largest_batch + 1)
+        if limits.batches is not None:
+            batches = limits.batches[(limits.batches > 0) & (limits.batches <= batches.size)]
+        every_count = batches
+        batches = batches[batches >= limits.smallest_batch]
         # Rows of (first size, its copies, second size, its copies), kept only within the limits:
         # with every count of microbatches at once they would be as many as the square of the batch.
-        kept = []
+        kept = [np.zeros((0, 4), dtype=np.int64)]
         for size in self.sizes:
             rest = batches % size
             pairs = np.column_stack([size + 0 * batches, batches // size, rest, rest > 0])
             kept.append(self._usable_pairs(pairs))
         counts: list[tuple[np.ndarray, Any]]
         if self.problem.equal_microbatches:
-            every_count = range(1, limits.largest_batch + 1)
             counts = [(batches[batches >= count], count) for count in every_count]
         else:
             counts = [(batches, -(-batches // size)) for size in self.sizes]
@@ -294,19 +359,15 @@ class _Builder:
             floor, larger = split // count, split % count
             pairs = np.column_stack([floor + 1, larger, floor, count - larger])
             kept.append(self._usable_pairs(pairs))
-        pairs = np.concatenate([np.zeros((0, 4), dtype=np.int64), *kept])
-        columns = self._columns_of_pairs(pairs)
-        if len(columns):
-            rows = np.flatnonzero(_unbeaten_columns(self.problem, columns))
-            columns, pairs = columns.take(rows), pairs[rows]
-        copies = np.zeros((len(columns), self.profile.largest_microbatch_size + 1), dtype=np.int32)
+        pairs = np.concatenate(kept)
+        columns = self._of_pairs(pairs)
+        rows = np.flatnonzero(_unbeaten_columns(self.problem, columns))
+        columns, pairs = columns.take(rows), pairs[rows]
+        copies = np.zeros((len(columns), self.longest + 1), dtype=np.int32)
         every = np.arange(len(columns))
         np.add.at(copies, (every, pairs[:, 0]), pairs[:, 1])
         np.add.at(copies, (every, pairs[:, 2]), pairs[:, 3])
-        columns = dataclasses.replace(columns, copies=copies[:, 1:])
-        if limits.smallest_batch > 0:
-            return columns
-        return _joined(self._empty_column(), columns)
+        return joined([self._empty_column(), dataclasses.replace(columns, copies=copies[:, 1:])])
 
     def _usable_pairs(self, pairs: np.ndarray) -> np.ndarray:
         """The rows of ``pairs`` (rows, 4) that this rank can run within the limits."""
@@ -316,44 +377,37 @@ class _Builder:
         pairs = pairs * np.repeat(pairs[:, 1::2] > 0, 2, axis=1)
         pairs = pairs[pairs[:, ::2].max(axis=1, initial=0) < len(usable)]
         pairs = pairs[usable[pairs[:, 0]] & usable[pairs[:, 2]]]
-        return pairs[self._within(self._columns_of_pairs(pairs))]
+        return pairs[self._within(self._of_pairs(pairs))]
 
-    def _columns_of_pairs(self, pairs: np.ndarray) -> Columns:
-        """Columns whose ``copies`` are still the pairs."""
+    def _empty_column(self) -> Columns:
+        empty = self._of_pairs(np.zeros((1, 4), dtype=np.int64))
+        return dataclasses.replace(empty, copies=np.zeros((1, self.longest), dtype=np.int32))
+
+    def _of_pairs(self, pairs: np.ndarray) -> Columns:
+        """Columns that say nothing yet of ``copies``."""
         first, first_copies, second, second_copies = pairs.T
-        curves = np.vstack([np.zeros(3), self.curves.reshape(-1, 3)])
-        peaks = np.r_[0.0, self.peaks]
         batch = first * first_copies + second * second_copies
         count = first_copies + second_copies
+        curves = self.curves
         return Columns(
-            batch,
-            count,
-            first_copies[:, None] * curves[first] + second_copies[:, None] * curves[second],
-            self._used_bytes(np.maximum(peaks[first], peaks[second]), batch, count),
-            pairs,
-            np.full(len(pairs), self.mode_index),
+            kind=np.full(len(pairs), self.kind),
+            mode=np.full(len(pairs), self.mode_index),
+            batch=batch,
+            count=count,
+            times_s=first_copies[:, None] * curves[first] + second_copies[:, None] * curves[second],
+            used=self._used(
+                np.maximum(self.peaks[:, first], self.peaks[:, second]).T, batch, count
+            ),
+            copies=np.zeros((len(pairs), 0), dtype=np.int32),
         )
+
+    def _used(self, peaks: np.ndarray, batch: np.ndarray, count: np.ndarray) -> np.ndarray:
+        """Of every resource, of shape (columns, resources), as are the ``peaks``."""
+        totals = [need.total(peaks[:, n], batch, count) for n, need in enumerate(self.needs)]
+        return np.column_stack(totals)
 
     def _within(self, columns: Columns) -> np.ndarray:
-        fits = columns.used_bytes <= self.profile.capacity_bytes
-        if self.mode.offload:
-            host = host_bytes(self.problem, 1, self.mode) * columns.batch
-            fits &= host <= self.profile.host_capacity_bytes
+        capacities = np.array([need.capacity for need in self.needs])
+        fits = (columns.used <= capacities).all(axis=1)
         steps = step_seconds(self.problem, columns.times_s, self.limits.floors_s)
         return fits & (steps <= self.limits.step_s)
-
-
-def _unbeaten_columns(problem: Problem, columns: Columns) -> np.ndarray:
-    group = columns.batch
-    if problem.equal_microbatches:
-        group = group * (int(columns.count.max()) + 1) + columns.count
-    return unbeaten(group, np.column_stack([columns.times_s, columns.used_bytes]))
-
-
-def _joined(first: Columns, second: Columns) -> Columns:
-    return Columns(
-        *(
-            np.concatenate([getattr(first, field.name), getattr(second, field.name)])
-            for field in dataclasses.fields(Columns)
-        )
-    )

@@ -1,159 +1,323 @@
-"""Why there is no plan: which resource binds, how much is missing where, and what would help."""
+"""Why there is no plan: which resource binds, how much is missing where, and what would help.
+
+Once times no longer count, all that is left of a problem is whether the samples have room. One
+program answers that, and by how much it is missed: choose columns for all ranks, with slack where a
+need may be missed. The numbers and the remedies of a message are solutions of it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
 from collections.abc import Sequence
-from typing import NoReturn
+from functools import cached_property
+from typing import Any, NoReturn
+
+import numpy as np
 
 from lightning_cephalo.common.errors import InfeasibleError
 from lightning_cephalo.common.quantities import format_bytes_exactly as _bytes
-from lightning_cephalo.plan.cost import modes, peak_curve, sample_bytes, working_bytes
+from lightning_cephalo.plan.cost import device_need, modes
 from lightning_cephalo.plan.problem import Problem, RankProfile
-from lightning_cephalo.plan.solver.columns import RankType, usable_sizes
-from lightning_cephalo.plan.solver.remedies import remedies
+from lightning_cephalo.plan.solver.columns import (
+    DEVICE,
+    RESOURCES,
+    Columns,
+    Limits,
+    RankType,
+    build_columns,
+    group_types,
+    usable_sizes,
+)
+from lightning_cephalo.plan.solver.milp import TIGHT, Needs, Outcome, Slack, choose
+
+_TIME_S = 3.0
+# Up to so many samples every batch of a rank is looked at.
+_FEW_SAMPLES = 512
+_ROUNDING = 1e-12
 
 
-def refuse_early(problem: Problem, types: Sequence[RankType]) -> None:
-    """Raise InfeasibleError for what needs no search: buffers, samples or state without a place."""
-    _refuse_buffers(problem, types)
-    _refuse_idle(problem, types)
-    _refuse_samples(problem, types)
-    _refuse_sizes(problem, types)
-    _refuse_memory(problem, types)
+def certainly_infeasible(problem: Problem, types: Sequence[RankType]) -> bool:
+    """Whether that there is no plan shows without a search, which would look at every batch first:
+    a rank cannot hold the buffers, or there is too little of a resource for the samples.
+    """
+    if any(kind.profile.capacity_bytes < problem.fixed_bytes for kind in types):
+        return True
+    batch = problem.global_batch_size
+    if sum(kind.count * _most_samples(problem, kind.profile) for kind in types) < batch:
+        return True
+    for resource in RESOURCES:
+        idle, peaks, per_sample = 0.0, [], []
+        for kind in types:
+            known = modes(problem, kind.profile)
+            needs = [resource.need(problem, kind.profile, mode) for mode in known]
+            idle += kind.count * min(need.fixed for need in needs)
+            for mode, need in zip(known, needs, strict=True):
+                sizes = usable_sizes(problem, kind.profile, mode)
+                peaks += [need.peaks[size - 1] for size in sizes]
+                per_sample += [need.per_sample] * bool(sizes)
+        # Rounding of a sum of this size must not refuse what fits to the byte.
+        shared = resource.shared(problem)
+        if idle + min(peaks) + min(per_sample) * batch > shared + _ROUNDING * abs(idle + shared):
+            return True
+    return False
 
 
 def refuse(problem: Problem, types: Sequence[RankType]) -> NoReturn:
-    """Raise InfeasibleError after a search without any plan."""
+    """Raise InfeasibleError: there is no plan."""
+    raise InfeasibleError(
+        _rank_too_small(problem, types)
+        or _no_rank_for_samples(problem, types)
+        or _too_little_for_all(problem, types)
+    )
+
+
+def _rank_too_small(problem: Problem, types: Sequence[RankType]) -> str | None:
+    for kind in types:
+        missing = problem.fixed_bytes - kind.profile.capacity_bytes
+        if missing > 0:
+            stay = problem.reshard_after_forward is False
+            return (
+                f"Memory binds on rank {_members(kind)}: the gathered buffers that every rank "
+                f"holds need {_bytes(problem.fixed_bytes)}, its capacity is "
+                f"{_bytes(kind.profile.capacity_bytes)}, {_bytes(missing)} are missing. Use "
+                f"smaller units, {'reshard_after_forward=True, ' if stay else ''}raise its "
+                f"capacity_bytes, or leave this rank out."
+            )
+    return None
+
+
+def _no_rank_for_samples(problem: Problem, types: Sequence[RankType]) -> str | None:
+    """Where no rank can take any, or one that must take some cannot."""
+    without = [kind for kind in types if not _sizes(problem, kind.profile)]
+    if problem.equal_microbatches and without:
+        return (
+            f"Samples bind on rank {_members(without[0])}: it can take none "
+            f"({_why_none(problem, without[0].profile)}), but equal_microbatches=True wants as "
+            f"many microbatches on every rank. Leave it out, or set equal_microbatches=False."
+        )
+    if len(without) < len(types):
+        return None
+    reasons = "; ".join(
+        f"rank {_members(kind)}: {_why_none(problem, kind.profile)}" for kind in types[:8]
+    )
+    return (
+        f"Samples bind: no rank can take any of the global batch of {problem.global_batch_size} "
+        f"({reasons}). Profile a rank that can, or raise its capacity_bytes."
+    )
+
+
+def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
+    batch, ranks = problem.global_batch_size, len(problem.ranks)
+    deadline = time.perf_counter() + _TIME_S
+    room = _Room(problem, deadline)
+    most = [room.most_samples(kind.members[0]) for kind in types]
+    total = sum(kind.count * samples for kind, samples in zip(types, most, strict=True))
+    if total < batch:
+        on = ", ".join(
+            f"rank {_members(kind)} {samples}{' each' if kind.count > 1 else ''}"
+            for kind, samples in zip(types[:8], most, strict=False)
+        )
+        return (
+            f"Samples bind: the global batch is {batch}, but beside the gathered buffers all ranks "
+            f"together have memory for {total} samples ({on}), {batch - total} too few, "
+            f"even without any state. {_remedies(problem, types, deadline)}"
+        )
     options = []
     if problem.equal_microbatches:
         options.append("equal_microbatches=True")
     if problem.minimum_microbatch_size > 1:
         options.append(f"minimum_microbatch_size={problem.minimum_microbatch_size}")
     under = f" under {' and '.join(options)}" if options else ""
-    without = f" Or drop {' or '.join(options)}." if options else ""
-    left = _capacity(problem) - _buffers(problem) - problem.state_bytes
-    raise InfeasibleError(
-        f"Memory binds: no split of the global batch of {problem.global_batch_size} over "
-        f"{len(problem.ranks)} ranks fits{under}. Beside the state "
-        f"({_bytes(problem.state_bytes)}) and the gathered buffers ({_bytes(_buffers(problem))}) "
-        f"all ranks together have {_bytes(left)} left, and whole samples in whole microbatches "
-        f"need more, in all or on some rank. {remedies(problem, types)}{without}"
-    )
-
-
-def _refuse_buffers(problem: Problem, types: Sequence[RankType]) -> None:
-    for kind in types:
-        missing = -_room(problem, kind.profile)
-        if missing > 0:
-            raise InfeasibleError(
-                f"Memory binds on rank {_members(kind)}: the gathered buffers that every rank "
-                f"holds need {_bytes(problem.fixed_bytes)}, its capacity is "
-                f"{_bytes(kind.profile.capacity_bytes)}, {_bytes(missing)} are missing. Use "
-                f"smaller units, {_resharding(problem)}raise its capacity_bytes, or leave this "
-                f"rank out."
-            )
-
-
-def _resharding(problem: Problem) -> str:
-    return "reshard_after_forward=True, " if problem.reshard_after_forward is False else ""
-
-
-def _refuse_idle(problem: Problem, types: Sequence[RankType]) -> None:
-    if not problem.equal_microbatches:
-        return
-    for kind in types:
-        if not _every_usable_size(problem, kind.profile):
-            raise InfeasibleError(
-                f"Samples bind on rank {_members(kind)}: it can take none "
-                f"({_why_none(problem, kind.profile)}), but equal_microbatches=True wants as many "
-                f"microbatches on every rank. Leave it out, or set equal_microbatches=False."
-            )
-    least = len(problem.ranks) * problem.minimum_microbatch_size
-    if problem.global_batch_size < least:
-        raise InfeasibleError(
-            f"Samples bind: equal_microbatches=True gives each of {len(problem.ranks)} ranks at "
-            f"least one microbatch of at least {problem.minimum_microbatch_size}, {least} samples, "
-            f"but the global batch is {problem.global_batch_size}, "
-            f"{least - problem.global_batch_size} too few. Raise global_batch_size to {least}, or "
-            f"use fewer ranks."
+    nearest = room.nearest_batch(more=True, stateless=True)
+    if nearest not in (0, batch):
+        sizes = sorted({size for kind in types for size in _sizes(problem, kind.profile)})
+        return (
+            f"Samples bind: a global batch of {batch} cannot be split over {ranks} ranks into "
+            f"microbatches of the sizes that they can run ({sizes[0]} to {sizes[-1]}){under}. The "
+            f"closest batch that can is {nearest}, {abs(nearest - batch)} "
+            f"{'more' if nearest > batch else 'fewer'}. "
+            f"{_remedies(problem, types, deadline, more=True)}"
         )
-
-
-def _refuse_samples(problem: Problem, types: Sequence[RankType]) -> None:
-    most = [_most_samples(problem, kind.profile) for kind in types]
-    total = sum(kind.count * samples for kind, samples in zip(types, most, strict=True))
-    if total >= problem.global_batch_size:
-        return
-    asked = problem.global_batch_size
-    if not total:
-        reasons = "; ".join(
-            f"rank {_members(kind)}: {_why_none(problem, kind.profile)}" for kind in types[:8]
-        )
-        raise InfeasibleError(
-            f"Samples bind: no rank can take any of the global batch of {asked} ({reasons}). "
-            f"Profile a rank that can, or raise its capacity_bytes."
-        )
+    used = room.least_bytes()
+    capacity = math.fsum(rank.capacity_bytes for rank in problem.ranks)
+    buffers = problem.fixed_bytes * ranks
     on = ", ".join(
-        f"rank {_members(kind)} {samples:.0f}{' each' if kind.count > 1 else ''}"
-        for kind, samples in zip(types[:8], most, strict=False)
-    )
-    raise InfeasibleError(
-        f"Samples bind: the global batch is {asked}, but beside the gathered buffers all ranks "
-        f"together have memory for {total:.0f} samples ({on}), {asked - total:.0f} too few, even "
-        f"without any state. {remedies(problem, types)}"
-    )
-
-
-def _refuse_sizes(problem: Problem, types: Sequence[RankType]) -> None:
-    sizes = sorted({size for kind in types for size in _every_usable_size(problem, kind.profile)})
-    batch = problem.global_batch_size
-    if 1 in sizes:
-        return
-    reached = [True] + [False] * (2 * batch)
-    for total in range(1, len(reached)):
-        reached[total] = any(total >= size and reached[total - size] for size in sizes)
-    if not reached[batch]:
-        near = [total for total in range(1, len(reached)) if reached[total]]
-        closest = min(near, key=lambda total: abs(total - batch), default=sizes[0])
-        raise InfeasibleError(
-            f"Samples bind: a global batch of {batch} cannot be split into microbatches of the "
-            f"sizes that any rank can run ({sizes[0]} to {sizes[-1]}; minimum_microbatch_size is "
-            f"{problem.minimum_microbatch_size}). The closest batch that can is {closest}: change "
-            f"global_batch_size, or lower minimum_microbatch_size."
-        )
-
-
-def _refuse_memory(problem: Problem, types: Sequence[RankType]) -> None:
-    capacity = _capacity(problem)
-    samples = _least_sample_bytes(problem, types)
-    missing = _buffers(problem) + samples + problem.state_bytes - capacity
-    # Rounding of a sum of this size must not refuse what fits to the byte: the search decides.
-    if math.isinf(capacity) or missing <= 1e-12 * capacity:
-        return
-    ranks = ", ".join(
         f"rank {_members(kind)} {_bytes(kind.profile.capacity_bytes)}"
         f"{' each' if kind.count > 1 else ''}"
         for kind in types[:8]
     )
-    raise InfeasibleError(
-        f"Memory binds over all {len(problem.ranks)} ranks together: the state needs "
-        f"{_bytes(problem.state_bytes)}, the gathered buffers {_bytes(_buffers(problem))}, the "
-        f"samples at least {_bytes(samples)}, but the capacity is {_bytes(capacity)} ({ranks}): at "
-        f"least {_bytes(missing)} are missing. {remedies(problem, types)}"
+    if used is None:
+        samples = missing = "more than is left"
+    else:
+        samples = f"at least {_bytes(used - buffers)}"
+        missing = f"{_bytes(max(used + problem.state_bytes - capacity, 1.0))} are missing"
+    return (
+        f"Memory binds over all {ranks} ranks together: the state needs "
+        f"{_bytes(problem.state_bytes)}, the gathered buffers {_bytes(buffers)}, the "
+        f"samples{under} {samples}, but the capacity is {_bytes(capacity)} ({on}): {missing}. "
+        f"{_remedies(problem, types, deadline)}"
     )
 
 
-def _least_sample_bytes(problem: Problem, types: Sequence[RankType]) -> float:
-    """A bound below what the samples need over all ranks: boundaries, and the smallest peak."""
-    kinds = [
-        (peak_curve(kind.profile, mode)[sizes[0] - 1], sample_bytes(problem, mode))
-        for kind in types
-        for mode in modes(problem, kind.profile)
-        if (sizes := usable_sizes(problem, kind.profile, mode))
-    ]
-    least = min((kept for _, kept in kinds), default=0.0)
-    return least * problem.global_batch_size + min((peak for peak, _ in kinds), default=0.0)
+def _remedies(
+    problem: Problem, types: Sequence[RankType], deadline: float, *, more: bool = False
+) -> str:
+    """Sentences that name single changes after which there is a plan.
+
+    Tried are a smaller batch (``more``: or a larger one, if that is nearer), units that are given
+    back after the forward, host memory for boundary activations on every rank, more ranks of each
+    type, and options that can be dropped. What could not be settled by ``deadline`` (of
+    time.perf_counter) is said to be open.
+    """
+    room = _Room(problem, deadline)
+    rooms = [room]
+
+    def fits(**changes: Any) -> bool:
+        rooms.append(_Room(dataclasses.replace(problem, **changes), deadline))
+        return rooms[-1].fits()
+
+    found = []
+    batch = room.nearest_batch(more=more)
+    if batch:
+        change = "raise" if batch > problem.global_batch_size else "lower"
+        found.append(f"{change} global_batch_size to {batch}")
+    if problem.reshard_after_forward is False and fits(reshard_after_forward=True):
+        found.append(
+            f"give units back between forward and backward, reshard_after_forward=True "
+            f"({problem.unresharded_bytes / 2**30:.3f} GiB on every rank)"
+        )
+    unlimited = [dataclasses.replace(rank, host_capacity_bytes=math.inf) for rank in problem.ranks]
+    if problem.boundary_bytes and fits(ranks=unlimited):
+        host = problem.boundary_bytes * problem.units * problem.global_batch_size
+        found.append(
+            f"offload boundary activations to host memory, {host / 2**30:.3f} GiB in all "
+            f"(host_capacity_bytes of each rank; in cluster.yaml host_memory, and --offload)"
+        )
+    for name, rank in {kind.profile.name: kind.members[0] for kind in types}.items():
+        further = room.further_ranks(rank)
+        if further:
+            found.append(f"add {further} more {name!r}")
+    if problem.equal_microbatches and fits(equal_microbatches=False):
+        found.append("drop equal_microbatches=True")
+    least = problem.minimum_microbatch_size
+    if least > 1 and fits(minimum_microbatch_size=1):
+        found.append(f"drop minimum_microbatch_size={least}")
+    if found:
+        return f"What would do: {'; or '.join(found)}."
+    remote = "use ranks with more memory, smaller units, or a smaller model"
+    if all(room.settled for room in rooms):
+        return f"No smaller batch, offload or further rank of these types alone would do: {remote}."
+    return (
+        f"Which smaller batch or how many further ranks would do was not found out within "
+        f"{_TIME_S:g} s: lower global_batch_size, add ranks, or {remote}."
+    )
+
+
+class _Room:
+    """The program that asks whether the samples have room, answered until ``deadline`` (of
+    time.perf_counter).
+
+    ``settled`` says whether every question so far was answered in time.
+    """
+
+    def __init__(self, problem: Problem, deadline: float) -> None:
+        ranks = tuple(_timeless(rank) for rank in problem.ranks)
+        self._problem = dataclasses.replace(problem, ranks=ranks)
+        self._deadline = deadline
+        self.settled = True
+
+    def fits(self) -> bool:
+        """Whether there is a plan; False where that is not known in time."""
+        return self._solved(self._needs()).values is not None
+
+    def nearest_batch(self, *, more: bool = False, stateless: bool = False) -> int:
+        """The nearest smaller batch that fits (``more``: or larger one; ``stateless``: if no state
+        had to); 0 where none is known to.
+        """
+        needs = self._unshared() if stateless else self._needs()
+        outcome = self._solved(needs, Slack(fewer=True, more=more))
+        return 0 if outcome.values is None else int(outcome.values @ self._columns.batch)
+
+    def least_bytes(self) -> float | None:
+        """The least bytes that all ranks together need besides the state; None: not known."""
+        used = self._columns.used[:, DEVICE]
+        cost = used / max(float(used.max(initial=0.0)), 1.0)
+        outcome = self._solved(self._unshared(), cost=cost)
+        return float(outcome.values @ used) if outcome.status == "optimal" else None
+
+    def further_ranks(self, rank: int) -> int:
+        """The fewest further ranks like this one that are enough; 0 where none are known to be."""
+        problem = self._problem
+        larger = dataclasses.replace(problem, ranks=(*problem.ranks, problem.ranks[rank]))
+        shared = [(each.shared(larger), each.shared(problem)) for each in RESOURCES]
+        brings = [after - before if math.isfinite(before) else 0.0 for after, before in shared]
+        slack = Slack(further=self._kind(rank), brings=np.array(brings))
+        outcome = self._solved(self._needs(), slack)
+        return 0 if outcome.values is None else int(outcome.values.sum()) - len(problem.ranks)
+
+    def most_samples(self, rank: int) -> int:
+        """The largest batch of this rank, if it holds no state; no more than can be of use."""
+        own = self._columns.kind == self._kind(rank)
+        return int(self._columns.batch[own].max(initial=0))
+
+    def _kind(self, rank: int) -> int:
+        return next(n for n, kind in enumerate(self._types) if rank in kind.members)
+
+    def _solved(
+        self, needs: Needs, slack: Slack = TIGHT, cost: np.ndarray | None = None
+    ) -> Outcome:
+        left_s = self._deadline - time.perf_counter()
+        nothing = Outcome("limit", None, math.inf, 0.0)
+        outcome = nothing
+        if left_s > 0:
+            outcome = choose(
+                self._columns, needs, cost=cost, slack=slack, gap=0.0, time_limit_s=left_s
+            )
+        self.settled &= outcome.status != "limit"
+        return outcome
+
+    def _needs(self) -> Needs:
+        shared = np.array([resource.shared(self._problem) for resource in RESOURCES])
+        return dataclasses.replace(self._unshared(), shared=shared)
+
+    def _unshared(self) -> Needs:
+        return Needs(
+            ranks=np.array([kind.count for kind in self._types]),
+            batch=self._problem.global_batch_size,
+            shared=np.full(len(RESOURCES), math.inf),
+            equal_counts=self._problem.equal_microbatches,
+        )
+
+    @cached_property
+    def _types(self) -> Sequence[RankType]:
+        return group_types(self._problem)
+
+    @cached_property
+    def _columns(self) -> Columns:
+        problem = self._problem
+        limits = []
+        for kind in self._types:
+            # one microbatch more than is asked for: the nearest batch may be the larger one
+            most = problem.global_batch_size + kind.profile.largest_microbatch_size
+            largest = int(min(most, _most_samples(problem, kind.profile)))
+            batches = _thinned(largest, problem.global_batch_size)
+            limits.append(Limits(math.inf, (0.0, 0.0, 0.0), largest, batches=batches))
+        columns = build_columns(problem, self._types, limits)
+        return columns.take(columns.count > 0) if problem.equal_microbatches else columns
+
+
+def _thinned(largest: int, batch: int) -> np.ndarray:
+    """Batches of a rank up to ``largest`` from which those of all ranks can sum to any ``batch``:
+    small ones, multiples of a step, and a step's worth below the largest and below ``batch``.
+    """
+    every = np.arange(1, largest + 1)
+    if batch <= _FEW_SAMPLES:
+        return every
+    step = math.isqrt(batch)
+    below = (every > largest - step) | ((every > batch - step) & (every <= batch))
+    return every[(every <= step) | (every % step == 0) | below]
 
 
 def _most_samples(problem: Problem, profile: RankProfile) -> float:
@@ -161,21 +325,19 @@ def _most_samples(problem: Problem, profile: RankProfile) -> float:
     most = 0.0
     for mode in modes(problem, profile):
         sizes = usable_sizes(problem, profile, mode)
-        if not sizes:
-            continue
-        per_sample = sample_bytes(problem, mode)
-        left = _room(problem, profile) - peak_curve(profile, mode)[sizes[0] - 1]
-        held = math.inf
-        if per_sample > 0 and not math.isinf(left):
-            held = left / per_sample
-        if mode.offload:
-            held = min(held, profile.host_capacity_bytes / (problem.boundary_bytes * problem.units))
-        # The rounding of a division must not refuse a batch that fits to the byte.
-        most = max(most, held if math.isinf(held) else math.floor(held * (1 + 1e-12)))
+        held = math.inf if sizes else 0.0
+        for resource in RESOURCES if sizes else ():
+            need = resource.need(problem, profile, mode)
+            left = need.capacity - need.fixed - min(need.peaks[size - 1] for size in sizes)
+            if need.per_sample > 0 and math.isfinite(left):
+                # The rounding of a division must not refuse a batch that fits to the byte.
+                held = min(held, math.floor(left / need.per_sample * (1 + _ROUNDING)))
+        most = max(most, held)
     return most
 
 
-def _every_usable_size(problem: Problem, profile: RankProfile) -> set[int]:
+def _sizes(problem: Problem, profile: RankProfile) -> set[int]:
+    """Microbatch sizes that this rank can run in any mode."""
     return {
         size for mode in modes(problem, profile) for size in usable_sizes(problem, profile, mode)
     }
@@ -189,7 +351,7 @@ def _why_none(problem: Problem, profile: RankProfile) -> str:
     if longest < least:
         return f"profiled up to size {longest}, below minimum_microbatch_size={least}"
     needed = min(
-        working_bytes(problem, profile, (size,), mode)
+        device_need(problem, profile, mode).of((size,))
         for mode in modes(problem, profile)
         for size in range(least, longest + 1)
     )
@@ -199,19 +361,20 @@ def _why_none(problem: Problem, profile: RankProfile) -> str:
     )
 
 
-def _capacity(problem: Problem) -> float:
-    return math.fsum(rank.capacity_bytes for rank in problem.ranks)
-
-
-def _buffers(problem: Problem) -> float:
-    return problem.fixed_bytes * len(problem.ranks)
-
-
-def _room(problem: Problem, profile: RankProfile) -> float:
-    return profile.capacity_bytes - problem.fixed_bytes
-
-
 def _members(kind: RankType) -> str:
     shown = ", ".join(str(index) for index in kind.members[:6])
     more = ", ..." if kind.count > 6 else ""
     return f"{shown}{more} ({kind.profile.name!r})"
+
+
+def _timeless(rank: RankProfile) -> RankProfile:
+    """The rank without times: all that is left is the question of memory."""
+    none = (0.0,) * rank.largest_microbatch_size
+    return dataclasses.replace(
+        rank,
+        forward_s=none,
+        backward_s=none,
+        tail_s=none,
+        kept_backward_s=none if rank.kept_backward_s else (),
+        offload_bytes_per_s=math.inf,
+    )

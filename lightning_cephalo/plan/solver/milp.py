@@ -1,10 +1,13 @@
 """The mixed-integer programs, stated in CVXPY and solved by HiGHS.
 
-Columns of all types lie one after the other; ``x[c]`` counts the ranks that run column ``c``.
+In each of them ``x[c]`` counts the ranks that run column ``c``; :class:`Needs` says what all ranks
+together must meet. What differs is what is minimised, and which needs may be missed at a price.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -14,178 +17,302 @@ from typing import Any
 import numpy as np
 
 from lightning_cephalo.common.errors import SolverError
-from lightning_cephalo.plan.solver.pool import Needs, Pool
+from lightning_cephalo.plan.solver.columns import Columns
 
 _TOLERANCE = 1e-9
+_TRIES = 5
+_Indices = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a choice of columns must meet.
+
+    Args:
+        ranks: how many there are of each type, of shape (types,); each runs one column.
+        batch: samples of all ranks together.
+        shared: what all ranks together may take of each resource, of shape (resources,); infinite
+            for no limit.
+        equal_counts: the same number of microbatches on every rank.
+    """
+
+    ranks: np.ndarray
+    batch: int
+    shared: np.ndarray
+    equal_counts: bool
+
+
+@dataclass(frozen=True)
+class Slack:
+    """Needs that may be missed, at a price of 1 for each.
+
+    Args:
+        fewer: samples less than the batch, of which one at least remains.
+        more: samples more than the batch.
+        further: the type of which there may be further ranks, up to ``most_ranks``.
+        brings: what each of them adds to what all share, of shape (resources,).
+    """
+
+    fewer: bool = False
+    more: bool = False
+    further: int | None = None
+    brings: np.ndarray | float = 0.0
+    most_ranks: int = 256
+
+
+TIGHT = Slack()
+
+
+@dataclass(frozen=True)
+class Maximum:
+    """A price of the largest among the columns chosen: ``weight * max(floor, values)``.
+
+    Args:
+        values: of shape (columns,).
+        floor: what the maximum is at least, for free.
+        weight: the price.
+        resolution: values this close above a level of the ladder count as that level.
+    """
+
+    values: np.ndarray
+    floor: float
+    weight: float
+    resolution: float = 0.0
+
+    @property
+    def above(self) -> np.ndarray:
+        """What is to be paid for, of shape (columns,)."""
+        above = np.maximum(self.values - self.floor, 0.0)
+        if self.resolution > 0:
+            above = np.floor(above / self.resolution) * self.resolution
+        return above
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the sum of these maxima may come to."""
+
+    maxima: Sequence[Maximum]
+    most: float
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``status`` is "optimal", "infeasible" or "limit"; ``chosen`` (columns,) is None without a
-    solution; ``bound`` is below the objective of every solution; ``reason`` is what the solver
-    said; ``slowest_s`` (3,) are the slowest times of the columns chosen.
+    """What the solver found.
+
+    Attributes:
+        status: "optimal", "infeasible" or "limit" (of time).
+        values: of the variables; None without a solution.
+        objective: of the solution.
+        bound: below the objective of every solution.
+        reason: the solver's own word.
     """
 
     status: str
-    chosen: np.ndarray | None
+    values: np.ndarray | None
     objective: float
     bound: float
     reason: str = ""
-    slowest_s: np.ndarray | None = None
 
 
-def fastest(
-    pool: Pool, needs: Needs, *, units: int, floors_s: np.ndarray, time_limit_s: float
+def choose(
+    columns: Columns,
+    needs: Needs,
+    *,
+    maxima: Sequence[Maximum] = (),
+    cost: np.ndarray | None = None,
+    slack: Slack = TIGHT,
+    budget: Budget | None = None,
+    gap: float = 0.0,
+    time_limit_s: float,
 ) -> Outcome:
-    """Least units * (slowest forward + slowest backward) + slowest tail, each slowest at least its
-    floor.
+    """How many ranks run each column, at the least sum of ``maxima``, ``cost`` (columns,) and
+    ``slack``.
 
     Each maximum climbs a ladder: one binary per level that any column reaches, and a column may be
     used only when its level is climbed. A whole type shares one row per level, which makes the
     relaxation far tighter than a row per column.
+
+    Returns:
+        The outcome, whose ``values`` have shape (columns,). The solver may stop within ``gap`` of
+        the least objective.
     """
-    scales = np.array([units, units, 1.0])
-    base = float((scales * floors_s).sum())
-    raised = np.maximum(pool.times_s, floors_s)
-    # The solver's tolerances are absolute: costs are given as parts of the longest step among the
-    # columns.
-    unit = float((raised * scales).sum(axis=1).max()) or 1.0
-    size = len(pool.batch)
-    costs, rows = [np.zeros(size)], _Rows()
-    used = size
-    for kind in range(3):
-        levels, level = np.unique(np.r_[floors_s[kind], raised[:, kind]], return_inverse=True)
+    allowed = needs
+    for _ in range(_TRIES):
+        program = _Program()
+        chosen = program.choice(columns, allowed, cost, slack)
+        for maximum in maxima:
+            program.climb(maximum, columns, chosen, needs.ranks)
+        if budget is not None:
+            program.limit(budget, columns, chosen, needs.ranks)
+        outcome = program.solve(gap, time_limit_s)
+        if outcome.values is None:
+            return outcome
+        further = outcome.values[chosen].sum() - needs.ranks.sum()
+        excess = outcome.values[chosen] @ columns.used - needs.shared - further * slack.brings
+        if not (excess > 0).any():
+            return dataclasses.replace(outcome, values=outcome.values[chosen])
+        # The solver meets a row within its tolerance, which is many bytes of a large cluster.
+        tighter = np.where(excess > 0, allowed.shared - 2 * excess, allowed.shared)
+        allowed = dataclasses.replace(allowed, shared=tighter)
+    return Outcome("infeasible", None, math.inf, math.inf, "only within rounding")
+
+
+class _Program:
+    """Variables, which are whole numbers, and rows as they are found."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.upper: list[float] = []
+        self.base = 0.0
+        self._equal = _Rows()
+        self._at_most = _Rows()
+
+    def variables(self, cost: Sequence[float] | np.ndarray, upper: Any) -> np.ndarray:
+        """New variables from 0 to ``upper``; returns their indices."""
+        first = len(self.cost)
+        self.cost.extend(cost)
+        self.upper.extend(np.broadcast_to(upper, len(cost)))
+        return np.arange(first, len(self.cost))
+
+    def choice(
+        self, columns: Columns, needs: Needs, cost: np.ndarray | None, slack: Slack
+    ) -> np.ndarray:
+        """A variable per column, within ``needs``; returns their indices."""
+        size = len(columns)
+        upper = needs.ranks + slack.most_ranks * (np.arange(len(needs.ranks)) == slack.further)
+        chosen = self.variables(np.zeros(size) if cost is None else cost, upper[columns.kind])
+        further = self.variables([1.0] * (slack.further is not None), slack.most_ranks)
+        fewer = self.variables([1.0] * slack.fewer, needs.batch - 1)
+        more = self.variables([1.0] * slack.more, math.inf)
+        members = [np.flatnonzero(columns.kind == kind) for kind in range(len(needs.ranks))]
+        for kind, own in enumerate(members):
+            added = further if kind == slack.further else further[:0]
+            row = [*np.ones(len(own)), *-np.ones(len(added))]
+            self._equal.add([*chosen[own], *added], row, needs.ranks[kind])
+        row = [*columns.batch, *np.ones(len(fewer)), *-np.ones(len(more))]
+        self._equal.add([*chosen, *fewer, *more], row, needs.batch)
+        brings = np.broadcast_to(slack.brings, needs.shared.shape)
+        for used, total, brought in zip(columns.used.T, needs.shared, brings, strict=True):
+            if math.isfinite(total):
+                # the solver's tolerances are absolute
+                scale = max(total, float(used.max(initial=0.0)), 1.0)
+                row = [*(used / scale), *np.full(len(further), -brought / scale)]
+                self._at_most.add([*chosen, *further], row, total / scale)
+        if needs.equal_counts:
+            counts = np.unique(columns.count)
+            taken = self.variables(np.zeros(len(counts)), 1.0)
+            for variable, count in zip(taken, counts, strict=True):
+                for own, most in zip(members, upper, strict=True):
+                    same = own[columns.count[own] == count]
+                    row = [*np.ones(len(same)), -float(most)]
+                    self._at_most.add([*chosen[same], variable], row, 0.0)
+            self._equal.add(taken, np.ones(len(taken)), 1.0)
+        return chosen
+
+    def climb(
+        self, maximum: Maximum, columns: Columns, chosen: np.ndarray, ranks: np.ndarray
+    ) -> None:
+        """Pay for the largest of the values chosen."""
+        self.base += float(maximum.weight * maximum.floor)
+        climbed, prices = self._ladder(maximum, columns, chosen, ranks)
+        for variable, price in zip(climbed, prices, strict=True):
+            self.cost[variable] = price
+
+    def limit(
+        self, budget: Budget, columns: Columns, chosen: np.ndarray, ranks: np.ndarray
+    ) -> None:
+        """Choose within a budget."""
+        most = budget.most - sum(maximum.weight * maximum.floor for maximum in budget.maxima)
+        parts = [self._ladder(maximum, columns, chosen, ranks) for maximum in budget.maxima]
+        climbed, prices = (np.concatenate(each) for each in zip(*parts, strict=True))
+        self._at_most.add(climbed, prices, most)
+
+    def _ladder(
+        self, maximum: Maximum, columns: Columns, chosen: np.ndarray, ranks: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One variable per level that the largest of the values chosen climbs, and its price."""
+        levels, level = np.unique(np.r_[0.0, maximum.above], return_inverse=True)
         level = level.reshape(-1)[1:]
-        steps = len(levels) - 1
-        costs.append(np.diff(levels) * scales[kind] / unit)
-        for step in range(1, steps):
-            rows.add([used + step, used + step - 1], [1.0, -1.0], 0.0)
-        for group in range(len(pool.ranks)):
-            members = np.flatnonzero((pool.kind == group) & (level > 0))
-            for step in np.unique(level[members]):
-                above = members[level[members] >= step]
-                ranks = float(pool.ranks[group])
-                rows.add([*above, used + step - 1], [*np.ones(len(above)), -ranks], 0.0)
-        used += steps
-    cost = np.concatenate(costs)
-    upper = np.r_[pool.ranks[pool.kind], np.ones(used - size)].astype(float)
-    outcome = _solve(cost, upper, rows, pool, needs, time_limit_s, gap=0.0)
-    slowest = None
-    if outcome.chosen is not None:
-        slowest = raised[outcome.chosen > 0].max(axis=0)
-    return Outcome(
-        outcome.status,
-        outcome.chosen,
-        base + unit * outcome.objective,
-        base + unit * max(outcome.bound, 0.0),
-        outcome.reason,
-        slowest,
-    )
+        climbed = self.variables(np.zeros(len(levels) - 1), 1.0)
+        for lower, upper in itertools.pairwise(climbed):
+            self._at_most.add([upper, lower], [1.0, -1.0], 0.0)
+        for kind, count in enumerate(ranks):
+            own = np.flatnonzero((columns.kind == kind) & (level > 0))
+            for step in np.unique(level[own]):
+                reaching = own[level[own] >= step]
+                self._at_most.add(
+                    [*chosen[reaching], climbed[step - 1]],
+                    [*np.ones(len(reaching)), -float(count)],
+                    0.0,
+                )
+        return climbed, np.diff(levels) * maximum.weight
 
+    def solve(self, gap: float, time_limit_s: float) -> Outcome:
+        """The solution of the least cost, or the best within the time."""
+        # Importing cvxpy takes a second, which who only reads a plan should not pay.
+        import cvxpy
 
-def cheapest(
-    pool: Pool, needs: Needs, *, cost: np.ndarray, gap: float, time_limit_s: float
-) -> Outcome:
-    """Least sum of ``cost`` (columns,) over all ranks, to within the relative ``gap``."""
-    upper = pool.ranks[pool.kind].astype(float)
-    return _solve(cost, upper, _Rows(), pool, needs, time_limit_s, gap=gap)
+        width = len(self.cost)
+        cost, upper = np.array(self.cost), np.array(self.upper, dtype=float)
+        # The solver's tolerances are absolute: costs are given as parts of the largest one.
+        unit = max(self.base, float(cost.max(initial=0.0))) or 1.0
+        variables = cvxpy.Variable(width, integer=True, bounds=[np.zeros(width), upper])
+        constraints = [self._equal.matrix(width) @ variables == np.array(self._equal.right)]
+        if self._at_most.right:
+            matrix = self._at_most.matrix(width)
+            constraints.append(matrix @ variables <= np.array(self._at_most.right))
+        program = cvxpy.Problem(cvxpy.Minimize(cost / unit @ variables), constraints)
+        started = time.perf_counter()
+        # Step by step rather than program.solve(), which turns a time limit into a warning and
+        # hides the solver's bound.
+        data, chain, inverse = program.get_problem_data(cvxpy.HIGHS)
+        options = {
+            "time_limit": max(time_limit_s - (time.perf_counter() - started), 0.01),
+            "mip_rel_gap": gap,
+            "mip_abs_gap": max(_TOLERANCE, gap * self.base / unit),
+            "mip_feasibility_tolerance": _TOLERANCE,
+            "primal_feasibility_tolerance": _TOLERANCE,
+            "dual_feasibility_tolerance": _TOLERANCE,
+            "random_seed": 0,
+        }
+        try:
+            raw = chain.solve_via_data(program, data, solver_opts=options)
+        except (cvxpy.error.SolverError, ValueError) as error:
+            raise SolverError(f"HiGHS failed: {error}") from error
+        status, info = raw["model_status"], raw["info"]
+        if status in ("kInfeasible", "kUnboundedOrInfeasible"):
+            return Outcome("infeasible", None, math.inf, math.inf, status)
+        if status not in ("kOptimal", "kTimeLimit"):
+            raise SolverError(f"HiGHS stopped with {status}, expected an optimum or a time limit.")
+        bound = self.base + unit * max(float(info.mip_dual_bound), 0.0)
+        if not math.isfinite(info.objective_function_value) or info.primal_solution_status != 2:
+            return Outcome("limit", None, math.inf, bound, status)
+        program.unpack(chain.invert(raw, inverse))
+        values = np.rint(np.asarray(variables.value)).astype(int)
+        objective = self.base + unit * float(info.objective_function_value)
+        found = "optimal" if status == "kOptimal" else "limit"
+        return Outcome(found, values, objective, bound, status)
 
 
 class _Rows:
-    """Rows of ``matrix @ variables <= right`` as they are found."""
+    """Rows of ``matrix @ variables`` and their right sides."""
 
     def __init__(self) -> None:
-        self.columns: list[int] = []
-        self.values: list[float] = []
-        self.lengths: list[int] = []
         self.right: list[float] = []
+        self._columns: list[int] = []
+        self._values: list[float] = []
+        self._lengths: list[int] = []
 
-    def add(
-        self,
-        columns: Sequence[int] | np.ndarray,
-        values: Sequence[float] | np.ndarray,
-        right: float,
-    ) -> None:
-        self.columns.extend(columns)
-        self.values.extend(values)
-        self.lengths.append(len(columns))
-        self.right.append(right)
+    def add(self, columns: _Indices, values: Sequence[float] | np.ndarray, right: float) -> None:
+        self._columns.extend(columns)
+        self._values.extend(values)
+        self._lengths.append(len(columns))
+        self.right.append(float(right))
 
     def matrix(self, width: int) -> Any:
         from scipy import sparse
 
-        starts = np.r_[0, np.cumsum(self.lengths)].astype(int)
-        shape = (len(self.lengths), width)
-        return sparse.csr_matrix((self.values, self.columns, starts), shape=shape)
-
-
-def _solve(
-    cost: np.ndarray,
-    upper: np.ndarray,
-    at_most: _Rows,
-    pool: Pool,
-    needs: Needs,
-    time_limit_s: float,
-    gap: float,
-) -> Outcome:
-    # Importing cvxpy takes a second, which who only reads a plan should not pay.
-    import cvxpy
-
-    size = len(pool.batch)
-    equal = _Rows()
-    for group, ranks in enumerate(pool.ranks):
-        members = np.flatnonzero(pool.kind == group)
-        equal.add(members, np.ones(len(members)), float(ranks))
-    if math.isfinite(needs.used_bytes):
-        scale = max(needs.used_bytes, float(pool.used_bytes.max(initial=0.0)), 1.0)
-        at_most.add(np.arange(size), pool.used_bytes / scale, needs.used_bytes / scale)
-    if needs.exact:
-        equal.add(np.arange(size), pool.batch, float(needs.batch))
-    else:
-        at_most.add(np.arange(size), -pool.batch, -float(needs.batch))
-    if needs.equal_counts:
-        counts = np.unique(pool.count)
-        first = len(cost)
-        cost = np.r_[cost, np.zeros(len(counts))]
-        upper = np.r_[upper, np.ones(len(counts))]
-        for place, count in enumerate(counts):
-            for group, ranks in enumerate(pool.ranks):
-                members = np.flatnonzero((pool.kind == group) & (pool.count == count))
-                ones = np.ones(len(members))
-                equal.add([*members, first + place], [*ones, -float(ranks)], 0.0)
-
-    variables = cvxpy.Variable(len(cost), integer=True, bounds=[np.zeros(len(cost)), upper])
-    constraints = [equal.matrix(len(cost)) @ variables == np.array(equal.right)]
-    if at_most.right:
-        constraints.append(at_most.matrix(len(cost)) @ variables <= np.array(at_most.right))
-    program = cvxpy.Problem(cvxpy.Minimize(cost @ variables), constraints)
-    started = time.perf_counter()
-    # Step by step rather than program.solve(), which turns a time limit into a warning and hides
-    # the solver's bound.
-    data, chain, inverse = program.get_problem_data(cvxpy.HIGHS)
-    options = {
-        "time_limit": max(time_limit_s - (time.perf_counter() - started), 0.01),
-        "mip_rel_gap": gap,
-        "mip_abs_gap": _TOLERANCE,
-        "mip_feasibility_tolerance": _TOLERANCE,
-        "primal_feasibility_tolerance": _TOLERANCE,
-        "dual_feasibility_tolerance": _TOLERANCE,
-        "random_seed": 0,
-    }
-    try:
-        raw = chain.solve_via_data(program, data, solver_opts=options)
-    except (cvxpy.error.SolverError, ValueError) as error:
-        raise SolverError(f"HiGHS failed: {error}") from error
-    status, info = raw["model_status"], raw["info"]
-    if status in ("kInfeasible", "kUnboundedOrInfeasible"):
-        return Outcome("infeasible", None, math.inf, math.inf, status)
-    bound = float(info.mip_dual_bound)
-    if status not in ("kOptimal", "kTimeLimit"):
-        raise SolverError(f"HiGHS stopped with {status}, expected an optimum or a time limit.")
-    if not math.isfinite(info.objective_function_value) or info.primal_solution_status != 2:
-        return Outcome("limit", None, math.inf, bound, status)
-    program.unpack(chain.invert(raw, inverse))
-    values = np.asarray(variables.value)
-    chosen = np.rint(values[:size]).astype(int)
-    objective = float(info.objective_function_value)
-    return Outcome("optimal" if status == "kOptimal" else "limit", chosen, objective, bound, status)
+        starts = np.r_[0, np.cumsum(self._lengths)].astype(int)
+        shape = (len(self._lengths), width)
+        return sparse.csr_matrix((self._values, self._columns, starts), shape=shape)

@@ -1,6 +1,4 @@
-"""The search for the fastest choice of columns: which program is solved when, and what is proven by
-it.
-"""
+"""The search for the fastest choice of columns, and for the roomiest of those as fast."""
 
 from __future__ import annotations
 
@@ -15,44 +13,68 @@ import numpy as np
 
 from lightning_cephalo.common.errors import SolverError
 from lightning_cephalo.plan.problem import Problem
-from lightning_cephalo.plan.solver.bounds import TimeBounds, first_largest, time_bounds
+from lightning_cephalo.plan.solver.bounds import (
+    TimeBounds,
+    first_largest,
+    raised_floors,
+    time_bounds,
+)
 from lightning_cephalo.plan.solver.columns import (
+    DEVICE,
+    HOST,
+    RESOURCES,
     Columns,
     Limits,
     RankType,
+    batch_groups,
     build_columns,
     step_seconds,
+    unbeaten,
 )
-from lightning_cephalo.plan.solver.headroom import Headroom
-from lightning_cephalo.plan.solver.milp import fastest
-from lightning_cephalo.plan.solver.pool import Needs, Pool, all_types_in, pooled, useful
-from lightning_cephalo.plan.solver.relaxed import raised_floors
+from lightning_cephalo.plan.solver.milp import Budget, Maximum, Needs, choose
 
-_SLACKS = (1.03, 1.3, 2.0, 5.0, math.inf)
-_SCALES = (1.0, 1.001, 1.003, 1.01, 1.03, 1.1, 1.3, 2.0, 5.0)
-_HALVINGS = 3
-_SHARE = 0.7
 _EXACT = 1e-9
-# Plans whose step is longer by no more than this count as equally fast ...
+# Plans whose step is longer by no more than this count as equally fast.
 EQUAL = 1e-3
-# ... where they leave the fullest rank at least this part of its capacity more.
+# Room that differs by less than this part of a rank's capacity is the same.
 ROOMIER = 1e-3
+# From so many types of ranks on, a step is proven the shortest to within EQUAL only: times have a
+# per cent of noise, and to tell the last plans apart takes minutes.
+_MANY_TYPES = 16
+_FEW_COLUMNS = 2000
+# How far above the bound the columns reach, in turn.
+_SLACKS = (1.03, 1.3, 2.0, 5.0, math.inf)
+# By how much all slowest times of a first plan exceed their floors.
+_SCALES = (1.0, *(1 + 2.0**power for power in range(-11, 3)))
+# The part of the time that may go into the shortest step; the rest is for the room.
+_SHARE = 0.7
+_PARTS = 100
+_ROOM_GAP = 1e-4
+# What is given to a first plan, even if time is up.
+_ANY_S = 1.0
+_ANY_GAP = 0.1
+# Offloading costs more than the room that it makes, on one rank and over all.
+_OFFLOAD = 3.0
+# The price of long work, so that of equal plans the one that spreads the samples is chosen.
+_BALANCE = 1e-2
 
 
 @dataclass(frozen=True)
 class Found:
-    """How many ranks run each column of ``pool``; the shortest step found and the bound below all
-    steps, what no plan changes left out. The step of the columns chosen may be longer by a
-    thousandth, for headroom.
+    """What a search found.
 
-    ``columns`` are those that ``pool`` refers to, per type.
+    Attributes:
+        columns: those in use.
+        chosen: how many ranks run each, of shape (columns,).
+        step_s: the shortest step found, without what no plan changes; that of the columns chosen
+            may be longer by a thousandth, for headroom.
+        bound_s: below all steps.
     """
 
-    pool: Pool
+    columns: Columns
     chosen: np.ndarray
     step_s: float
     bound_s: float
-    columns: Sequence[Columns]
 
 
 @dataclass(frozen=True)
@@ -62,10 +84,6 @@ class Search:
     problem: Problem
     types: Sequence[RankType]
     deadline: float
-
-    @cached_property
-    def _bounds(self) -> TimeBounds:
-        return time_bounds(self.problem, self.types, first_largest(self.problem, self.types))
 
     @property
     def bound_s(self) -> float:
@@ -77,241 +95,254 @@ class Search:
         """Seconds of a unit's backward, or of its collectives, that no plan can beat."""
         return self._bounds.floors_s[1]
 
+    @cached_property
+    def _bounds(self) -> TimeBounds:
+        return time_bounds(self.problem, self.types, first_largest(self.problem, self.types))
+
+    @property
+    def _gap(self) -> float:
+        return EQUAL if len(self.types) >= _MANY_TYPES else _EXACT
+
     def run(self) -> Found | None:
-        """The optimum, or the best found in time, with the most headroom among its equals; None
-        when there is no plan.
+        """The shortest step, or the shortest found in time, and of the plans within a thousandth of
+        it one with the most room; None when there is no plan.
 
         Raises SolverError when time is up without any plan.
         """
         found = self._fastest()
-        if found is None or found.step_s > found.bound_s * (1 + _EXACT):
+        if found is None or self._left_s() <= 0:
             return found
         return self._roomiest(found)
 
-    def _roomiest(self, fastest: Found) -> Found:
-        """Of the plans within a thousandth of the fastest, the one that leaves the fullest rank the
-        most room. The thousandth is spent on all phases alike, or on one of them.
-        """
-        headroom = Headroom(self.problem, self.types, self.deadline)
-        if math.isinf(headroom.capacity_bytes):
-            return fastest
-        limit_s = fastest.step_s * (1 + EQUAL)
-        bounds = self._wider(self._bounds, limit_s)
-        equals = _Round(self, bounds, limit_s)
-        used = fastest.pool.take(fastest.chosen > 0)
-        slowest = np.maximum(used.times_s.max(axis=0), bounds.floors_s)
-        scales = np.array([self.problem.units, self.problem.units, 1.0])
-        alone = np.diag(fastest.step_s * EQUAL / scales)
-        seen = {len(equals.inside(slowest))}
-        best, room = fastest, headroom.least(fastest.pool, fastest.chosen)
-        for extra in (slowest * EQUAL, *alone):
-            rows = equals.inside(slowest + extra)
-            if len(rows) in seen or time.perf_counter() > self.deadline:
-                continue
-            seen.add(len(rows))
-            even = headroom.most_even(equals.pool.take(rows), equals.strict)
-            if even is None:
-                continue
-            chosen, reached = even
-            if headroom.least(reached, chosen) > room + ROOMIER:
-                room = headroom.least(reached, chosen)
-                best = dataclasses.replace(
-                    fastest, pool=reached, chosen=chosen, columns=equals.columns
-                )
-        return best
-
     def _fastest(self) -> Found | None:
+        """The limit on the step starts just above the bound and is raised until the optimum lies
+        within it, so that what it cuts off is provably slower.
+        """
         bounds = self._bounds
         if math.isinf(bounds.step_s):
-            bounds = self._wider(bounds, math.inf)
-        best: Found | None = None
+            bounds = self._covering(bounds, math.inf)
+        if math.isinf(bounds.step_s):
+            return None
         slacks = iter(_SLACKS)
         limit_s = bounds.step_s * next(slacks)
-        while math.isfinite(bounds.step_s):
+        best: Found | None = None
+        while True:
+            bounds = self._covering(bounds, limit_s)
             try:
-                found = _Round(self, bounds, limit_s).optimum()
+                found = self._fastest_within(bounds, limit_s)
             except SolverError:
                 if best is None:
                     raise
-                return dataclasses.replace(best, bound_s=min(bounds.step_s, best.step_s))
-            if found is None:
-                if math.isinf(limit_s):
-                    return None
+                return best
+            if found is not None:
+                best = dataclasses.replace(found, bound_s=min(found.bound_s, limit_s))
+                if found.step_s <= limit_s * (1 + self._gap) or self._left_s() <= 0:
+                    return best
+                # What is faster than a known plan lies within its step.
+                limit_s = found.step_s
+            elif math.isinf(limit_s):
+                return None
+            else:
                 slack = next(slacks)
                 limit_s = bounds.step_s * slack if math.isfinite(slack) else math.inf
-            elif found.step_s <= bounds.step_s * (1 + _EXACT) or (
-                found.step_s <= limit_s and self._covered(bounds, found.step_s)
-            ):
-                return found
-            else:
-                # What is faster than a known plan lies within its step.
-                best = found
-                limit_s = found.step_s * (1 + _EXACT)
-            bounds = self._wider(bounds, limit_s)
-        return None
 
-    def _covered(self, bounds: TimeBounds, step_s: float) -> bool:
-        return bounds.largest >= self.problem.global_batch_size or bounds.covers(step_s)
-
-    def _wider(self, bounds: TimeBounds, step_s: float) -> TimeBounds:
-        """Bounds that look at every batch of a rank that may be part of a step of ``step_s``."""
-        while not self._covered(bounds, step_s):
-            largest = min(self.problem.global_batch_size, 2 * bounds.largest)
-            bounds = time_bounds(self.problem, self.types, largest)
-        return bounds
-
-
-class _Round:
-    """The search among columns that fit into a step of ``limit_s``; what it finds may itself be
-    longer.
-    """
-
-    def __init__(self, search: Search, bounds: TimeBounds, limit_s: float) -> None:
-        problem, types = search.problem, search.types
-        self.problem = problem
-        self.deadline = search.deadline
-        self.bounds = bounds
-        self.headroom = Headroom(problem, types, search.deadline)
-        largest = bounds.largest_batches(problem, limit_s)
-        total = sum(kind.count * batch for kind, batch in zip(types, largest, strict=True))
-        self.columns = [
-            build_columns(
-                problem,
-                kind.profile,
-                # At the least what all others leave when each takes its largest batch.
-                Limits(limit_s, bounds.floors_s, problem.global_batch_size - total + batch, batch),
-            )
-            for kind, batch in zip(types, largest, strict=True)
-        ]
-        pool = pooled(types, self.columns)
-        self.pool = pool.take(pool.count > 0) if problem.equal_microbatches else pool
-
-    def optimum(self) -> Found | None:
-        """The optimum, or None when these columns hold no plan.
-
-        From loose to strict, so that the strict programs, which are far larger, are rarely needed:
-        first with at least the batch and each rank's own memory only, then with the memory that all
-        share, then with the batch exactly.
+    def _fastest_within(self, bounds: TimeBounds, limit_s: float) -> Found | None:
+        """The fastest choice of the columns that fit into a step of ``limit_s``, which may itself
+        be longer; None when they hold no plan.
         """
-        pool, floors = self.pool, np.array(self.bounds.floors_s)
-        if not all_types_in(pool):
-            return None
-        strict = self.strict
-        shared = math.isfinite(strict.used_bytes)
-        loose = dataclasses.replace(strict, exact=False)
-        known = None
-        raised = raised_floors(pool, strict, floors) if shared else floors
-        if raised is None:
-            return None
-        if self._step_s(raised) <= self._step_s(floors) * (1 + _EXACT):
-            unshared = dataclasses.replace(loose, used_bytes=math.inf)
-            settled, found = self._fastest(pool, unshared, strict, floors)
-            if settled:
-                return found
-        if shared:
-            floors = raised
-            known = self._scaled(pool, strict, floors)
-            if known is not None:
-                if known.step_s <= self._step_s(floors) * (1 + _EXACT):
-                    return dataclasses.replace(known, bound_s=known.step_s)
-                steps = step_seconds(self.problem, pool.times_s, tuple(floors))
-                pool = pool.take(steps <= known.step_s * (1 + _EXACT))
-            settled, found = self._fastest(pool, loose, strict, floors, known)
-            if settled:
-                return found
-        return self._fastest(pool, strict, strict, floors, known)[1]
-
-    @property
-    def strict(self) -> Needs:
-        """All that a plan must meet; the memory that all share only where it can bind."""
-        budget = self.headroom.capacity_bytes - self.problem.state_bytes
-        worst = sum(
-            ranks * float(self.pool.used_bytes[self.pool.kind == kind].max())
-            for kind, ranks in enumerate(self.pool.ranks.tolist())
+        columns = self._columns(bounds, limit_s)
+        if len(np.unique(columns.kind)) < len(self.types):
+            return None  # ranks of some type could not even be idle
+        needs = self._needs(columns)
+        floors_s = raised_floors(
+            columns, needs.ranks, needs.batch, needs.shared, np.array(bounds.floors_s)
         )
+        if floors_s is None:
+            return None
+        known = None
+        if len(columns) > _FEW_COLUMNS:
+            known = self._first_plan(columns, needs, floors_s)
+            if known is None or known.step_s <= known.bound_s * (1 + self._gap):
+                return known
+            # A faster plan has no other columns.
+            steps_s = step_seconds(self.problem, columns.times_s, floors_s)
+            columns = columns.take(steps_s <= known.step_s * (1 + _EXACT))
+        paid = [maximum.above for maximum in self._slowest(columns, floors_s)]
+        columns = self._unbeaten(columns, [*paid, *_shared(columns, needs)])
+        outcome = choose(
+            columns,
+            needs,
+            maxima=self._slowest(columns, floors_s),
+            gap=self._gap / 2,
+            time_limit_s=self._left_s() * _SHARE,
+        )
+        if outcome.values is not None:
+            found = self._found(columns, outcome.values, floors_s, outcome.bound)
+            if known is None or found.step_s < known.step_s:
+                known = found
+        elif known is None and outcome.status == "limit":
+            known = self._first_plan(columns, needs, floors_s)
+        if known is None:
+            return None
+        exact = outcome.status == "optimal" and self._gap <= _EXACT
+        bound_s = known.step_s if exact else min(max(outcome.bound, known.bound_s), known.step_s)
+        return dataclasses.replace(known, bound_s=bound_s)
+
+    def _first_plan(self, columns: Columns, needs: Needs, floors_s: np.ndarray) -> Found | None:
+        """A plan whose three slowest times exceed their floors by no more than the same factor, as
+        small as a few tries find; None when the columns hold no plan.
+
+        A near plan spares the program that follows far more time than it costs.
+        """
+        floor_s = float(step_seconds(self.problem, floors_s, floors_s))
+        best: Found | None = None
+        infeasible, feasible = -1, len(_SCALES)  # of which the last one stands for all columns
+        while feasible - infeasible > 1 or best is None:
+            if best is not None and self._left_s() <= 0:
+                break
+            tried = (infeasible + feasible) // 2
+            if best is None:
+                tried = min(2 * infeasible + 2, len(_SCALES))
+            few = columns
+            if tried < len(_SCALES):
+                slowest_s = floors_s * _SCALES[tried] * (1 + 1e-12)
+                few = columns.take(np.all(columns.times_s <= slowest_s, axis=1))
+            few = self._unbeaten(few, [self._price(few), *_shared(few, needs)])
+            left_s = self._left_s(_ANY_S if best is None else 0.0)
+            outcome = choose(few, needs, cost=self._price(few), gap=_ANY_GAP, time_limit_s=left_s)
+            if outcome.values is not None:
+                best, feasible = self._found(few, outcome.values, floors_s, floor_s), tried
+            elif tried < len(_SCALES):
+                infeasible = tried
+            elif outcome.status == "infeasible":
+                return None
+            else:
+                raise SolverError(
+                    f"No plan was found within the time limit (HiGHS: {outcome.reason}). "
+                    f"Raise time_limit_s, or describe equal ranks by equal profiles."
+                )
+        return best
+
+    def _roomiest(self, fastest: Found) -> Found:
+        """Of the plans within a thousandth of the fastest, the one that offloads the least, and of
+        those the one that leaves the fullest rank the most room. The slowest times share the
+        thousandth, in small parts.
+
+        With the state shared evenly the fullest rank is as full as all ranks together, unless its
+        samples alone fill it more: so both are priced alike.
+        """
+        limit_s = fastest.step_s * (1 + EQUAL)
+        bounds = self._covering(self._bounds, limit_s)
+        columns = self._columns(bounds, limit_s)
+        slowest_s = np.maximum(fastest.columns.times_s.max(axis=0), bounds.floors_s)
+        longer = columns.times_s - slowest_s * (1 + 1e-12)
+        parts = _PARTS * self._weights * longer / (EQUAL * fastest.step_s or 1.0)
+        parts = np.ceil(np.maximum(parts, 0.0))
+        within = parts.sum(axis=1) <= _PARTS
+        columns, parts = columns.take(within), parts[within]
+        needs = self._needs(columns)
+        costs = [self._fullness(columns), self._price(columns), *parts.T, *_shared(columns, needs)]
+        rows = unbeaten(batch_groups(self.problem, columns), np.column_stack(costs))
+        columns, parts = columns.take(rows), parts[rows]
+        used = float(fastest.chosen @ fastest.columns.used[:, DEVICE])
+        together = (used + self.problem.state_bytes) / self._capacity
+        outcome = choose(
+            columns,
+            needs,
+            maxima=[Maximum(self._fullness(columns), together, 1.0, ROOMIER)],
+            cost=self._price(columns),
+            budget=Budget([Maximum(each, 0.0, 1.0) for each in parts.T], _PARTS),
+            gap=max(_ROOM_GAP, self._gap),
+            time_limit_s=self._left_s(),
+        )
+        if outcome.values is None:
+            return fastest
+        rows = np.flatnonzero(outcome.values)
+        return dataclasses.replace(fastest, columns=columns.take(rows), chosen=outcome.values[rows])
+
+    def _found(
+        self, columns: Columns, chosen: np.ndarray, floors_s: np.ndarray, bound_s: float
+    ) -> Found:
+        rows = np.flatnonzero(chosen)
+        columns = columns.take(rows)
+        step_s = float(step_seconds(self.problem, columns.times_s.max(axis=0), floors_s))
+        return Found(columns, chosen[rows], step_s, min(bound_s, step_s))
+
+    def _columns(self, bounds: TimeBounds, limit_s: float) -> Columns:
+        """The columns that fit into a step of ``limit_s``."""
+        largest = bounds.largest_batches(self.problem, limit_s)
+        total = sum(kind.count * batch for kind, batch in zip(self.types, largest, strict=True))
+        # At the least what all others leave when each takes its largest batch.
+        rest = self.problem.global_batch_size - total
+        limits = [Limits(limit_s, bounds.floors_s, batch, rest + batch) for batch in largest]
+        columns = build_columns(self.problem, self.types, limits)
+        return columns.take(columns.count > 0) if self.problem.equal_microbatches else columns
+
+    def _unbeaten(self, columns: Columns, costs: Sequence[np.ndarray]) -> Columns:
+        """Of the columns that place as many samples, those that no other one beats in all costs."""
+        rows = unbeaten(batch_groups(self.problem, columns), np.column_stack(costs))
+        return columns.take(rows)
+
+    def _needs(self, columns: Columns) -> Needs:
+        """All that a plan must meet; what ranks share only where it can bind."""
+        ranks = np.array([kind.count for kind in self.types])
+        worst = np.zeros((len(ranks), len(RESOURCES)))
+        np.maximum.at(worst, columns.kind, columns.used)
+        shared = np.array([resource.shared(self.problem) for resource in RESOURCES])
         return Needs(
+            ranks=ranks,
             batch=self.problem.global_batch_size,
-            exact=True,
-            used_bytes=budget if worst > budget else math.inf,
+            shared=np.where(ranks @ worst > shared, shared, math.inf),
             equal_counts=self.problem.equal_microbatches,
         )
 
-    def inside(self, slowest_s: np.ndarray) -> np.ndarray:
-        """Indices of the columns that are no slower than this in any phase."""
-        return np.flatnonzero((self.pool.times_s <= slowest_s * (1 + 1e-12)).all(axis=1))
+    def _slowest(self, columns: Columns, floors_s: np.ndarray) -> list[Maximum]:
+        """The three slowest times, whose sum is the step."""
+        step_s = float(step_seconds(self.problem, floors_s, floors_s))
+        # Half of the gap is spent on levels of the three ladders, half by the solver.
+        closest_s = self._gap / 2 / 3 * step_s if self._gap > _EXACT else 0.0
+        return [
+            Maximum(columns.times_s[:, phase], float(floors_s[phase]), weight, closest_s / weight)
+            for phase, weight in enumerate(self._weights)
+        ]
 
-    def _fastest(
-        self,
-        pool: Pool,
-        needs: Needs,
-        strict: Needs,
-        floors: np.ndarray,
-        known: Found | None = None,
-    ) -> tuple[bool, Found | None]:
-        """Solve for ``needs``, then meet the ``strict`` ones in the same step.
+    @property
+    def _weights(self) -> np.ndarray:
+        """How often a step has each of the slowest times."""
+        return np.array([self.problem.units, self.problem.units, 1])
 
-        The first result says whether that settles it: no plan, or the optimum, or the best there
-        was time for, ``known`` included.
-        """
-        left_s = max(self.deadline - time.perf_counter(), 0.0)
-        outcome = fastest(
-            useful(pool, needs, floors),
-            needs,
-            units=self.problem.units,
-            floors_s=floors,
-            # What is found must still be turned into a plan with the exact batch.
-            time_limit_s=left_s * _SHARE,
-        )
-        if outcome.status == "infeasible":
-            return True, None
-        if outcome.slowest_s is not None:
-            found = self._met(pool, strict, outcome.slowest_s, floors, outcome.bound)
-            if found is not None and (known is None or found.step_s <= known.step_s):
-                if outcome.status == "optimal" and found.step_s <= outcome.objective * (1 + _EXACT):
-                    found = dataclasses.replace(found, bound_s=found.step_s)
-                return True, found
-        if outcome.status != "limit":
-            return False, None
-        found = known or self._scaled(pool, strict, floors)
-        if found is None:
-            raise SolverError(
-                f"No plan was found within the time limit (HiGHS: {outcome.reason}). "
-                f"Raise time_limit_s, or describe equal ranks by equal profiles."
-            )
-        bound = min(max(outcome.bound, found.bound_s), found.step_s)
-        return True, dataclasses.replace(found, bound_s=bound)
+    def _fullness(self, columns: Columns) -> np.ndarray:
+        """The part of its capacity that a rank fills, without state."""
+        capacity = np.array([kind.profile.capacity_bytes for kind in self.types])
+        return columns.used[:, DEVICE] / capacity[columns.kind]
 
-    def _scaled(self, pool: Pool, strict: Needs, floors: np.ndarray) -> Found | None:
-        """A plan whose three slowest times all exceed their floors by the same factor, as small as
-        a few tries find.
-        """
-        low, best = 1.0, None
-        for high in _SCALES:
-            best = self._met(pool, strict, floors * high, floors, self._step_s(floors))
-            if best is not None:
-                break
-            low = high
-        # A nearer plan spares the program that follows far more time than it costs.
-        for _ in range(_HALVINGS if best is not None and low < high else 0):
-            middle = (low + high) / 2
-            found = self._met(pool, strict, floors * middle, floors, self._step_s(floors))
-            if found is None:
-                low = middle
-            else:
-                best, high = found, middle
-        return best
+    def _price(self, columns: Columns) -> np.ndarray:
+        """What makes one of two columns that are both fast enough the better one."""
+        capacity = np.array([kind.profile.capacity_bytes for kind in self.types])[columns.kind]
+        used, on_host = columns.used[:, DEVICE], columns.used[:, HOST]
+        # without a limit on the device, nothing is gained at all
+        on_host = on_host / np.minimum(capacity, on_host.max(initial=0.0) or 1.0)
+        work_s = step_seconds(self.problem, columns.times_s, (0.0, 0.0, 0.0))
+        work = work_s / (work_s.max(initial=0.0) or 1.0)
+        ranks = len(self.problem.ranks)
+        return used / self._capacity + _OFFLOAD * on_host + _BALANCE * work**2 / ranks
 
-    def _met(
-        self, pool: Pool, strict: Needs, slowest_s: np.ndarray, floors: np.ndarray, bound_s: float
-    ) -> Found | None:
-        inside = (pool.times_s <= np.maximum(slowest_s, floors) * (1 + 1e-12)).all(axis=1)
-        even = self.headroom.most_even(pool.take(inside), strict)
-        if even is None:
-            return None
-        chosen, reached = even
-        step = self._step_s(np.maximum(reached.times_s[chosen > 0].max(axis=0), floors))
-        bound = min(max(bound_s, self.bounds.step_s), step)
-        return Found(reached, chosen, step, bound, self.columns)
+    @property
+    def _capacity(self) -> float:
+        """Bytes of all ranks together."""
+        return math.fsum(rank.capacity_bytes for rank in self.problem.ranks)
 
-    def _step_s(self, slowest_s: np.ndarray) -> float:
-        return float(step_seconds(self.problem, slowest_s[None], self.bounds.floors_s)[0])
+    def _covering(self, bounds: TimeBounds, step_s: float) -> TimeBounds:
+        """Bounds that look at every batch of a rank that may be part of a step of ``step_s``."""
+        batch = self.problem.global_batch_size
+        while bounds.largest < batch and not bounds.covers(step_s):
+            bounds = time_bounds(self.problem, self.types, min(batch, 2 * bounds.largest))
+        return bounds
+
+    def _left_s(self, grace_s: float = 0.0) -> float:
+        return max(self.deadline + grace_s - time.perf_counter(), 0.0)
+
+
+def _shared(columns: Columns, needs: Needs) -> list[np.ndarray]:
+    """What the columns take of each resource of which all ranks have a limited amount."""
+    return list(columns.used.T[np.isfinite(needs.shared)])

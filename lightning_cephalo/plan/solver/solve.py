@@ -1,24 +1,17 @@
-"""The fastest plan, proven: columns per type of rank, two small mixed-integer programs, and the
-state shared last.
+"""The fastest plan, proven: columns per type of rank, mixed-integer programs, and the state shared
+last.
 
-1. Bounds below the step time without a solver (``_bounds``), which also say how large a rank's
-   batch can get.
-2. Columns (``_columns``): how one rank of a type may run a batch, within a limit on the step time.
-3. ``fastest``: choose columns for all ranks. First with *at least* the global batch, where a column
-   with fewer samples and no less cost is of no use: few columns remain, and the optimum is a bound.
-   Only if the exact batch cannot be had within the three slowest times found (curves that fall with
-   size), again with the exact batch.
-4. ``cheapest``: within those slowest times, stretched by a thousandth, the exact batch with the
-   most even memory headroom (``_headroom``).
-5. The state in proportion to what memory is then free (``_state``).
-6. Again without offloading where that makes the step no longer.
+1. Bounds below the step time without a solver (``bounds``), which also say how large a rank's batch
+   can get.
+2. Columns (``columns``): how one rank of a type may run a batch, within a limit on the step time.
+3. The shortest step (``search``): one program chooses columns for all ranks.
+4. The most room: of the plans within a thousandth of that step, a second program takes the one that
+   offloads the least, and leaves the fullest rank the most room.
+5. The state in proportion to what memory is then free (``state``).
 
 Where even shares travel faster than uneven ones, all of this is done a second time with an equal
 share of the state on every rank, and the better plan is taken. Likewise where units may stay
 gathered from the forward to the backward, once with and once without.
-
-The limit of step 2 starts just above the bound and is raised until the optimum lies within it, so
-that what it cuts off is provably slower.
 """
 
 from __future__ import annotations
@@ -26,32 +19,31 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_cephalo.common import records
-from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
+from lightning_cephalo.common.errors import PlanError, SolverError
 from lightning_cephalo.plan.cost import (
     PLAIN,
     Mode,
     collective_times,
+    device_need,
     fixed_time,
     modes,
     predict,
-    working_bytes,
+    rank_plan,
 )
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem
-from lightning_cephalo.plan.solver.columns import RankType, group_types
-from lightning_cephalo.plan.solver.infeasible import refuse, refuse_early
+from lightning_cephalo.plan.solver.columns import group_types
+from lightning_cephalo.plan.solver.infeasible import certainly_infeasible, refuse
 from lightning_cephalo.plan.solver.search import EQUAL, ROOMIER, Found, Search
 from lightning_cephalo.plan.solver.state import share_state
 
 _EXACT = 1e-9
-# Kinds of ranks of which each is tried without offloading by itself.
-_MOST_KINDS = 8
 
 
 def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
@@ -71,7 +63,8 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
 
     Returns:
         The plan, with every prediction filled in by :func:`~lightning_cephalo.plan.predict`;
-        ``gap`` is 0 when ``bound_s`` is proven to be the fastest step there is.
+        ``gap`` is 0 when ``bound_s`` is proven to be the fastest step there is. With 16 or more
+        types of ranks a gap of up to a thousandth counts as proof.
 
     Raises:
         InfeasibleError: there is no plan; the message says which resource binds and what would
@@ -84,115 +77,124 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
         raise PlanError(f"solve: expected a Problem, but got {records.shortened(problem)}.")
     limit = records.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
     deadline = started + limit
-    plan = _fastest(problem, started, deadline)
-    if any(rank.offload for rank in plan.ranks):
-        plan = _without_needless_offload(problem, plan, started, deadline)
-    return plan
-
-
-def _without_needless_offload(
-    problem: Problem, plan: Plan, started: float, deadline: float
-) -> Plan:
-    """As fast a plan whose ranks offload only where that is needed.
-
-    Headroom alone would have them offload wherever the copies are hidden, and copies that are
-    hidden are not free: they take the host's memory and its bus.
-    """
-    longest_s = _step_s(plan) * (1 + EQUAL + _EXACT)
-    bound_s, gap = plan.bound_s, plan.gap
-    with_host = list(dict.fromkeys(r for r in problem.ranks if r.host_capacity_bytes > 0))
-    for stripped in (with_host, *([profile] for profile in with_host[:_MOST_KINDS])):
-        if time.perf_counter() > deadline or not any(rank.offload for rank in plan.ranks):
-            break
-        ranks = tuple(
-            dataclasses.replace(rank, host_capacity_bytes=0.0) if rank in stripped else rank
-            for rank in problem.ranks
-        )
-        lean = dataclasses.replace(problem, ranks=ranks)
-        try:
-            other = _fastest(lean, started, deadline)
-        except (InfeasibleError, SolverError):
-            continue
-        if _step_s(other) <= longest_s:
-            problem, plan = lean, other
-    return dataclasses.replace(
-        plan, bound_s=bound_s, gap=gap, solve_s=time.perf_counter() - started
-    )
-
-
-def _fastest(problem: Problem, started: float, deadline: float) -> Plan:
     types = group_types(problem)
-    refuse_early(problem, types)
-    candidates: list[_Candidate] = []
-    bound_s, failure = math.inf, None
-    least_s = math.inf
-    for variant, search in _searches(problem, deadline):
-        # what is provably no equal of the best, or what there is no time for
-        if candidates and (
-            search.bound_s > least_s * (1 + EQUAL + _EXACT) or time.perf_counter() > deadline
-        ):
-            bound_s = min(bound_s, search.bound_s)
-            continue
-        try:
-            found = search.run()
-        except SolverError as error:
-            failure = error
-            bound_s = min(bound_s, search.bound_s)
-            continue
-        if found is not None:
-            bound_s, least_s = min(bound_s, found.bound_s), min(least_s, found.step_s)
-            candidates.append(_Candidate(variant, search.types, found))
-    if not candidates:
-        if failure is not None:
-            raise failure
+    if certainly_infeasible(problem, types):
         refuse(problem, types)
-    return _best_plan(problem, candidates, bound_s, started)
+    found, bound_s = _searched(problem, deadline)
+    if not found:
+        refuse(problem, types)
+    plan = _best_plan(problem, found, bound_s)
+    return dataclasses.replace(plan, solve_s=time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
 class _Variant:
-    """A problem to search; with ``even``, one without state whose ranks have lost an equal share of
-    it from their capacity.
+    """A problem to search, in which nothing is left open that is to be chosen for all ranks; with
+    ``even``, one without state, whose ranks have lost an equal share of it from their capacity.
     """
 
-    problem: Problem
+    search: Search
     even: bool
 
-
-@dataclass(frozen=True)
-class _Candidate:
-    """What was found for a variant with these types of ranks."""
-
-    variant: _Variant
-    types: Sequence[RankType]
-    found: Found
+    @property
+    def problem(self) -> Problem:
+        return self.search.problem
 
 
-def _best_plan(
-    problem: Problem, candidates: Sequence[_Candidate], bound_s: float, started: float
-) -> Plan:
-    """The fastest plan, or one with more headroom among those within a thousandth of it."""
+_Candidates = list[tuple[_Variant, Found]]
+
+
+def _searched(problem: Problem, deadline: float) -> tuple[_Candidates, float]:
+    """What was found for each variant that may be as fast as the best, and what no plan can beat.
+
+    Raises SolverError when time is up without any plan.
+    """
+    found: _Candidates = []
+    bound_s, least_s, failure = math.inf, math.inf, None
+    # the most promising first
+    for variant in sorted(_variants(problem, deadline), key=lambda each: each.search.bound_s):
+        if found and (
+            variant.search.bound_s > least_s * (1 + EQUAL + _EXACT)
+            or time.perf_counter() > deadline
+        ):
+            bound_s = min(bound_s, variant.search.bound_s)
+            continue
+        try:
+            own = variant.search.run()
+        except SolverError as error:
+            failure = error
+            bound_s = min(bound_s, variant.search.bound_s)
+            continue
+        if own is not None:
+            bound_s, least_s = min(bound_s, own.bound_s), min(least_s, own.step_s)
+            found.append((variant, own))
+    if failure is not None and not found:
+        raise failure
+    return found, bound_s
+
+
+def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
+    for reshard in problem.reshard_choices:
+        for even in (False, True):
+            asked = problem.resharding(reshard)
+            if even:
+                shared = _with_even_state(asked)
+                if shared is None:
+                    continue
+                asked = shared
+            search = Search(asked, group_types(asked), deadline)
+            # where every plan's backward hides a gather as well, units need not stay for that
+            both_s = asked.gather_s + asked.reduce_s
+            if reshard != problem.reshard_choices[0] and search.backward_floor_s >= both_s:
+                continue
+            yield _Variant(search, even)
+
+
+def _with_even_state(problem: Problem) -> Problem | None:
+    """The problem when every rank holds an equal share of the state; None where that does not fit,
+    or does not travel faster.
+    """
+    gather_s, reduce_s = collective_times(problem, even=True)
+    share = problem.state_bytes / len(problem.ranks)
+    least = share + problem.fixed_bytes
+    fits = all(least <= rank.capacity_bytes > share for rank in problem.ranks)
+    if not fits or not (gather_s < problem.gather_s or reduce_s < problem.reduce_s):
+        return None
+    ranks = tuple(
+        dataclasses.replace(rank, capacity_bytes=rank.capacity_bytes - share)
+        for rank in problem.ranks
+    )
+    return dataclasses.replace(
+        problem, ranks=ranks, state_bytes=0.0, gather_s=gather_s, reduce_s=reduce_s
+    )
+
+
+def _best_plan(problem: Problem, found: _Candidates, bound_s: float) -> Plan:
+    """Of the plans within a thousandth of the fastest, one that offloads least, with the most
+    headroom of those.
+    """
     fixed_s = fixed_time(problem)
-    fastest_s = min(candidate.found.step_s for candidate in candidates) + fixed_s
+    fastest_s = min(own.step_s for _, own in found) + fixed_s
     bound_s += fixed_s
-    plans = [_as_plan(problem, candidate) for candidate in candidates]
+    plans = [_as_plan(problem, variant, own) for variant, own in found]
     equals = [plan for plan in plans if _step_s(plan) <= fastest_s * (1 + EQUAL + _EXACT)]
     best = min(equals, key=_step_s)
     for plan in equals:
-        if _headroom(plan) > _headroom(best) + ROOMIER:
+        if (-_offloaded(plan), _headroom(plan)) > (-_offloaded(best), _headroom(best) + ROOMIER):
             best = plan
     gap = (fastest_s - bound_s) / fastest_s if fastest_s > 0 else 0.0
     return dataclasses.replace(
-        best,
-        bound_s=min(bound_s, _step_s(best)),
-        gap=0.0 if gap <= _EXACT else gap,
-        solve_s=time.perf_counter() - started,
+        best, bound_s=min(bound_s, _step_s(best)), gap=0.0 if gap <= _EXACT else gap
     )
 
 
 def _step_s(plan: Plan) -> float:
     assert plan.step_s is not None
     return plan.step_s
+
+
+def _offloaded(plan: Plan) -> float:
+    return sum(rank.host_bytes or 0.0 for rank in plan.ranks)
 
 
 def _headroom(plan: Plan) -> float:
@@ -202,68 +204,28 @@ def _headroom(plan: Plan) -> float:
     )
 
 
-def _searches(problem: Problem, deadline: float) -> list[tuple[_Variant, Search]]:
-    """What to search, the most promising first."""
-    found = []
-    for variant in _variants(problem):
-        asked = variant.problem
-        search = Search(asked, group_types(asked), deadline)
-        may_stay = problem.reshard_after_forward == "auto" and not asked.reshard_after_forward
-        # where every plan's backward hides a gather as well, units need not stay for that
-        if may_stay and search.backward_floor_s >= asked.gather_s + asked.reduce_s:
-            continue
-        found.append((variant, search))
-    return sorted(found, key=lambda pair: pair[1].bound_s)
-
-
-def _variants(problem: Problem) -> list[_Variant]:
-    if problem.reshard_after_forward == "auto":
-        choices = [dataclasses.replace(problem, reshard_after_forward=c) for c in (True, False)]
-        return [variant for choice in choices for variant in _variants(choice)]
-    variants = [_Variant(problem, even=False)]
-    gather_s, reduce_s = collective_times(problem, even=True)
-    share = problem.state_bytes / len(problem.ranks)
-    fixed = share + problem.fixed_bytes
-    fits = all(fixed <= rank.capacity_bytes > share for rank in problem.ranks)
-    if fits and (gather_s < problem.gather_s or reduce_s < problem.reduce_s):
-        ranks = tuple(
-            dataclasses.replace(rank, capacity_bytes=rank.capacity_bytes - share)
-            for rank in problem.ranks
-        )
-        even = dataclasses.replace(
-            problem, ranks=ranks, state_bytes=0.0, gather_s=gather_s, reduce_s=reduce_s
-        )
-        variants.append(_Variant(even, even=True))
-    return variants
-
-
-def _as_plan(problem: Problem, best: _Candidate) -> Plan:
-    found, reshard = best.found, best.variant.problem.reshard_after_forward
-    problem = dataclasses.replace(problem, reshard_after_forward=reshard)
+def _as_plan(problem: Problem, variant: _Variant, found: Found) -> Plan:
+    problem = problem.resharding(variant.problem.reshard_after_forward is True)
+    types, columns = variant.search.types, found.columns
     runs: list[tuple[tuple[int, ...], Mode]] = [((), PLAIN)] * len(problem.ranks)
-    for index, kind in enumerate(best.types):
-        rows = np.flatnonzero((found.pool.kind == index) & (found.chosen > 0))
-        rows = rows[np.lexsort((found.pool.count[rows], -found.pool.batch[rows]))]
-        members = iter(kind.members)
-        known = modes(problem, kind.profile)
-        for row in rows:
-            place = int(found.pool.row[row])
-            columns = found.columns[index]
-            run = (columns.sizes(place), known[int(columns.mode[place])])
-            for _ in range(int(found.chosen[row])):
-                runs[next(members)] = run
-    if best.variant.even:
+    members = [iter(kind.members) for kind in types]
+    for row in np.lexsort((columns.count, -columns.batch)).tolist():
+        kind = int(columns.kind[row])
+        mode = modes(problem, types[kind].profile)[int(columns.mode[row])]
+        for _ in range(int(found.chosen[row])):
+            runs[next(members[kind])] = (columns.sizes(row), mode)
+    if variant.even:
         fractions: tuple[float, ...] = (1 / len(runs),) * len(runs)
     else:
         used = [
-            working_bytes(problem, profile, sizes, mode)
+            device_need(problem, profile, mode).of(sizes)
             for profile, (sizes, mode) in zip(problem.ranks, runs, strict=True)
         ]
         capacities = [profile.capacity_bytes for profile in problem.ranks]
         fractions = share_state(problem.state_bytes, used, capacities)
     bare = [
-        RankPlan(sizes, fraction, recompute=mode.recompute, offload=mode.offload)
-        for (sizes, mode), fraction in zip(runs, fractions, strict=True)
+        rank_plan(profile, sizes, mode, fraction)
+        for profile, (sizes, mode), fraction in zip(problem.ranks, runs, fractions, strict=True)
     ]
     return priced(problem, bare, backend="cvxpy/HiGHS")
 
