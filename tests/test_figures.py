@@ -126,7 +126,7 @@ def test_a_timeline_has_a_row_for_each_rank(drawn):
     assert axes.get_xlabel() == "time in the step (s)"
     assert axes.get_title(loc="left").startswith("One step of 16 ranks, ")
     assert legend(drawn[0]) == [
-        *("forward", "tail", "backward", "optimizer", "gather", "reduce", "overhead")
+        *("forward", "loss", "backward", "update", "gather", "reduce", "overhead")
     ]
 
 

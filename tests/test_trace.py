@@ -11,7 +11,8 @@ from lightning_cephalo.observe.trace import write_recording, write_trace
 from lightning_cephalo.observe.watch import aligned
 from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile
-from lightning_cephalo.plan.timeline import Activity, Event, Recording, Stream
+from lightning_cephalo.plan.program import Instruction, Operation
+from lightning_cephalo.plan.timeline import Event, Recording, Stream
 
 PROFILE = RankProfile(
     "T4",
@@ -52,9 +53,9 @@ def test_complete_events_are_those_of_the_simulation(tmp_path):
         assert entry["pid"] == event.rank
         assert entry["ts"] == pytest.approx(event.start_s * 1e6, abs=1e-3)
         assert entry["dur"] == pytest.approx((event.end_s - event.start_s) * 1e6, abs=2e-3)
-        assert entry["cat"] == event.name.value
+        assert entry["cat"] == event.operation.value
     assert {entry["cat"] for entry in entries} >= {"forward", "gather", "offload", "fetch"}
-    assert entries[0]["name"] == "gather 0"
+    assert entries[0]["name"] == "gather 1"
 
 
 def test_events_of_a_thread_do_not_overlap(tmp_path):
@@ -138,7 +139,8 @@ def test_another_problem_is_refused(tmp_path):
 
 
 def gather(unit: int, start_s: float, end_s: float, rank: int = 0) -> Event:
-    return Event(rank, Stream.COMMUNICATION, Activity.GATHER, start_s, end_s, unit)
+    instruction = Instruction(Operation.GATHER, unit)
+    return Event(rank, Stream.COMMUNICATION, instruction, start_s, end_s)
 
 
 def test_recorded_events_that_overlap_are_shown_one_below_the_other(tmp_path):
@@ -146,9 +148,9 @@ def test_recorded_events_that_overlap_are_shown_one_below_the_other(tmp_path):
     write_recording([Recording(0, "T4", events)], tmp_path / "a.json")
     entries = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
     shown = {e["name"]: (e["tid"], e["ts"], e["dur"]) for e in entries if e["ph"] == "X"}
-    first, second = shown["gather 0"][0], shown["gather 1"][0]
+    first, second = shown["gather root"][0], shown["gather 1"][0]
     assert shown == {
-        "gather 0": (first, 0.0, 2e6),
+        "gather root": (first, 0.0, 2e6),
         "gather 1": (second, 1e6, 2e6),
         "gather 2": (first, 2.5e6, 1.5e6),
     }

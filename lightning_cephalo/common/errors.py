@@ -33,6 +33,10 @@ class InfeasibleError(PlanError):
     """
 
 
+class ProgramError(PlanError):
+    """Programs of a step cannot run; the message names the rank, and what stands where."""
+
+
 class SolverError(CephaloError, RuntimeError):
     """The solver stopped without any plan, though one may exist: the message gives its reason."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.errors import ProgramError
 from lightning_cephalo.plan.program import (
     COLLECTIVES,
     COMPUTE,
@@ -14,10 +14,6 @@ from lightning_cephalo.plan.program import (
     Operation,
     Program,
 )
-
-
-class ProgramError(PlanError):
-    """Programs that cannot run; the message names the rank, and what stands where."""
 
 
 def check(programs: Sequence[Program]) -> None:

@@ -12,9 +12,7 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 
-
-class RemoteRankError(RuntimeError):
-    """Another rank failed; the message names it and repeats its error."""
+from lightning_cephalo.common.errors import RemoteRankError
 
 
 class ControlGroup:

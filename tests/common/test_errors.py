@@ -18,6 +18,7 @@ BUILT_IN = {
     errors.PlanError: ValueError,
     errors.UnwritableError: (ValueError, OSError),
     errors.InfeasibleError: errors.PlanError,
+    errors.ProgramError: errors.PlanError,
     errors.SolverError: RuntimeError,
     errors.ProfilingError: RuntimeError,
     errors.TooLittleMemoryError: errors.ProfilingError,

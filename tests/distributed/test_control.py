@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 from launch import run_ranks
 
-from lightning_cephalo.ranks.control import ControlGroup, RemoteRankError
+from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.ranks.control import ControlGroup
 
 SECONDS = 5.0
 

@@ -53,8 +53,8 @@ def check_times(folder: Path, ranks: int) -> None:
         count = Counter(event["cat"] for event in events)
         assert count["forward"] == count["backward"] > 0
         assert (count["gather"], count["reduce"]) == ((8, 5) if ranks > 1 else (0, 0))
-        compute = [e for e in events if e["cat"] in ("forward", "tail", "backward", "optimizer")]
-        assert compute[-1]["cat"] == "optimizer"
+        compute = [e for e in events if e["cat"] in ("forward", "loss", "backward", "update")]
+        assert compute[-1]["cat"] == "update"
         for before, after in pairwise(compute):
             assert before["ts"] + before["dur"] <= after["ts"] + 1
         assert max(e["ts"] + e["dur"] for e in events) < 60e6

@@ -122,15 +122,15 @@ def test_one_step_of_every_rank_is_written_for_perfetto(tmp_path: Path, steps: i
     for rank in (0, 1):
         events = [entry for entry in entries if entry["pid"] == rank and entry["ph"] == "X"]
         count = Counter(entry["cat"] for entry in events)
-        del count["waiting"]  # where nothing is waited for there is no event
-        # 3 units and 2 microbatches; the tail comes before and after the units
+        del count["wait"]  # where nothing is waited for there is no event
+        # 3 units and 2 microbatches; the root unit's forward comes before the units, the loss after
         assert count == {
-            **{"gather": 6, "reduce": 4, "forward": 6, "backward": 6, "tail": 4, "optimizer": 1}
+            **{"gather": 6, "reduce": 4, "forward": 8, "backward": 6, "loss": 2, "update": 1}
         }
         threads = {e["args"]["name"] for e in entries if e["pid"] == rank and "name" in e["args"]}
         assert {"compute", "communication", "reduction", f"rank {rank} (cpu)"} <= threads
         last = max(events, key=lambda entry: entry["ts"])
-        assert last["cat"] == "optimizer"
+        assert last["cat"] == "update"
     assert min(entry["ts"] for entry in entries if entry["ph"] == "X") == 0
     assert [found.name for found in tmp_path.iterdir()] == ["trace.json"]
 

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_cephalo.common.errors import ProgramError
 from lightning_cephalo.plan import PlanError
 from lightning_cephalo.plan import program as module
-from lightning_cephalo.plan.check import ProgramError, check
+from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.program import (
     COLLECTIVES,
     COMPUTE,
