@@ -1,14 +1,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+UNIT := tests/common tests/plan tests/accelerator tests/sharding tests/data tests/execution tests/observe \
+	tests/preparation tests/offline tests/test_floors.py tests/test_documents.py
 
-.PHONY: train test lint format figures performance
+.PHONY: train test unit lint format figures performance
 
 train: $(INSTALLED)
 	$(BIN)/python examples/train.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# no test here starts a process
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow and not processes" $(UNIT)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

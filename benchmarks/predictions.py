@@ -14,7 +14,7 @@ What is left between the two, and why:
 - Time is predicted too long rather than too short. Profiling waits for the device at every unit, so
   that the host's own work between operators shows where an operator is short (the root's part of
   small microbatches); in a real step it hides behind work that was queued before. With a clock that
-  knows only the device's work the difference is below 1% (tests/profiling/test_profiling_work.py).
+  knows only the device's work the difference is below 1% (tests/profiling/test_work.py).
 - The optimizer is timed as torch's AdamW, in the slowest of all ranks; ``fused=True`` is quicker.
 - Memory is predicted too high where several microbatches are kept: the most that is kept and the
   most that one microbatch takes inside a unit come at different moments, farther apart in two

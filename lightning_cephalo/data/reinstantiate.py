@@ -2,7 +2,7 @@
 
 The only place that touches Lightning's private functions for it. They are the ones that Lightning
 itself uses to put a DistributedSampler into any loader, so user classes that work under DDP work
-here. ``tests/data/test_data_reinstantiate.py`` fails when they change.
+here. ``tests/data/test_reinstantiate.py`` fails when they change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model under cephalo: its units, their shards, and the runner of its steps."""
+"""A model under cephalo: its units, their shards, and the executor of its steps."""
 
 from __future__ import annotations
 

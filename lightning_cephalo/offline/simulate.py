@@ -1,17 +1,16 @@
-"""One training step of a plan, played event by event on a cluster that is not here.
+"""One training step of a plan, played instruction by instruction on a cluster that is not here.
 
-Every rank has three streams: compute, communication, and copies of offloaded boundaries.
-Collectives are rendezvous: one starts when all ranks have issued it and their communication streams
-are free, and ends on all of them together. The order is the runner's (plan/program.py),
-here with three units and microbatches a and b::
+The programs of all ranks (plan/program.py) say what happens in which order; this file knows only
+how long each instruction takes and what it holds. Every rank has three streams: compute,
+communication, and copies of offloaded boundaries. Collectives are rendezvous: one starts when all
+ranks have issued it and their communication streams are free, and ends on all of them together.
+With three units and microbatches a and b::
 
-    communication  root g0  g1 ...  g2 ...                  g1 ...  r2 g0    r1 ...  r0 root
-    compute                 0a 0b   1a 1b   2a tail 2b tail 2a 2b   1a 1b    0a 0b        optimizer
+    communication  G0 G1  G2 ...   G3 ...                  G2 ...  R3 G1   R2 ... R1 R0
+    compute               1a 1b    2a 2b    3a L 3b L      3a 3b   2a 2b   1a 1b        U
 
-All microbatches pass a unit before the next; the next unit is gathered meanwhile, never one
-further, as there are two buffers; a unit is reduced under the backward of the next. The last unit
-stays gathered between the passes. A unit's boundaries are copied out after its forward and fetched
-two units ahead of its backward; those of the last two units stay, as the backward starts there.
+A unit's boundaries are copied out behind its forward and fetched two units ahead of its backward;
+those of the last two units stay, as the backward starts there.
 
 Times and bytes of a microbatch are those of ``plan/cost.py``, whose closed form this checks. With G
 and R the gather and the reduce of a unit, F and B the forward and the backward of one and U units,
@@ -26,7 +25,7 @@ units ahead of another where the passes meet. So a part of the step that falls a
 from 24 units on as ``benchmarks/simulator.py`` draws them, a quarter for two units. No step is
 longer than the closed form and G + R.
 
-The runner's exchange of weights between the passes is not played: hosts meet there, not devices.
+The exchange of weights between the passes (AGREE) is not played: hosts meet there, not devices.
 ``step_overhead_s`` is added as it is given, ``fill_s`` is not: it is what is played here.
 """
 

@@ -197,7 +197,7 @@ def _refill_set(value: set[Any], saved: set[Any]) -> None:
 #
 # [Note: private names of Lightning] `self.log` writes to `trainer._results`, which is the training
 # epoch loop's `_results` while training, and refuses to when `_current_fx_name` is None. Both are
-# replaced here and nowhere else; tests/profiling/test_profiling_isolation.py says when they change.
+# replaced here and nowhere else; tests/profiling/test_isolation.py says when they change.
 
 
 @contextmanager

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
+from launch import RankFailure as RankFailure
+from launch import run_ranks
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cephalo import CephaloStrategy, Plan, RankPlan
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-from launch import RankFailure as RankFailure
-from launch import run_ranks
 
 GLOBAL_BATCH = 8
 

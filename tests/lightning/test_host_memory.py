@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from common import in_ranks
 from lightning.pytorch import Callback
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))
-
 from profiled import GPT, fit, loader
 
 from lightning_cephalo import Plan, RankPlan

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from common import (
@@ -19,8 +16,6 @@ from common import (
 )
 from lightning.pytorch import LightningModule
 from torch import nn
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from zoo import ZOO
 
 TOLERANCE = 1e-5

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from common import in_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))
-
 from profiled import GPT, SOON_S, fit, loader
 
 from lightning_cephalo import Plan, RankPlan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,6 @@ import pytest
 import torch
 from common import in_ranks
 from lightning.pytorch import Callback
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))
-
 from profiled import GPT, fit, loader
 
 from lightning_cephalo import CephaloStrategy, Plan, RankPlan

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from byte_gpt import ByteGPT, ByteLanguageModel
+from common import in_ranks
+from launch import SOON_S, RankFailure
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,13 +22,6 @@ from lightning_cephalo.accelerator.emulated.clock import VirtualClock
 from lightning_cephalo.emulation import Emulation
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation import prepare as planning
-
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS / "lightning"), str(TESTS / "distributed"), str(TESTS.parent / "examples")]
-
-from byte_gpt import ByteGPT, ByteLanguageModel  # noqa: E402
-from common import in_ranks  # noqa: E402
-from launch import SOON_S, RankFailure  # noqa: E402
 
 __all__ = [
     "GPT",

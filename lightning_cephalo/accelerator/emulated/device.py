@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 # Private, and the only way to see the stack of this thread (a variable of our own would be wrong
-# in other threads, and a context variable in greenlets). tests/emulation says when it changes.
+# in other threads, and a context variable in greenlets). tests/accelerator/emulated fails when it
+# changes.
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_cephalo.accelerator.emulated.clock import VirtualClock

@@ -1,12 +1,12 @@
 import math
 import multiprocessing
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from launch import run_ranks
 from virtual_time import VirtualHost
 
 from lightning_cephalo.accelerator.emulated.clock import (
@@ -14,9 +14,6 @@ from lightning_cephalo.accelerator.emulated.clock import (
     ThreadActivity,
 )
 from lightning_cephalo.accelerator.emulated.rate import emulated_flops_per_s
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-from launch import run_ranks
 
 
 class Machine(VirtualHost):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
+from launch import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_time import VirtualHost
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-from launch import run_ranks
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.emulated.operators import tensors_in

@@ -1,12 +1,11 @@
 import multiprocessing
-import sys
 import threading
-from pathlib import Path
 
 import greenlet
 import pytest
 import torch
 import torch.distributed as dist
+from launch import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from virtual_time import SharedTime, VirtualHost
@@ -14,9 +13,6 @@ from virtual_time import SharedTime, VirtualHost
 from lightning_cephalo.accelerator.emulated.clock import CREDIT_LIMIT_S
 from lightning_cephalo.accelerator.emulated.device import host_now_s
 from lightning_cephalo.emulation import EmulatedDevice, MemoryTracker, active_device
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-from launch import run_ranks
 
 WIDTH = 16
 PRODUCT_FLOPS = 2 * WIDTH**3

@@ -12,7 +12,7 @@ import pytest
 from lightning_cephalo.offline.estimate.analytic import find_efficiency, relative_errors
 from lightning_cephalo.offline.estimate.models import work_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT.parent / "shared/data/cephalo-profiles"
 
 pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ import pytest
 from lightning_cephalo.offline.paper.profiles import read_published
 from lightning_cephalo.plan import PlanError, solve
 
-FOLDER = Path(__file__).resolve().parents[3] / "shared/data/cephalo-profiles"
+FOLDER = Path(__file__).resolve().parents[4] / "shared/data/cephalo-profiles"
 GIB = 2**30
 
 

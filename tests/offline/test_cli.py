@@ -19,7 +19,7 @@ from lightning_cephalo.offline.estimate import Curves, CurveTable, save_measured
 from lightning_cephalo.offline.figures import ComparisonRow
 from lightning_cephalo.plan import InfeasibleError, SolverError, predict
 
-SOURCE = Path(__file__).resolve().parents[1]
+SOURCE = Path(__file__).resolve().parents[2]
 TINY = ["--model-option", "n_layer=4", "--model-option", "n_embd=64", "--model-option", "n_head=2"]
 MINE = ["--devices", "2x RTX 4090, rtx3090"]
 ASKED = ["--model", "gpt2", *TINY, "--sequence-length", "64", "--batch-size", "24"]
@@ -482,7 +482,7 @@ def test_help_is_for_newcomers():
     assert wrong.returncode == BAD_INPUT and "invalid choice: 'paln'" in wrong.stderr
 
 
-PROFILES = Path(__file__).resolve().parents[2] / "shared" / "data" / "cephalo-profiles"
+PROFILES = Path(__file__).resolve().parents[3] / "shared" / "data" / "cephalo-profiles"
 
 
 @pytest.mark.skipif(not PROFILES.exists(), reason="the published profiles are not here")
