@@ -1,4 +1,4 @@
-"""How long a plan takes: three clusters of growing size, solver start-up included, imports not.
+"""How long a plan takes: clusters of growing size, solver start-up included, imports not.
 
     python benchmarks/planner.py
 

@@ -30,9 +30,8 @@ tried against. Two things are for whoever reads: a figure in ``RankPrediction``,
 ``infeasible`` where ranks share the resource, as memory is what it speaks of.
 
 A choice between ways to run a rank is a mode: a field of
-:class:`~lightning_cephalo.plan.cost.Mode`,
-a line in ``cost.modes``, and what it changes in the terms. A choice for all ranks together is a
-variant in ``solve``.
+:class:`~lightning_cephalo.plan.cost.Mode`, a line in ``cost.modes``, and what it changes in the
+terms. A choice for all ranks together is a variant in ``solve``.
 
 What was weighed
 ----------------

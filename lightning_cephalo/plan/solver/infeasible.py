@@ -26,6 +26,7 @@ from lightning_cephalo.plan.solver.columns import (
     Columns,
     Limits,
     RankType,
+    Resource,
     build_columns,
     group_types,
     usable_sizes,
@@ -48,20 +49,25 @@ def certainly_infeasible(problem: Problem, types: Sequence[RankType]) -> bool:
     if sum(kind.count * _most_samples(problem, kind.profile) for kind in types) < batch:
         return True
     for resource in RESOURCES:
-        idle, peaks, per_sample = 0.0, [], []
-        for kind in types:
-            known = modes(problem, kind.profile)
-            needs = [resource.need(problem, kind.profile, mode) for mode in known]
-            idle += kind.count * min(need.fixed for need in needs)
-            for mode, need in zip(known, needs, strict=True):
-                sizes = usable_sizes(problem, kind.profile, mode)
-                peaks += [need.peaks[size - 1] for size in sizes]
-                per_sample += [need.per_sample] * bool(sizes)
+        least, shared = _least_used(problem, types, resource), resource.shared(problem)
         # Rounding of a sum of this size must not refuse what fits to the byte.
-        shared = resource.shared(problem)
-        if idle + min(peaks) + min(per_sample) * batch > shared + _ROUNDING * abs(idle + shared):
+        if least > shared + _ROUNDING * abs(least + shared):
             return True
     return False
+
+
+def _least_used(problem: Problem, types: Sequence[RankType], resource: Resource) -> float:
+    """What all ranks together take at the least: idle, and one peak, and what samples keep."""
+    idle, peaks, per_sample = 0.0, [], []
+    for kind in types:
+        known = modes(problem, kind.profile)
+        needs = [resource.need(problem, kind.profile, mode) for mode in known]
+        idle += kind.count * min(need.fixed for need in needs)
+        for mode, need in zip(known, needs, strict=True):
+            sizes = usable_sizes(problem, kind.profile, mode)
+            peaks += [need.peaks[size - 1] for size in sizes]
+            per_sample += [need.per_sample] * bool(sizes)
+    return idle + min(peaks) + min(per_sample) * problem.global_batch_size
 
 
 def refuse(problem: Problem, types: Sequence[RankType]) -> NoReturn:
@@ -110,9 +116,8 @@ def _no_rank_for_samples(problem: Problem, types: Sequence[RankType]) -> str | N
 
 def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
     batch, ranks = problem.global_batch_size, len(problem.ranks)
-    deadline = time.perf_counter() + _TIME_S
-    room = _Room(problem, deadline)
-    most = [room.most_samples(kind.members[0]) for kind in types]
+    room = _Room(problem, time.perf_counter() + _TIME_S)
+    most = [room.most_samples(index) for index in range(len(types))]
     total = sum(kind.count * samples for kind, samples in zip(types, most, strict=True))
     if total < batch:
         on = ", ".join(
@@ -122,7 +127,7 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
         return (
             f"Samples bind: the global batch is {batch}, but beside the gathered buffers all ranks "
             f"together have memory for {total} samples ({on}), {batch - total} too few, "
-            f"even without any state. {_remedies(problem, types, deadline)}"
+            f"even without any state. {_remedies(room)}"
         )
     options = []
     if problem.equal_microbatches:
@@ -138,9 +143,10 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
             f"microbatches of the sizes that they can run ({sizes[0]} to {sizes[-1]}){under}. The "
             f"closest batch that can is {nearest}, {abs(nearest - batch)} "
             f"{'more' if nearest > batch else 'fewer'}. "
-            f"{_remedies(problem, types, deadline, more=True)}"
+            f"{_remedies(room, more=True)}"
         )
-    used = room.least_bytes()
+    exact = room.least_bytes()
+    used = _least_used(problem, types, RESOURCES[DEVICE]) if exact is None else exact
     capacity = math.fsum(rank.capacity_bytes for rank in problem.ranks)
     buffers = problem.fixed_bytes * ranks
     on = ", ".join(
@@ -148,34 +154,28 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
         f"{' each' if kind.count > 1 else ''}"
         for kind in types[:8]
     )
-    if used is None:
-        samples = missing = "more than is left"
-    else:
-        samples = f"at least {_bytes(used - buffers)}"
-        missing = f"{_bytes(max(used + problem.state_bytes - capacity, 1.0))} are missing"
+    missing = max(used + problem.state_bytes - capacity, 1.0)
     return (
         f"Memory binds over all {ranks} ranks together: the state needs "
         f"{_bytes(problem.state_bytes)}, the gathered buffers {_bytes(buffers)}, the "
-        f"samples{under} {samples}, but the capacity is {_bytes(capacity)} ({on}): {missing}. "
-        f"{_remedies(problem, types, deadline)}"
+        f"samples{under} at least {_bytes(used - buffers)}, but the capacity is "
+        f"{_bytes(capacity)} ({on}): {'at least ' if exact is None else ''}{_bytes(missing)} are "
+        f"missing. "
+        f"{_remedies(room)}"
     )
 
 
-def _remedies(
-    problem: Problem, types: Sequence[RankType], deadline: float, *, more: bool = False
-) -> str:
+def _remedies(room: _Room, *, more: bool = False) -> str:
     """Sentences that name single changes after which there is a plan.
 
     Tried are a smaller batch (``more``: or a larger one, if that is nearer), units that are given
     back after the forward, host memory for boundary activations on every rank, more ranks of each
-    type, and options that can be dropped. What could not be settled by ``deadline`` (of
-    time.perf_counter) is said to be open.
+    type, and options that can be dropped. What could not be settled in time is said to be open.
     """
-    room = _Room(problem, deadline)
-    rooms = [room]
+    problem, rooms = room.problem, [room]
 
     def fits(**changes: Any) -> bool:
-        rooms.append(_Room(dataclasses.replace(problem, **changes), deadline))
+        rooms.append(_Room(dataclasses.replace(problem, **changes), room.deadline))
         return rooms[-1].fits()
 
     found = []
@@ -195,8 +195,8 @@ def _remedies(
             f"offload boundary activations to host memory, {host / 2**30:.3f} GiB in all "
             f"(host_capacity_bytes of each rank; in cluster.yaml host_memory, and --offload)"
         )
-    for name, rank in {kind.profile.name: kind.members[0] for kind in types}.items():
-        further = room.further_ranks(rank)
+    for name, index in {kind.profile.name: index for index, kind in enumerate(room.types)}.items():
+        further = room.further_ranks(index)
         if further:
             found.append(f"add {further} more {name!r}")
     if problem.equal_microbatches and fits(equal_microbatches=False):
@@ -223,9 +223,11 @@ class _Room:
     """
 
     def __init__(self, problem: Problem, deadline: float) -> None:
-        ranks = tuple(_timeless(rank) for rank in problem.ranks)
-        self._problem = dataclasses.replace(problem, ranks=ranks)
-        self._deadline = deadline
+        self.problem = problem
+        self.deadline = deadline
+        self.types = [
+            RankType(_timeless(kind.profile), kind.members) for kind in group_types(problem)
+        ]
         self.settled = True
 
     def fits(self) -> bool:
@@ -247,64 +249,53 @@ class _Room:
         outcome = self._solved(self._unshared(), cost=cost)
         return float(outcome.values @ used) if outcome.status == "optimal" else None
 
-    def further_ranks(self, rank: int) -> int:
-        """The fewest further ranks like this one that are enough; 0 where none are known to be."""
-        problem = self._problem
-        larger = dataclasses.replace(problem, ranks=(*problem.ranks, problem.ranks[rank]))
+    def further_ranks(self, index: int) -> int:
+        """The fewest further ranks of this type that are enough; 0 where none are known to be."""
+        problem = self.problem
+        larger = dataclasses.replace(problem, ranks=(*problem.ranks, self.types[index].profile))
         shared = [(each.shared(larger), each.shared(problem)) for each in RESOURCES]
         brings = [after - before if math.isfinite(before) else 0.0 for after, before in shared]
-        slack = Slack(further=self._kind(rank), brings=np.array(brings))
-        outcome = self._solved(self._needs(), slack)
+        outcome = self._solved(self._needs(), Slack(further=index, brings=np.array(brings)))
         return 0 if outcome.values is None else int(outcome.values.sum()) - len(problem.ranks)
 
-    def most_samples(self, rank: int) -> int:
-        """The largest batch of this rank, if it holds no state; no more than can be of use."""
-        own = self._columns.kind == self._kind(rank)
+    def most_samples(self, index: int) -> int:
+        """The largest batch of such a rank, if it holds no state; no more than can be of use."""
+        own = self._columns.kind == index
         return int(self._columns.batch[own].max(initial=0))
-
-    def _kind(self, rank: int) -> int:
-        return next(n for n, kind in enumerate(self._types) if rank in kind.members)
 
     def _solved(
         self, needs: Needs, slack: Slack = TIGHT, cost: np.ndarray | None = None
     ) -> Outcome:
-        left_s = self._deadline - time.perf_counter()
-        nothing = Outcome("limit", None, math.inf, 0.0)
-        outcome = nothing
-        if left_s > 0:
-            outcome = choose(
-                self._columns, needs, cost=cost, slack=slack, gap=0.0, time_limit_s=left_s
-            )
+        outcome = Outcome("limit", None, math.inf, 0.0)
+        if time.perf_counter() < self.deadline:
+            columns = self._columns
+            left_s = self.deadline - time.perf_counter()
+            outcome = choose(columns, needs, cost=cost, slack=slack, time_limit_s=left_s)
         self.settled &= outcome.status != "limit"
         return outcome
 
     def _needs(self) -> Needs:
-        shared = np.array([resource.shared(self._problem) for resource in RESOURCES])
+        shared = np.array([resource.shared(self.problem) for resource in RESOURCES])
         return dataclasses.replace(self._unshared(), shared=shared)
 
     def _unshared(self) -> Needs:
         return Needs(
-            ranks=np.array([kind.count for kind in self._types]),
-            batch=self._problem.global_batch_size,
+            ranks=np.array([kind.count for kind in self.types]),
+            batch=self.problem.global_batch_size,
             shared=np.full(len(RESOURCES), math.inf),
-            equal_counts=self._problem.equal_microbatches,
+            equal_counts=self.problem.equal_microbatches,
         )
 
     @cached_property
-    def _types(self) -> Sequence[RankType]:
-        return group_types(self._problem)
-
-    @cached_property
     def _columns(self) -> Columns:
-        problem = self._problem
-        limits = []
-        for kind in self._types:
+        problem, limits = self.problem, []
+        for kind in self.types:
             # one microbatch more than is asked for: the nearest batch may be the larger one
             most = problem.global_batch_size + kind.profile.largest_microbatch_size
             largest = int(min(most, _most_samples(problem, kind.profile)))
             batches = _thinned(largest, problem.global_batch_size)
             limits.append(Limits(math.inf, (0.0, 0.0, 0.0), largest, batches=batches))
-        columns = build_columns(problem, self._types, limits)
+        columns = build_columns(problem, self.types, limits)
         return columns.take(columns.count > 0) if problem.equal_microbatches else columns
 
 
