@@ -22,12 +22,6 @@ FLOORS = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 BESIDE_THE_STAIRS = "offline"  # may import any floor; no floor imports it
 FILES = sorted(PACKAGE.rglob("*.py"))
-# what the moves left behind; each goes with the part of the redesign that it belongs to
-LEFT_OVER = {
-    ("execution", "observe"),
-    ("ranks", "observe"),
-    ("sharding", "observe"),
-}
 
 
 def _imports(path: Path) -> set[str]:
@@ -61,7 +55,7 @@ def test_imports_go_down_the_stairs(path):
             continue
         below = FLOOR_OF.get(other, -1) < FLOOR_OF[room] or FLOOR_OF[room] == len(FLOORS) - 1
         assert other != BESIDE_THE_STAIRS, f"{path} imports {name}"
-        assert below or (room, other) in LEFT_OVER, f"{path} imports {name}"
+        assert below, f"{path} imports {name}"
 
 
 PURE = [*(PACKAGE / "common").rglob("*.py"), *(PACKAGE / "plan").rglob("*.py")]
