@@ -1,6 +1,6 @@
 """One global batch, dealt unevenly: samplers, loaders, and the cutting into microbatches.
 
-``dealing`` is pure. ``samplers`` give each rank its part of one global order, ``loaders`` put them
+``shares`` is pure. ``samplers`` give each rank its part of one global order, ``loaders`` put them
 into the user's own DataLoader, ``split`` cuts a collated batch into microbatches. Nothing here
 communicates: what ranks must agree on goes through functions that the caller passes in.
 """

@@ -87,14 +87,18 @@ class Visits:
             offload_boundaries,
         )
         if key not in self._programs:
-            program = compile_step(
-                visits,
-                microbatches,
-                trainable,
-                reshard_after_forward=reshard_after_forward,
-                offload_boundaries=offload_boundaries,
+            program, without_data = (
+                compile_step(
+                    visits,
+                    count,
+                    trainable,
+                    reshard_after_forward=reshard_after_forward,
+                    offload_boundaries=offload_boundaries,
+                )
+                for count in (microbatches, 0)
             )
-            check([program])
+            # the same on all ranks: whose collectives come in its order, come in one order
+            check([program, without_data])
             self._programs[key] = program
         return self._programs[key]
 

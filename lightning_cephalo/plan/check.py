@@ -19,10 +19,10 @@ from lightning_cephalo.plan.program import (
 def check(programs: Sequence[Program]) -> None:
     """Prove that the programs of all ranks can run together.
 
-    Every compute finds its unit gathered, and armed in the backward; every microbatch that goes
-    forward has a loss and comes back; every unit that is armed is reduced, once; nothing that is
-    gathered, armed or offloaded stays behind; and all ranks issue the same collectives in the same
-    order, without which they would wait for one another forever.
+    Every compute finds its unit gathered. Every microbatch that goes forward has a loss, for which
+    the root unit is armed, and comes back. Every armed unit is reduced, once, behind all its
+    backwards. Nothing that is gathered, armed or offloaded stays behind. All ranks issue the same
+    collectives in the same order: else they would wait for one another forever.
 
     Args:
         programs: Of every rank, in rank order.

@@ -39,8 +39,8 @@ What was weighed
 - The textbook program, with counts per rank and size, does not finish in 45 s for 8 ranks. Columns
   of equal ranks and a ladder per slowest time take a tenth of a second.
 - Where dozens of ranks all differ, every column has times of its own. Levels of the ladder that are
-  closer than the gap of a thousandth are therefore merged, which keeps the bound: 64 distinct ranks
-  take seconds in place of a minute. With fewer types, levels are exact, and so is the optimum.
+  closer than the gap of a thousandth are therefore merged, which keeps the bound. With fewer types,
+  levels are exact, and so is the optimum.
 - A first plan, found by stretching all bounds alike, cuts most columns off and is what remains when
   time is up.
 """
