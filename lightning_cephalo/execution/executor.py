@@ -88,17 +88,18 @@ class Executor:
         self._note: Callable[[], Sequence[float]] = tuple
         self._now = Instruction(Operation.AGREE)
         self._reducing: Unit | None = None
-        self._handlers: dict[Operation, Callable[[Instruction], None]] = {
-            Operation.GATHER: self._gather,
-            Operation.ARM: self._arm,
-            Operation.FORWARD: self._forward,
-            Operation.LOSS: self._loss,
-            Operation.OFFLOAD: self._offload,
-            Operation.FETCH: self._fetch,
-            Operation.BACKWARD: self._backward,
-            Operation.REDUCE: self._reduce,
-            Operation.FREE: self._free,
-            Operation.AGREE: self._agree,
+        # functions and not methods of this object: no cycle keeps process groups alive
+        self._handlers: dict[Operation, Callable[[Executor, Instruction], None]] = {
+            Operation.GATHER: Executor._gather,
+            Operation.ARM: Executor._arm,
+            Operation.FORWARD: Executor._forward,
+            Operation.LOSS: Executor._loss,
+            Operation.OFFLOAD: Executor._offload,
+            Operation.FETCH: Executor._fetch,
+            Operation.BACKWARD: Executor._backward,
+            Operation.REDUCE: Executor._reduce,
+            Operation.FREE: Executor._free,
+            Operation.AGREE: Executor._agree,
         }
         self._choose_memory()
         # gathered once a step: nothing finds it again
@@ -213,7 +214,9 @@ class Executor:
         if self.arena is not None:
             self.failure.guarded(self.arena.start)  # may allocate
         self._run(self._traced() if visits is None else self._step.program.forward)
-        return self._outcome
+        # not kept: results hold graphs, which end with whoever asked for them
+        outcome, self._outcome = self._outcome, ForwardOutcome((), (), 0.0)
+        return outcome
 
     def _begin(
         self,
@@ -318,6 +321,7 @@ class Executor:
                 break
             self._run(evaluation_of(int(min(wanted)), takes_part=own == min(wanted)))
         results = tuple(microbatch.result for microbatch in microbatches)
+        microbatches.clear()
         self._step = Step((), [])
         return ForwardOutcome(results, (), 0.0, tuple(tuple(row[1:]) for row in rows))
 
@@ -332,11 +336,11 @@ class Executor:
         if instruction.operation in COMPUTE:
             self.units[instruction.unit].wait_gather(self._wait)
         if not self._observers:
-            self._handlers[instruction.operation](instruction)
+            self._handlers[instruction.operation](self, instruction)
             return
         for observer in self._observers:
             observer.before(instruction)
-        self._handlers[instruction.operation](instruction)
+        self._handlers[instruction.operation](self, instruction)
         for observer in self._observers:
             observer.after(instruction)
 
@@ -350,7 +354,7 @@ class Executor:
     def _exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         for observer in self._observers:
             observer.before_wait(self._now)
-        rows = self.control.gather(numbers)
+        rows = self.control.gather(list(numbers))
         for observer in self._observers:
             observer.after_wait(self._now)
         return rows
@@ -395,7 +399,11 @@ class Executor:
                 self._visits.check_parked(step.parked)
             position = instruction.visit + (instruction.operation is Operation.LOSS)
             step.divergence = Divergence(position, found)
-        elif step.divergence is None or step.divergence.place != found:
+        elif (
+            instruction.operation is Operation.FORWARD
+            or step.divergence is None
+            or step.divergence.place != found
+        ):
             raise self._visits.differ(index, found, expected)
 
     def _loss(self, instruction: Instruction) -> None:

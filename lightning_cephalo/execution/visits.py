@@ -68,6 +68,7 @@ class Visits:
     def forget(self) -> None:
         """Trace the next step."""
         self._known.clear()
+        self._programs.clear()  # where orders change often they would add up
 
     def program(
         self,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 from harness import (
+    Allocation,
     full_gradients,
     make_executor,
     microbatches_of,
@@ -15,9 +18,12 @@ from harness import (
 from launch import run_ranks
 from toys import UNEVEN, Base, assert_idle, make_batch, mean_loss
 
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.observer import Observer
+from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.plan.program import Operation
 
+TWO_EACH = Allocation(((1, 1), (1, 1)), (0.5, 0.5))
 ORDERS = [
     (0, 1, 2),
     (0, 2, 1),  # another unit in the middle
@@ -94,3 +100,54 @@ def test_an_order_that_changes_everywhere_is_traced_again(recompute, reshard):
         # traced, replayed until it is left, traced again, ...; of no visits none is prefetched
         prefetched = [is_prefetched for _, is_prefetched in of_rank]
         assert prefetched == [False, True] * 4 + [False] * 3
+
+
+def _skip(rank: int) -> None:
+    """The known order is 0 1; then one microbatch makes a visit more, the other skips the last."""
+    model = Ordered()
+    executor = make_executor(model, (0.5, 0.5), True)
+    parts = microbatches_of(make_batch(4), TWO_EACH, rank)
+    model.order = (0, 1)
+    sharded_step(executor, model, mean_loss, parts)
+    orders = iter([(0, 1, 2), (0, 2)])
+
+    def calls():
+        for part in parts:
+            order = next(orders)
+
+            def step(order=order, part=part):
+                model.order = order
+                return mean_loss(model, part)
+
+            yield MicrobatchCall(step, lambda loss: (loss, 1.0))
+
+    with pytest.raises(UnitUseError, match=r"same order.* expected unit 'blocks.1', but"):
+        executor.forward(list(calls()))
+    assert_idle(executor)
+
+
+def test_a_microbatch_that_skips_where_another_goes_further_is_refused_in_the_forward():
+    run_ranks(2, _skip)
+
+
+def _references(rank: int) -> None:
+    model = Ordered()
+    executor = make_executor(model, (0.5, 0.5), True)
+    parts = microbatches_of(make_batch(4), TWO_EACH, rank)
+    calls = [
+        MicrobatchCall(lambda part=part: mean_loss(model, part), lambda loss: (loss, 1.0))
+        for part in parts
+    ]
+    for _ in range(2):
+        results = [weakref.ref(result) for result in executor.forward(calls).results]
+        assert [result() for result in results] == [None, None], "the executor keeps results"
+        executor.backward()
+    executor.hooks.uninstall()
+    gc.disable()
+    known = weakref.ref(executor)
+    del executor
+    assert known() is None, "a cycle keeps the executor, and with it the process groups"
+
+
+def test_an_executor_keeps_no_results_and_ends_with_its_last_reference():
+    run_ranks(2, _references)
