@@ -91,11 +91,12 @@ def sharded_step(
             )
         )
     outcome = executor.forward(calls)
-    executor.backward()
-    if not outcome.results:
-        return 0.0
     pairs = zip(outcome.results, outcome.weights, strict=True)
-    return sum(float(loss.detach()) * weight for loss, weight in pairs) / outcome.total_weight
+    loss = sum(float(loss.detach()) * weight for loss, weight in pairs) / outcome.total_weight
+    # as the strategy does: results hold the graphs of their losses, and these the last gradients
+    del outcome, pairs
+    executor.backward()
+    return loss
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
