@@ -287,7 +287,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from lightning.pytorch.strategies import ModelParallelStrategy
-from test_emulation_callback import Perceptron, on_virtual_ranks, trainer_of
+from test_callback import Perceptron, on_virtual_ranks, trainer_of
 from torch.distributed.fsdp import fully_shard
 
 
