@@ -277,11 +277,15 @@ class CephaloStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         self._launcher = launch.make_launcher(self, self._start_method, self._environment)
 
+    def set_world_ranks(self) -> None:
+        """Make rank and world size known; Lightning's connector calls it when it finds it."""
+        launch.set_world_ranks(self._environment, self.num_nodes, self.num_processes)
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         launch.limit_threads(self._start_method, self.num_processes)
-        launch.set_world_ranks(self._environment, self.num_nodes, self.num_processes)
+        self.set_world_ranks()
         self._process_group_backend = launch.connect(
             self._environment, self._process_group_backend, self._timeout, self.root_device
         )
