@@ -125,10 +125,13 @@ class _TimedWork(dist.Work):
 
     def __init__(self, inner: dist.Work, time: SharedTime, places: list[str]) -> None:
         super().__init__()
-        self._inner, self._time, self._places = inner, time, places
+        self._inner: dist.Work | None = inner
+        self._time, self._places = time, places
 
     def wait(self, timeout: Any = None) -> bool:
-        done = self._inner.wait()
+        inner, self._inner = self._inner, None  # whose tensors nobody keeps alive afterwards
+        done = inner.wait() if inner is not None else True
+        del inner
         self._time.finish(self, self._places)
         return done
 

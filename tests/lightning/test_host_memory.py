@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from common import in_ranks
 from lightning.pytorch import Callback
-from profiled import GPT, fit, loader
+from profiled import GPT, fit, in_ranks, loader
 
 from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device

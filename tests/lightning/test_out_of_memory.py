@@ -6,8 +6,7 @@ import time
 
 import pytest
 import torch
-from common import in_ranks
-from profiled import GPT, SOON_S, fit, loader
+from profiled import GPT, SOON_S, fit, in_ranks, loader
 
 from lightning_cephalo import Plan, RankPlan
 

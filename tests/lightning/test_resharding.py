@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import in_ranks
 from lightning.pytorch import Callback
-from profiled import GPT, fit, loader
+from profiled import GPT, fit, in_ranks, loader
 
 from lightning_cephalo import CephaloStrategy, Plan, RankPlan
 from lightning_cephalo.emulation import active_device

@@ -1,7 +1,14 @@
-"""What the profiling tests share: a small GPT as a LightningModule, profiled in forked ranks."""
+"""What the profiling tests share: a small GPT as a LightningModule, profiled in forked ranks.
+
+Emulated devices run on virtual time that the ranks share. There the products of matrices take what
+the speeds say, and all else a nanosecond here and there; so nothing depends on this machine.
+"""
 
 from __future__ import annotations
 
+import itertools
+import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -9,7 +16,7 @@ from typing import Any
 
 import torch
 from byte_gpt import ByteGPT, ByteLanguageModel
-from common import in_ranks
+from common import in_ranks as in_ranks_of_real_time
 from launch import SOON_S, RankFailure
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
@@ -18,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from virtual_time import SharedTime, VirtualHost
 
 from lightning_cephalo import CephaloStrategy
-from lightning_cephalo.accelerator.emulated.clock import VirtualClock
 from lightning_cephalo.emulation import Emulation
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation import prepare as planning
@@ -59,6 +65,29 @@ def loader(samples: int = 64, context: int = 16, batch_size: int = 4) -> DataLoa
     return DataLoader(TensorDataset(tokens), batch_size=batch_size)
 
 
+class _Folders:
+    """Gives all ranks the same folder for each of their fits, to share its time in."""
+
+    def __init__(self) -> None:
+        self.parent = Path()
+        self._count = itertools.count()
+
+    def next(self) -> Path:
+        folder = self.parent / str(next(self._count))
+        folder.mkdir(exist_ok=True)
+        return folder
+
+
+_folders = _Folders()
+
+
+def in_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """As of ``common``, for ranks that call ``fit``; all of them equally often."""
+    with tempfile.TemporaryDirectory() as folder:
+        _folders.parent = Path(folder)
+        return in_ranks_of_real_time(world_size, function, *args)
+
+
 def fit(
     module: LightningModule,
     data: Any,
@@ -67,21 +96,16 @@ def fit(
     speeds: tuple[float, ...] | None = None,
     capacity_bytes: tuple[int | None, ...] | None = None,
     total_flops_per_s: float = 1e13,
-    time: Path | None = None,
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trainer:
-    """Train in this rank with a quiet Trainer; every rank calls it.
-
-    Emulated devices run on virtual time if ``time`` is an empty folder to share it in. Then the
-    products of matrices take what the speeds say, and all else a microsecond here and there.
-    """
+    """Train in this rank with a quiet Trainer; every rank calls it."""
     callbacks = list(options.pop("callbacks", []))
-    host = VirtualHost(tick_s=1e-6)
-    if speeds is not None or capacity_bytes is not None:
+    host = VirtualHost(tick_s=1e-9)
+    is_emulated = speeds is not None or capacity_bytes is not None
+    if is_emulated:
         speeds = speeds or (1.0,) * world_size
-        clock = host.clock if time is not None else VirtualClock
-        callbacks.insert(0, Emulation(speeds, capacity_bytes, total_flops_per_s, clock))
+        callbacks.insert(0, Emulation(speeds, capacity_bytes, total_flops_per_s, host.clock))
     chosen = {"verbose": False, "timeout": timedelta(minutes=30), **(strategy or {})}
     options = {"max_steps": 1, "logger": False, "num_sanity_val_steps": 0, **options}
     trainer = Trainer(
@@ -95,8 +119,8 @@ def fit(
         **options,
     )
     with ExitStack() as stack:
-        if time is not None:
-            stack.enter_context(SharedTime(host, time))
+        if is_emulated:
+            stack.enter_context(SharedTime(host, _folders.next()))
         trainer.fit(module, data)
     return trainer
 

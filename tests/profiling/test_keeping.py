@@ -20,16 +20,15 @@ def data():
     return loader(samples=96, context=32, batch_size=8)
 
 
-def measured(recompute, time):
-    time.mkdir(exist_ok=True)
-    options = {"strategy": {"recompute": recompute}, "total_flops_per_s": 4e8, "time": time}
+def measured(recompute):
+    options = {"strategy": {"recompute": recompute}, "total_flops_per_s": 4e8}
     return profile(GPT(**MODEL), data(), capacity_bytes=(None, None), **options)
 
 
 @pytest.mark.slow
-def test_curves_without_recomputation_are_those_of_a_profile_without(tmp_path):
+def test_curves_without_recomputation_are_those_of_a_profile_without():
     def both():
-        return measured("auto", tmp_path / "auto"), measured(False, tmp_path / "without")
+        return measured("auto"), measured(False)
 
     chosen, kept = in_ranks(2, both)[0]
     for own, other in zip(chosen.ranks, kept.ranks, strict=True):
@@ -57,14 +56,13 @@ class Peak(Callback):
             self.peak_bytes = max(self.peak_bytes, active_device().peak_bytes)
 
 
-def trained(capacities, time):
+def trained(capacities):
     peak = Peak()
     trainer = fit(
         GPT(**MODEL),
         data(),
         capacity_bytes=capacities,
         total_flops_per_s=4e8,
-        time=time,
         strategy={"recompute": "auto", "host_memory_cap": 0},
         callbacks=[peak],
         max_steps=3,
@@ -73,8 +71,8 @@ def trained(capacities, time):
 
 
 @pytest.mark.slow
-def test_a_small_rank_recomputes_and_a_large_one_does_not(tmp_path):
-    found = in_ranks(2, trained, (60_000_000, 6_500_000), tmp_path)
+def test_a_small_rank_recomputes_and_a_large_one_does_not():
+    found = in_ranks(2, trained, (60_000_000, 6_500_000))
     plan = found[0][0]
     assert [rank.recompute for rank in plan.ranks] == [False, True]
     for rank, (_, recomputes, peak_bytes) in zip(plan.ranks, found, strict=True):

@@ -93,21 +93,20 @@ def test_even_and_uneven_shares_are_both_timed():
     assert (gather_s, even_gather_s) == (3.0, 1.0)
 
 
-def on_unequal_ranks(time):
+def on_unequal_ranks():
     problem = profile(
         GPT(width=32, depth=4, context=16),
         loader(batch_size=8),
         speeds=(3.0, 1.0),
         total_flops_per_s=1e7,
-        time=time,
         strategy={"profile_budget_s": 30.0},
     )
     return problem.to_dict(), [rank.batch_size for rank in solve(problem).ranks]
 
 
 @pytest.mark.slow
-def test_a_rank_of_a_third_of_the_speed_gets_a_quarter_of_the_batch(tmp_path):
-    problem, batches = in_ranks(2, on_unequal_ranks, tmp_path)[0]
+def test_a_rank_of_a_third_of_the_speed_gets_a_quarter_of_the_batch():
+    problem, batches = in_ranks(2, on_unequal_ranks)[0]
     fast, slow = problem["ranks"]
     for curve in ("forward_s", "backward_s"):
         assert len(slow[curve]) < len(fast[curve])
@@ -117,25 +116,24 @@ def test_a_rank_of_a_third_of_the_speed_gets_a_quarter_of_the_batch(tmp_path):
     assert batches == [12, 4]
 
 
-def predicted_and_measured(time):
+def predicted_and_measured():
     trainer = fit(
         GPT(width=32, depth=4, context=16),
         loader(samples=256, batch_size=8),
         speeds=(3.0, 1.0),
         total_flops_per_s=1e7,
-        time=time,
         max_steps=8,
     )
     return trainer.strategy.plan.step_s, trainer.strategy.measured_step_s
 
 
 @pytest.mark.slow
-def test_the_predicted_step_time_comes_true(tmp_path):
-    for predicted_s, measured_s in in_ranks(2, predicted_and_measured, tmp_path):
+def test_the_predicted_step_time_comes_true():
+    for predicted_s, measured_s in in_ranks(2, predicted_and_measured):
         assert predicted_s == pytest.approx(measured_s, rel=0.01)
 
 
-def cost_in_steps(time):
+def cost_in_steps():
     spent_s, measure = [], planning.measure
 
     def timed(**arguments):
@@ -151,7 +149,6 @@ def cost_in_steps(time):
             loader(samples=128, batch_size=20),
             speeds=(3.0, 1.0),
             total_flops_per_s=1e7,
-            time=time,
         )
     finally:
         planning.measure = measure
@@ -160,8 +157,8 @@ def cost_in_steps(time):
 
 
 @pytest.mark.slow
-def test_profiling_takes_less_than_ten_steps(tmp_path):
-    steps, largest_share = in_ranks(2, cost_in_steps, tmp_path)[0]
+def test_profiling_takes_less_than_ten_steps():
+    steps, largest_share = in_ranks(2, cost_in_steps)[0]
     assert steps < 10.0
     assert largest_share == pytest.approx(30, abs=2)
 
