@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from common import PLANS, Net, in_ranks, loader, plan_of, trainer, values_of
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 
-from lightning_cephalo import Plan
+from lightning_cephalo import CephaloStrategy, Plan
 from lightning_cephalo.common.errors import UnsupportedError
 
 # as "3:1" deals samples and shares, in other microbatches
@@ -119,3 +119,15 @@ def test_a_plan_with_options_of_its_own_overrules_the_strategys_and_the_next_doe
         return seen
 
     assert in_ranks(2, fit) == [[False, True]] * 2
+
+
+def test_the_world_size_is_known_before_setup():
+    """Scripts divide a global batch by it; Lightning's connector calls ``set_world_ranks``."""
+    made = Trainer(
+        accelerator="cpu",
+        devices=3,
+        strategy=CephaloStrategy(),
+        logger=False,
+        enable_checkpointing=False,
+    )
+    assert made.world_size == made.strategy.world_size == 3
