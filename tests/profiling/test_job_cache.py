@@ -13,6 +13,7 @@ import torch
 from profiled import GPT, fit, in_ranks, loader
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.profiling import job_cache
 
@@ -194,25 +195,55 @@ def test_a_broken_file_is_told_of_and_replaced(capfd, content):
     assert not any(measured for measured, _, _ in in_ranks(2, started))
 
 
-def test_other_amounts_of_memory_are_measured_and_small_changes_planned_with(capfd):
-    in_ranks(2, started)
-    (path,) = files()
-    data = json.loads(path.read_text())
-    ranks = data["problem"]["ranks"]
-    capacities = [rank["capacity_bytes"] for rank in ranks]
-    found = job_cache._read(path, [0.9 * capacity for capacity in capacities])
-    assert [rank.capacity_bytes for rank in found.problem.ranks] == pytest.approx(
-        [0.9 * min(capacities)] * 2
-    )
-    for factor in (0.7, 1.4):
-        found = job_cache._read(path, [capacities[0], factor * capacities[1]])
-        assert found.problem is None and "rank 1 may fill" in found.said
-    unknown = [float("inf")] * 2
-    assert job_cache._read(path, unknown).problem is None
-    data["problem"]["ranks"] = [{**rank, "capacity_bytes": "inf"} for rank in ranks]
-    path.write_text(json.dumps(data))
-    assert job_cache._read(path, unknown).problem is not None
-    assert job_cache._read(path, [1e9]).problem is None  # of another number of ranks
+def kept_problem(path, capacity_bytes, forward_s=(1.0, 1.0)):
+    """A problem of two ranks that an earlier start has written to ``path``."""
+    ranks = [
+        RankProfile(
+            name="cpu",
+            forward_s=[seconds],
+            backward_s=[2.0],
+            tail_s=[0.5],
+            compute_bytes=[10.0],
+            capacity_bytes=capacity_bytes,
+        )
+        for seconds in forward_s
+    ]
+    problem = Problem(ranks=ranks, units=2, state_bytes=40.0, global_batch_size=2)
+    assert job_cache.keep(path, problem) is None
+
+
+def capacities_found(path, *capacities_bytes):
+    problem = job_cache._read(path, capacities_bytes).problem
+    return problem and [rank.capacity_bytes for rank in problem.ranks]
+
+
+def test_small_changes_of_memory_are_planned_with(tmp_path):
+    path = tmp_path / "jobs" / "job.json"
+    kept_problem(path, 100.0)
+    assert capacities_found(path, 90.0, 110.0) == [90.0, 110.0]
+    assert capacities_found(path, 90.0, 91.0) == [90.0, 90.0]  # alike but for noise
+    kept_problem(path, 100.0, forward_s=(1.0, 5.0))
+    assert capacities_found(path, 90.0, 91.0) == [90.0, 91.0]
+
+
+@pytest.mark.parametrize("capacity", [70.0, 140.0, float("inf")])
+def test_other_amounts_of_memory_are_measured(tmp_path, capacity):
+    path = tmp_path / "job.json"
+    kept_problem(path, 100.0)
+    found = job_cache._read(path, [100.0, capacity])
+    assert found.problem is None and "rank 1 may fill" in found.said
+
+
+def test_unlimited_memory_stays_unlimited(tmp_path):
+    path = tmp_path / "job.json"
+    kept_problem(path, float("inf"))
+    assert capacities_found(path, float("inf"), float("inf")) == [float("inf")] * 2
+
+
+def test_a_problem_of_another_number_of_ranks_is_measured(tmp_path):
+    path = tmp_path / "job.json"
+    kept_problem(path, 100.0)
+    assert job_cache._read(path, [100.0]).problem is None
 
 
 def test_emulated_devices_are_measured_at_every_start():
