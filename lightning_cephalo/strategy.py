@@ -31,7 +31,7 @@ from lightning_cephalo.adapters import checkpoint, precision, supported
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.rows_arithmetic import RowsArithmetic
-from lightning_cephalo.adapters.samplers import SamplerTakeover
+from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
 from lightning_cephalo.data.cutting import (
     evaluation_samples,
     evaluation_weight,
@@ -41,7 +41,7 @@ from lightning_cephalo.data.cutting import (
 from lightning_cephalo.execution.sharded_model import UnitOptions
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.observe import report
-from lightning_cephalo.observe.memory_account import RankMemory
+from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan
@@ -391,7 +391,7 @@ class CephaloStrategy(ParallelStrategy):
     def training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         session = self.session
         self._watch.start_step()
-        session.meter.before_forward(batch)
+        session.memory.before_forward(batch)
         pieces, failure = session.cut(batch)
         counts = [count for _, count in pieces]
         log = session.logs.of_step(counts)
@@ -404,7 +404,7 @@ class CephaloStrategy(ParallelStrategy):
         factor = precision.loss_factor(self.precision_plugin)
         with self.precision_plugin.train_step_context():
             outcome = session.model.executor.forward(calls, factor, log.note, failure)
-        session.meter.after_forward()
+        session.memory.after_forward()
         with self.precision_plugin.forward_context():
             session.logs.finish(log, outcome, outcome.weights, self.reduce)
         no_loss = partial(torch.zeros, (), device=self.root_device)
@@ -424,7 +424,7 @@ class CephaloStrategy(ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         session = self.session
-        with session.meter.step(), ExitStack() as after_backward, local_update(optimizer):
+        with session.memory.step(), ExitStack() as after_backward, local_update(optimizer):
 
             def closure_and_rules() -> Any:
                 outcome = closure()
@@ -434,7 +434,7 @@ class CephaloStrategy(ParallelStrategy):
                 return outcome
 
             result = super().optimizer_step(optimizer, closure_and_rules, model, **kwargs)
-        self._watch.finish_step(counts=not session.meter.slowed)
+        self._watch.finish_step(counts=not session.memory.slowed)
         return result
 
     @override
@@ -548,7 +548,7 @@ class CephaloStrategy(ParallelStrategy):
             self._session.model.executor.reshard()
             self._session.share_changed_buffers()
         with accelerator_of(self.root_device).on_host():
-            return checkpoint.full_state_dict(self._module, keep=self.is_global_zero)
+            return checkpoint.full_state_dict(self._module, wanted=self.is_global_zero)
 
     @override
     def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:
@@ -560,7 +560,7 @@ class CephaloStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         with accelerator_of(self.root_device).on_host():
-            return checkpoint.full_optimizer_state(optimizer, keep=self.is_global_zero)
+            return checkpoint.full_optimizer_state(optimizer, wanted=self.is_global_zero)
 
     @override
     def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:

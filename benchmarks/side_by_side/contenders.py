@@ -123,14 +123,14 @@ def cephalo(size: ModelSize, ranks: int) -> tuple[Contender, ShardedModel]:
     model = size.make()
     groups = Groups.create(datetime.timedelta(seconds=300))
     even = [1 / ranks] * ranks
-    engine = ShardedModel(
+    sharded = ShardedModel(
         model, groups, accelerator_of(CPU), even, UnitOptions(), None, size.recompute
     )
 
     def backward(parts: Sequence[Part], global_batch_size: int) -> None:
-        sharded_step(engine.executor, model, loss_of, parts)  # weighs by samples itself
+        sharded_step(sharded.executor, model, loss_of, parts)  # weighs by samples itself
 
-    return Contender(CEPHALO, model, backward, sharded=True), engine
+    return Contender(CEPHALO, model, backward, sharded=True), sharded
 
 
 def baselines(size: ModelSize, ranks: int) -> tuple[list[Contender], dict[str, str]]:

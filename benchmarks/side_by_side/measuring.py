@@ -21,10 +21,10 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Plan, Problem, RankProfile, solve
-from lightning_cephalo.profiling.measure import pooled
+from lightning_cephalo.profiling.measure import merge_equal_ranks
 from lightning_cephalo.profiling.memory_model import state_bytes
 from lightning_cephalo.profiling.network import measure_network
-from lightning_cephalo.profiling.optimizer import optimizer_time
+from lightning_cephalo.profiling.optimizer_time import optimizer_time
 from lightning_cephalo.profiling.probe import Prober
 from lightning_cephalo.profiling.sweep import Sweep, ladder, measure_times
 
@@ -78,15 +78,15 @@ def run_rank(rank: int, setup: Setup) -> list[RankRecord]:
     )
     dist.barrier()
     try:
-        own, engine = make_cephalo(setup.model, ranks)
+        own, sharded = make_cephalo(setup.model, ranks)
         others, reasons = baselines(setup.model, ranks)
         speeds = setup.cases[0].speeds
         device = EmulatedDevice(flops_per_s=setup.flops_per_s[rank], name=f"speed {speeds[rank]}")
         with device:
             largest = max(setup.cases, key=lambda case: case.samples)
-            problem = _profile(engine, device, _global_batch(largest, setup.model), largest)
+            problem = _profile(sharded, device, _global_batch(largest, setup.model), largest)
             return [
-                _measure(case, setup, own, engine, others, reasons, problem, device)
+                _measure(case, setup, own, sharded, others, reasons, problem, device)
                 for case in setup.cases
             ]
     finally:
@@ -97,16 +97,16 @@ def _measure(
     case: Case,
     setup: Setup,
     own: Contender,
-    engine: ShardedModel,
+    sharded: ShardedModel,
     others: Sequence[Contender],
     reasons: dict[str, str],
     problem: Problem,
     device: EmulatedDevice,
 ) -> RankRecord:
-    rank = engine.control.rank
-    plan = engine.control.broadcast(_solved(problem, case) if rank == 0 else None)
-    engine.change_fractions([part.state_fraction for part in plan.ranks])
-    engine.executor.reshard_after_forward = plan.reshard_after_forward is not False
+    rank = sharded.control.rank
+    plan = sharded.control.broadcast(_solved(problem, case) if rank == 0 else None)
+    sharded.change_fractions([part.state_fraction for part in plan.ranks])
+    sharded.executor.reshard_after_forward = plan.reshard_after_forward is not False
     batch = _global_batch(case, setup.model)
     _prepare(own, batch, rank, [part.microbatch_sizes for part in plan.ranks])
     for other in others:
@@ -115,7 +115,7 @@ def _measure(
     contenders = [own, *others]
     started_s = time.perf_counter()
     _warm_up(contenders)
-    round_s = engine.control.max(time.perf_counter() - started_s)
+    round_s = sharded.control.max(time.perf_counter() - started_s)
     rounds = min(setup.rounds, max(setup.least_rounds, int(setup.case_s / round_s)))
     times: dict[str, list[StepTimes]] = {contender.name: [] for contender in contenders}
     for index in range(rounds):
@@ -176,7 +176,7 @@ def _prepare(
 
 
 def _profile(
-    engine: ShardedModel, device: EmulatedDevice, tokens: torch.Tensor, case: Case
+    sharded: ShardedModel, device: EmulatedDevice, tokens: torch.Tensor, case: Case
 ) -> Problem:
     """Measure as the strategy does; memory is left out, as there is no limit to it here."""
     clock = accelerator_of(CPU).clock  # the emulated device that this runs on
@@ -185,18 +185,18 @@ def _profile(
         return {"tokens": tokens[:size]}
 
     def step(part: Part) -> torch.Tensor:
-        return loss_of(engine.module, part)
+        return loss_of(sharded.module, part)
 
-    prober = Prober(engine, clock, batch_of, step, nullcontext)
+    prober = Prober(sharded, clock, batch_of, step, nullcontext)
     sizes = sorted({*ladder(1, case.samples), case.global_batch_size})
-    devices = engine.control.gather(device.name)
+    devices = sharded.control.gather(device.name)
     measured = measure_times(prober, Sweep(sizes, _PROFILE_S, devices))
-    optimizer_s = optimizer_time(engine, clock, None)
-    network = measure_network(engine, clock, math.inf)
-    for unit in engine.units:
+    optimizer_s = optimizer_time(sharded, clock, None)
+    network = measure_network(sharded, clock, math.inf)
+    for unit in sharded.units:
         for flat in unit.flats:
             flat.forget_gradient()
-    units = sum(visit.differentiable for visit in engine.executor.visits)
+    units = sum(visit.differentiable for visit in sharded.executor.visits)
     known, every = sorted(measured.times), np.arange(1, measured.largest + 1)
 
     def curve(part: str, divisor: int) -> tuple[float, ...]:
@@ -211,13 +211,13 @@ def _profile(
         compute_bytes=(0.0,) * len(every),
         capacity_bytes=math.inf,
     )
-    profiles = engine.control.gather(own)
+    profiles = sharded.control.gather(own)
     return Problem(
-        ranks=tuple(pooled(profiles)),
+        ranks=tuple(merge_equal_ranks(profiles)),
         units=units,
         gather_s=network.gather_s,
         reduce_s=network.reduce_s,
-        state_bytes=float(state_bytes(engine)),
+        state_bytes=float(state_bytes(sharded)),
         global_batch_size=case.global_batch_size,
         optimizer_s=optimizer_s,
         step_overhead_s=network.step_overhead_s,
@@ -227,7 +227,7 @@ def _profile(
         root_reduce_s=network.root_reduce_s,
         fill_s=network.fill_s,
         reshard_after_forward="auto",
-        unresharded_bytes=float(engine.unresharded_bytes),
+        unresharded_bytes=float(sharded.unresharded_bytes),
     )
 
 

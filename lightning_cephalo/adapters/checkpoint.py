@@ -20,22 +20,22 @@ from lightning_cephalo.sharding.materialise import on_cpu
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, with_rows_of
 
 
-def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
+def full_state_dict(module: nn.Module, wanted: bool) -> dict[str, Any]:
     """Return ``module.state_dict()`` with full tensors; collective.
 
     Args:
         module: The sharded model.
-        keep: Whether this rank wants the values (rank 0); others get an empty dict.
+        wanted: Whether this rank wants the values (rank 0); others get an empty dict.
     """
     seen: dict[int, Any] = {}
     result: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             if id(value) not in seen:  # tied weights are written as one tensor, as torch does
-                seen[id(value)] = to_full(value, keep)
+                seen[id(value)] = to_full(value, wanted)
             value = seen[id(value)]
         result[name] = value
-    return result if keep else {}
+    return result if wanted else {}
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
@@ -94,20 +94,20 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     return as_dtensor(mine, parameter._spec)
 
 
-def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` with full tensors; collective; empty unless ``keep``."""
+def full_optimizer_state(optimizer: Optimizer, wanted: bool) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()`` with full tensors; collective; empty unless ``wanted``."""
     state = optimizer.state_dict()
     parameters = dict(_numbered_parameters(state, optimizer))
     full = {
         index: {
-            name: to_full(with_rows_of(value, parameters[index]), keep)
+            name: to_full(with_rows_of(value, parameters[index]), wanted)
             if isinstance(value, Tensor)
             else value
             for name, value in entries.items()
         }
         for index, entries in state["state"].items()
     }
-    return {**state, "state": full} if keep else {}
+    return {**state, "state": full} if wanted else {}
 
 
 def _numbered_parameters(

@@ -6,6 +6,7 @@ communicates: what ranks must agree on goes through functions that the caller pa
 """
 
 from lightning_cephalo.common.errors import BatchSplitError
+from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList, zero_rows
 from lightning_cephalo.data.collate import RankCollate
 from lightning_cephalo.data.loaders import rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.data.lockstep import LockStepLoader
@@ -20,7 +21,6 @@ from lightning_cephalo.data.reading import (
 )
 from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
 from lightning_cephalo.data.shares import deal, split_sizes
-from lightning_cephalo.data.split import BatchLayout, MicrobatchList, zero_rows
 
 __all__ = [
     "BatchLayout",

@@ -8,9 +8,9 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from lightning_cephalo.common.errors import BatchSplitError
+from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList, zero_rows
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.data.shares import split_sizes
-from lightning_cephalo.data.split import BatchLayout, MicrobatchList, zero_rows
 
 
 def fetch(dataset: Any, keys: Sequence[Any]) -> Any:

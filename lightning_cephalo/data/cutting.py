@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import BatchSplitError
 from lightning_cephalo.data import BatchLayout, MicrobatchList, deal, split_sizes, zero_rows
-from lightning_cephalo.data.split import not_splittable
+from lightning_cephalo.data.batch_layout import not_splittable
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_cephalo.data import reading
+from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.collate import EmptyFetchDataset, RankCollate, tolerates_empty_fetch
 from lightning_cephalo.data.lockstep import AllHaveNext, lock_step
 from lightning_cephalo.data.randomness import (
@@ -37,7 +38,6 @@ from lightning_cephalo.data.reading import Broadcast, original_of
 from lightning_cephalo.data.reinstantiate import reinstantiate
 from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
 from lightning_cephalo.data.shares import deal
-from lightning_cephalo.data.split import BatchLayout
 
 
 def rebuild_train_loader(

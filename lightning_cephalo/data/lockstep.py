@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lightning_cephalo.common.errors import BatchSplitError
+from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList, zero_rows
 from lightning_cephalo.data.containers import contains_arrays
 from lightning_cephalo.data.randomness import preserved_randomness
-from lightning_cephalo.data.split import BatchLayout, MicrobatchList, zero_rows
 
 AllHaveNext = Callable[[bool], bool]
 """True on every rank if every rank passed True; a collective, called in the main process."""

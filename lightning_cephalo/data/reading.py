@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from lightning_cephalo.common.errors import BatchSplitError
+from lightning_cephalo.data.batch_layout import BatchLayout, Splitter
 from lightning_cephalo.data.collate import fetch
 from lightning_cephalo.data.lockstep import LockStepLoader
 from lightning_cephalo.data.randomness import (
@@ -30,7 +31,6 @@ from lightning_cephalo.data.randomness import (
     write_states,
 )
 from lightning_cephalo.data.samplers import RankBatchSampler
-from lightning_cephalo.data.split import BatchLayout, Splitter
 
 Broadcast = Callable[[Any], Any]
 """Rank 0's object on every rank; a collective."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.containers import flatten
+from lightning_cephalo.execution.call_tree import flatten
 
 
 def without_empty_caches(

@@ -30,12 +30,13 @@ from lightning_cephalo.plan.program import (
     Visit,
     evaluation_of,
     gathered_after,
-    keeping,
     layered_forward,
     offloading,
     resumed_forward,
+    without_frees,
 )
 from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.sharding.flat import Residence
 from lightning_cephalo.sharding.unit import Unit, UnitState
 
 # What a rank says in the exchange that ends a forward.
@@ -101,9 +102,9 @@ class Executor:
             Operation.FREE: Executor._free,
             Operation.AGREE: Executor._agree,
         }
-        self._choose_memory()
+        self._choose_residence()
         # gathered once a step: nothing finds it again
-        self.units[ROOT].choose_memory(kept=False)
+        self.units[ROOT].choose_residence(Residence.POOLED)
 
     # -- how steps are run --------------------------------------------------------------------
 
@@ -115,7 +116,7 @@ class Executor:
     @recompute.setter
     def recompute(self, recompute: bool) -> None:
         self._recompute = recompute
-        self._choose_memory()
+        self._choose_residence()
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -128,11 +129,15 @@ class Executor:
     @reshard_after_forward.setter
     def reshard_after_forward(self, reshard_after_forward: bool) -> None:
         self._reshard_after_forward = reshard_after_forward
-        self._choose_memory()
+        self._choose_residence()
 
-    def _choose_memory(self) -> None:
+    def _choose_residence(self) -> None:
+        if not self._reshard_after_forward:
+            residence = Residence.RESIDENT
+        else:
+            residence = Residence.POOLED if self._recompute else Residence.OWN
         for unit in self.units[1:]:
-            unit.choose_memory(kept=not self._recompute, stays=not self._reshard_after_forward)
+            unit.choose_residence(residence)
 
     def expect_weight(self, total: float) -> None:
         """Say what the weights of the next step's microbatches sum to, about.
@@ -575,7 +580,7 @@ class Executor:
     ) -> Iterator[Instruction]:
         """The passes that a compiled program has, over one that is still being discovered."""
         if not self._reshard_after_forward:
-            instructions = keeping(instructions)
+            instructions = without_frees(instructions)
         if self.arena is not None:
             instructions = offloading(instructions, lambda at: visits[at].differentiable)
         return instructions

@@ -27,7 +27,7 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.arguments import refuse_changed_containers, without_empty_caches
 from lightning_cephalo.execution.boundaries import Boundaries
-from lightning_cephalo.execution.containers import (
+from lightning_cephalo.execution.call_tree import (
     CallStructure,
     Structure,
     flatten_call,
@@ -201,7 +201,7 @@ class Microbatch:
         args, kwargs = structure.unflatten(inputs)
         if self._recompute:
             record.random, record.modes = RandomState(self._accelerator), modes
-            versions, kept = buffers.versions(), buffers.keep()
+            versions, kept = buffers.versions(), buffers.save()
             # whoever looks for tensors that leave otherwise needs their graph; it is dropped below
             with torch.no_grad() if self._inside is None else nullcontext():
                 result = self._result_of(body, args, kwargs)

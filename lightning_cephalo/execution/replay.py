@@ -88,7 +88,7 @@ class RandomState:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _SavedBuffer:
     """A buffer and a copy of its value at some time."""
 
     module: nn.Module
@@ -118,11 +118,13 @@ class ChangingBuffers:
             if buffer is not None
         ]
 
-    def keep(self) -> list[_Kept]:
+    def save(self) -> list[_SavedBuffer]:
         """Copy the buffers that are known to change; all of them before the first forward."""
         return _copies(self._suspects)
 
-    def changed_since(self, versions: list[tuple[int, int]], kept: list[_Kept]) -> list[_Kept]:
+    def changed_since(
+        self, versions: list[tuple[int, int]], saved: list[_SavedBuffer]
+    ) -> list[_SavedBuffer]:
         """Return the values from before of the buffers of modules of which any has changed.
 
         All buffers of such a module count: batch normalisation changes its running mean without
@@ -130,7 +132,7 @@ class ChangingBuffers:
 
         Args:
             versions: Of before the forward.
-            kept: Of before the forward.
+            saved: Of before the forward.
         """
         before = dict(versions)
         changed = [
@@ -146,14 +148,14 @@ class ChangingBuffers:
         # of one that never changed before only the new values are left; at least it counts once
         surprises = [inner for inner in changed if not _is_in(inner, self._suspects)]
         self._suspects = [*self._suspects, *surprises]
-        return [entry for entry in kept if _is_in(entry.module, changed)] + _copies(surprises)
+        return [entry for entry in saved if _is_in(entry.module, changed)] + _copies(surprises)
 
     @staticmethod
     @contextmanager
-    def replayed(kept: list[_Kept]) -> Iterator[None]:
+    def replayed(saved: list[_SavedBuffer]) -> Iterator[None]:
         """Show the values from before the forward, then those of now again, untouched."""
-        now = [(entry, entry.module._buffers[entry.name]) for entry in kept]
-        for entry in kept:
+        now = [(entry, entry.module._buffers[entry.name]) for entry in saved]
+        for entry in saved:
             entry.module._buffers[entry.name] = entry.value
         try:
             yield
@@ -162,9 +164,9 @@ class ChangingBuffers:
                 entry.module._buffers[entry.name] = buffer
 
 
-def _copies(modules: Iterable[nn.Module]) -> list[_Kept]:
+def _copies(modules: Iterable[nn.Module]) -> list[_SavedBuffer]:
     return [
-        _Kept(inner, name, buffer.clone())
+        _SavedBuffer(inner, name, buffer.clone())
         for inner in modules
         for name, buffer in inner._buffers.items()
         if buffer is not None

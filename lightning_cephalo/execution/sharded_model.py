@@ -204,15 +204,15 @@ class ShardedModel:
         self.executor.hooks.uninstall()
 
 
-def to_full(value: Tensor, keep: bool) -> Tensor | None:
+def to_full(value: Tensor, wanted: bool) -> Tensor | None:
     """Return the full tensor of a DTensor on the CPU; collective.
 
     Args:
         value: A DTensor, or a plain tensor that every rank holds.
-        keep: Whether this rank wants it; others only take part.
+        wanted: Whether this rank wants it; others only take part.
     """
     if isinstance(value, DTensor):
         with torch.no_grad():
             full = value.full_tensor()
-        return full.cpu() if keep else None
-    return value.detach().cpu() if keep else None
+        return full.cpu() if wanted else None
+    return value.detach().cpu() if wanted else None

@@ -21,7 +21,7 @@ from lightning_cephalo.common.quantities import (
     format_rate,
     format_seconds,
 )
-from lightning_cephalo.observe.memory_account import RankMemory
+from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, RankPlan
 
 _MICROBATCHES_IN_FULL = 4

@@ -80,30 +80,30 @@ class Watch:
                 " Make it, or name another file."
             )
 
-    def begin(self, engine: ShardedModel) -> None:
+    def begin(self, model: ShardedModel) -> None:
         """Watch a training that is about to start."""
         self._forget()
         self.ranks = ()
-        self._engine_reference = weakref.ref(engine)  # its process groups must be let go of in time
+        self._reference = weakref.ref(model)  # its process groups must be let go of in time
         # elsewhere waiting for the device would cost more than it tells
-        on_host = engine.accelerator.computes_on_host
-        self._clock = engine.accelerator.clock if on_host else engine.accelerator.now_s
-        marks = engine.accelerator.marks(engine.backend)
+        on_host = model.accelerator.computes_on_host
+        self._clock = model.accelerator.clock if on_host else model.accelerator.now_s
+        marks = model.accelerator.marks(model.backend)
         self._timing = Timing(marks)
         if self._path is not None:
             now = self._clock if on_host else None
             self._recorder = Recorder(marks, now, records_copies=on_host)
 
     @property
-    def _engine(self) -> ShardedModel:
-        engine = self._engine_reference()
-        assert engine is not None, "the engine is gone before the end of the training"
-        return engine
+    def _model(self) -> ShardedModel:
+        model = self._reference()
+        assert model is not None, "the model is gone before the end of the training"
+        return model
 
     def start_step(self) -> None:
         """A step's forward is about to begin."""
-        self._started_s = self._engine.accelerator.now_s()
-        executor = self._engine.executor
+        self._started_s = self._model.accelerator.now_s()
+        executor = self._model.executor
         self._detach()
         self._timing.restart()
         executor.attach(self._timing)
@@ -112,9 +112,9 @@ class Watch:
             executor.attach(self._recorder)
 
     def _detach(self) -> None:
-        self._engine.executor.detach(self._timing)
+        self._model.executor.detach(self._timing)
         if self._recorder is not None:
-            self._engine.executor.detach(self._recorder)
+            self._model.executor.detach(self._recorder)
 
     def finish_step(self, counts: bool = True) -> None:
         """The optimizer has stepped.
@@ -125,7 +125,7 @@ class Watch:
         step_s = self._clock() - self._started_s
         if counts:
             self._steps_s.append(step_s)
-        is_recorded = self._recorder is not None and self._engine.executor.is_observed_by(
+        is_recorded = self._recorder is not None and self._model.executor.is_observed_by(
             self._recorder
         )
         self._detach()
@@ -146,10 +146,10 @@ class Watch:
             plan: What was trained by.
             verbose: Whether rank 0 prints the figures.
         """
-        engine, control = self._engine, self._engine.control
-        engine.accelerator.synchronize()  # so that everything can be read
+        model, control = self._model, self._model.control
+        model.accelerator.synchronize()  # so that everything can be read
         self._read()
-        name = engine.accelerator.name
+        name = model.accelerator.name
         told = control.gather(self._measured(control.rank, name, plan))
         self.ranks = tuple(rank for rank in told if rank is not None)
         if verbose and control.rank == 0 and len(self.ranks) == control.world_size:
@@ -163,7 +163,7 @@ class Watch:
         step_s = self.step_s
         if step_s is None or not self._busy_s:
             return None
-        units = sum(visit.differentiable for visit in self._engine.executor.visits)
+        units = sum(visit.differentiable for visit in self._model.executor.visits)
         return MeasuredRank(
             rank=rank,
             name=name,

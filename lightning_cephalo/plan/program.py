@@ -331,12 +331,12 @@ def keep_gathered(program: Program) -> Program:
     ]
     return replace(
         program,
-        forward=tuple(keeping(program.forward)),
+        forward=tuple(without_frees(program.forward)),
         backward=(*(Instruction(Operation.FREE, unit) for unit in unused), *backward),
     )
 
 
-def keeping(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+def without_frees(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
     """Leave out every FREE of a forward, and every further GATHER of a unit; one at a time."""
     gathered: set[int] = set()
     for instruction in instructions:

@@ -264,7 +264,7 @@ def measure_or_load(job: Job, model: ShardedModel, trainer: Trainer) -> Problem:
         module: Any = model.module
         with named_where_nothing_fits(job.limits):
             problem = measure(
-                engine=model,
+                model=model,
                 trainer=trainer,
                 device=device,
                 loader=job.loaders.source,
@@ -293,10 +293,10 @@ def _step_of_user(module: LightningModule, batch: Any) -> torch.Tensor:
 
 
 def _keep(
-    problem: Problem, found: job_cache.Found, options: Options, control: ControlGroup
+    problem: Problem, found: job_cache.CachedProblem, options: Options, control: ControlGroup
 ) -> None:
     if control.rank == 0 and found.path is not None:
-        lost = job_cache.keep(found.path, problem)
+        lost = job_cache.save(found.path, problem)
         if lost is not None and options.verbose:
             Progress(True).warn(f"The next start of this job will measure again: {lost}")
 

@@ -20,8 +20,7 @@ from lightning_cephalo.data.cutting import BatchCutter, EmptyPredictions
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import report
-from lightning_cephalo.observe.memory_account import RankMemory
-from lightning_cephalo.observe.memory_meter import MemoryMeter
+from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.preparation.limits import (
     named_where_nothing_fits,
@@ -68,7 +67,7 @@ class Session:
         predicted_memory: What the plan predicts that every rank holds.
     """
 
-    meter: MemoryMeter
+    memory: TrainingMemory
 
     def __init__(
         self,
@@ -195,11 +194,11 @@ class Session:
     def start_training(self, optimizers: Sequence[Optimizer]) -> None:
         """Measure from now on what this rank holds, its optimizers included."""
         self.optimizers = list(optimizers)
-        self.meter = MemoryMeter(self.model, self.optimizers)
+        self.memory = TrainingMemory(self.model, self.optimizers)
 
     def measured_memory(self) -> tuple[RankMemory, ...] | None:
         """Return what every rank has held in training; None before two steps; collective."""
-        rows = self.control.gather(self.meter.measured())
+        rows = self.control.gather(self.memory.measured())
         return tuple(rows) if all(rank is not None for rank in rows) else None
 
     def report(self, step_s: float | None, memory: Sequence[RankMemory] | None) -> None:

@@ -31,7 +31,7 @@ from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
-from lightning_cephalo.profiling.measure import pooled
+from lightning_cephalo.profiling.measure import merge_equal_ranks
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True)
-class Found:
+class CachedProblem:
     """What a start finds in the cache, equal on every rank.
 
     Attributes:
@@ -59,7 +59,7 @@ class Found:
 
 def look_up(
     control: ControlGroup, device: Device, describe_job: Callable[[], Any], *, remeasure: bool
-) -> Found:
+) -> CachedProblem:
     """Look for what an earlier start of this job has measured; collective.
 
     Args:
@@ -76,16 +76,16 @@ def look_up(
         )
     )
     if any(digest is None for digest, _, _ in rows):
-        return Found(None)
+        return CachedProblem(None)
     key = _hashed([(digest, name) for digest, name, _ in rows])
     found = None
     if control.rank == 0:
         path = files.cache_folder() / "jobs" / f"{key[:32]}.json"
-        found = Found(path) if remeasure else _read(path, [row[2] for row in rows])
+        found = CachedProblem(path) if remeasure else _read(path, [row[2] for row in rows])
     return control.broadcast(found)
 
 
-def keep(path: Path, problem: Problem) -> str | None:
+def save(path: Path, problem: Problem) -> str | None:
     """Write a measured problem for the next start; None, or why that was not possible."""
     data = {"measured": time.strftime("%Y-%m-%d %H:%M:%S"), "problem": problem.to_dict()}
     try:
@@ -96,7 +96,7 @@ def keep(path: Path, problem: Problem) -> str | None:
     return None
 
 
-def _read(path: Path, capacities: Sequence[float]) -> Found:
+def _read(path: Path, capacities: Sequence[float]) -> CachedProblem:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         problem = Problem.from_dict(data["problem"])
@@ -104,18 +104,18 @@ def _read(path: Path, capacities: Sequence[float]) -> Found:
             raise PlanError(f"expected {len(capacities)} ranks, got {len(problem.ranks)}")
         day = str(data["measured"])
     except FileNotFoundError:
-        return Found(path)
+        return CachedProblem(path)
     except Exception as error:  # whatever is in the file: the job can measure again
-        return Found(path, said=f"Measuring again, as {path} cannot be read: {error}")
+        return CachedProblem(path, said=f"Measuring again, as {path} cannot be read: {error}")
     for rank, (profile, capacity) in enumerate(zip(problem.ranks, capacities, strict=True)):
         less, more = sorted((profile.capacity_bytes, capacity))
         if more > _SAME_CAPACITY * less:
-            return Found(
+            return CachedProblem(
                 path,
                 said=f"Measuring again, as rank {rank} may fill {format_bytes(capacity)} now and"
                 f" {format_bytes(profile.capacity_bytes)} on {day}.",
             )
-    ranks = pooled(
+    ranks = merge_equal_ranks(
         [
             dataclasses.replace(profile, capacity_bytes=capacity)
             for profile, capacity in zip(problem.ranks, capacities, strict=True)
@@ -124,14 +124,14 @@ def _read(path: Path, capacities: Sequence[float]) -> Found:
     said = (
         f"Using times measured on {day} ({path}); CephaloStrategy(remeasure=True) measures again."
     )
-    return Found(path, dataclasses.replace(problem, ranks=tuple(ranks)), said)
+    return CachedProblem(path, dataclasses.replace(problem, ranks=tuple(ranks)), said)
 
 
 # -- what a job is --------------------------------------------------------------------------------
 
 
 def describe(
-    engine: ShardedModel,
+    model: ShardedModel,
     trainer: Trainer,
     read_sample: Callable[[], Any],
     global_batch_size: int,
@@ -140,13 +140,13 @@ def describe(
     """All that measured times depend on, but for the devices, as plain values.
 
     Args:
-        engine: The sharded model.
+        model: The sharded model.
         trainer: The trainer that is fitting.
         read_sample: Reads a small batch as the loaders give it.
         global_batch_size: Samples of a step over all ranks.
         options: The user's options that measured times depend on, by name.
     """
-    module = engine.module
+    module = model.module
     with preserved_randomness():
         batch = read_sample()
     plugin = trainer.precision_plugin
@@ -154,12 +154,12 @@ def describe(
         "versions": [torch.__version__, importlib.metadata.version("lightning-cephalo")],
         "parameters": [
             [name, list(p.shape), str(p.dtype), p.requires_grad]
-            for unit in engine.units
+            for unit in model.units
             for name, p in unit.named_sharded()
         ],
-        "units": [unit.name for unit in engine.units],
+        "units": [unit.name for unit in model.units],
         "compiled": [
-            *engine.executor.hooks.compiled_units,
+            *model.executor.hooks.compiled_units,
             *[name for name, inner in module.named_modules() if inner._compiled_call_impl],
         ],
         "modules": [[name, *_described(inner, inner is module)]
@@ -168,11 +168,11 @@ def describe(
         "batch": [_leaf(leaf) for leaf in pytree.tree_leaves(batch)],
         "global_batch_size": global_batch_size,
         "precision": [type(plugin).__name__, str(getattr(plugin, "precision", "")),
-                      str(engine.compute_dtype), torch.get_float32_matmul_precision(),
+                      str(model.compute_dtype), torch.get_float32_matmul_precision(),
                       torch.are_deterministic_algorithms_enabled()],
-        "recompute": engine.executor.recompute,
+        "recompute": model.executor.recompute,
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
-        "threads": torch.get_num_threads() if engine.accelerator.computes_on_host else None,
+        "threads": torch.get_num_threads() if model.accelerator.computes_on_host else None,
         "options": {
             name: _plain(value) for name, value in options.items()
         },

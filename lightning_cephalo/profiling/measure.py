@@ -18,16 +18,16 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
-from lightning_cephalo.profiling.keeping import measure_keeping, with_keeping
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import (
-    Kept,
+    RetainedBytes,
     compute_curve,
     resting_bytes,
     state_bytes,
 )
 from lightning_cephalo.profiling.network import measure_network
-from lightning_cephalo.profiling.optimizer import clipping, optimizer_time
+from lightning_cephalo.profiling.no_recompute import measure_no_recompute, with_no_recompute
+from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.save_curves import remember
 from lightning_cephalo.profiling.sweep import (
@@ -71,7 +71,7 @@ class ProfileOptions:
 
 def measure(
     *,
-    engine: ShardedModel,
+    model: ShardedModel,
     trainer: Trainer,
     device: Device,
     loader: Any,
@@ -87,7 +87,7 @@ def measure(
     :mod:`~lightning_cephalo.profiling.isolation`.
 
     Args:
-        engine: The sharded model; shares of any size.
+        model: The sharded model; shares of any size.
         trainer: The trainer that is fitting.
         device: This rank's device.
         loader: The user's DataLoader, or all of them as
@@ -105,11 +105,11 @@ def measure(
         ProfilingError: On every rank, if any rank fails, dies, gets a loss that is not finite, or
             if none has memory for the smallest microbatch.
     """
-    control, clock = engine.control, engine.accelerator.clock
-    started_s = engine.accelerator.now_s()
+    control, clock = model.control, model.accelerator.clock
+    started_s = model.accelerator.now_s()
     smallest = min(options.minimum_microbatch_size, global_batch_size)
     progress = Progress(options.verbose and control.rank == 0)
-    batches = _Batches(loader, partial(moved_to_device, trainer, engine.module))
+    batches = _Batches(loader, partial(moved_to_device, trainer, model.module))
 
     def counted_batch(size: int) -> Any:
         expect_samples(trainer, size)
@@ -118,9 +118,9 @@ def measure(
     with (
         lost_rank_explained(control.rank, "profiling"),
         progress,
-        isolated(trainer, engine.module, engine.accelerator),
+        isolated(trainer, model.module, model.accelerator),
     ):
-        prober = Prober(engine, clock, counted_batch, step, context)
+        prober = Prober(model, clock, counted_batch, step, context)
         sweep = Sweep(
             ladder(smallest, global_batch_size),
             options.budget_s * _TIMING_SHARE,
@@ -131,45 +131,45 @@ def measure(
         measured = measure_times(prober, sweep)
         progress.say("profiling: memory")
         own_kept = measure_memory(prober, measured, sweep)
-        keeping = None
+        no_recompute = None
         if options.choose_recompute:
             progress.say("profiling: without recomputation")
-            keeping = measure_keeping(prober, measured, sweep)
+            no_recompute = measure_no_recompute(prober, measured, sweep)
         progress.say("profiling: network")
         # a backend allocates when it first communicates, and cannot ask torch for what that keeps
-        engine.accelerator.empty_cache()
+        model.accelerator.empty_cache()
         # first: measuring the network lets go of the gradients that clipping is timed with
         clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        optimizer_s = optimizer_time(engine, clock, clip)
-        network = measure_network(engine, clock, device.capacity_bytes)
+        optimizer_s = optimizer_time(model, clock, clip)
+        network = measure_network(model, clock, device.capacity_bytes)
 
-    for unit in engine.units:
+    for unit in model.units:
         for flat in unit.flats:
             flat.forget_gradient()  # memory that moving the shards may need
-    engine.accelerator.empty_cache()
-    visits = engine.executor.visits
+    model.accelerator.empty_cache()
+    visits = model.executor.visits
     units = max(1, sum(visit.differentiable for visit in visits))
-    own_keeping = Kept(0.0, 0.0) if keeping is None else keeping.kept
-    per_microbatch = max(own_kept.microbatch_bytes, own_keeping.microbatch_bytes)
+    own_inside = RetainedBytes(0.0, 0.0) if no_recompute is None else no_recompute.kept
+    per_microbatch = max(own_kept.microbatch_bytes, own_inside.microbatch_bytes)
     rows = control.gather(
         [
             own_kept.sample_bytes,
-            own_keeping.sample_bytes,
+            own_inside.sample_bytes,
             per_microbatch,
-            float(resting_bytes(engine)),
+            float(resting_bytes(model)),
         ]
     )
     per_sample, inside_too, per_microbatch, resting = (
         max(column) for column in zip(*rows, strict=True)
     )
-    kept = Kept(per_sample, per_microbatch)
-    gathered_bytes = float(engine.gathered_bytes)
+    kept = RetainedBytes(per_sample, per_microbatch)
+    gathered_bytes = float(model.gathered_bytes)
     own = _profile(device, measured, units, gathered_bytes, kept)
-    if keeping is not None:
-        all_kept = Kept(max(inside_too, per_sample), per_microbatch)
-        own = with_keeping(own, keeping, all_kept, units, gathered_bytes)
-    profiles = pooled(_exchanged(control, own))
-    reduced = len({visit.unit for visit in visits if engine.units[visit.unit].trainable})
+    if no_recompute is not None:
+        all_kept = RetainedBytes(max(inside_too, per_sample), per_microbatch)
+        own = with_no_recompute(own, no_recompute, all_kept, units, gathered_bytes)
+    profiles = merge_equal_ranks(_exchanged(control, own))
+    reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
     even_reduce_s = network.even_reduce_s
     if even_reduce_s is not None:
         even_reduce_s *= reduced / units
@@ -178,13 +178,13 @@ def measure(
         units=units,
         gather_s=network.gather_s if visits else 0.0,
         reduce_s=network.reduce_s * reduced / units,
-        state_bytes=float(state_bytes(engine)),
+        state_bytes=float(state_bytes(model)),
         global_batch_size=global_batch_size,
         boundary_bytes=kept.sample_bytes / units,
         kept_bytes=max(0.0, inside_too - per_sample) / units,
         microbatch_bytes=kept.microbatch_bytes,
         optimizer_s=optimizer_s,
-        gathered_bytes=engine.gathered_bytes + resting,
+        gathered_bytes=model.gathered_bytes + resting,
         minimum_microbatch_size=smallest,
         equal_microbatches=options.equal_microbatches,
         step_overhead_s=network.step_overhead_s,
@@ -193,21 +193,21 @@ def measure(
         root_gather_s=network.root_gather_s,
         root_reduce_s=network.root_reduce_s,
         fill_s=network.fill_s,
-        unresharded_bytes=float(engine.unresharded_bytes),
+        unresharded_bytes=float(model.unresharded_bytes),
     )
     if control.rank == 0 and device.speed_lasts:
         lost = remember(
             problem,
-            model=type(engine.module).__name__,
-            parameters=engine.parameter_count,
-            dtype=engine.compute_dtype,
-            recompute=engine.executor.recompute,
+            model=type(model.module).__name__,
+            parameters=model.parameter_count,
+            dtype=model.compute_dtype,
+            recompute=model.executor.recompute,
             batch=batches.held,
         )
         if lost is not None:
             progress.warn(f"The measured times were not kept for later: {lost}")
     largest = [profile.largest_microbatch_size for profile in profiles]
-    seconds = engine.accelerator.now_s() - started_s
+    seconds = model.accelerator.now_s() - started_s
     progress.done(largest, seconds, seconds / balanced_step_s(problem))
     return problem
 
@@ -232,7 +232,7 @@ def _exchanged(control: ControlGroup, profile: RankProfile) -> list[RankProfile]
 
 
 def _profile(
-    device: Device, measured: Measured, units: int, gathered_bytes: float, kept: Kept
+    device: Device, measured: Measured, units: int, gathered_bytes: float, kept: RetainedBytes
 ) -> RankProfile:
     """Dense curves from the sizes that were measured; per unit where the problem wants it."""
     sizes = sorted(measured.times)
@@ -257,7 +257,7 @@ def _profile(
     )
 
 
-def pooled(profiles: Sequence[RankProfile]) -> list[RankProfile]:
+def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
     """Give ranks that are the same but for noise the same profile.
 
     Else equal devices would get unequal plans. Ranks are the same if they have one name, as good as

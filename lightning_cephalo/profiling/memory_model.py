@@ -12,7 +12,8 @@ kept has been released.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,9 @@ from lightning_cephalo.accelerator.emulated import MemoryTracker
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.observe.memory_account import RankMemory
+from lightning_cephalo.observe.memory import MemoryMeter, RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.sharding.collectives import summands_received
-from lightning_cephalo.sharding.flat import Flat
 
 # Adam's two moments beside the parameter and its gradient. The optimizer is made for the planned
 # shards, so it is not known yet; SGD holds less, and nothing common holds more.
@@ -37,7 +37,7 @@ _STATE_COPIES = 4
 _COUNTER_BYTES = 64
 
 
-def state_bytes(engine: ShardedModel) -> int:
+def state_bytes(model: ShardedModel) -> int:
     """Bytes of training state of the whole model: what the plan's fractions share out.
 
     16 per fp32 or mixed-precision parameter that is trained: itself, its gradient and the two
@@ -46,61 +46,59 @@ def state_bytes(engine: ShardedModel) -> int:
     """
     held = sum(
         flat.numel * flat.master_dtype.itemsize * (_STATE_COPIES if flat.trainable else 1)
-        for flat in _flats(engine)
+        for flat in model.flats
     )
-    return held + _receive_bytes(engine)
+    return held + _receive_bytes(model)
 
 
-def _receive_bytes(engine: ShardedModel) -> int:
+def _receive_bytes(model: ShardedModel) -> int:
     """Bytes of the buffers that one reduce receives into, over all ranks; one is under way."""
-    flats = _flats(engine)
+    flats = model.flats
     if not flats:
         return 0
-    largest = max(unit.gradient_bytes for unit in engine.units)
+    largest = max(unit.gradient_bytes for unit in model.units)
     return largest * summands_received(flats[0].context.reduce_group)
 
 
-def resting_bytes(engine: ShardedModel) -> int:
+def resting_bytes(model: ShardedModel) -> int:
     """Bytes that this rank holds between steps beside its share of the state.
 
     Buffers, and what optimizers hold of every parameter whatever its share (a step counter).
     """
     held = {
         buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
-        for buffer in engine.module.buffers()
+        for buffer in model.module.buffers()
     }
-    resting = sum(held.values()) + _COUNTER_BYTES * sum(
-        len(flat.sharded) for flat in _flats(engine)
-    )
-    allocator = engine.accelerator.allocator
+    resting = sum(held.values()) + _COUNTER_BYTES * sum(len(flat.sharded) for flat in model.flats)
+    allocator = model.accelerator.allocator
     if allocator is not None:
-        shards = [flat.shard for flat in _flats(engine)]
-        shards += [flat.grad_shard for flat in _flats(engine) if flat.grad_shard is not None]
-        lent = sum(pool.held_bytes for pool in engine.buffer_pools)
+        shards = [flat.shard for flat in model.flats]
+        shards += [flat.grad_shard for flat in model.flats if flat.grad_shard is not None]
+        lent = sum(pool.held_bytes for pool in model.buffer_pools)
         state = sum(_nbytes(shard) for shard in shards)
         resting = max(resting, allocator.current_bytes - lent - state)
     return resting
 
 
 def check_capacities(
-    engine: ShardedModel, capacity_bytes: float, *, reshard_after_forward: bool = True
+    model: ShardedModel, capacity_bytes: float, *, reshard_after_forward: bool = True
 ) -> None:
     """Raise if any rank cannot even hold what every rank must; collective.
 
     Args:
-        engine: The sharded model.
+        model: The sharded model.
         capacity_bytes: What this rank may hold.
         reshard_after_forward: Whether units are given back after the forward.
 
     Raises:
         TooLittleMemoryError: On every rank.
     """
-    gathered, ways_out = engine.gathered_bytes, "smaller units (unit_types=, unit_names=)"
+    gathered, ways_out = model.gathered_bytes, "smaller units (unit_types=, unit_names=)"
     if not reshard_after_forward:
-        gathered += engine.unresharded_bytes
+        gathered += model.unresharded_bytes
         ways_out = f"reshard_after_forward=True, {ways_out}"
-    shards = sum(_nbytes(flat.shard) * (2 if flat.trainable else 1) for flat in _flats(engine))
-    rows = engine.control.gather([capacity_bytes, float(shards)])
+    shards = sum(_nbytes(flat.shard) * (2 if flat.trainable else 1) for flat in model.flats)
+    rows = model.control.gather([capacity_bytes, float(shards)])
     for rank, (capacity, held) in enumerate(rows):
         missing = held + gathered - capacity
         if missing > 0:
@@ -123,16 +121,12 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _flats(engine: ShardedModel) -> list[Flat]:
-    return [flat for unit in engine.units for flat in unit.flats]
-
-
-def predicted(problem: Problem, plan: Plan, engine: ShardedModel) -> tuple[RankMemory, ...]:
+def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMemory, ...]:
     """What a plan made for this problem takes on every rank: the terms of the formula, by kind."""
-    received = _receive_bytes(engine)
-    gathered = engine.gathered_parameter_bytes
+    received = _receive_bytes(model)
+    gathered = model.gathered_parameter_bytes
     if not cost.as_planned(problem, plan).reshard_after_forward:
-        gathered += engine.unresharded_bytes
+        gathered += model.unresharded_bytes
     found = []
     for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
         need = cost.device_need(problem, profile, cost.Mode.of(rank))
@@ -141,69 +135,55 @@ def predicted(problem: Problem, plan: Plan, engine: ShardedModel) -> tuple[RankM
                 peak_bytes=rank.memory_bytes,
                 state_bytes=rank.state_fraction * (problem.state_bytes - received),
                 gathered_bytes=gathered,
-                gradients_bytes=engine.gathered_gradient_bytes + rank.state_fraction * received,
+                gradients_bytes=model.gathered_gradient_bytes + rank.state_fraction * received,
                 boundaries_bytes=need.kept(rank.batch_size, len(rank.microbatch_sizes)),
                 inside_bytes=max(
                     (need.peaks[size - 1] for size in rank.microbatch_sizes), default=0.0
                 ),
-                other_bytes=problem.gathered_bytes - engine.gathered_bytes,
+                other_bytes=problem.gathered_bytes - model.gathered_bytes,
             )
         )
     return tuple(found)
 
 
-class PeakMeter:
-    """Measures the peak of the ``with`` block beside the state, gathered buffers included.
+class StepMeter:
+    """Measures what a profiling step holds in addition to the state.
 
-    The allocator's own figure where the device has one. Else the bytes of live tensors, which slows
-    operators down: nothing should be timed meanwhile.
+    Gathered buffers are included. Bytes are read from the device's allocator where it has one:
+    figures of an emulated device would include what :class:`_StepTracker` leaves out.
 
     Args:
-        engine: The sharded model.
+        model: The sharded model.
     """
 
-    def __init__(self, engine: ShardedModel) -> None:
-        self._engine = engine
-        self._allocator = engine.accelerator.allocator
-        self._before = 0
-        self._tracker = _StepTracker(engine)
-        self.peak_bytes = 0
-        self.kept_bytes = 0
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        self._meter = MemoryMeter(model.accelerator.allocator, _StepTracker(model))
+        self._resting_bytes = 0
+        self.peak_bytes = self.kept_bytes = 0
 
     def forward_done(self) -> None:
         """Called between the forward and the backward: see what is held there."""
-        if self._allocator is not None:
-            self.kept_bytes = max(0, self._allocator.current_bytes - self._before)
-        else:
-            self.kept_bytes = self._tracker.current_bytes
+        self.kept_bytes = max(0, self._meter.current_bytes - self._resting_bytes)
 
-    def __enter__(self) -> PeakMeter:
-        if self._allocator is not None:
-            self._allocator.reset_peak()
-            lent = sum(pool.held_bytes for pool in self._engine.buffer_pools)
-            self._before = self._allocator.current_bytes - lent
-            return self
-        self._tracker.__enter__()
-        # made before, and empty until they are gathered
-        for flat in _flats(self._engine):
-            self._tracker.track(flat.full)
-        self._tracker.track(self._engine.buffers())
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._allocator is not None:
-            self.peak_bytes = max(0, self._allocator.peak_bytes - self._before)
-            return
-        self._tracker.__exit__(*exception)
-        self.peak_bytes = self._tracker.peak_bytes
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure the step inside."""
+        # made before, and empty until units are gathered
+        buffers = [*[flat.full for flat in self._model.flats], *self._model.buffers()]
+        with self._meter.measuring(*buffers):
+            lent = sum(pool.held_bytes for pool in self._model.buffer_pools)
+            self._resting_bytes = self._meter.current_bytes - lent
+            yield
+        self.peak_bytes = max(0, self._meter.peak_bytes - self._resting_bytes)
 
 
 class _StepTracker(MemoryTracker):
     """Leaves out what a reduce receives into: `state_bytes` has it, for the planned shares."""
 
-    def __init__(self, engine: ShardedModel) -> None:
+    def __init__(self, model: ShardedModel) -> None:
         super().__init__()
-        self._engine = engine
+        self._model = model
 
     def _after(self, function: Any, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         if operator.collective and "recv" in str(function):
@@ -212,8 +192,8 @@ class _StepTracker(MemoryTracker):
     def _is_gathered(self, tensor: Tensor) -> bool:
         # what a gather receives into is counted
         storage = tensor.untyped_storage()._cdata
-        known = [flat.full.untyped_storage() for flat in _flats(self._engine)]
-        known += [b.storage for pool in self._engine.parameter_pools for b in pool.buffers]
+        known = [flat.full.untyped_storage() for flat in self._model.flats]
+        known += [b.storage for pool in self._model.parameter_pools for b in pool.buffers]
         return any(storage == other._cdata for other in known)
 
 
@@ -231,7 +211,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Kept:
+class RetainedBytes:
     """What is kept from the forward until the backward.
 
     Attributes:
@@ -245,7 +225,7 @@ class Kept:
     @classmethod
     def between(
         cls, single: float, several: float, count: int, size: int, larger: tuple[int, float] | None
-    ) -> Kept:
+    ) -> RetainedBytes:
         """From what is held between forward and backward.
 
         Args:
@@ -264,7 +244,7 @@ class Kept:
 
 
 def compute_curve(
-    sizes: Sequence[int], peaks: Sequence[float], largest: int, gathered: float, kept: Kept
+    sizes: Sequence[int], peaks: Sequence[float], largest: int, gathered: float, kept: RetainedBytes
 ) -> list[float]:
     """``compute_bytes`` of microbatches of 1 to ``largest`` samples.
 

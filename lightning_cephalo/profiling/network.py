@@ -51,7 +51,7 @@ class NetworkTimes:
 
 
 def measure_network(
-    engine: ShardedModel, clock: Callable[[], float], capacity_bytes: float
+    model: ShardedModel, clock: Callable[[], float], capacity_bytes: float
 ) -> NetworkTimes:
     """Time the collectives of a step on the groups that the step uses; collective.
 
@@ -60,21 +60,21 @@ def measure_network(
     as they were.
 
     Args:
-        engine: The sharded model; has run a step.
+        model: The sharded model; has run a step.
         clock: Seconds, when all work issued to the device is done.
         capacity_bytes: What this rank may hold.
     """
-    engine.executor.reshard()
-    root_gather_s, root_reduce_s = _unit_times(engine, engine.units[ROOT], clock)
-    first = _mean_times(engine, clock)
+    model.executor.reshard()
+    root_gather_s, root_reduce_s = _unit_times(model, model.units[ROOT], clock)
+    first = _mean_times(model, clock)
     second = None
-    fractions = engine.fractions
+    fractions = model.fractions
     was_even = max(fractions) - min(fractions) < _EVEN
     other = _uneven(len(fractions)) if was_even else [1 / len(fractions)] * len(fractions)
-    if engine.units[1:] and len(fractions) > 1 and _have_room(engine, other, capacity_bytes):
-        engine.change_fractions(other)
-        second = _mean_times(engine, clock)
-        engine.change_fractions(fractions)
+    if model.units[1:] and len(fractions) > 1 and _have_room(model, other, capacity_bytes):
+        model.change_fractions(other)
+        second = _mean_times(model, clock)
+        model.change_fractions(fractions)
     even, uneven = (first, second or first) if was_even else (second, first)
     return NetworkTimes(
         gather_s=uneven[0],
@@ -83,7 +83,7 @@ def measure_network(
         even_reduce_s=_saved(even and even[1], uneven[1]),
         root_gather_s=root_gather_s,
         root_reduce_s=root_reduce_s,
-        exchange_s=_exchange_time(engine),
+        exchange_s=_exchange_time(model),
     )
 
 
@@ -93,16 +93,16 @@ def _uneven(world_size: int) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def _have_room(engine: ShardedModel, fractions: Sequence[float], capacity_bytes: float) -> bool:
+def _have_room(model: ShardedModel, fractions: Sequence[float], capacity_bytes: float) -> bool:
     """Whether every rank could hold its parameters and gradients by these shares."""
     held = sum(
         flat.numel * flat.master_dtype.itemsize * (2 if flat.trainable else 1)
-        for unit in engine.units
+        for unit in model.units
         for flat in unit.flats
     )
     # Twice: the old shards go only when the new ones have been filled.
-    needed = engine.gathered_bytes + 2 * held * fractions[engine.control.rank]
-    return engine.control.all(needed < capacity_bytes)
+    needed = model.gathered_bytes + 2 * held * fractions[model.control.rank]
+    return model.control.all(needed < capacity_bytes)
 
 
 def _saved(even_s: float | None, uneven_s: float) -> float | None:
@@ -110,10 +110,10 @@ def _saved(even_s: float | None, uneven_s: float) -> float | None:
     return even_s if even_s is not None and even_s < (1 - _NOISE) * uneven_s else None
 
 
-def _mean_times(engine: ShardedModel, clock: Callable[[], float]) -> tuple[float, float]:
+def _mean_times(model: ShardedModel, clock: Callable[[], float]) -> tuple[float, float]:
     """Seconds of gathering and of reducing a mean unit beside the root."""
-    units = _spread([unit for unit in engine.units[1:] if unit.flats], _UNITS)
-    times = [_unit_times(engine, unit, clock) for unit in units]
+    units = _spread([unit for unit in model.units[1:] if unit.flats], _UNITS)
+    times = [_unit_times(model, unit, clock) for unit in units]
     if not times:
         return 0.0, 0.0
     gathers, reduces = zip(*times, strict=True)
@@ -126,16 +126,14 @@ def _spread(units: Sequence[Unit], count: int) -> list[Unit]:
     return [units[round(index * (len(units) - 1) / (count - 1))] for index in range(count)]
 
 
-def _unit_times(
-    engine: ShardedModel, unit: Unit, clock: Callable[[], float]
-) -> tuple[float, float]:
+def _unit_times(model: ShardedModel, unit: Unit, clock: Callable[[], float]) -> tuple[float, float]:
     """Median seconds of gathering and of reducing a unit, each the slowest rank's."""
     gathers, reduces = [], []
     for repeat in range(1 + _REPEATS):
-        gather_s, reduce_s = _slowest(engine, clock, unit.wait_gather), 0.0
+        gather_s, reduce_s = _slowest(model, clock, unit.wait_gather), 0.0
         if unit.trainable:
             unit.arm()
-            reduce_s = _slowest(engine, clock, lambda: _reduce(unit))
+            reduce_s = _slowest(model, clock, lambda: _reduce(unit))
         unit.free()
         if not repeat:
             continue  # the first collective of a kind may make connections
@@ -152,19 +150,19 @@ def _reduce(unit: Unit) -> None:
 
 
 def _slowest(
-    engine: ShardedModel, clock: Callable[[], float], function: Callable[[], None]
+    model: ShardedModel, clock: Callable[[], float], function: Callable[[], None]
 ) -> float:
     clock()
-    engine.control.barrier()
+    model.control.barrier()
     start_s = clock()
     function()
-    return engine.control.max(clock() - start_s)
+    return model.control.max(clock() - start_s)
 
 
-def _exchange_time(engine: ShardedModel) -> float:
+def _exchange_time(model: ShardedModel) -> float:
     times = []
     for _ in range(_REPEATS):
-        start_s = engine.accelerator.now_s()
-        engine.control.gather([0.0, 0.0])
-        times.append(engine.accelerator.now_s() - start_s)
-    return engine.control.max(statistics.median(times))
+        start_s = model.accelerator.now_s()
+        model.control.gather([0.0, 0.0])
+        times.append(model.accelerator.now_s() - start_s)
+    return model.control.max(statistics.median(times))

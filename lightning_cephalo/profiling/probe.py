@@ -21,7 +21,7 @@ from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.plan.program import COMPUTE, ROOT, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
-from lightning_cephalo.profiling.memory_model import Held, PeakMeter, batch_bytes
+from lightning_cephalo.profiling.memory_model import Held, StepMeter, batch_bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Prober:
     """Runs profiling steps; collective.
 
     Args:
-        engine: The sharded model.
+        model: The sharded model.
         clock: Seconds, when all work issued to the device is done.
         batch_of: Gives a batch of so many samples on the device.
         step: The user's training step on one batch.
@@ -67,14 +67,14 @@ class Prober:
 
     def __init__(
         self,
-        engine: ShardedModel,
+        model: ShardedModel,
         clock: Callable[[], float],
         batch_of: Callable[[int], Any],
         step: Callable[[Any], Any],
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self.engine = engine
-        self.control = engine.control
+        self.model = model
+        self.control = model.control
         self._clock = clock
         self._batch_of = batch_of
         self._step = step
@@ -85,7 +85,7 @@ class Prober:
 
     def now_s(self) -> float:
         """Seconds of the host's clock."""
-        return self.engine.accelerator.now_s()
+        return self.model.accelerator.now_s()
 
     def timed(self, size: int) -> tuple[Times | None, list[bool]]:
         """Time a step with one microbatch of ``size`` samples (0: take part without).
@@ -118,7 +118,7 @@ class Prober:
         except Exception as raised:
             failure = raised
         finally:
-            forget_gradients(self.engine.module)
+            forget_gradients(self.model.module)
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
         refused = failure is not None and is_out_of_memory(failure)
         with lost_rank_explained(self.control.rank, f"profiling a microbatch of {samples(size)}"):
@@ -136,23 +136,24 @@ class Prober:
             del failure
         if any(out_of_memory for _, out_of_memory, _ in said):
             gc.collect()
-            self.engine.accelerator.empty_cache()
+            self.model.accelerator.empty_cache()
         return [out_of_memory for _, out_of_memory, _ in said]
 
     def _timed_step_of(self, size: int) -> None:
         clock = _PhaseClock(self._clock)
-        with self.engine.executor.observed_by(clock):
+        with self.model.executor.observed_by(clock):
             self._forward_backward(*self._calls(size, 1))
         if size:
             self._times = Times(clock.forward_s, clock.backward_s, clock.tail_s)
 
     def _watched_step_of(self, size: int, count: int) -> None:
         calls, failure = self._calls(size, count)
-        with PeakMeter(self.engine) as meter:
+        meter = StepMeter(self.model)
+        with meter.measuring():
             self._forward_backward(calls, failure, meter.forward_done)
         if size:
             # in a real step every microbatch has samples of its own on the device
-            samples_bytes = count * batch_bytes(self._batch_of(size), self.engine.accelerator)
+            samples_bytes = count * batch_bytes(self._batch_of(size), self.model.accelerator)
             self._held = Held(meter.peak_bytes + samples_bytes, meter.kept_bytes + samples_bytes)
 
     def _forward_backward(
@@ -162,9 +163,9 @@ class Prober:
         between: Callable[[], None] = lambda: None,
     ) -> None:
         with self._context():
-            self.engine.executor.forward(calls, failure=failure)
+            self.model.executor.forward(calls, failure=failure)
         between()
-        self.engine.executor.backward()
+        self.model.executor.backward()
 
     def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], BaseException | None]:
         """What to run, or why this rank cannot."""

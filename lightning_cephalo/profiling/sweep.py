@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_bytes
-from lightning_cephalo.profiling.memory_model import Held, Kept
+from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 
 # A size is timed so often, and thrice if that takes less than this part of a balanced step each or
@@ -302,12 +302,12 @@ def _useful(rate: float, rates: Sequence[float], global_batch_size: int) -> floa
 def _nobody(prober: Prober, smallest: int) -> str:
     return (
         f"No rank has memory for a microbatch of {samples(smallest)} beside the model's"
-        f" {format_bytes(prober.engine.gathered_bytes)} of gathered buffers. Use recompute=True,"
+        f" {format_bytes(prober.model.gathered_bytes)} of gathered buffers. Use recompute=True,"
         " smaller units (unit_types=, unit_names=), a lower precision, or more or larger devices."
     )
 
 
-def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Kept:
+def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:
     """Measure what the smallest and the largest size that ran hold; collective.
 
     A peak is a maximum of what several moments hold, each of which grows evenly with the size; so
@@ -337,9 +337,9 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Kept:
         if prober.control.all(known):
             break
     if single is None or several is None:
-        return Kept(0.0, 0.0)
+        return RetainedBytes(0.0, 0.0)
     largest = max(measured.held)
-    return Kept.between(
+    return RetainedBytes.between(
         single.kept_bytes,
         several.kept_bytes,
         count,

@@ -9,18 +9,20 @@
                 accumulates in place into views of it, so nothing is copied in before a reduce.
 ``grad_shard``  the reduced gradient of this rank's slice; ``sharded[i].grad`` are views of it.
 
-[Note: borrowed memory]
-``full`` and ``grad_full`` borrow their memory from a pool, and other flats have it next. A graph
-that is kept from forward to backward points into ``full``, though, and must find the parameters
-there again: a flat that ``is_kept`` has storage of its own, which shrinks to nothing in between. A
-flat that ``stays`` gathered from forward to backward has storage of its own too, as hooks may free
-it in between; all of these are whole at once anyway, so that it is allocated for good.
+[Note: residence]
+``full`` and ``grad_full`` usually borrow their memory from a pool, and other flats have it next:
+the :class:`Residence` POOLED. Two other kinds of flats have storage of their own for ``full``. A
+graph that is kept from forward to backward points into ``full`` and must find the parameters there
+again: the storage of an OWN flat shrinks to nothing in between. A RESIDENT flat is gathered from
+the forward to the backward, and hooks may free it in between. All RESIDENT flats are whole at the
+same time anyway, so their storage stays allocated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +41,14 @@ from lightning_cephalo.sharding.collectives import (
 )
 from lightning_cephalo.sharding.layout import Divider, FlatLayout
 from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spec
+
+
+class Residence(Enum):
+    """Where the gathered parameters of a flat have their memory; see the note above."""
+
+    POOLED = "pooled"
+    OWN = "own"
+    RESIDENT = "resident"
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ class Flat:
         self._own_views = [parameter.data for parameter in self.parameters]
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.full.untyped_storage().resize_(0)
-        self.is_kept, self.stays = True, False
+        self.residence = Residence.OWN
         self._full_buffer: Buffer | None = None
         self._full_views: WeakKeyDictionary[Buffer, list[torch.Tensor]] = WeakKeyDictionary()
         self.grad_full: torch.Tensor | None = None
@@ -219,7 +229,7 @@ class Flat:
                 return gather_slices(self.full, self.sizes, self.context.gather_group)
 
     def _find_memory(self) -> None:
-        if self.is_kept or self.stays or not self.numel:
+        if self.residence is not Residence.POOLED or not self.numel:
             self.full.untyped_storage().resize_(self._full_bytes)
             return
         buffers = self.context.buffers
@@ -240,9 +250,9 @@ class Flat:
             parameter.data = view
 
     def free(self) -> None:
-        """Let go of the memory of ``full``, but for that of a flat that ``stays``."""
+        """Let go of the memory of ``full``, except where the flat is RESIDENT."""
         if self._full_buffer is None:
-            if not self.stays:
+            if self.residence is not Residence.RESIDENT:
                 self.release()
             return
         self._point_to([self._own_full, *self._own_views])

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_cephalo.sharding.collectives import Pending, Wait, wait_for
 from lightning_cephalo.sharding.discovery import UnitMembers
-from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
+from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider
 
 # 16 bytes in the narrowest dtype, of one byte
@@ -179,16 +179,11 @@ class Unit:
         assert self.state is UnitState.SHARDED, self
         self._show([flat.plain_parameters() for flat in self.flats])
 
-    def choose_memory(self, *, kept: bool, stays: bool = False) -> None:
-        """Say whose memory the full parameters are gathered into; see ``flat.py``.
-
-        Args:
-            kept: Graphs are kept that point into them while they are freed.
-            stays: They are gathered from the forward to the backward.
-        """
+    def choose_residence(self, residence: Residence) -> None:
+        """Say where the full parameters have their memory; see ``flat.py``."""
         for flat in self.flats:
-            flat.is_kept, flat.stays = kept, stays
-        if not stays and self.state is UnitState.SHARDED:
+            flat.residence = residence
+        if residence is not Residence.RESIDENT and self.state is UnitState.SHARDED:
             self.release()
 
     def release(self) -> None:

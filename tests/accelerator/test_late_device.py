@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,10 @@ from late_device import LateCopies, LateDevice
 from lightning_cephalo.accelerator.backends import Backend
 from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.execution.offload import HostArena
-from lightning_cephalo.observe.memory_meter import COUNTED_STEP, MemoryMeter
+from lightning_cephalo.observe.memory import COUNTED_STEP, TrainingMemory
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.preparation.limits import Cap, Limits
-from lightning_cephalo.profiling.memory_model import PeakMeter, resting_bytes
+from lightning_cephalo.profiling.memory_model import StepMeter, resting_bytes
 
 
 def leaves(count: int) -> list[torch.Tensor]:
@@ -72,13 +73,13 @@ def test_the_host_is_never_two_steps_ahead():
     assert ahead == [0, 1, 1, 1, 1]
 
 
-class FakeEngine(SimpleNamespace):
+class FakeModel(SimpleNamespace):
     """As much of a sharded model as those ask for who watch it; unlike its base, can be referred
     to weakly."""
 
 
-def engine_on(device: LateDevice) -> FakeEngine:
-    return FakeEngine(
+def model_on(device: LateDevice) -> FakeModel:
+    return FakeModel(
         accelerator=device,
         backend=Backend(),
         module=torch.nn.BatchNorm1d(1, affine=False),
@@ -87,24 +88,28 @@ def engine_on(device: LateDevice) -> FakeEngine:
         parameter_pools=[],
         gradient_pools=[],
         buffer_pools=[],
-        executor=SimpleNamespace(attach=lambda _: None, detach=lambda _: None),
+        buffers=list,
+        executor=SimpleNamespace(
+            attach=lambda _: None, detach=lambda _: None, observed_by=lambda _: nullcontext()
+        ),
     )
 
 
 def test_the_peak_is_read_off_an_allocator_that_knows_it():
     device = LateDevice()
     device.figures.current_bytes, device.figures.peak_bytes = 100, 1000
-    with PeakMeter(engine_on(device)) as meter:
+    meter = StepMeter(model_on(device))
+    with meter.measuring():
         device.figures.current_bytes = 130
         meter.forward_done()
         device.figures.peak_bytes = 170
     assert (meter.kept_bytes, meter.peak_bytes) == (30, 70)
-    assert resting_bytes(engine_on(device)) == 130
+    assert resting_bytes(model_on(device)) == 130
 
 
 def test_the_meter_of_a_training_slows_no_step_of_a_device_that_knows_its_peak():
     device = LateDevice()
-    meter = MemoryMeter(engine_on(device), [])
+    meter = TrainingMemory(model_on(device), [])
     for step in range(1, 4):
         with meter.step():
             device.figures.peak_bytes = 50 * step
@@ -117,8 +122,8 @@ def test_the_meter_of_a_training_slows_no_step_of_a_device_that_knows_its_peak()
 def test_a_watch_does_not_wait_for_a_device_that_runs_behind():
     device = LateDevice()
     watch = Watch()
-    engine = engine_on(device)
-    watch.begin(engine)
+    model = model_on(device)
+    watch.begin(model)
     watch.start_step()
     device.issued += 1
     watch.finish_step()

@@ -283,7 +283,7 @@ def _scale_steps(rank, overflowing, make):
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
-    engine = ShardedModel(
+    sharded = ShardedModel(
         model,
         Groups.create(timedelta(seconds=100)),
         accelerator_of(torch.device("cpu")),
@@ -312,7 +312,7 @@ def _scale_steps(rank, overflowing, make):
         after = [p.detach().to_local() for p in model.parameters()]
         moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True) if len(pair[0])]
         notes.append((moved, gradients if step != 1 else None, scaler.get_scale()))
-    engine.abandon()
+    sharded.abandon()
     return notes
 
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from lightning_cephalo.observe.memory_account import RankMemory
+from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.report import (
     format_microbatches,
     memory_table,

@@ -33,7 +33,6 @@ from lightning_cephalo.plan.program import (
     evaluation_of,
     gathered_after,
     keep_gathered,
-    keeping,
     layered_backward,
     layered_forward,
     offload,
@@ -41,6 +40,7 @@ from lightning_cephalo.plan.program import (
     prefetch,
     resumed_forward,
     text,
+    without_frees,
 )
 
 MOVED = (Operation.GATHER, Operation.FREE)
@@ -154,7 +154,7 @@ def test_keeping_takes_one_instruction_at_a_time():
             yield instruction
 
     found = []
-    for instruction in keeping(discovered()):
+    for instruction in without_frees(discovered()):
         found.append(instruction)
         assert taken[-1] is instruction
     assert text(found) == "G0 Z0 F0.0 G1 F1.0 G2 F2.0 F1.0 L0.0 A"

@@ -10,7 +10,7 @@ from profiled import GPT, fit, in_ranks, loader
 
 from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device
-from lightning_cephalo.observe.memory_meter import COUNTED_STEP
+from lightning_cephalo.observe.memory import COUNTED_STEP
 
 WIDTH, DEPTH, CONTEXT = 64, 4, 32
 MODEL = {"width": WIDTH, "depth": DEPTH, "context": CONTEXT}
@@ -144,12 +144,12 @@ def test_counting_a_step_changes_no_result():
         return trainer.callback_metrics["loss"].item()
 
     def uncounted():
-        from lightning_cephalo.observe import memory_meter
+        from lightning_cephalo.observe import memory
 
-        before, memory_meter.COUNTED_STEP = memory_meter.COUNTED_STEP, 1_000
+        before, memory.COUNTED_STEP = memory.COUNTED_STEP, 1_000
         try:
             return loss()
         finally:
-            memory_meter.COUNTED_STEP = before
+            memory.COUNTED_STEP = before
 
     assert torch.equal(torch.tensor(in_ranks(2, loss)), torch.tensor(in_ranks(2, uncounted)))

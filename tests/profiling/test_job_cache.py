@@ -209,7 +209,7 @@ def kept_problem(path, capacity_bytes, forward_s=(1.0, 1.0)):
         for seconds in forward_s
     ]
     problem = Problem(ranks=ranks, units=2, state_bytes=40.0, global_batch_size=2)
-    assert job_cache.keep(path, problem) is None
+    assert job_cache.save(path, problem) is None
 
 
 def capacities_found(path, *capacities_bytes):

@@ -71,9 +71,9 @@ def both_kinds_of_shares(capacity_bytes):
     seen = []
     timed = network._mean_times
 
-    def recorded(engine, clock):
-        seen.append(engine.fractions)
-        return (1.0, 2.0) if len(set(engine.fractions)) == 1 else (3.0, 2.01)
+    def recorded(model, clock):
+        seen.append(model.fractions)
+        return (1.0, 2.0) if len(set(model.fractions)) == 1 else (3.0, 2.01)
 
     network._mean_times = recorded
     try:

@@ -5,8 +5,8 @@ from torch.distributed import DistBackendError
 
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.plan import RankProfile
-from lightning_cephalo.profiling.measure import pooled
-from lightning_cephalo.profiling.memory_model import Kept, compute_curve
+from lightning_cephalo.profiling.measure import merge_equal_ranks
+from lightning_cephalo.profiling.memory_model import RetainedBytes, compute_curve
 from lightning_cephalo.profiling.probe import Times
 from lightning_cephalo.profiling.sweep import (
     Measured,
@@ -134,23 +134,29 @@ def test_the_best_size_counts_for_how_fast_a_rank_is():
 
 
 def test_memory_between_two_measured_sizes_lies_on_a_line_and_never_falls():
-    curve = compute_curve([1, 3], [150.0, 350.0], 4, gathered=50.0, kept=Kept(10.0, 5.0))
+    curve = compute_curve([1, 3], [150.0, 350.0], 4, gathered=50.0, kept=RetainedBytes(10.0, 5.0))
     assert curve == pytest.approx([85.0, 175.0, 265.0, 255.0])
-    nothing = Kept(0.0, 0.0)
+    nothing = RetainedBytes(0.0, 0.0)
     assert compute_curve([1, 2], [150.0, 120.0], 2, 50.0, nothing) == pytest.approx([100.0, 100.0])
     assert compute_curve([1], [10.0], 1, 50.0, nothing) == [0.0]
 
 
 def test_what_is_kept_is_told_apart_by_what_samples_and_microbatches_add():
     # 100, and 20 for each microbatch, and 5 for each sample
-    assert Kept.between(130, 190, count=3, size=2, larger=(4, 140)) == Kept(5.0, 20.0)
+    assert RetainedBytes.between(130, 190, count=3, size=2, larger=(4, 140)) == RetainedBytes(
+        5.0, 20.0
+    )
     # with one size there is no telling
-    assert Kept.between(130, 190, count=3, size=2, larger=None) == Kept(15.0, 0.0)
-    assert Kept.between(130, 120, count=2, size=1, larger=(2, 110)) == Kept(0.0, 0.0)
+    assert RetainedBytes.between(130, 190, count=3, size=2, larger=None) == RetainedBytes(15.0, 0.0)
+    assert RetainedBytes.between(130, 120, count=2, size=1, larger=(2, 110)) == RetainedBytes(
+        0.0, 0.0
+    )
 
 
 def test_equal_devices_get_one_profile_despite_noise():
-    found = pooled([rank("A", 1.0), rank("A", 1.04, length=6), rank("B", 3.0), rank("A", 0.98)])
+    found = merge_equal_ranks(
+        [rank("A", 1.0), rank("A", 1.04, length=6), rank("B", 3.0), rank("A", 0.98)]
+    )
     assert found[0] == found[1] == found[3]
     assert found[0].forward_s == (1.0, 2.0, 3.0, 4.0)
     assert found[2] == rank("B", 3.0)
@@ -160,7 +166,7 @@ def test_equal_devices_get_one_profile_despite_noise():
     "other", [rank("A", 1.5), rank("A", 1.0, capacity_bytes=5e8), rank("A", 1.0, length=0)]
 )
 def test_devices_of_one_name_that_differ_keep_their_own_profiles(other):
-    assert pooled([rank("A", 1.0), other]) == [rank("A", 1.0), other]
+    assert merge_equal_ranks([rank("A", 1.0), other]) == [rank("A", 1.0), other]
 
 
 def test_failures_for_lack_of_memory_are_known_by_type_and_by_text():

@@ -47,7 +47,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_cephalo.accelerator.emulated.device import EmulatedDevice, active_device
-from lightning_cephalo.accelerator.emulated.memory import MemoryTracker
+from lightning_cephalo.accelerator.emulated.memory_tracker import MemoryTracker
 
 if TYPE_CHECKING:
     from lightning_cephalo.accelerator.emulated.callback import Emulation

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_cephalo.accelerator.emulated.clock import VirtualClock
-from lightning_cephalo.accelerator.emulated.memory import MemoryTracker
+from lightning_cephalo.accelerator.emulated.memory_tracker import MemoryTracker
 from lightning_cephalo.accelerator.emulated.operators import FlopCounter, Operator, bytes_in
 from lightning_cephalo.common.quantities import format_mib
 

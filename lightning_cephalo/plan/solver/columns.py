@@ -82,7 +82,7 @@ def group_types(problem: Problem) -> tuple[RankType, ...]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ColumnLimits:
     """What a column may cost: whatever exceeds it cannot be part of a plan worth having.
 
     Args:
@@ -145,7 +145,9 @@ def joined(parts: Sequence[Columns]) -> Columns:
     return Columns(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
 
 
-def build_columns(problem: Problem, types: Sequence[RankType], limits: Sequence[Limits]) -> Columns:
+def build_columns(
+    problem: Problem, types: Sequence[RankType], limits: Sequence[ColumnLimits]
+) -> Columns:
     """The ways of one rank of each type to run every batch that no other one beats, within the
     ``limits`` of its type and its own capacities.
 
@@ -241,7 +243,7 @@ class _Builder:
 
     problem: Problem
     profile: RankProfile
-    limits: Limits
+    limits: ColumnLimits
     kind: int
     mode_index: int
     mode: Mode

@@ -23,8 +23,8 @@ from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.columns import (
     DEVICE,
     RESOURCES,
+    ColumnLimits,
     Columns,
-    Limits,
     RankType,
     Resource,
     build_columns,
@@ -294,7 +294,7 @@ class _Room:
             most = problem.global_batch_size + kind.profile.largest_microbatch_size
             largest = int(min(most, _most_samples(problem, kind.profile)))
             batches = _thinned(largest, problem.global_batch_size)
-            limits.append(Limits(math.inf, (0.0, 0.0, 0.0), largest, batches=batches))
+            limits.append(ColumnLimits(math.inf, (0.0, 0.0, 0.0), largest, batches=batches))
         columns = build_columns(problem, self.types, limits)
         return columns.take(columns.count > 0) if problem.equal_microbatches else columns
 

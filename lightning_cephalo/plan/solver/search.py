@@ -23,8 +23,8 @@ from lightning_cephalo.plan.solver.columns import (
     DEVICE,
     HOST,
     RESOURCES,
+    ColumnLimits,
     Columns,
-    Limits,
     RankType,
     batch_groups,
     build_columns,
@@ -274,7 +274,7 @@ class Search:
         total = sum(kind.count * batch for kind, batch in zip(self.types, largest, strict=True))
         # At the least what all others leave when each takes its largest batch.
         rest = self.problem.global_batch_size - total
-        limits = [Limits(limit_s, bounds.floors_s, batch, rest + batch) for batch in largest]
+        limits = [ColumnLimits(limit_s, bounds.floors_s, batch, rest + batch) for batch in largest]
         columns = build_columns(self.problem, self.types, limits)
         return columns.take(columns.count > 0) if self.problem.equal_microbatches else columns
 

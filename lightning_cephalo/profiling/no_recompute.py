@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_cephalo.plan import RankProfile
-from lightning_cephalo.profiling.memory_model import Kept, compute_curve
+from lightning_cephalo.profiling.memory_model import RetainedBytes, compute_curve
 from lightning_cephalo.profiling.probe import Prober
 from lightning_cephalo.profiling.sweep import Measured, Sweep, measure_memory
 
@@ -21,7 +21,7 @@ _REPEATS = 2
 
 
 @dataclass(frozen=True)
-class Keeping:
+class NoRecompute:
     """One rank's figures with kept activations.
 
     Attributes:
@@ -30,10 +30,10 @@ class Keeping:
     """
 
     measured: Measured
-    kept: Kept
+    kept: RetainedBytes
 
 
-def measure_keeping(prober: Prober, recomputing: Measured, sweep: Sweep) -> Keeping:
+def measure_no_recompute(prober: Prober, recomputing: Measured, sweep: Sweep) -> NoRecompute:
     """Measure steps that keep their activations; collective.
 
     Args:
@@ -41,9 +41,9 @@ def measure_keeping(prober: Prober, recomputing: Measured, sweep: Sweep) -> Keep
         recomputing: What was measured with recomputation; gives the sizes.
         sweep: As for that.
     """
-    engine = prober.engine
-    engine.release_buffers()  # kept graphs have memory of their own
-    engine.executor.recompute = False
+    model = prober.model
+    model.release_buffers()  # kept graphs have memory of their own
+    model.executor.recompute = False
     measured = Measured()
     try:
         smallest = sweep.sizes[0]
@@ -51,9 +51,9 @@ def measure_keeping(prober: Prober, recomputing: Measured, sweep: Sweep) -> Keep
             _time(prober, measured, size, smallest if sweep.everyone_runs else 0)
         kept = measure_memory(prober, measured, sweep)
     finally:
-        engine.executor.recompute = True
-        engine.release_buffers()
-    return Keeping(measured, kept)
+        model.executor.recompute = True
+        model.release_buffers()
+    return NoRecompute(measured, kept)
 
 
 def _time(prober: Prober, measured: Measured, size: int, idle: int) -> None:
@@ -73,19 +73,23 @@ def _time(prober: Prober, measured: Measured, size: int, idle: int) -> None:
                 size, idle = 0, idle if size else 0
 
 
-def with_keeping(
-    profile: RankProfile, keeping: Keeping, kept: Kept, units: int, gathered_bytes: float
+def with_no_recompute(
+    profile: RankProfile,
+    no_recompute: NoRecompute,
+    kept: RetainedBytes,
+    units: int,
+    gathered_bytes: float,
 ) -> RankProfile:
     """Leave recomputation to the plan, where this rank can do without at all.
 
     Args:
         profile: Measured with recomputation.
-        keeping: This rank's figures without.
+        no_recompute: This rank's figures without.
         kept: What any rank keeps of samples and microbatches without.
         units: How many units the model has.
         gathered_bytes: ``gathered_bytes`` of the problem, as far as it is full buffers.
     """
-    measured, largest = keeping.measured, profile.largest_microbatch_size
+    measured, largest = no_recompute.measured, profile.largest_microbatch_size
     sizes = sorted(set(measured.times) & set(measured.held))
     if not sizes:
         return profile

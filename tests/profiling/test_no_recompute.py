@@ -10,8 +10,8 @@ from profiled import GPT, fit, in_ranks, loader, profile
 from lightning_cephalo import CephaloStrategy, Plan
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.plan import RankPlan, RankProfile, predict
-from lightning_cephalo.profiling.keeping import peaks_by_size
-from lightning_cephalo.profiling.measure import pooled
+from lightning_cephalo.profiling.measure import merge_equal_ranks
+from lightning_cephalo.profiling.no_recompute import peaks_by_size
 
 MODEL = {"width": 64, "depth": 6, "context": 32}
 
@@ -90,12 +90,12 @@ def test_equal_ranks_keep_the_choice_only_if_all_have_it():
         "a", [1.0], [2.0], [1.0], [5.0], 100, kept_backward_s=[1.0], kept_compute_bytes=[9.0]
     )
     other = replace(rank, kept_backward_s=(1.2,), kept_compute_bytes=(11.0,))
-    first, second = pooled([rank, other])
+    first, second = merge_equal_ranks([rank, other])
     assert first == second
     assert first.kept_backward_s == (pytest.approx(np.median([1.0, 1.2])),)
     assert first.kept_compute_bytes == (11.0,)
     without = replace(rank, kept_backward_s=(), kept_compute_bytes=())
-    assert all(found.kept_backward_s == () for found in pooled([rank, without]))
+    assert all(found.kept_backward_s == () for found in merge_equal_ranks([rank, without]))
 
 
 @pytest.mark.parametrize("value", [None, "yes", 1])

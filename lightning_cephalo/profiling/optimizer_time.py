@@ -29,7 +29,7 @@ _ROWS_NUMEL, _LARGE_NUMEL, _LAUNCHED_LARGE_NUMEL = 2**18, 2**20, 2**22
 
 
 def optimizer_time(
-    engine: ShardedModel,
+    model: ShardedModel,
     clock: Callable[[], float],
     clip: Callable[[Sequence[Tensor]], object] | None,
 ) -> float:
@@ -38,20 +38,20 @@ def optimizer_time(
     Leaves no gradients behind.
 
     Args:
-        engine: The sharded model; has run a step.
+        model: The sharded model; has run a step.
         clock: Seconds, when all work issued to the device is done.
         clip: Clips the gradients of these parameters, on all ranks together; None where the trainer
             clips none.
     """
-    engine.executor.reshard()
-    flats = [flat for unit in engine.units for flat in unit.flats if flat.trainable]
-    clip_s = 0.0 if clip is None else _clip_time(engine, flats, clock, clip)
+    model.executor.reshard()
+    flats = [flat for unit in model.units for flat in unit.flats if flat.trainable]
+    clip_s = 0.0 if clip is None else _clip_time(model, flats, clock, clip)
     own_s = 0.0
     with contextlib.suppress(torch.OutOfMemoryError):  # a rank that is full already: others tell
-        own_s = _adamw_time(engine, flats, clock)
+        own_s = _adamw_time(model, flats, clock)
     if not own_s:
         gc.collect()  # the frames of the failed step hold its tensors
-    return clip_s + engine.control.max(own_s)
+    return clip_s + model.control.max(own_s)
 
 
 def clipping(largest: float | None, algorithm: str | None) -> Callable[..., object] | None:
@@ -63,7 +63,7 @@ def clipping(largest: float | None, algorithm: str | None) -> Callable[..., obje
 
 
 def _clip_time(
-    engine: ShardedModel,
+    model: ShardedModel,
     flats: Sequence[Flat],
     clock: Callable[[], float],
     clip: Callable[[Sequence[Tensor]], object],
@@ -74,17 +74,17 @@ def _clip_time(
             flat.publish([True] * len(flat.sharded))
     times: list[float] = []
     while len(times) <= _REPEATS and sum(times) < _LONG_S:
-        engine.control.barrier()
+        model.control.barrier()
         start_s = clock()
         clip(parameters)
         # agreed: all ranks stop after the same repetition
-        times.append(engine.control.max(clock() - start_s))
+        times.append(model.control.max(clock() - start_s))
     for parameter in parameters:
         parameter.grad = None
     return statistics.median(times[1:] or times)
 
 
-def _adamw_time(engine: ShardedModel, flats: Sequence[Flat], clock: Callable[[], float]) -> float:
+def _adamw_time(model: ShardedModel, flats: Sequence[Flat], clock: Callable[[], float]) -> float:
     rows = [
         local_part(parameter).numel()
         for flat in flats
@@ -95,16 +95,14 @@ def _adamw_time(engine: ShardedModel, flats: Sequence[Flat], clock: Callable[[],
         return 0.0
     most = max(1, _ROWS_NUMEL // len(rows))
     stand_ins = [min(numel, most) for numel in rows]
-    own_s = _update_time(stand_ins, engine.device, clock)
-    share = sum(flat.numel for flat in flats) / engine.control.world_size
+    own_s = _update_time(stand_ins, model.device, clock)
+    share = sum(flat.numel for flat in flats) / model.control.world_size
     beyond = share - sum(stand_ins)
     if beyond > 0:
-        on_host = engine.accelerator.computes_on_host
+        on_host = model.accelerator.computes_on_host
         limit = _LARGE_NUMEL if on_host else _LAUNCHED_LARGE_NUMEL
         large = max(2, min(int(beyond), limit))
-        more_s = _update_time([large], engine.device, clock) - _update_time(
-            [1], engine.device, clock
-        )
+        more_s = _update_time([large], model.device, clock) - _update_time([1], model.device, clock)
         own_s += max(0.0, more_s) / (large - 1) * beyond
     return own_s
 

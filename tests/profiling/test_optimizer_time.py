@@ -15,7 +15,7 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.emulated.operators import tensors_in
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
-from lightning_cephalo.profiling.optimizer import clipping, optimizer_time
+from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
 from lightning_cephalo.ranks.groups import Groups
 
 
@@ -34,8 +34,8 @@ class _Net(nn.Module):
         self.blocks = nn.ModuleList(_Block(vectors, numel) for _ in range(4))
 
 
-def _engine(vectors, numel):
-    engine = ShardedModel(
+def sharded_model(vectors, numel):
+    sharded = ShardedModel(
         _Net(vectors, numel),
         Groups.create(timedelta(seconds=100)),
         accelerator_of(torch.device("cpu")),
@@ -44,11 +44,11 @@ def _engine(vectors, numel):
         compute_dtype=None,
         recompute=False,
     )
-    for unit in engine.units:
+    for unit in sharded.units:
         unit.arm()
         unit.start_reduce(1.0)
         unit.wait_reduce()
-    return engine
+    return sharded
 
 
 class _Operators(TorchDispatchMode):
@@ -68,11 +68,11 @@ class _Operators(TorchDispatchMode):
 
 
 def _timed(rank, vectors, numel):
-    engine = _engine(vectors, numel)
+    sharded = sharded_model(vectors, numel)
     host = VirtualHost()
     with _Operators(host):
-        told_s = optimizer_time(engine, host.now, None)
-    parameters = list(engine.module.parameters())
+        told_s = optimizer_time(sharded, host.now, None)
+    parameters = list(sharded.module.parameters())
     assert all(parameter.grad is None for parameter in parameters)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -95,7 +95,7 @@ def test_the_time_told_is_that_of_the_step_by_number_and_by_size_of_its_tensors(
 
 
 def _with_clipping(rank):
-    engine = _engine(6, 20)
+    sharded = sharded_model(6, 20)
     clipped = []
     host = VirtualHost()
 
@@ -103,8 +103,8 @@ def _with_clipping(rank):
         clipped.append({parameter.grad is not None for parameter in parameters})
         host.run(0.02 * (rank + 1))
 
-    told_s = optimizer_time(engine, host.now, clip)
-    no_gradients = all(parameter.grad is None for parameter in engine.module.parameters())
+    told_s = optimizer_time(sharded, host.now, clip)
+    no_gradients = all(parameter.grad is None for parameter in sharded.module.parameters())
     return told_s, len(clipped), set().union(*clipped), no_gradients
 
 

@@ -1,0 +1,248 @@
+"""What a rank holds: one account of it by kind, and the one meter that measures it.
+
+The planner predicts a :class:`RankMemory`; training and profiling measure one with a
+:class:`MemoryMeter`. A device with an allocator of its own knows its peak, and so does an emulated
+one: the meter reads it, which costs nothing. On the CPU the meter counts the bytes of live tensors,
+operator by operator, which takes time: nothing is timed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.accelerator.base import MemoryFigures
+from lightning_cephalo.accelerator.emulated import MemoryTracker
+from lightning_cephalo.accelerator.torch_device import distinct_bytes
+from lightning_cephalo.execution.observer import Observer
+from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.plan.program import Instruction
+from lightning_cephalo.sharding.placement import local_part
+
+# The first step makes what the optimizer keeps: from the second on all steps are alike.
+COUNTED_STEP = 2
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank; None where a figure is not known.
+
+    Each kind is the most of it that was held at once, at whatever moment of the step, except for
+    ``inside_bytes``: that is what the peak has beside all others (0 if it came while there was less
+    of those), as in the planner's formula. So the kinds sum to the peak, or to more.
+
+    Attributes:
+        peak_bytes: Most bytes held at once.
+        state_bytes: This rank's part of parameters, gradients and what the optimizer keeps of them.
+        gathered_bytes: Full parameters of gathered units.
+        gradients_bytes: Full gradients of units, and what a reduce receives into.
+        boundaries_bytes: What is kept of the samples between forward and backward: the samples,
+            boundary activations, and the inside of units where it is not recomputed.
+        inside_bytes: What one microbatch takes in a unit, or in the root, while it is there.
+        other_bytes: What rests beside all this: buffers, counters, libraries' workspaces.
+        step: The training step that was counted, from 1; None where all steps were (or none).
+    """
+
+    peak_bytes: float | None = None
+    state_bytes: float | None = None
+    gathered_bytes: float | None = None
+    gradients_bytes: float | None = None
+    boundaries_bytes: float | None = None
+    inside_bytes: float | None = None
+    other_bytes: float | None = None
+    step: int | None = None
+
+
+class MemoryMeter:
+    """Measures how many bytes this rank holds.
+
+    ::
+
+        meter = MemoryMeter(accelerator.memory)
+        with meter.measuring():
+            step()
+        print(meter.peak_bytes)
+
+    Args:
+        figures: The device's own; None: the meter counts the bytes of live tensors.
+        tracker: Counts live tensors where the device has no figures.
+    """
+
+    def __init__(self, figures: MemoryFigures | None, tracker: MemoryTracker | None = None) -> None:
+        self._tracker = tracker or MemoryTracker() if figures is None else None
+        self._figures: MemoryFigures = figures or self._tracker  # type: ignore[assignment]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether steps take no longer for being measured."""
+        return self._tracker is None
+
+    @property
+    def current_bytes(self) -> int:
+        """Held now."""
+        return self._figures.current_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held at once since the measurement began."""
+        return self._figures.peak_bytes
+
+    def restart(self) -> None:
+        """Begin a new peak with what is held now."""
+        self._figures.reset_peak()
+
+    @contextmanager
+    def measuring(self, *made_before: Any) -> Iterator[None]:
+        """Measure what happens inside.
+
+        Args:
+            made_before: Tensors and modules to count although they exist already. A device with
+                figures of its own counts all that exists.
+        """
+        if self._tracker is None:
+            self.restart()
+            yield
+            return
+        with self._tracker:
+            self._tracker.track(*made_before)
+            yield
+
+    def bytes_without(self, *tensors: Tensor) -> int:
+        """Return the bytes held now except for those of ``tensors``.
+
+        A meter that counts live tensors counts these from now on.
+        """
+        held = self.current_bytes
+        self._figures.untrack(*tensors)
+        rest = self.current_bytes
+        if rest < held or not self.is_free:
+            self._figures.track(*tensors)
+        return rest
+
+
+class TrainingMemory(Observer):
+    """Follows a training through its steps, and accounts for what it holds.
+
+    The peak is that of all steps where the meter is free, else that of one step. The kinds are
+    looked at in one step everywhere, before each of its instructions.
+
+    Args:
+        model: The sharded model.
+        optimizers: Those that step.
+    """
+
+    def __init__(self, model: ShardedModel, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._meter = MemoryMeter(model.accelerator.memory)
+        self._meter.restart()
+        self._is_counting = self._has_counted = False
+        self._steps = 0
+        self._state = self._gathered = self._gradients = self._boundaries = self._other = 0
+        self._peak = 0
+
+    @property
+    def slowed(self) -> bool:
+        """Whether the last step took longer for being counted."""
+        return self._steps == COUNTED_STEP and not self._meter.is_free
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step: the forward, the backward, and the optimizer's."""
+        self._steps += 1
+        if self._steps != COUNTED_STEP:
+            yield
+            return
+        with ExitStack() as counted:
+            if not self._meter.is_free:
+                counted.enter_context(self._meter.measuring(*self._made_before()))
+            counted.enter_context(self._model.executor.observed_by(self))
+            self._is_counting = True
+            counted.callback(self._stop_counting)
+            yield
+            self._state = self._state_bytes()
+            self._peak = self._meter.peak_bytes
+            self._has_counted = True
+
+    def _stop_counting(self) -> None:
+        self._is_counting = False
+
+    def _made_before(self) -> list[Any]:
+        made = [self._model.module, *_state_of(self._optimizers), *self._model.buffers()]
+        for flat in self._model.flats:
+            made += [flat.shard, flat.full]
+            made += [] if flat.grad_shard is None else [flat.grad_shard]
+        return made
+
+    def before_forward(self, batch: Any) -> None:
+        """Called with the step's batch, before it is cut."""
+        if not self._is_counting:
+            return
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        resting = self._meter.bytes_without(*tensors)
+        self._look()
+        self._other = resting - self._state_bytes() - self._buffers()
+
+    def after_forward(self) -> None:
+        """Called between the forward and the backward, when all boundaries are there."""
+        if self._is_counting:
+            held = self._meter.current_bytes
+            self._boundaries = held - self._state_bytes() - self._other - self._buffers()
+
+    def measured(self) -> RankMemory | None:
+        """What was measured; None before the counted step."""
+        if not self._has_counted:
+            return None
+        peak = max(self._peak, self._meter.peak_bytes) if self._meter.is_free else self._peak
+        known = self._state + self._gathered + self._gradients + self._boundaries + self._other
+        return RankMemory(
+            peak_bytes=peak,
+            state_bytes=self._state,
+            gathered_bytes=self._gathered,
+            gradients_bytes=self._gradients,
+            boundaries_bytes=self._boundaries,
+            inside_bytes=max(0, peak - known),
+            other_bytes=self._other,
+            step=None if self._meter.is_free else COUNTED_STEP,
+        )
+
+    def before(self, instruction: Instruction) -> None:
+        self._look()
+
+    def _look(self) -> None:
+        gathered, gradients = self._gathered_bytes(), self._gradient_bytes()
+        self._gathered = max(self._gathered, gathered)
+        self._gradients = max(self._gradients, gradients)
+
+    def _buffers(self) -> int:
+        return self._gathered_bytes() + self._gradient_bytes()
+
+    def _gathered_bytes(self) -> int:
+        # idle buffers are held as well
+        lent = sum(pool.held_bytes for pool in self._model.parameter_pools)
+        own = [flat.full for flat in self._model.flats if not flat.is_lent]
+        return lent + distinct_bytes(own)
+
+    def _gradient_bytes(self) -> int:
+        received = sum(unit.receiving_bytes for unit in self._model.units)
+        return sum(pool.held_bytes for pool in self._model.gradient_pools) + received
+
+    def _state_bytes(self) -> int:
+        flats = self._model.flats
+        held = [flat.shard for flat in flats]
+        held += [flat.grad_shard for flat in flats if flat.grad_shard is not None]
+        # a counter of every parameter whatever this rank's share is no part of the state
+        held += [local_part(v) for v in _state_of(self._optimizers) if isinstance(v, DTensor)]
+        return distinct_bytes(held)
+
+
+def _state_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    leaves = pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
