@@ -1,0 +1,140 @@
+"""Leaves at which the graph of a microbatch is cut, and the glue between them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.boundaries import Boundaries, is_plain, take_memory
+
+
+def weight(*values: float) -> Tensor:
+    return torch.tensor(values or (2.0,), dtype=torch.float64, requires_grad=True)
+
+
+def test_what_needs_no_gradient_is_not_cut():
+    boundaries, constant = Boundaries(), torch.ones(1)
+    assert boundaries.leaf_of(constant, 0) is constant
+    assert boundaries.leaf_of("text", 0) == "text"
+
+
+def test_a_tensor_has_one_leaf_in_all_units_until_it_changes():
+    boundaries = Boundaries()
+    hidden = weight() * 3
+    leaf = boundaries.leaf_of(hidden, 0)
+    assert leaf.is_leaf and leaf.data_ptr() == hidden.data_ptr()
+    assert boundaries.leaf_of(hidden, 1) is leaf
+    hidden += 1
+    assert boundaries.leaf_of(hidden, 2) is not leaf
+
+
+def test_gradients_pass_units_and_the_glue_between_them():
+    """y = (x + f(x)) with x = 3w, then loss = g(y) * y: a residual around each of two units."""
+    w, boundaries = weight(), Boundaries()
+    x = 3 * w
+    leaf_x = boundaries.leaf_of(x, 0)
+    inside_0 = leaf_x**2
+    out_0, shown_0 = boundaries.show(inside_0.detach().requires_grad_())
+    y = x + shown_0
+    leaf_y = boundaries.leaf_of(y, 1)
+    inside_1 = leaf_y.sin()
+    out_1, shown_1 = boundaries.show(inside_1.detach().requires_grad_())
+    loss = (shown_1 * y).sum()
+    boundaries.end_forward()
+    torch.autograd.backward([loss], retain_graph=boundaries.shares_glue(loss))
+    inside_1.backward(out_1.grad)
+    boundaries.passed(1)
+    boundaries.through_glue(1)
+    inside_0.backward(out_0.grad)
+    boundaries.passed(0)
+    boundaries.through_glue(0)
+
+    expected = weight()
+    x = 3 * expected
+    y = x + x**2
+    (y.sin() * y).sum().backward()
+    assert torch.allclose(w.grad, expected.grad)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_loss_shares_glue_only_with_what_units_were_called_with(shares):
+    boundaries, w = Boundaries(), weight()
+    hidden = w.exp()
+    boundaries.leaf_of(hidden, 0)
+    _, shown = boundaries.show(weight())
+    loss = shown * hidden if shares else shown * 2
+    assert boundaries.shares_glue(loss.sum()) is shares
+
+
+def test_an_input_of_a_unit_may_be_moved_once_nobody_else_holds_it():
+    boundaries, hidden = Boundaries(), weight() * 3
+    leaf = boundaries.leaf_of(hidden, 0)
+    held = weight() * 4
+    boundaries.leaf_of(held, 0)
+    del hidden
+    gc.collect()
+    (moved,) = boundaries.let_go(0)
+    assert moved is leaf
+    assert boundaries.let_go(0) == [], "to be asked once"
+
+
+def has_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
+
+
+def test_values_of_outputs_that_nobody_can_ask_for_are_dropped():
+    boundaries = Boundaries()
+    dropped, shown = boundaries.show(weight(1, 2, 3))
+    used, shown_used = boundaries.show(weight(1, 2, 3))
+    held, shown_held = boundaries.show(weight(1, 2, 3))
+    boundaries.leaf_of(shown_used, 0)
+    del shown, shown_used
+    gc.collect()
+    boundaries.drop_values()
+    assert not has_memory(dropped) and dropped.shape == (3,)
+    assert has_memory(used) and has_memory(held)
+    assert shown_held.sum().item() == 6
+
+
+def test_inputs_of_a_unit_are_dropped_when_its_backward_is_done():
+    boundaries, hidden = Boundaries(), weight(1, 2) * 3
+    first, later = boundaries.leaf_of(hidden, 0), boundaries.leaf_of(weight(1, 2) * 3, 1)
+    boundaries.passed(1)
+    assert has_memory(first) and not has_memory(later)
+    boundaries.passed(0)
+    assert not has_memory(first)
+
+
+def test_tensors_without_plain_strides_keep_their_memory():
+    sparse = torch.eye(2).to_sparse()
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    for tensor in (sparse, nested):
+        assert not is_plain(tensor)
+        take_memory(tensor)
+    assert torch.equal(sparse.to_dense(), torch.eye(2))
+    assert [part.numel() for part in nested.unbind()] == [1, 2]
+
+
+def test_a_tensor_that_leaves_a_unit_otherwise_is_refused_in_a_step_that_looks():
+    parameter = weight()
+    stored = parameter * 2  # computed inside a unit, stored on a module
+    looking = Boundaries(frozenset({id(parameter)}))
+    with pytest.raises(UnitUseError, match="stored on a module"):
+        looking.refuse_leaks(stored + 1)
+    with pytest.raises(UnitUseError, match="stored on a module"):
+        looking.leaf_of(stored, 0)
+    Boundaries(None).refuse_leaks(stored)
+    looking.refuse_leaks(weight() * 2)
+
+
+def test_a_leaf_that_leaves_a_unit_is_refused_and_an_output_is_not():
+    boundaries = Boundaries(frozenset({0}))
+    leaf = boundaries.leaf_of(weight() * 3, 0)
+    with pytest.raises(UnitUseError):
+        boundaries.refuse_leaks(leaf * 2)
+    _, shown = boundaries.show(leaf.detach().requires_grad_())
+    boundaries.refuse_leaks(shown * 2)

@@ -1,0 +1,206 @@
+"""One microbatch in one process: its greenlet, its visits and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_cephalo.accelerator.cpu import Cpu
+from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch
+from lightning_cephalo.execution.replay import ChangingBuffers
+from lightning_cephalo.plan.program import NONE, Visit
+
+
+class Model(nn.Module):
+    """Two units with glue between them; each call of a unit passes the microbatch under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(3, 4)
+        self.units = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()) for _ in range(2)
+        )
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, visit: Callable[..., Tensor]) -> Tensor:
+        hidden = self.embed(x)
+        for index, unit in enumerate(self.units):
+            hidden = hidden + visit(index + 1, unit, hidden)
+        return self.head(hidden).square().mean()
+
+
+def directly(index: int, unit: nn.Module, *args: Any) -> Any:
+    return unit(*args)
+
+
+def microbatch_of(step: Callable[[Callable[..., Any]], Any], **options: Any) -> Microbatch:
+    """A microbatch whose step gets a function that visits a unit."""
+
+    def visit(index: int, unit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        buffers = ChangingBuffers(unit if isinstance(unit, nn.Module) else nn.Module())
+        trainable = isinstance(unit, nn.Module) and any(p.requires_grad for p in unit.parameters())
+        return microbatch.visit(index, trainable, unit, buffers, args, kwargs)
+
+    options = {"recompute": True, **options}
+    microbatch = Microbatch(lambda: step(visit), Cpu(torch.device("cpu")), **options)
+    return microbatch
+
+
+def run_through(microbatch: Microbatch) -> list[Visit | None]:
+    places = []
+    while not microbatch.finished:
+        microbatch.advance()
+        places.append(microbatch.parked)
+    return places
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_are_those_of_plain_autograd(recompute, interleaved):
+    x, model, plain = torch.randn(5, 3).double(), Model().double(), Model().double()
+    torch.manual_seed(7)
+    plain(x, directly).backward()
+
+    torch.manual_seed(7)
+    microbatch = microbatch_of(lambda visit: model(x, visit), recompute=recompute)
+    while not microbatch.finished:
+        microbatch.advance()
+        if interleaved:  # another one draws nothing here, but switches modes
+            other = microbatch_of(lambda visit: visit(1, torch.relu, torch.ones(1)))
+            with torch.no_grad():
+                run_through(other)
+    microbatch.backward_of_loss(microbatch.result)
+    for position in (1, 0):
+        microbatch.backward_of_visit(position)
+    for (name, parameter), expected in zip(
+        model.named_parameters(), plain.parameters(), strict=True
+    ):
+        assert torch.allclose(parameter.grad, expected.grad, rtol=1e-12, atol=0), name
+
+
+def test_a_step_parks_before_each_unit_and_before_its_loss():
+    model, x = Model(), torch.ones(2, 3)
+    places = run_through(microbatch_of(lambda visit: model(x, visit), last=1))
+    assert places == [Visit(1), Visit(2), BEHIND_THE_LAST, None]
+    places = run_through(microbatch_of(lambda visit: model(x, visit), last=NONE))
+    assert places == [Visit(1), Visit(2), None]
+    with torch.no_grad():
+        places = run_through(microbatch_of(lambda visit: model(x, visit)))
+    assert places == [Visit(1, False), Visit(2, False), None]
+
+
+def test_modes_belong_to_the_microbatch():
+    seen = []
+
+    def step(visit):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            visit(1, torch.relu, torch.ones(1))
+            seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return torch.ones(1)
+
+    microbatch = microbatch_of(step)
+    microbatch.advance()
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    microbatch.advance()
+    assert seen == [(False, True)]
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+def test_an_abandoned_microbatch_cleans_up_even_where_it_visits_units():
+    cleaned = []
+
+    def step(visit):
+        try:
+            visit(1, torch.relu, torch.ones(1))
+        finally:
+            visit(2, torch.relu, torch.ones(1))
+            cleaned.append(True)
+
+    microbatch = microbatch_of(step)
+    microbatch.advance()
+    microbatch.abandon()
+    assert not cleaned, "stopping stops the cleaning up too where it visits a unit"
+    microbatch.abandon()  # nothing left to stop
+
+
+def test_an_error_of_the_step_reaches_who_advances_it():
+    def step(visit):
+        visit(1, torch.relu, torch.ones(1))
+        raise ValueError("mine")
+
+    microbatch = microbatch_of(step)
+    microbatch.advance()
+    with pytest.raises(ValueError, match="mine"):
+        microbatch.advance()
+    microbatch.abandon()
+
+
+def in_place_by_the_unit(visit):
+    hidden = torch.ones(2, requires_grad=True) * 2
+    return visit(1, lambda x: x.mul_(2), hidden).sum()
+
+
+def in_place_behind_the_unit(visit):
+    hidden = torch.ones(2, requires_grad=True) * 2
+    out = visit(1, lambda x: x * x, hidden)
+    hidden.data.add_(0)
+    with torch.no_grad():
+        hidden += 1
+    return out.sum()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_input_that_the_unit_changes_is_refused(recompute):
+    with pytest.raises(UnitUseError, match="changed in place"):
+        run_through(microbatch_of(in_place_by_the_unit, recompute=recompute))
+
+
+def test_an_input_that_is_changed_behind_the_unit_is_refused_in_the_backward():
+    microbatch = microbatch_of(in_place_behind_the_unit)
+    run_through(microbatch)
+    microbatch.backward_of_loss(microbatch.result)
+    with pytest.raises(UnitUseError, match="changed in place"):
+        microbatch.backward_of_visit(0)
+
+
+def test_checkpointing_around_a_unit_is_refused():
+    def step(visit):
+        x = torch.ones(2, requires_grad=True) * 2
+        return checkpoint(lambda v: visit(1, torch.exp, v), x, use_reentrant=False).sum()
+
+    with pytest.raises(UnitUseError, match="switch gradient checkpointing off"):
+        run_through(microbatch_of(step))
+
+
+def test_a_loss_without_gradient_is_refused():
+    microbatch = microbatch_of(lambda visit: torch.ones(()))
+    run_through(microbatch)
+    with pytest.raises(UnitUseError, match="does not require a gradient"):
+        microbatch.backward_of_loss(microbatch.result)
+
+
+def test_a_unit_that_the_loss_does_not_depend_on_is_passed_without_computing_it_again():
+    calls = []
+
+    def unit(x):
+        calls.append(torch.is_grad_enabled())
+        return x * 2
+
+    def step(visit):
+        x = torch.ones(2, requires_grad=True) * 3
+        visit(1, unit, x)
+        return visit(2, unit, x).sum()
+
+    microbatch = microbatch_of(step)
+    run_through(microbatch)
+    microbatch.backward_of_loss(microbatch.result)
+    for position in (1, 0):
+        microbatch.backward_of_visit(position)
+    assert calls == [False, False, True]
