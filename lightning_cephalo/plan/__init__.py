@@ -1,6 +1,6 @@
-"""Who does how much: what there is to plan for, what a plan costs, and the fastest plan.
+"""Plans the work of one training step: problem, plan, cost model and solver.
 
-Pure: numpy and, inside the solver only, cvxpy. No torch, no Lightning.
+Pure: uses numpy and, in the solver only, cvxpy. Imports neither torch nor Lightning.
 """
 
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError

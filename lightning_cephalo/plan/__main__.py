@@ -1,4 +1,4 @@
-"""Prints a small program: ``python -m lightning_cephalo.plan``."""
+"""Prints an example program: ``python -m lightning_cephalo.plan``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lightning_cephalo.plan.program import Visit, compile_step
 
 
 def example() -> str:
-    """The checked programs of two ranks with three units, and two microbatches and one."""
+    """Return checked programs of two ranks, with two microbatches and one, for three units."""
     visits = [Visit(1), Visit(2), Visit(3)]
     programs = [compile_step(visits, microbatches, [True] * 4) for microbatches in (2, 1)]
     check(programs)

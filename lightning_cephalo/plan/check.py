@@ -19,16 +19,20 @@ from lightning_cephalo.plan.program import (
 def check(programs: Sequence[Program]) -> None:
     """Prove that the programs of all ranks can run together.
 
-    Every compute finds its unit gathered. Every microbatch that goes forward has a loss, for which
-    the root unit is armed, and comes back. Every armed unit is reduced, once, behind all its
-    backwards. Nothing that is gathered, armed or offloaded stays behind. All ranks issue the same
-    collectives in the same order: else they would wait for one another forever.
+    - Each compute instruction finds its unit gathered.
+    - Each microbatch that goes forward has a loss. The root unit is armed before the loss.
+    - Each microbatch comes back through the same visits, on all ranks.
+    - Each armed unit is reduced once, after all its backwards.
+    - Nothing stays gathered, armed or offloaded at the end of the step.
+    - All ranks issue the same collectives in the same order. Otherwise they would wait for each
+      other forever.
 
     Args:
-        programs: Of every rank, in rank order.
+        programs: One per rank, in rank order.
 
     Raises:
-        ProgramError: The first instruction that finds something missing, and its rank.
+        ProgramError: A check fails. The message names the rank and the first instruction at fault,
+            if there is one.
     """
     states = [_check_rank(rank, program) for rank, program in enumerate(programs)]
     first = _collectives(programs[0]) if programs else []
@@ -43,7 +47,7 @@ def check(programs: Sequence[Program]) -> None:
                 f"Collectives must come in one order on all ranks; as number {at + 1} rank 0 has"
                 f" {_named(first, at)}, but rank {rank} has {_named(own, at)}."
             )
-    # a rank without microbatches says nothing of which visits have a backward
+    # a rank without microbatches does not show which visits have a backward
     busy = [(rank, sorted(state.returned)) for rank, state in enumerate(states) if state.losses]
     for rank, own_visits in busy[1:]:
         if own_visits != busy[0][1]:
@@ -64,7 +68,7 @@ def _named(collectives: Sequence[tuple[Operation, int]], at: int) -> str:
 
 
 class _State:
-    """What one rank holds while its program is read."""
+    """State of one rank while its program is read."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -75,13 +79,13 @@ class _State:
         self.without_loss: set[int] = set()
         self.losses: set[int] = set()
         self.reached: dict[int, int] = {}  # per microbatch, its latest visit
-        self.returned: dict[int, set[int]] = {}  # per visit, the microbatches that came back
+        self.returned: dict[int, set[int]] = {}  # per visit, the microbatches that passed it
         self.returned_units: set[int] = set()
         self.is_updated = False
         self.away: set[tuple[int, int]] = set()
 
     def read(self, instruction: Instruction) -> None:
-        """Take one instruction."""
+        """Check one instruction and apply it."""
         operation, unit = instruction.operation, instruction.unit
         passage = (instruction.visit, instruction.microbatch)
         self._expect(instruction, not self.is_updated, "the optimizer has made its step")

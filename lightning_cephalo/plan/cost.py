@@ -1,23 +1,30 @@
-"""Step time and memory of a given allocation: the one source of truth for solver, report and
-simulator.
+"""Cost model: step time and memory of a given allocation.
 
-A gather is a rendezvous: every rank waits there for the slowest. So per unit and pass the slowest
-rank counts, and forward, backward and tail each have their own slowest (docs/planning.md)::
+Solver, report and simulator all use this one model.
+
+A gather is a rendezvous: every rank waits for the slowest one. So the slowest rank sets the time of
+each unit and pass. Forward, backward and tail may each have another slowest rank
+(docs/planning.md)::
 
     T = U * (max(G, max_i F_i) + max(G + R, max_i B_i)) + max_i tail_i
         + root gather + root reduce + fill + optimizer + overhead
 
-with F_i, B_i, tail_i the sums over rank i's microbatches. The maxima are the overlap: the next unit
-is gathered, and the last one reduced, while this one computes. G and R are those of uneven shards,
-or of even ones where all ranks hold equal shares. Where units stay gathered from the forward to the
-backward (FSDP's ``reshard_after_forward=False``), the backward has R alone to hide.
+U is the number of units. G and R are the times to gather and to reduce one unit. F_i, B_i and
+tail_i are sums over rank i's microbatches.
 
-A rank holds its share of the state, the gathered buffers, the peak of its largest microbatch, what
-every microbatch keeps, and one boundary per unit for every sample of its batch, or of three units
-where it offloads them: the values of the one in use and of the one on its way, and the gradients
-that go from unit to unit. Copies run beside the compute, so a rank that offloads needs at least the
-time of its copies. Where activations inside the units are kept, boundaries are held by them:
-nothing is offloaded.
+The maxima express overlap: while one unit computes, the next one is gathered and the previous one
+is reduced. G and R are the times for uneven shards, or for even ones if all ranks hold equal
+shares. If units stay gathered from the forward to the backward (FSDP's
+``reshard_after_forward=False``), the backward has only R to hide.
+
+A rank holds its share of the state, the gathered buffers and the largest peak of its microbatches.
+It also holds what each microbatch retains, and one boundary per unit for each sample of its batch.
+A rank that does not recompute also retains the activations inside its units.
+
+A rank that offloads holds the boundaries of only three units: the values of the unit in use, the
+values of the unit being copied, and the gradients that pass between units. Copies run at the same
+time as the compute, so such a rank needs at least the time of its copies. A rank that does not
+recompute cannot offload: the retained activations inside its units hold the boundaries.
 """
 
 from __future__ import annotations
@@ -32,15 +39,17 @@ from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.program import UNITS_THAT_STAY
 
-# Offloaded boundaries: of these units the values are on the device, and of one the gradients.
+# With offload, the device holds the boundary values of these units and the gradients of one more.
 _UNITS_HELD = UNITS_THAT_STAY + 1
 _EVEN = 1e-9
 
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """What one rank does in a step: seconds per unit (tail: per step) over its microbatches, its
-    peak bytes, and its bytes of host memory.
+    """Predicted times and memory of one rank in a step.
+
+    Times are sums over the rank's microbatches, in seconds per unit (``tail_s``: per step). Memory
+    is the peak on the device and the total on the host, in bytes.
     """
 
     forward_s: float
@@ -52,7 +61,7 @@ class RankPrediction:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """The whole step in seconds, and every rank's part in rank order."""
+    """Predicted seconds of the whole step, and one prediction per rank in rank order."""
 
     step_s: float
     ranks: tuple[RankPrediction, ...]
@@ -63,8 +72,9 @@ class Mode:
     """How a rank treats activations.
 
     Args:
-        recompute: False: activations inside units are kept, and the profile's ``kept_backward_s``
-            and ``kept_compute_bytes`` count. True: its ``backward_s`` and ``compute_bytes`` count.
+        recompute: True: activations inside units are recomputed, and the profile's ``backward_s``
+            and ``compute_bytes`` apply. False: they are retained, and its ``kept_backward_s`` and
+            ``kept_compute_bytes`` apply.
         offload: whether boundary activations move to host memory.
     """
 
@@ -73,7 +83,10 @@ class Mode:
 
     @classmethod
     def of(cls, rank: RankPlan) -> Mode:
-        """The mode of a planned rank; where its profile leaves no choice, the plan has None."""
+        """Return the mode of a planned rank.
+
+        A rank plan's ``recompute`` is None if the profile has no choice.
+        """
         return cls(rank.recompute is not False, rank.offload)
 
 
@@ -81,7 +94,7 @@ PLAIN = Mode()
 
 
 def modes(problem: Problem, profile: RankProfile) -> tuple[Mode, ...]:
-    """The modes that a rank may choose between; the fastest on the device comes first."""
+    """Return the modes that a rank may choose between; the fastest without offload comes first."""
     found = [Mode(recompute=False)] if chooses_recompute(profile) else []
     found.append(PLAIN)
     if profile.host_capacity_bytes > 0 and problem.boundary_bytes > 0:
@@ -90,14 +103,14 @@ def modes(problem: Problem, profile: RankProfile) -> tuple[Mode, ...]:
 
 
 def chooses_recompute(profile: RankProfile) -> bool:
-    """Whether the profile leaves recomputation to the plan."""
+    """Return whether the profile lets the plan choose recomputation."""
     return bool(profile.kept_backward_s)
 
 
 def rank_plan(
     profile: RankProfile, microbatch_sizes: Sequence[int], mode: Mode, state_fraction: float = 0.0
 ) -> RankPlan:
-    """A planned rank without predictions; ``recompute`` is None where the profile has no choice."""
+    """Return a rank plan without predictions; ``recompute`` is None if there is no choice."""
     recompute = mode.recompute if chooses_recompute(profile) else None
     return RankPlan(
         tuple(microbatch_sizes), state_fraction, recompute=recompute, offload=mode.offload
@@ -105,9 +118,9 @@ def rank_plan(
 
 
 def as_planned(problem: Problem, plan: Plan) -> Problem:
-    """The problem with nothing left open that the plan says of all ranks.
+    """Return the problem with the plan's choices for all ranks applied.
 
-    A plan that says nothing of resharding takes the first of the problem's choices.
+    A plan that does not choose resharding takes the first of the problem's choices.
     """
     chosen = plan.reshard_after_forward
     return problem.resharding(problem.reshard_choices[0] if chosen is None else chosen)
@@ -115,17 +128,18 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
 
 @dataclass(frozen=True)
 class Need:
-    """What a rank in one mode takes of one resource.
+    """Amount of one resource that a rank needs in one mode.
 
-    ``fixed + peaks[size - 1] of its largest peak + per_sample * samples
-    + per_microbatch * microbatches``.
+    The rank's share of the state is not part of it. The total is::
+
+        fixed + max(peaks[size - 1]) + per_sample * samples + per_microbatch * microbatches
 
     Args:
-        fixed: whatever the samples, of an idle rank too.
-        peaks: by microbatch size minus one, while that microbatch runs.
-        per_sample: kept for every sample of the rank's batch.
-        per_microbatch: kept for every microbatch.
-        capacity: what the rank may take in all, besides its share of what all ranks share.
+        fixed: needed whatever the samples, also on an idle rank.
+        peaks: needed while a microbatch runs, by microbatch size minus one.
+        per_sample: retained for each sample of the rank's batch.
+        per_microbatch: retained for each microbatch.
+        capacity: limit on this total.
     """
 
     fixed: float
@@ -135,21 +149,24 @@ class Need:
     capacity: float
 
     def of(self, microbatch_sizes: Sequence[int]) -> float:
-        """What these microbatches take."""
+        """Return the amount that these microbatches need."""
         peak = max((self.peaks[size - 1] for size in microbatch_sizes), default=0.0)
         return self.total(peak, sum(microbatch_sizes), len(microbatch_sizes))
 
     def total(self, peak: Any, samples: Any, microbatches: Any) -> Any:
-        """What this many samples take beside this largest peak; numbers or arrays of one shape."""
+        """Return the amount for this largest peak and these numbers of samples and microbatches.
+
+        The arguments are numbers or arrays of one shape.
+        """
         return self.fixed + peak + self.kept(samples, microbatches)
 
     def kept(self, samples: Any, microbatches: Any) -> Any:
-        """The part that is held from the forward to the backward."""
+        """Return the part that is retained from the forward to the backward."""
         return self.per_sample * samples + self.per_microbatch * microbatches
 
 
 def device_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
-    """Bytes on the device beside the share of the state."""
+    """Return the bytes needed on the device in addition to the share of the state."""
     units = min(problem.units, _UNITS_HELD) if mode.offload else problem.units
     inside = 0.0 if mode.recompute else problem.kept_bytes * problem.units
     return Need(
@@ -162,7 +179,7 @@ def device_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> N
 
 
 def host_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
-    """Bytes of host memory, which offloaded boundaries take."""
+    """Return the bytes of host memory that offloaded boundaries need."""
     return Need(
         fixed=0.0,
         peaks=(0.0,) * profile.largest_microbatch_size,
@@ -173,17 +190,18 @@ def host_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Nee
 
 
 def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPrediction:
-    """Predict one step of an allocation. Batch, capacity and fractions are not judged here, only
-    priced.
+    """Predict one step of an allocation.
+
+    The batch, capacities and fractions are not checked here.
 
     Args:
-        problem: what there is.
-        ranks: a plan; or one :class:`RankPlan` per rank of the problem, in rank order, whose units
-            are given back after the forward where the problem leaves that open.
+        problem: ranks and work of the step.
+        ranks: a plan, or one :class:`RankPlan` per rank of the problem, in rank order. Without a
+            plan, units are resharded after the forward if the problem leaves that open.
 
     Raises:
-        PlanError: another number of ranks, a microbatch size that was not profiled, or a mode that
-            the rank's profile does not know.
+        PlanError: the number of ranks differs, a microbatch size was not profiled, or a rank's
+            profile lacks the mode.
     """
     if isinstance(ranks, Plan):
         problem, ranks = as_planned(problem, ranks), ranks.ranks
@@ -226,8 +244,10 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
 def step_time(
     problem: Problem, forward_s: float, backward_s: float, tail_s: float, *, even: bool = False
 ) -> float:
-    """Seconds of a step whose slowest rank needs ``forward_s`` and ``backward_s`` per unit and
-    ``tail_s`` once; ``even`` where all ranks hold equal shares of the state.
+    """Return the seconds of a step, given the times of the slowest ranks.
+
+    ``forward_s`` and ``backward_s`` are per unit, ``tail_s`` is per step. ``even`` says whether all
+    ranks hold equal shares of the state.
     """
     gather_s, reduce_s = collective_times(problem, even=even)
     forward = max(gather_s, forward_s)
@@ -236,16 +256,16 @@ def step_time(
 
 
 def fixed_time(problem: Problem) -> float:
-    """Seconds of a step that no plan changes."""
+    """Return the seconds of a step that no plan changes."""
     root = problem.root_gather_s + problem.root_reduce_s
     return root + problem.fill_s + problem.optimizer_s + problem.step_overhead_s
 
 
 def collective_times(problem: Problem, *, even: bool) -> tuple[float, float]:
-    """Seconds of gathering and of reducing one unit."""
+    """Return the seconds to gather and to reduce one unit."""
     if not even:
         return problem.gather_s, problem.reduce_s
-    # What moves uneven shares moves even ones as well: these never cost more.
+    # Collectives for uneven shares also work for even ones, which thus never cost more.
     gather_s, reduce_s = (
         uneven_s if even_s is None else min(even_s, uneven_s)
         for even_s, uneven_s in (
@@ -257,12 +277,12 @@ def collective_times(problem: Problem, *, even: bool) -> tuple[float, float]:
 
 
 def backward_collectives_s(problem: Problem, gather_s: float, reduce_s: float) -> float:
-    """Seconds of what one unit's backward has to hide."""
+    """Return the seconds of collectives that one unit's backward has to hide."""
     return reduce_s if problem.reshard_after_forward is False else gather_s + reduce_s
 
 
 def shares_are_even(state_fractions: Sequence[float]) -> bool:
-    """Whether all ranks hold equal shares of the state."""
+    """Return whether all ranks hold equal shares of the state."""
     return max(state_fractions) - min(state_fractions) <= _EVEN
 
 
@@ -272,9 +292,13 @@ def rank_work(
     microbatch_sizes: Sequence[int],
     mode: Mode = PLAIN,
 ) -> tuple[float, float, float]:
-    """Seconds of one unit's forward and backward, and of the tail, over all microbatches."""
+    """Return the seconds of one unit's forward, one unit's backward, and the tail.
+
+    Each is a sum over all microbatches. Forward and backward take at least as long as the copies of
+    offloaded boundaries.
+    """
     forward, backward, tail = (
-        # fsum is exact, so that the order of the microbatches cannot change a figure.
+        # fsum is exact, so the order of the microbatches cannot change the sum.
         math.fsum(curve[size - 1] for size in microbatch_sizes)
         for curve in time_curves(profile, mode)
     )
@@ -283,18 +307,18 @@ def rank_work(
 
 
 def time_curves(profile: RankProfile, mode: Mode) -> tuple[tuple[float, ...], ...]:
-    """The curves of forward, backward and tail in this mode."""
+    """Return the curves of forward, backward and tail in this mode."""
     backward = profile.backward_s if mode.recompute else profile.kept_backward_s
     return profile.forward_s, backward, profile.tail_s
 
 
 def peak_curve(profile: RankProfile, mode: Mode) -> tuple[float, ...]:
-    """The curve of the bytes beside the state in this mode."""
+    """Return the curve of peak bytes, in addition to the state, in this mode."""
     return profile.compute_bytes if mode.recompute else profile.kept_compute_bytes
 
 
 def copy_time(problem: Problem, profile: RankProfile, samples: int, mode: Mode) -> float:
-    """Seconds of copying one unit's boundaries in one direction; 0 where they stay."""
+    """Return the seconds to copy one unit's boundaries in one direction; 0 without offload."""
     if not mode.offload:
         return 0.0
     return samples * problem.boundary_bytes / profile.offload_bytes_per_s

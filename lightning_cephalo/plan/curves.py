@@ -1,9 +1,9 @@
-"""Times of one unit by device and microbatch size, as measured or published: the file format.
+"""File format for times of one unit by device and microbatch size, measured or published.
 
-One :class:`CurveTable` is one model, dtype and sequence length; it holds one :class:`Curves` per
-device. The same format is the cache of what was measured and a user's own table. Units are in the
-names: ``_s`` seconds, ``_bytes`` bytes. ``forward_s[3]`` is one unit's forward for one microbatch
-of four samples.
+One :class:`CurveTable` covers one model, dtype and sequence length. It holds one :class:`Curves`
+per device. The cache of measured curves and a user's own tables share this format. Names end in
+their unit of measure: ``_s`` is seconds, ``_bytes`` is bytes. ``forward_s[3]`` is one unit's
+forward for one microbatch of four samples.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from lightning_cephalo.common.records import (
 
 SOURCES = ("measured", "table", "estimate")
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
-# A head of another size or a padded vocabulary does not make another model of it.
+# A model stays the same with a head of another size or a padded vocabulary.
 _SAME_MODEL = 0.01
 
 
 @dataclass(frozen=True)
 class Curves(Record):
-    """One device's curves, one entry per microbatch size 1, 2, ...
+    """Curves of one device, with one entry per microbatch size 1, 2, ...
 
     Args:
         device: canonical name, such as ``"A6000"``.
-        forward_s: one unit, one microbatch, forward.
-        backward_s: the same, backward, with recompute.
-        tail_s: the root unit, forward and backward together; empty: unknown.
-        compute_bytes: peak beside the state; empty: unknown.
+        forward_s: forward time of one unit for one microbatch.
+        backward_s: backward time of one unit for one microbatch, with recompute.
+        tail_s: time of the root unit, forward and backward together; empty: unknown.
+        compute_bytes: peak memory in addition to the state; empty: unknown.
         source: ``"measured"``, ``"table"`` or ``"estimate"``.
-        detail: where the numbers are from, and their error where it is known.
+        detail: origin of the numbers, and their error if it is known.
 
     Raises:
-        PlanError: NaN, infinite or negative entries, no entries, or curves of different lengths.
+        PlanError: entries are NaN, infinite or negative, there are none, or curves differ in
+            length.
     """
 
     kind = "curves"
@@ -82,24 +83,24 @@ class Curves(Record):
 
     @property
     def largest_microbatch_size(self) -> int:
-        """The largest microbatch size of these curves."""
+        """Largest microbatch size of these curves."""
         return len(self.forward_s)
 
 
 @dataclass(frozen=True)
 class CurveTable(FileRecord):
-    """What is known of one model, dtype and sequence length, device by device.
+    """Curves of one model, dtype and sequence length, device by device.
 
     Args:
         model: name of the model, such as ``"gpt2"``; compared without case.
         dtype: compute dtype: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         sequence_length: tokens (or patches) of one sample.
         curves: one :class:`Curves` per device.
-        parameters: of the whole model, which tells models of one name apart; None: not known, the
-            name alone counts. What is measured always has it.
+        parameters: number of parameters of the whole model, which distinguishes models of the same
+            name. None: unknown, only the name counts. Measured tables always have it.
 
     Raises:
-        PlanError: a field is not what is expected, or a device comes twice.
+        PlanError: a field has an invalid value, or a device occurs twice.
     """
 
     kind = "curve table"
@@ -122,15 +123,16 @@ class CurveTable(FileRecord):
             seen.add(entry.device.casefold())
 
     def find(self, device: str) -> Curves | None:
-        """The curves of this device (compared without case), or None."""
+        """Return the curves of this device (compared without case), or None."""
         wanted = device.casefold()
         return next((entry for entry in self.curves if entry.device.casefold() == wanted), None)
 
     def matches(
         self, model: str, dtype: str, sequence_length: int, parameters: float | None = None
     ) -> bool:
-        """Whether this table is of that model, dtype and sequence length; parameters within 1 %,
-        where both sides know them.
+        """Return whether this table is for that model, dtype and sequence length.
+
+        Numbers of parameters must agree within 1 %, if both are known.
         """
         if self.parameters is not None and parameters is not None:
             apart = abs(self.parameters - parameters)
@@ -143,17 +145,17 @@ class CurveTable(FileRecord):
         )
 
     def merged(self, newer: CurveTable) -> CurveTable:
-        """This table with the devices of ``newer`` put in or replaced."""
+        """Return this table with the devices of ``newer`` added or replaced."""
         kept = tuple(entry for entry in self.curves if newer.find(entry.device) is None)
         return dataclasses.replace(self, curves=kept + newer.curves)
 
 
 @dataclass(frozen=True)
 class CachedTables:
-    """What :func:`cached_tables` found.
+    """Result of :func:`cached_tables`.
 
     Attributes:
-        tables: the valid ones, in order of file name.
+        tables: the valid tables, in order of file name.
         broken: one message per file that is not a table, each naming its file.
     """
 
@@ -162,8 +164,9 @@ class CachedTables:
 
 
 def cached_tables(folder: str | PathLike[str] | None = None) -> CachedTables:
-    """Every table in the folder (default: the user's); what is broken is named, not
-    raised, as a file left by another version must not stop a plan.
+    """Return every table in the folder (default: the user's).
+
+    Broken files are listed, not raised: a file left by another version must not stop a plan.
     """
     root = Path(folder) if folder is not None else files.cache_folder()
     tables, broken = [], []
@@ -179,10 +182,10 @@ def cached_tables(folder: str | PathLike[str] | None = None) -> CachedTables:
 
 
 def save_measured(table: CurveTable, folder: str | PathLike[str] | None = None) -> Path:
-    """Put measured curves into the folder (default: the user's) and return the file.
+    """Add measured curves to the folder (default: the user's) and return the file.
 
-    One file per model, number of parameters, dtype and sequence length. Devices that the file holds
-    already are kept unless ``table`` has them too; a file that is broken is replaced.
+    There is one file per model, number of parameters, dtype and sequence length. Devices that are
+    already in the file stay, unless ``table`` has them too. A broken file is replaced.
 
     Raises:
         PlanError: some of the curves are not measured, or the folder cannot be written.
@@ -215,6 +218,6 @@ def _merged_with(path: Path, table: CurveTable) -> CurveTable:
         before = CurveTable.load(path)
     except PlanError:
         return table
-    # names that differ in punctuation only share a file name
+    # model names that differ only in punctuation share a file name
     same = before.matches(table.model, table.dtype, table.sequence_length, table.parameters)
     return before.merged(table) if same else table

@@ -1,7 +1,7 @@
-"""Who does what: per rank the microbatches it runs and the share of the training state it holds.
+"""Output of the planner: each rank's microbatches and its share of the training state.
 
-A plan says enough to start training (``CephaloStrategy(plan="plan.yaml")``). What the solver
-predicts rides along for tables and reports and may be absent, as in a plan written by hand.
+A plan has everything that training needs (``CephaloStrategy(plan="plan.yaml")``). The solver's
+predictions are for tables and reports. They may be absent, as in a plan written by hand.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class RankPlan(Record):
     """One rank's part of a step.
 
     Args:
-        microbatch_sizes: samples of each microbatch, in order; they may differ, as in (4, 4, 3).
+        microbatch_sizes: samples of each microbatch, in order; sizes may differ, as in (4, 4, 3).
             Empty: no samples.
-        state_fraction: the share of the training state that this rank holds, 0 to 1.
-        name: of the device, for tables.
+        state_fraction: share of the training state that this rank holds, 0 to 1.
+        name: name of the device, for tables.
         forward_s: predicted time of one unit's forward, summed over this rank's microbatches (F_i).
         backward_s: the same for the backward (B_i).
         tail_s: predicted time of the root over this rank's microbatches, forward and backward.
-        memory_bytes: predicted peak of this rank, state included.
-        capacity_bytes: what the plan was allowed to use.
-        recompute: whether this rank recomputes activations inside units; None: as the strategy
-            says.
+        memory_bytes: predicted peak memory of this rank, state included.
+        capacity_bytes: memory that the plan was allowed to use on this rank.
+        recompute: whether this rank recomputes activations inside units; None: the strategy
+            decides.
         offload: whether this rank moves boundary activations to host memory.
-        host_bytes: predicted host memory of what is offloaded.
+        host_bytes: predicted host memory of the offloaded boundaries.
 
     Raises:
-        PlanError: a field is not what is expected; the message names it.
+        PlanError: a field has an invalid value; the message names it.
     """
 
     kind = "rank plan"
@@ -97,28 +97,30 @@ class RankPlan(Record):
         return sum(self.microbatch_sizes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, the name first; what is None or empty is left out."""
+        """Return plain lists and numbers, the name first; defaults are left out."""
         return ({"name": self.name} if self.name else {}) | super().to_dict()
 
 
 @dataclass(frozen=True)
 class Plan(FileRecord):
-    """One :class:`RankPlan` per rank, in rank order, and what the solver says of the whole.
+    """One :class:`RankPlan` per rank, and the solver's predictions for the whole step.
 
     Args:
-        ranks: the parts; fractions sum to 1 within 1e-6, and at least one rank takes a sample.
+        ranks: one :class:`RankPlan` per rank, in rank order. Fractions sum to 1 within 1e-6, and at
+            least one rank takes a sample.
         step_s: predicted time of one step.
-        bound_s: no plan of those that :func:`~lightning_cephalo.plan.solve` chooses among is
-            faster.
-        gap: how far below the fastest step that was found ``bound_s`` is, as a part of it; 0 when
-            ``bound_s`` is that step. The plan's own may be longer by a thousandth, for headroom.
-        solve_s: how long the solver took.
-        backend: what solved it.
-        reshard_after_forward: whether units are given back after the forward and gathered again in
-            the backward, or (False) stay gathered in between; None: as the strategy says.
+        bound_s: lower bound of ``step_s``: no plan that :func:`~lightning_cephalo.plan.solve`
+            chooses among is faster.
+        gap: how far ``bound_s`` is below the fastest step that was found, as a fraction of that
+            step; 0 when they are equal. ``step_s`` may exceed that step by a thousandth, for
+            headroom.
+        solve_s: seconds that the solver took.
+        backend: name of the solver.
+        reshard_after_forward: True: units are freed after the forward and gathered again in the
+            backward. False: they stay gathered in between. None: the strategy decides.
 
     Raises:
-        PlanError: a field is not what is expected; the message names it.
+        PlanError: a field has an invalid value; the message names it.
     """
 
     kind = "plan"
@@ -148,7 +150,7 @@ class Plan(FileRecord):
 
     @property
     def world_size(self) -> int:
-        """How many ranks this plan is for."""
+        """Number of ranks that this plan is for."""
         return len(self.ranks)
 
     @property
@@ -157,11 +159,10 @@ class Plan(FileRecord):
         return sum(rank.batch_size for rank in self.ranks)
 
     def check(self, *, world_size: int | None = None, global_batch_size: int | None = None) -> None:
-        """Check what only the run knows. None is not checked.
+        """Check the plan against values that only the run knows; None is not checked.
 
         Raises:
-            PlanError: the plan is for another number of ranks, or its batches sum to another global
-                batch.
+            PlanError: the number of ranks differs, or the batches do not sum to the global batch.
         """
         if world_size is not None and world_size != self.world_size:
             raise PlanError(
@@ -178,7 +179,7 @@ class Plan(FileRecord):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, the ranks last; what is None is left out."""
+        """Return plain lists and numbers, the ranks last; None is left out."""
         data = super().to_dict()
         data["ranks"] = data.pop("ranks")
         return data

@@ -1,7 +1,8 @@
-"""What there is to plan for: how fast every rank is, how much it holds, and the work of one step.
+"""Input of the planner: speed and memory of each rank, and the work of one step.
 
-Units are in the names: ``_s`` seconds, ``_bytes`` bytes. Curves are indexed by microbatch size
-minus one: ``forward_s[3]`` is the time of one unit for one microbatch of four samples.
+Names end in their unit of measure: ``_s`` is seconds, ``_bytes`` is bytes. The index of a curve is
+the microbatch size minus one: ``forward_s[3]`` is the time of one unit for one microbatch of four
+samples.
 """
 
 from __future__ import annotations
@@ -30,30 +31,34 @@ _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
 
 @dataclass(frozen=True)
 class RankProfile(Record):
-    """One rank, measured.
+    """Speed and memory of one rank, by microbatch size.
 
-    The four curves have one entry per microbatch size 1, 2, ... and the same length; ranks may
-    differ in length. Empty curves are legal: such a rank can hold state but takes no samples.
-    Lists, tuples and arrays are taken.
+    The four curves have the same length, with one entry per microbatch size 1, 2, ... Other ranks
+    may have curves of another length. A rank with empty curves can hold state but takes no samples.
+    Curves may be lists, tuples or arrays.
 
     Args:
-        name: for tables and messages, such as ``"A6000"``; ranks that differ in nothing else are
-            planned as equal.
-        forward_s: one unit, one microbatch, forward.
-        backward_s: one unit, one microbatch, backward, with recompute where it happens.
-        tail_s: the root unit (embedding, head, loss) for one microbatch, forward and backward
-            together.
-        compute_bytes: peak beside the state while a microbatch of that size runs.
-        capacity_bytes: what this rank may hold in all; ``math.inf`` for no limit.
-        kept_backward_s: ``backward_s`` when activations inside the unit are kept instead of
-            recomputed. Empty: recomputation is not this rank's to choose. Given, the plan says
-            which, and ``backward_s`` and ``compute_bytes`` are those with recomputation.
-        kept_compute_bytes: ``compute_bytes`` beside ``kept_bytes`` of the problem, likewise.
+        name: label in tables and messages, such as ``"A6000"``; ranks that differ only in their
+            names are planned as equal.
+        forward_s: forward time of one unit for one microbatch.
+        backward_s: backward time of one unit for one microbatch, including recomputation if there
+            is any.
+        tail_s: time of the root unit (embedding, head, loss) for one microbatch, forward and
+            backward together.
+        compute_bytes: peak memory while a microbatch of that size runs, in addition to the state.
+        capacity_bytes: memory that this rank may hold in total; ``math.inf`` for no limit.
+        kept_backward_s: ``backward_s`` without recomputation, when activations inside the unit are
+            retained. Empty: the plan does not choose recomputation for this rank. Otherwise the
+            plan chooses, and ``backward_s`` and ``compute_bytes`` are the values with
+            recomputation.
+        kept_compute_bytes: ``compute_bytes`` without recomputation, in addition to ``kept_bytes``
+            of the problem.
         host_capacity_bytes: host memory for boundary activations; 0: they stay on the device.
-        offload_bytes_per_s: rate of copies between device and host, each way.
+        offload_bytes_per_s: copy rate between device and host, in each direction.
 
     Raises:
-        PlanError: NaN, infinite or negative entries, curves of different lengths, no capacity.
+        PlanError: entries are NaN, infinite or negative, curves differ in length, or the capacity
+            is not positive.
     """
 
     kind = "rank profile"
@@ -86,46 +91,48 @@ class RankProfile(Record):
 
     @property
     def largest_microbatch_size(self) -> int:
-        """The largest profiled microbatch size; 0 when this rank can take no samples."""
+        """Largest profiled microbatch size; 0 when this rank can take no samples."""
         return len(self.forward_s)
 
 
 @dataclass(frozen=True)
 class Problem(FileRecord):
-    """All that :func:`~lightning_cephalo.plan.solve` needs to know of one training step.
+    """Everything that :func:`~lightning_cephalo.plan.solve` needs to know about one step.
 
     Args:
         ranks: one :class:`RankProfile` per rank, in rank order.
-        units: how many repeated units the model has.
-        gather_s: time to gather one unit's parameters from uneven shards.
-        reduce_s: time to reduce one unit's gradients into uneven shards.
-        state_bytes: parameters, gradients and optimizer state of the whole model, all of it
+        units: number of repeated units in the model.
+        gather_s: time to all-gather one unit's parameters from uneven shards.
+        reduce_s: time to reduce-scatter one unit's gradients into uneven shards.
+        state_bytes: parameters, gradients and optimizer state of the whole model; all of it is
             sharded.
         global_batch_size: samples of one step, over all ranks.
-        boundary_bytes: kept per sample and per unit boundary while the step runs.
-        optimizer_s: the optimizer's own time in a step.
-        gathered_bytes: full buffers (root, unit in use, unit prefetched, full gradients) that every
-            rank holds beside its shard, whatever the plan.
-        minimum_microbatch_size: no microbatch is smaller (batch norm); a rank may still take no
-            samples.
-        equal_microbatches: every rank runs the same number of microbatches (modules with
-            collectives of their own).
-        step_overhead_s: what a step costs beside all of this.
+        boundary_bytes: bytes retained per sample and unit boundary during the step.
+        optimizer_s: time of the optimizer in a step.
+        gathered_bytes: full buffers (root, unit in use, prefetched unit, full gradients) that every
+            rank holds in addition to its shard, whatever the plan.
+        minimum_microbatch_size: least size of a microbatch (for batch norm); a rank may still take
+            no samples.
+        equal_microbatches: whether every rank runs the same number of microbatches (for modules
+            with their own collectives).
+        step_overhead_s: time of a step that no other field covers.
         even_gather_s: ``gather_s`` when all ranks hold equal shares; None: the same.
         even_reduce_s: ``reduce_s`` when all ranks hold equal shares; None: the same.
-        root_gather_s: gather of the root unit, before anything is computed.
-        root_reduce_s: reduce of the root unit, after everything.
-        fill_s: what has nothing to hide behind: the first unit's gather and the last one's reduce.
-            A simulation plays it out and leaves this out.
-        kept_bytes: kept per sample and unit, beside the boundary, on ranks that do not recompute.
-        microbatch_bytes: kept of every microbatch until its backward, whatever its samples (weights
-            that autocast has cast, and keeps for the backward).
-        reshard_after_forward: whether units are given back after the forward and gathered again in
-            the backward; False: they stay gathered in between; "auto": as the plan says.
-        unresharded_bytes: what every rank holds beside ``gathered_bytes`` where they stay.
+        root_gather_s: time to gather the root unit, before any compute.
+        root_reduce_s: time to reduce the root unit, after all other work.
+        fill_s: time that no compute hides: the first unit's gather and the last unit's reduce. A
+            simulation plays these itself and ignores ``fill_s``.
+        kept_bytes: bytes retained per sample and unit, in addition to the boundary, on ranks that
+            do not recompute.
+        microbatch_bytes: bytes that each microbatch retains until its backward, whatever its size
+            (weights that autocast has cast, and keeps for the backward).
+        reshard_after_forward: True: units are freed after the forward and gathered again in the
+            backward. False: they stay gathered in between. "auto": the plan chooses.
+        unresharded_bytes: bytes that every rank holds in addition to ``gathered_bytes`` if units
+            stay gathered.
 
     Raises:
-        PlanError: a field is not what is expected; the message names it.
+        PlanError: a field has an invalid value; the message names it.
     """
 
     kind = "problem"
@@ -157,16 +164,16 @@ class Problem(FileRecord):
 
     @property
     def fixed_bytes(self) -> float:
-        """What every rank holds beside its share of the state, whatever its samples."""
+        """Bytes that a rank holds in addition to its share of the state, whatever its samples."""
         unresharded = self.unresharded_bytes if self.reshard_after_forward is False else 0.0
         return self.gathered_bytes + unresharded
 
     @property
     def reshard_choices(self) -> tuple[bool, ...]:
-        """What a plan may choose for ``reshard_after_forward``; the first is the default."""
+        """Values that a plan may choose for ``reshard_after_forward``; the first is the default."""
         asked = self.reshard_after_forward
         return (True, False) if asked == "auto" else (asked,)
 
     def resharding(self, reshard_after_forward: bool) -> Problem:
-        """This problem with that choice made."""
+        """Return this problem with ``reshard_after_forward`` chosen."""
         return replace(self, reshard_after_forward=reshard_after_forward)

@@ -1,25 +1,26 @@
 """The order of a step as data: a :class:`Program`, one tuple of instructions per rank and pass.
 
-A program is the one description of a step. ``execution/executor.py`` runs it,
-``offline/simulate.py`` plays it with seconds and bytes, ``plan/check.py`` proves it, ``observe/``
-records it, and errors name its instructions. Small pure passes make it from the visits of a
-model::
+A program is the only description of a step. ``execution/executor.py`` runs it.
+``offline/simulate.py`` plays it with seconds and bytes. ``plan/check.py`` proves that it can run.
+``observe/`` records it, and errors name its instructions. Small pure functions, called passes,
+build it from the visits of a model::
 
     layered           G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 X1 G2 F2.0 L0.0 F2.1 L0.1 A
                       Z2 B2.0 B2.1 R2 X2 G1 Z1 B1.0 B1.1 R1 X1 R0 X0 A
                       U
     keep_gathered     drops X1 from the forward and G1 from the backward
     prefetch          moves G1 before Z0 and G2 before F1.0; in the backward, G1 before Z2
-    offload           with three units: adds O1.0 behind F1.0, and H1.0 behind B3.0
+    offload           with three units: adds O1.0 after F1.0, and H1.0 after B3.0
 
-Layered accumulation (Cephalo, ICS 2025, figure 4): all microbatches pass a unit before any passes
-the next, so that a unit is gathered once per pass and reduced once per step, however many
-microbatches a rank has. A *visit* is one use of a unit by every microbatch; a unit that is used
-twice has two visits and is reduced after the one that comes last in the backward. The root unit
-holds everything outside of the others: its forward leads to the first unit, its loss is what
-follows the last.
+In layered accumulation (Cephalo, ICS 2025, figure 4), all microbatches pass a unit before any of
+them passes the next. So a unit is gathered once per pass and reduced once per step, whatever the
+number of microbatches.
 
-To print the program of two ranks, of which one has half the microbatches::
+A *visit* is one use of a unit by every microbatch. A unit that is used twice has two visits. It is
+reduced after the visit that comes last in the backward. The root unit holds everything outside the
+other units: its forward leads to the first unit, its loss follows the last.
+
+This command prints the programs of two ranks, one of which has half the microbatches::
 
     python -m lightning_cephalo.plan
 """
@@ -38,23 +39,23 @@ UNITS_THAT_STAY = 2
 
 
 class Operation(str, enum.Enum):
-    """What an instruction does; the value is its name in traces and messages.
+    """Kind of an instruction; the value is its name in traces and messages.
 
-    ``WAIT`` and ``OVERHEAD`` stand in timelines only: a program holds what a rank does, and not
+    ``WAIT`` and ``OVERHEAD`` occur only in timelines: a program holds what a rank does, and not
     what it waits for.
     """
 
-    GATHER = "gather"  # begin to all-gather the unit's parameters
-    ARM = "arm"  # have zeroed gradients to accumulate into
+    GATHER = "gather"  # start to all-gather the unit's parameters
+    ARM = "arm"  # provide zeroed gradients to accumulate into
     FORWARD = "forward"  # pass a microbatch through the unit
-    LOSS = "loss"  # what follows the last unit: head, loss, and the backward of both
-    OFFLOAD = "offload"  # copy what entered the unit to the host
-    FETCH = "fetch"  # begin to copy it back
+    LOSS = "loss"  # run what follows the last unit: head, loss, and the backward of both
+    OFFLOAD = "offload"  # copy the unit's input to the host
+    FETCH = "fetch"  # start to copy it back
     BACKWARD = "backward"  # carry a microbatch's gradients through the unit
-    REDUCE = "reduce"  # begin to reduce-scatter the unit's gradients
-    FREE = "free"  # give the gathered parameters back
+    REDUCE = "reduce"  # start to reduce-scatter the unit's gradients
+    FREE = "free"  # free the gathered parameters
     AGREE = "agree"  # exchange weights, failures and uses between all ranks
-    UPDATE = "update"  # the optimizer's step
+    UPDATE = "update"  # run the optimizer's step
     WAIT = "wait"
     OVERHEAD = "overhead"
 
@@ -81,16 +82,17 @@ COMPUTE = frozenset({Operation.FORWARD, Operation.LOSS, Operation.BACKWARD})
 
 @dataclass(frozen=True)
 class Instruction:
-    """One thing that a rank does.
+    """One action of a rank.
 
     >>> str(Instruction(Operation.FORWARD, unit=2, visit=1, microbatch=0))
     'F2.0'
 
     Attributes:
-        operation: What.
-        unit: Index of the unit; 0 is the root unit, -1 where no unit is meant.
-        visit: Position in the order of visits; -1 for the root unit and where none is meant.
-        microbatch: Index on this rank; -1 where all are meant.
+        operation: Kind of action.
+        unit: Index of the unit; 0 is the root unit, -1 if no unit applies.
+        visit: Position in the order of visits; for LOSS, that of the last visit before it. -1 for
+            all else of the root unit and if no visit applies.
+        microbatch: Index on this rank; -1 if the instruction is for all microbatches.
     """
 
     operation: Operation
@@ -110,8 +112,8 @@ class Visit:
 
     Attributes:
         unit: Index of the unit.
-        differentiable: Whether a backward passes through it (not so for a frozen unit whose
-            inputs need no gradient, or a use under ``torch.no_grad``).
+        differentiable: Whether a backward passes through the visit. It does not for a frozen unit
+            whose inputs need no gradient, or for a use under ``torch.no_grad``.
     """
 
     unit: int
@@ -123,9 +125,9 @@ Instructions = tuple[Instruction, ...]
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does in one step, in order.
+    """Instructions of one rank in one step, in order.
 
-    The three parts are what Lightning's hooks call: ``training_step``, ``backward``, and the
+    Its three parts run in Lightning's hooks ``training_step`` and ``backward``, and in the
     optimizer's step.
 
     Attributes:
@@ -140,7 +142,7 @@ class Program:
 
     @property
     def instructions(self) -> Instructions:
-        """All of them."""
+        """Instructions of all three parts."""
         return (*self.forward, *self.backward, *self.update)
 
     def __str__(self) -> str:
@@ -148,7 +150,7 @@ class Program:
 
 
 def text(instructions: Iterable[Instruction]) -> str:
-    """Instructions in letters, such as ``"G1 F1.0 F1.1 X1"``; see the module's text."""
+    """Return instructions in letters, such as ``"G1 F1.0 F1.1 X1"``; see the module docstring."""
     return " ".join(map(str, instructions))
 
 
@@ -163,12 +165,12 @@ def compile_step(
     """Return the program of a rank's step.
 
     Args:
-        visits: In the order of the forward.
-        microbatches: Of this rank; 0 for a rank that only communicates.
+        visits: Visits in the order of the forward.
+        microbatches: Number of this rank's microbatches; 0 for a rank that only communicates.
         trainable: Per unit, the root unit first, whether it has gradients to reduce.
-        reshard_after_forward: Free a unit when the microbatches have passed it, and gather it
-            again in the backward.
-        offload_boundaries: Keep what enters units in host memory until their backward.
+        reshard_after_forward: Free a unit when the microbatches have passed it, and gather it again
+            in the backward.
+        offload_boundaries: Keep the inputs of units in host memory until their backward.
     """
     forward = tuple(
         layered_forward(visits, microbatches, lambda visit, _: visit == len(visits) - 1)
@@ -188,14 +190,18 @@ def compile_step(
 def layered_forward(
     visits: Iterable[Visit], microbatches: int, has_returned: Callable[[int, int], bool]
 ) -> Iterator[Instruction]:
-    """Yield the forward: no unit is gathered before all microbatches have passed the one before.
+    """Yield the instructions of the forward.
+
+    A unit is gathered only after all microbatches have passed the previous one.
 
     Args:
-        visits: In order. None is asked for before all instructions of the one before have been
-            taken, so that an order that is still being discovered can be given lazily.
-        microbatches: Of this rank.
-        has_returned: Called with a visit (-1: the root unit's forward) and a microbatch whose
-            FORWARD there has just been taken: whether only the loss is left of it.
+        visits: Visits in order. A visit is requested only after all instructions of the previous
+            one have been consumed. So an order that is still being discovered can be a lazy
+            iterable.
+        microbatches: Number of this rank's microbatches.
+        has_returned: Called with a visit (-1: the root unit's forward) and a microbatch, after the
+            microbatch's FORWARD there was consumed. Returns whether only the microbatch's loss is
+            left.
     """
     yield Instruction(Operation.GATHER, ROOT)
     yield Instruction(Operation.ARM, ROOT)
@@ -209,12 +215,12 @@ def resumed_forward(
     microbatches: int,
     has_returned: Callable[[int, int], bool],
 ) -> Iterator[Instruction]:
-    """Yield the rest of a forward whose microbatches stand in front of a visit.
+    """Yield the rest of a forward whose microbatches have stopped before a visit.
 
     Args:
-        visits: From that visit on; otherwise as for :func:`layered_forward`.
-        start: Its position.
-        microbatches: Of this rank.
+        visits: Visits from that one on; otherwise as for :func:`layered_forward`.
+        start: Position of that visit.
+        microbatches: Number of this rank's microbatches.
         has_returned: As for :func:`layered_forward`.
     """
     for microbatch in range(microbatches):
@@ -252,18 +258,21 @@ def _forward_of(
 def layered_backward(
     visits: Sequence[Visit], microbatches: int, trainable: Sequence[bool]
 ) -> Instructions:
-    """Return the backward; the root unit and the unit of the last visit are gathered already.
+    """Return the instructions of the backward.
+
+    The root unit and the unit of the last visit are already gathered.
 
     Args:
-        visits: In the order of the forward.
-        microbatches: Of this rank.
+        visits: Visits in the order of the forward.
+        microbatches: Number of this rank's microbatches.
         trainable: Per unit, the root unit first, whether it has gradients to reduce.
     """
     order = backward_order(visits)
     reduced_at = {visits[position].unit: position for position in order}
     armed: set[int] = set()
     found: list[Instruction] = []
-    # a unit of which no backward passes the last visit is given back before everything else
+    # The last visit's unit is still gathered. If the backward starts with another unit, it is
+    # freed before everything else.
     held, held_since = (visits[-1].unit if visits else NONE), NONE
     for position in order:
         unit = visits[position].unit
@@ -292,16 +301,16 @@ def layered_backward(
 
 
 def backward_order(visits: Sequence[Visit]) -> list[int]:
-    """Positions of the visits that a backward passes through, in its order."""
+    """Return the positions of the visits that a backward passes, in its order."""
     return [p for p in reversed(range(len(visits))) if visits[p].differentiable]
 
 
 def evaluation_of(unit: int, takes_part: bool) -> Instructions:
-    """One visit of a step without gradients, whose units are gathered as ranks ask for them.
+    """Return one visit of a step without gradients, whose units are gathered on request.
 
     Args:
-        unit: The unit that some rank has asked for.
-        takes_part: Whether this rank has, too.
+        unit: The unit that some rank has requested.
+        takes_part: Whether this rank has requested it.
     """
     passing = (Instruction(Operation.FORWARD, unit, microbatch=0),) if takes_part else ()
     return (
@@ -315,9 +324,12 @@ def evaluation_of(unit: int, takes_part: bool) -> Instructions:
 
 
 def keep_gathered(program: Program) -> Program:
-    """Free no unit before its last use: each is gathered once (``reshard_after_forward=False``)."""
+    """Free each unit only after its last use, so that it is gathered once.
+
+    This is ``reshard_after_forward=False``.
+    """
     last_free = {i.unit: i for i in program.backward if i.operation is Operation.FREE}
-    # units that no backward passes are of no more use behind the forward
+    # units that no backward passes are not needed after the forward
     freed = [i.unit for i in program.forward if i.operation is Operation.FREE]
     unused = [unit for unit in dict.fromkeys(freed) if unit not in last_free]
     backward = [
@@ -337,7 +349,10 @@ def keep_gathered(program: Program) -> Program:
 
 
 def without_frees(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Leave out every FREE of a forward, and every further GATHER of a unit; one at a time."""
+    """Yield the instructions of a forward without FREEs and without repeated GATHERs of a unit.
+
+    Instructions are taken one at a time, as their order may be discovered meanwhile.
+    """
     gathered: set[int] = set()
     for instruction in instructions:
         if instruction.operation is Operation.FREE:
@@ -350,9 +365,9 @@ def without_frees(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 def prefetch(program: Program) -> Program:
-    """Gather each unit while the visit before is under way, and never one further.
+    """Gather each unit during the previous visit, and never further ahead.
 
-    A unit that is being gathered and the one in use need two buffers: no more are there.
+    There are only two buffers: one for the unit in use and one for the unit being gathered.
     """
     return replace(
         program,
@@ -369,7 +384,7 @@ def _prefetched(instructions: Instructions) -> Instructions:
         found += gathers[index] if index == 0 else []
         following = gathers[index + 1] if index + 1 < len(visits) else []
         rest = [each for each in visit if each.operation is not Operation.GATHER]
-        # what the forward has left over goes first: its buffer is the one to gather into
+        # units left over from the forward are freed first: the gather needs their buffer
         left_over = [each for each in rest if following and _is_left_over(each)]
         found += [*left_over, *following, *(each for each in rest if each not in left_over)]
     return tuple(found)
@@ -380,11 +395,11 @@ def _is_left_over(instruction: Instruction) -> bool:
 
 
 def offload(program: Program, visits: Sequence[Visit]) -> Program:
-    """Copy boundaries to the host behind their forward and fetch them two visits ahead of use.
+    """Copy boundaries to the host after their forward and fetch them two visits before their use.
 
     Args:
-        program: Without offload.
-        visits: In the order of the forward.
+        program: A program without offload.
+        visits: Visits in the order of the forward.
     """
     order = backward_order(visits)
     away = frozenset(order[UNITS_THAT_STAY:])
@@ -409,11 +424,13 @@ def offload(program: Program, visits: Sequence[Visit]) -> Program:
 def offloading(
     instructions: Iterable[Instruction], is_away: Callable[[int], bool]
 ) -> Iterator[Instruction]:
-    """Add OFFLOAD behind the FORWARD of visits; one at a time, as an order may be discovered.
+    """Yield the instructions of a forward with an OFFLOAD after each FORWARD of an offloaded visit.
+
+    Instructions are taken one at a time, as their order may be discovered meanwhile.
 
     Args:
-        instructions: Of the forward.
-        is_away: Whether what enters a visit goes to the host.
+        instructions: Instructions of the forward.
+        is_away: Returns whether the input of a visit goes to the host.
     """
     for instruction in instructions:
         yield instruction
@@ -423,7 +440,7 @@ def offloading(
 
 
 def gathered_after(instructions: Iterable[Instruction]) -> tuple[int, ...]:
-    """Units that are gathered when these instructions end, in the order of their gathers."""
+    """Return the units that these instructions leave gathered, in the order of their gathers."""
     gathered: dict[int, None] = {}
     for instruction in instructions:
         if instruction.operation is Operation.GATHER:

@@ -1,4 +1,4 @@
-"""A step in time, simulated or recorded: a program's instructions on streams, bytes over time."""
+"""Timelines of a simulated or recorded step: instructions on streams, and bytes over time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from functools import cached_property
 from lightning_cephalo.plan.program import Instruction, Operation
 
 StepFunction = tuple[tuple[float, float], ...]
-"""Pairs of (time_s, bytes): from that time on that many bytes, until the next pair."""
+"""Pairs of (time_s, bytes): the number of bytes from that time until the next pair."""
 
 
 class Stream(str, enum.Enum):
-    """What runs side by side on one rank.
+    """Streams of one rank, which run at the same time.
 
-    In recorded steps reduces have a stream of their own, as they have a process group of their own;
-    the simulator plays them one after the other with the gathers.
+    Recorded steps have a separate stream for reduces, because reduces have their own process group.
+    The simulator plays reduces on the stream of the gathers, one after the other.
     """
 
     COMPUTE = "compute"
@@ -31,12 +31,12 @@ class Event:
     """An instruction of a program that took time on one stream of one rank.
 
     Attributes:
-        rank: Which.
-        stream: Where; events of one stream do not overlap in a simulation.
-        instruction: What. ``WAIT`` is recorded only: in a simulation it is what lies between the
-            events. ``OVERHEAD`` is simulated only.
-        start_s: From the start of the first step.
-        end_s: Later than ``start_s``: what takes no time is no event.
+        rank: Index of the rank.
+        stream: Stream of the event; events of one stream do not overlap in a simulation.
+        instruction: Instruction that ran. ``WAIT`` is recorded only: a simulation shows it as the
+            gap between events. ``OVERHEAD`` is simulated only.
+        start_s: Seconds from the start of the first step.
+        end_s: Later than ``start_s``: an instruction that takes no time has no event.
     """
 
     rank: int
@@ -47,37 +47,38 @@ class Event:
 
     @property
     def operation(self) -> Operation:
-        """What the instruction does."""
+        """Operation of the instruction."""
         return self.instruction.operation
 
     @property
     def unit(self) -> int:
-        """Index of the unit; 0 is the root unit, -1 where no unit is meant."""
+        """Index of the unit; 0 is the root unit, -1 if no unit applies."""
         return self.instruction.unit
 
     @property
     def microbatch(self) -> int:
-        """Index on the rank; -1 where all are meant."""
+        """Index on the rank; -1 if the instruction is for all microbatches."""
         return self.instruction.microbatch
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of ranks that do the same: equal profiles and equal plans.
+    """One simulated step of ranks with equal profiles and equal plans.
 
     Attributes:
-        ranks: Which, ascending.
-        events: Of the first of them, by start.
-        memory: Bytes on the device over time. Its maximum is what ``predict`` says, or less by at
-            most one unit's boundaries and kept activations of the batch: when a microbatch in the
-            middle has the highest peak, some others do not hold theirs of the last unit. Work that
-            takes no time leaves no trace in it.
-        host_memory: Bytes of offloaded boundaries over time; less than ``predict`` says by the two
-            units that stay on the device.
+        ranks: Indices of the ranks, ascending.
+        events: Events of the first of these ranks, by start.
+        memory: Bytes on the device over time. Its maximum is the prediction of ``predict``, or is
+            lower by at most one unit's boundaries and retained activations of the batch. It is
+            lower when a microbatch in the middle has the highest peak: some others then do not hold
+            those of the last unit. Work that takes no time does not appear in it.
+        host_memory: Bytes of offloaded boundaries over time; less than ``predict`` returns by the
+            two units that stay on the device.
         compute_s: Time that the compute stream was busy.
-        communication_s: The same of the communication stream, without waiting for other ranks.
-        copy_s: The same of the copy stream.
-        waiting_s: Time of the step in which the compute stream had nothing to do.
+        communication_s: Time that the communication stream was busy, without waiting for other
+            ranks.
+        copy_s: Time that the copy stream was busy.
+        waiting_s: Time of the step in which the compute stream was idle.
     """
 
     ranks: tuple[int, ...]
@@ -92,12 +93,12 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What :func:`simulate` found.
+    """Result of :func:`simulate`.
 
     Attributes:
         step_s: Time of one step. All steps are equal: each ends with a rendezvous of all ranks.
-        steps: How many.
-        timelines: One for every kind of rank, by first rank.
+        steps: Number of steps.
+        timelines: One for each group of equal ranks, ordered by first rank.
     """
 
     step_s: float
@@ -106,11 +107,11 @@ class Simulation:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return sum(len(timeline.ranks) for timeline in self.timelines)
 
     def timeline(self, rank: int) -> Timeline:
-        """The one step of this rank's kind."""
+        """Return the timeline of this rank's group, which covers one step."""
         return self._by_rank[rank]
 
     @cached_property
@@ -124,7 +125,7 @@ class Simulation:
         return tuple(self.memory_of(rank) for rank in range(self.world_size))
 
     def events_of(self, rank: int) -> tuple[Event, ...]:
-        """This rank's events of all steps, in the order of their start."""
+        """Return this rank's events of all steps, in the order of their start."""
         return tuple(
             replace(
                 event,
@@ -137,11 +138,11 @@ class Simulation:
         )
 
     def memory_of(self, rank: int) -> StepFunction:
-        """Bytes on this rank's device over all steps."""
+        """Return the bytes on this rank's device over all steps."""
         return self._repeated(self.timeline(rank).memory)
 
     def host_memory_of(self, rank: int) -> StepFunction:
-        """Bytes of this rank's offloaded boundaries over all steps."""
+        """Return the bytes of this rank's offloaded boundaries over all steps."""
         return self._repeated(self.timeline(rank).host_memory)
 
     @cached_property
@@ -162,10 +163,10 @@ class Recording:
     """One real step of one rank.
 
     Attributes:
-        rank: Which.
-        name: Of its device.
-        events: By start. Times are from the start of the first event of any rank; between hosts
-            they are good to what an exchange of a few bytes takes.
+        rank: Index of the rank.
+        name: Name of its device.
+        events: Events by start. Times count from the start of the first event of any rank. Between
+            hosts, their error is at most the duration of an exchange of a few bytes.
     """
 
     rank: int
@@ -174,7 +175,7 @@ class Recording:
 
 
 def merged(points: Iterable[tuple[float, float]]) -> StepFunction:
-    """Without points that another at the same time replaces, or that change nothing."""
+    """Drop points that a later one at the same time replaces, or that change nothing."""
     found: list[tuple[float, float]] = []
     for point in points:
         if found and found[-1][0] == point[0]:

@@ -1,13 +1,14 @@
-"""Bounds below the step time that need no solver: what no plan can beat.
+"""Lower bounds on the step time of all plans, without a solver.
 
-First with memory shared freely (:func:`time_bounds`): for every type and batch the least forward,
-backward, tail and combined time over all mixtures of microbatches (unbounded knapsacks), then for
-each of them the least slowest rank that can still place the global batch.
+:func:`time_bounds` ignores the state, which all ranks share. For every type and batch, it computes
+the least forward, backward, tail and combined time over all mixtures of microbatches (unbounded
+knapsacks). For each of these times, it then finds the least value for the slowest rank with which
+all ranks can place the global batch.
 
-Then with what all ranks share (:func:`raised_floors`). If ranks could mix their columns in any
-proportion, the most samples within a budget of bytes would be had by buying samples where they cost
-the fewest bytes first: along the concave hull of (bytes, samples) of each type. What even that
-cannot do within a slowest time, no plan can.
+:func:`raised_floors` also counts the resources that all ranks share. Suppose that ranks could mix
+their columns in any proportion. To get the most samples within a budget of bytes, they would buy
+samples where they cost the fewest bytes first: along the concave hull of (bytes, samples) of each
+type. If even that does not place the batch within a slowest time, no plan can.
 """
 
 from __future__ import annotations
@@ -37,13 +38,16 @@ from lightning_cephalo.plan.solver.columns import (
 
 @dataclass(frozen=True)
 class TimeBounds:
-    """What holds for every plan.
+    """Lower bounds that hold for every plan.
 
-    ``least_s`` has shape (types, 4, largest + 1): least forward, backward, tail, and units *
-    (forward + backward) + tail of a rank with that batch; infinite where the rank cannot hold the
-    batch. ``rates_s``, of shape (types, 4), are the same per sample at best. ``floors_s`` bound the
-    three maxima, gather and reduce included, and ``step_s`` the step without optimizer and
-    overhead; infinite where the global batch has no place even without the state.
+    Attributes:
+        least_s: of shape (types, 4, largest + 1): least forward, backward, tail, and units *
+            (forward + backward) + tail of a rank with that batch. Infinite if the rank cannot hold
+            the batch.
+        rates_s: least values of the same four per sample, of shape (types, 4).
+        floors_s: bounds of the three maxima (forward, backward, tail), gather and reduce included.
+        step_s: bound of the step without its fixed time (``cost.fixed_time``); infinite if the
+            global batch does not fit even without the state.
     """
 
     least_s: np.ndarray
@@ -53,17 +57,15 @@ class TimeBounds:
 
     @property
     def largest(self) -> int:
-        """The largest batch of one rank that was looked at."""
+        """The largest batch of one rank in ``least_s``."""
         return self.least_s.shape[2] - 1
 
     def covers(self, step_s: float) -> bool:
-        """Whether no batch larger than those looked at may be part of a step of ``step_s``."""
+        """Return whether no batch above ``largest`` can be part of a step of ``step_s``."""
         return bool((self.rates_s[:, 3] * (self.largest + 1) > step_s).all())
 
     def largest_batches(self, problem: Problem, step_s: float) -> list[int]:
-        """Per type, the largest batch, of those looked at, that may be part of a step of
-        ``step_s``.
-        """
+        """Return, per type, the largest batch in ``least_s`` that a step may contain."""
         result = []
         for least in self.least_s:
             within = step_seconds(problem, least[:3].T, self.floors_s) <= step_s
@@ -73,7 +75,10 @@ class TimeBounds:
 
 
 def time_bounds(problem: Problem, types: Sequence[RankType], largest: int) -> TimeBounds:
-    """Bounds from batches of up to ``largest`` samples per rank; they hold for larger ones too."""
+    """Return bounds from batches of up to ``largest`` samples per rank.
+
+    They hold for larger batches too.
+    """
     least, rates = _least_times(problem, types, largest)
     counts = np.array([kind.count for kind in types])
     slowest = [
@@ -88,7 +93,7 @@ def time_bounds(problem: Problem, types: Sequence[RankType], largest: int) -> Ti
 
 
 def first_largest(problem: Problem, types: Sequence[RankType]) -> int:
-    """A batch per rank that the fastest rank of a good plan will hardly exceed."""
+    """Return a batch per rank that the fastest rank of a good plan will hardly exceed."""
     _, rates = _least_times(problem, types, 0)
     combined = rates[:, 3]
     if not np.isfinite(combined).any() or (combined < 1e-100).any():
@@ -103,7 +108,7 @@ def first_largest(problem: Problem, types: Sequence[RankType]) -> int:
 def _least_times(
     problem: Problem, types: Sequence[RankType], largest: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``least_s`` as in TimeBounds, and the least time per sample, of shape (types, 4)."""
+    """Return ``least_s`` and ``rates_s`` of :class:`TimeBounds`."""
     longest = max(kind.profile.largest_microbatch_size for kind in types)
     least = np.full((len(types), 4, largest + 1), np.inf)
     rates = np.full((len(types), 4), np.inf)
@@ -117,9 +122,9 @@ def _least_times(
 
 
 def _single_times(problem: Problem, profile: RankProfile, mode: Mode, longest: int) -> np.ndarray:
-    """Times of one microbatch of shape (4, longest), infinite where that size cannot run.
+    """Return times of one microbatch, of shape (4, longest), infinite where that size cannot run.
 
-    Copies of offloaded boundaries are left out, which keeps the bound below.
+    Copies of offloaded boundaries are left out, so that the result stays a lower bound.
     """
     single = np.full((4, longest), np.inf)
     sizes = np.array(usable_sizes(problem, profile, mode), dtype=int)
@@ -131,7 +136,7 @@ def _single_times(problem: Problem, profile: RankProfile, mode: Mode, longest: i
 
 
 def _held(problem: Problem, profile: RankProfile, mode: Mode, largest: int) -> np.ndarray:
-    """Mask of shape (largest + 1,) of the batches that the rank's own memory can hold."""
+    """Return a mask (largest + 1,) of the batches that the rank's own memory can hold."""
     batches = np.arange(largest + 1)
     held = batches == 0
     sizes = usable_sizes(problem, profile, mode)
@@ -139,7 +144,7 @@ def _held(problem: Problem, profile: RankProfile, mode: Mode, largest: int) -> n
         fits = np.ones(len(batches), dtype=bool)
         for resource in RESOURCES:
             need = resource.need(problem, profile, mode)
-            # one microbatch at the least, and the smallest peak
+            # a lower bound: one microbatch, and the smallest peak
             least = need.total(min(need.peaks[size - 1] for size in sizes), batches, 1)
             fits &= least <= need.capacity
         held |= fits
@@ -147,7 +152,10 @@ def _held(problem: Problem, profile: RankProfile, mode: Mode, largest: int) -> n
 
 
 def _knapsack(single: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Least times of every batch over all multisets of sizes, of shape (4, largest + 1)."""
+    """Return the least times of every batch over all multisets of sizes.
+
+    The result has shape (4, largest + 1).
+    """
     longest, largest = single.shape[1], len(held) - 1
     least = np.full((4, largest + 1), np.inf)
     least[:, 0] = 0.0
@@ -161,8 +169,9 @@ def _knapsack(single: np.ndarray, held: np.ndarray) -> np.ndarray:
 
 
 def _least_slowest(least: np.ndarray, rates: np.ndarray, counts: np.ndarray, batch: int) -> float:
-    """The least time within which all ranks together can place ``batch`` samples; ``least`` is
-    (types, largest + 1).
+    """Return the least time within which all ranks together can place ``batch`` samples.
+
+    ``least`` has shape (types, largest + 1).
     """
     # A rank may take fewer samples than fit, so a batch counts as reached once any larger one is.
     reached = np.minimum.accumulate(least[:, ::-1], axis=1)[:, ::-1][:, 1:]
@@ -171,7 +180,7 @@ def _least_slowest(least: np.ndarray, rates: np.ndarray, counts: np.ndarray, bat
     placed = np.cumsum(np.repeat(counts, reached.shape[1])[order])
     enough = np.searchsorted(placed, batch)
     found = float(flat[order[enough]]) if enough < len(order) else np.inf
-    # Beyond the batches looked at, a rank needs at least its best rate for each sample.
+    # For batches larger than these, a rank needs at least its best rate for each sample.
     largest = least.shape[1] - 1
     beyond = float((rates * (largest + 1)).min()) if largest < batch else np.inf
     return min(found, beyond)
@@ -180,20 +189,21 @@ def _least_slowest(least: np.ndarray, rates: np.ndarray, counts: np.ndarray, bat
 def raised_floors(
     columns: Columns, ranks: np.ndarray, batch: int, shared: np.ndarray, floors_s: np.ndarray
 ) -> np.ndarray | None:
-    """``floors_s`` (3,), each raised to the least slowest time that leaves room for the batch; None
-    when none does.
+    """Raise each of ``floors_s`` (3,) to the least slowest time that leaves room for the batch.
+
+    Returns None if no slowest time does.
 
     Args:
-        columns: of all types.
-        ranks: how many there are of each type, of shape (types,).
+        columns: columns of all types.
+        ranks: number of ranks of each type, of shape (types,).
         batch: samples of all ranks together.
-        shared: what all ranks together may take of each resource, of shape (resources,).
+        shared: limit of each resource over all ranks together, of shape (resources,).
         floors_s: bounds so far.
     """
     bound = [index for index, total in enumerate(shared) if math.isfinite(total)]
 
     def place(inside: np.ndarray) -> bool:
-        """Whether the columns ``inside`` (mask) have room for the batch."""
+        """Return whether the columns ``inside`` (mask) have room for the batch."""
         few = columns.take(inside)
         return all(
             _most_samples(few, ranks, few.used[:, index], shared[index]) >= batch * (1 - 1e-9)
@@ -219,10 +229,10 @@ def raised_floors(
 
 
 def _most_samples(columns: Columns, ranks: np.ndarray, used: np.ndarray, budget: float) -> float:
-    """The most samples that mixtures of the columns, which take ``used`` (columns,), hold within
-    ``budget`` over all ranks.
+    """Return the most samples that mixtures of the columns hold within ``budget`` over all ranks.
 
-    -inf when even the least of every rank is too much.
+    ``used`` (columns,) is the amount that each column takes. Returns -inf if a type has no columns,
+    or if even the least use of every rank exceeds the budget.
     """
     least = np.full((len(ranks), int(columns.batch.max(initial=0)) + 1), np.inf)
     np.minimum.at(least, (columns.kind, columns.batch), used)
@@ -248,11 +258,11 @@ def _most_samples(columns: Columns, ranks: np.ndarray, used: np.ndarray, budget:
 
 
 def _hull(least: np.ndarray) -> list[tuple[float, float]]:
-    """Corners (used, samples) of the upper hull, from the least use to the most samples."""
+    """Return corners (used, samples) of the upper hull, from the least use to the most samples."""
     hull: list[tuple[float, float]] = []
     for batch in np.flatnonzero(np.isfinite(least)).tolist():
         point = (float(least[batch]), float(batch))
-        # More samples for no more: the corner before is of no use.
+        # Drop a corner that takes as much for fewer samples, or that lies below the hull.
         while hull and (
             point[0] <= hull[-1][0]
             or (

@@ -1,8 +1,8 @@
-"""Columns: the ways in which one rank of a type can run a batch, without those never worth it.
+"""Columns: the ways in which one rank of a type can run a batch, without dominated ones.
 
-A column is a multiset of microbatch sizes and a mode (recompute, offload), with its batch, its
-three times and what it takes of every resource. Of the columns of one batch, those remain that no
-other one beats in all times and all resources.
+A column is a multiset of microbatch sizes and a mode (recompute, offload). It has a batch, three
+times, and an amount of every resource that it takes. Among the columns of one batch, only those
+remain that no other one beats in all times and all resources.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_cephalo.plan.cost import (
 from lightning_cephalo.plan.problem import Problem, RankProfile
 
 # Sums of the same numbers in another order differ by rounding: without a tolerance every order
-# would be kept.
+# would remain.
 _SAME = 1e-11
 _FEW_COMBINATIONS = 256
 _FEW_COLUMNS = 600
@@ -36,8 +36,12 @@ _FEW_COLUMNS = 600
 
 @dataclass(frozen=True)
 class Resource:
-    """What columns take and ranks have: ``need`` of one rank, and how much there is for the samples
-    of all ranks together (infinite where ranks share nothing).
+    """A resource that columns take and ranks have.
+
+    Attributes:
+        need: amount that one rank needs.
+        shared: amount available to the samples of all ranks together; infinite if ranks share
+            nothing.
     """
 
     need: Callable[[Problem, RankProfile, Mode], Need]
@@ -52,7 +56,7 @@ def _unshared(problem: Problem) -> float:
     return math.inf
 
 
-# In the order of the columns of ``Columns.used``.
+# In the order of the second axis of ``Columns.used``.
 RESOURCES = (Resource(device_need, _beside_state), Resource(host_need, _unshared))
 DEVICE, HOST = range(len(RESOURCES))
 
@@ -66,7 +70,7 @@ class RankType:
 
     @property
     def count(self) -> int:
-        """How many ranks are of this type."""
+        """Number of ranks of this type."""
         return len(self.members)
 
 
@@ -83,15 +87,15 @@ def group_types(problem: Problem) -> tuple[RankType, ...]:
 
 @dataclass(frozen=True)
 class ColumnLimits:
-    """What a column may cost: whatever exceeds it cannot be part of a plan worth having.
+    """Limits of a column; a column beyond them cannot be part of a plan worth having.
 
     Args:
-        step_s: the longest step of interest, without optimizer and overhead.
-        floors_s: bounds below the three maxima (forward, backward, tail) of any plan, gather and
+        step_s: the longest step of interest, without its fixed time (``cost.fixed_time``).
+        floors_s: lower bounds of the three maxima (forward, backward, tail) of any plan, gather and
             reduce included.
-        largest_batch: of one rank.
-        smallest_batch: of one rank; below 1 it may be without samples.
-        batches: those to look at where they are many, increasing; None: all.
+        largest_batch: largest batch of one rank.
+        smallest_batch: smallest batch of one rank; below 1, the rank may have no samples.
+        batches: batches to consider if the mixtures are too many, in increasing order; None: all.
     """
 
     step_s: float
@@ -106,13 +110,14 @@ class Columns:
     """Columns of all types, row by row.
 
     Attributes:
-        kind: the type that may run it, of shape (columns,).
-        mode: counts along :func:`~lightning_cephalo.plan.cost.modes`, of shape (columns,).
+        kind: index of the type that may run the column, of shape (columns,).
+        mode: index into :func:`~lightning_cephalo.plan.cost.modes`, of shape (columns,).
         batch: samples, of shape (columns,).
         count: microbatches, of shape (columns,).
         times_s: forward and backward per unit and tail per step, of shape (columns, 3).
-        used: of each of ``RESOURCES``, of shape (columns, resources).
-        copies: of each microbatch size, of shape (columns, largest microbatch size of any type).
+        used: amount of each of ``RESOURCES``, of shape (columns, resources).
+        copies: number of microbatches of each size, of shape (columns, largest microbatch size of
+            any type).
     """
 
     kind: np.ndarray
@@ -127,11 +132,11 @@ class Columns:
         return len(self.batch)
 
     def take(self, rows: np.ndarray) -> Columns:
-        """The columns of these rows (indices or mask), in that order."""
+        """Return the columns of these rows (indices or mask), in that order."""
         return Columns(*(getattr(self, name)[rows] for name in _FIELDS))
 
     def sizes(self, row: int) -> tuple[int, ...]:
-        """Microbatch sizes of one column, the largest first."""
+        """Return the microbatch sizes of one column, the largest first."""
         uses = self.copies[row]
         descending = range(len(uses), 0, -1)
         return tuple(size for size in descending for _ in range(int(uses[size - 1])))
@@ -141,20 +146,22 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Columns))
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
-    """The columns of all parts, one part after the other."""
+    """Return the columns of all parts, one part after the other."""
     return Columns(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
 
 
 def build_columns(
     problem: Problem, types: Sequence[RankType], limits: Sequence[ColumnLimits]
 ) -> Columns:
-    """The ways of one rank of each type to run every batch that no other one beats, within the
-    ``limits`` of its type and its own capacities.
+    """Return the columns of all types that no other column of the same batch beats.
 
-    The empty column (no samples) is one of them unless the limits want some. While they are few,
-    all multisets of microbatch sizes are tried. Where there are too many (measured curves are
-    noisy, and thousands of mixtures differ by less than the noise), those of one size with a ragged
-    last one, as in (4, 4, 2), and the even splits, as in (4, 3, 3).
+    The columns are within the ``limits`` of their type and the capacities of a rank. The empty
+    column (no samples) is included unless the limits require samples.
+
+    While they are few, all multisets of microbatch sizes are tried. They may be too many, as
+    measured curves are noisy and thousands of mixtures differ by less than the noise. Then two
+    forms remain: one size with a smaller last one, as in (4, 4, 2), and even splits, as in (4, 3,
+    3).
     """
     longest = max(kind.profile.largest_microbatch_size for kind in types)
     parts = []
@@ -172,7 +179,7 @@ def build_columns(
 
 
 def usable_sizes(problem: Problem, profile: RankProfile, mode: Mode) -> list[int]:
-    """Microbatch sizes that this rank could run at all in this mode, by increasing peak."""
+    """Return the microbatch sizes that this rank can run in this mode, by increasing peak."""
     needs = [resource.need(problem, profile, mode) for resource in RESOURCES]
     sizes = [
         size
@@ -185,22 +192,23 @@ def usable_sizes(problem: Problem, profile: RankProfile, mode: Mode) -> list[int
 def step_seconds(
     problem: Problem, times_s: np.ndarray, floors_s: Sequence[float] | np.ndarray
 ) -> np.ndarray:
-    """Step seconds without optimizer and overhead if these times (..., 3) were the slowest; of
-    shape (...).
+    """Return the seconds of a step without its fixed time, if these times were the slowest.
+
+    ``times_s`` has shape (..., 3), the result (...).
     """
     raised = np.maximum(times_s, np.asarray(floors_s))
     return problem.units * (raised[..., 0] + raised[..., 1]) + raised[..., 2]
 
 
 def unbeaten(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """Mask of the rows that no other row of the same ``group`` (rows,) beats in all ``costs``
-    (rows, kinds).
+    """Return a mask of the rows that no other row of the same group beats in all costs.
 
-    Of equal rows the first survives.
+    ``group`` has shape (rows,), ``costs`` has shape (rows, kinds). Of equal rows the first
+    survives.
     """
     scale = costs.max(axis=0, initial=0.0)
     total = (costs / np.where(scale > 0, scale, 1.0)).sum(axis=1)
-    # A row can only be beaten by one of lower total, or of equal total that came before.
+    # Only a row with a lower total, or an earlier one with an equal total, can beat a row.
     order = np.lexsort((total, group))
     ordered = group[order]
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
@@ -223,8 +231,10 @@ def unbeaten(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
 
 
 def batch_groups(problem: Problem, columns: Columns) -> np.ndarray:
-    """Numbers, of shape (columns,), that are equal where two columns of a type place as many
-    samples (in as many microbatches, where ranks must agree on that).
+    """Return group numbers, of shape (columns,).
+
+    They are equal for two columns of a type with as many samples, and with as many microbatches if
+    ranks must agree on that.
     """
     group = columns.kind * (int(columns.batch.max(initial=0)) + 1) + columns.batch
     if problem.equal_microbatches:
@@ -265,7 +275,7 @@ class _Builder:
 
     @cached_property
     def peaks(self) -> np.ndarray:
-        """Of each resource and size from 0 up, of shape (resources, sizes)."""
+        """Peaks of each resource and size from 0 up, of shape (resources, sizes)."""
         return np.array([[0.0, *need.peaks] for need in self.needs])
 
     def columns(self) -> Columns:
@@ -277,7 +287,7 @@ class _Builder:
         found = found.take(found.batch >= self.limits.smallest_batch)
         if not self.mode.offload:
             return found
-        # Only now: what is added to two columns of one batch must not hide behind their copies.
+        # Copy times count only now: earlier they would hide times that later microbatches add to.
         copies_s = copy_time(self.problem, self.profile, 1, self.mode) * found.batch
         times_s = found.times_s.copy()
         times_s[:, :2] = np.maximum(times_s[:, :2], copies_s[:, None])
@@ -285,11 +295,11 @@ class _Builder:
         return found.take(self._within(found))
 
     def _all_mixtures(self) -> Columns | None:
-        """Every multiset of the sizes that is not beaten, or None when they are too many.
+        """Return every multiset of the sizes that is not beaten, or None when they are too many.
 
-        Sizes come by increasing peak and are added 1, 2, 4, ... times, so that any number of copies
-        is reached in a few rounds, and what was beaten before can be dropped: adding the same
-        microbatch to both cannot turn the tables.
+        Sizes come by increasing peak and are added 1, 2, 4, ... times, so a few rounds reach any
+        number of copies. Beaten columns can be dropped at each round: adding the same microbatch to
+        two columns does not change which one is better.
         """
         columns = self._empty_column()
         for size in self.sizes:
@@ -302,7 +312,7 @@ class _Builder:
                     break
                 merged = joined([columns, grown])
                 keep = self._unbeaten_however_grown(merged)
-                # No new one is of use: by induction no larger number of copies is either.
+                # No new column survived: by induction none with more copies would.
                 if not keep[len(columns) :].any():
                     break
                 columns = merged.take(keep)
@@ -312,7 +322,7 @@ class _Builder:
         return columns
 
     def _with_more(self, columns: Columns, size: int, doubled: int) -> Columns:
-        """These columns, each with ``doubled`` more microbatches of ``size``."""
+        """Return these columns, each with ``doubled`` more microbatches of ``size``."""
         batch, count = columns.batch + doubled * size, columns.count + doubled
         copies = columns.copies.copy()
         copies[:, size - 1] += doubled
@@ -328,9 +338,10 @@ class _Builder:
         )
 
     def _unbeaten_however_grown(self, columns: Columns) -> np.ndarray:
-        """Mask of the columns that stay unbeaten when the same microbatches are added to all.
+        """Return a mask of the columns that stay unbeaten when all get the same microbatches.
 
-        Larger peaks may come to hide smaller ones, but not what microbatches keep.
+        A larger peak that is added may hide the smaller ones, but not what microbatches retain. So
+        the number of microbatches counts as a cost.
         """
         costs = [columns.times_s, columns.used]
         if any(need.per_microbatch for need in self.needs):
@@ -338,15 +349,16 @@ class _Builder:
         return unbeaten(batch_groups(self.problem, columns), np.hstack(costs))
 
     def _ragged_and_even(self) -> Columns:
-        """One size and a ragged rest, and even splits, of every batch."""
+        """Return columns of one size with a smaller last one, and even splits, for every batch."""
         limits = self.limits
         batches = np.arange(1, limits.largest_batch + 1)
         if limits.batches is not None:
             batches = limits.batches[(limits.batches > 0) & (limits.batches <= batches.size)]
         every_count = batches
         batches = batches[batches >= limits.smallest_batch]
-        # Rows of (first size, its copies, second size, its copies), kept only within the limits:
-        # with every count of microbatches at once they would be as many as the square of the batch.
+        # Rows of (first size, its copies, second size, its copies). Each part is cut to the limits
+        # separately: rows for all counts of microbatches together would number the square of the
+        # batch.
         kept = [np.zeros((0, 4), dtype=np.int64)]
         for size in self.sizes:
             rest = batches % size
@@ -372,7 +384,7 @@ class _Builder:
         return joined([self._empty_column(), dataclasses.replace(columns, copies=copies[:, 1:])])
 
     def _usable_pairs(self, pairs: np.ndarray) -> np.ndarray:
-        """The rows of ``pairs`` (rows, 4) that this rank can run within the limits."""
+        """Return the rows of ``pairs`` (rows, 4) that fit this rank and the limits."""
         usable = np.zeros(self.profile.largest_microbatch_size + 1, dtype=bool)
         usable[[0, *self.sizes]] = True
         # A size without copies counts as size 0.
@@ -386,7 +398,7 @@ class _Builder:
         return dataclasses.replace(empty, copies=np.zeros((1, self.longest), dtype=np.int32))
 
     def _of_pairs(self, pairs: np.ndarray) -> Columns:
-        """Columns that say nothing yet of ``copies``."""
+        """Return columns whose ``copies`` are not filled in yet."""
         first, first_copies, second, second_copies = pairs.T
         batch = first * first_copies + second * second_copies
         count = first_copies + second_copies
@@ -404,7 +416,7 @@ class _Builder:
         )
 
     def _used(self, peaks: np.ndarray, batch: np.ndarray, count: np.ndarray) -> np.ndarray:
-        """Of every resource, of shape (columns, resources), as are the ``peaks``."""
+        """Return the use of every resource, of shape (columns, resources), as of ``peaks``."""
         totals = [need.total(peaks[:, n], batch, count) for n, need in enumerate(self.needs)]
         return np.column_stack(totals)
 

@@ -1,8 +1,8 @@
-"""Why there is no plan: which resource binds, how much is missing where, and what would help.
+"""Explains why there is no plan: the binding resource, the missing amount, and what would help.
 
-Once times no longer count, all that is left of a problem is whether the samples have room. One
-program answers that, and by how much it is missed: choose columns for all ranks, with slack where a
-need may be missed. The numbers and the remedies of a message are solutions of it.
+Without times, the only question left of a problem is whether the samples fit. One program answers
+it, and measures by how much they do not fit. It chooses columns for all ranks, with slack for the
+needs that may be missed. The numbers and remedies of a message are solutions of this program.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ from lightning_cephalo.plan.solver.columns import (
 from lightning_cephalo.plan.solver.milp import TIGHT, Needs, Outcome, Slack, choose
 
 _TIME_S = 3.0
-# Up to so many samples every batch of a rank is looked at.
+# Up to this many samples, every batch of a rank is considered.
 _FEW_SAMPLES = 512
 _ROUNDING = 1e-12
 
 
 def certainly_infeasible(problem: Problem, types: Sequence[RankType]) -> bool:
-    """Whether that there is no plan shows without a search, which would look at every batch first:
-    a rank cannot hold the buffers, or there is too little of a resource for the samples.
+    """Return whether simple bounds already prove that there is no plan.
+
+    They do if a rank cannot hold the buffers, or if there is too little of a resource for the
+    samples. A search would consider every batch first.
     """
     if any(kind.profile.capacity_bytes < problem.fixed_bytes for kind in types):
         return True
@@ -50,14 +52,17 @@ def certainly_infeasible(problem: Problem, types: Sequence[RankType]) -> bool:
         return True
     for resource in RESOURCES:
         least, shared = _least_used(problem, types, resource), resource.shared(problem)
-        # Rounding of a sum of this size must not refuse what fits to the byte.
+        # Rounding of a sum of this size must not reject a problem that fits to the byte.
         if least > shared + _ROUNDING * abs(least + shared):
             return True
     return False
 
 
 def _least_used(problem: Problem, types: Sequence[RankType], resource: Resource) -> float:
-    """What all ranks together take at the least: idle, and one peak, and what samples keep."""
+    """Return a lower bound of what all ranks together use of a resource.
+
+    It counts idle use, one peak, and what the samples retain.
+    """
     idle, peaks, per_sample = 0.0, [], []
     for kind in types:
         known = modes(problem, kind.profile)
@@ -71,7 +76,7 @@ def _least_used(problem: Problem, types: Sequence[RankType], resource: Resource)
 
 
 def refuse(problem: Problem, types: Sequence[RankType]) -> NoReturn:
-    """Raise InfeasibleError: there is no plan."""
+    """Raise InfeasibleError with the reason why there is no plan."""
     raise InfeasibleError(
         _rank_too_small(problem, types)
         or _no_rank_for_samples(problem, types)
@@ -95,7 +100,7 @@ def _rank_too_small(problem: Problem, types: Sequence[RankType]) -> str | None:
 
 
 def _no_rank_for_samples(problem: Problem, types: Sequence[RankType]) -> str | None:
-    """Where no rank can take any, or one that must take some cannot."""
+    """Explain if no rank can take samples, or if a rank that must take some cannot."""
     without = [kind for kind in types if not _sizes(problem, kind.profile)]
     if problem.equal_microbatches and without:
         return (
@@ -166,11 +171,11 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
 
 
 def _remedies(room: _Room, *, more: bool = False) -> str:
-    """Sentences that name single changes after which there is a plan.
+    """Return sentences that name single changes after which there is a plan.
 
-    Tried are a smaller batch (``more``: or a larger one, if that is nearer), units that are given
-    back after the forward, host memory for boundary activations on every rank, more ranks of each
-    type, and options that can be dropped. What could not be settled in time is said to be open.
+    Tries a smaller batch (``more``: or a larger one, if that is nearer), and more ranks of each
+    type. Also tries resharding after the forward, host memory for boundary activations on every
+    rank, and dropped options. If none was found because time ran out, the text says so.
     """
     problem, rooms = room.problem, [room]
 
@@ -216,8 +221,7 @@ def _remedies(room: _Room, *, more: bool = False) -> str:
 
 
 class _Room:
-    """The program that asks whether the samples have room, answered until ``deadline`` (of
-    time.perf_counter).
+    """Answers whether the samples fit, until ``deadline`` (of time.perf_counter).
 
     ``settled`` says whether every question so far was answered in time.
     """
@@ -231,26 +235,27 @@ class _Room:
         self.settled = True
 
     def fits(self) -> bool:
-        """Whether there is a plan; False where that is not known in time."""
+        """Return whether there is a plan; False if that is not known in time."""
         return self._solved(self._needs()).values is not None
 
     def nearest_batch(self, *, more: bool = False, stateless: bool = False) -> int:
-        """The nearest smaller batch that fits (``more``: or larger one; ``stateless``: if no state
-        had to); 0 where none is known to.
+        """Return the nearest smaller batch that fits, or 0 if none is known.
+
+        With ``more`` it may also be larger. With ``stateless`` the state is ignored.
         """
         needs = self._unshared() if stateless else self._needs()
         outcome = self._solved(needs, Slack(fewer=True, more=more))
         return 0 if outcome.values is None else int(outcome.values @ self._columns.batch)
 
     def least_bytes(self) -> float | None:
-        """The least bytes that all ranks together need besides the state; None: not known."""
+        """Return the least bytes that all ranks need in addition to the state; None: not known."""
         used = self._columns.used[:, DEVICE]
         cost = used / max(float(used.max(initial=0.0)), 1.0)
         outcome = self._solved(self._unshared(), cost=cost)
         return float(outcome.values @ used) if outcome.status == "optimal" else None
 
     def further_ranks(self, index: int) -> int:
-        """The fewest further ranks of this type that are enough; 0 where none are known to be."""
+        """Return the fewest additional ranks of this type that suffice, or 0 if none are known."""
         problem = self.problem
         larger = dataclasses.replace(problem, ranks=(*problem.ranks, self.types[index].profile))
         shared = [(each.shared(larger), each.shared(problem)) for each in RESOURCES]
@@ -259,7 +264,7 @@ class _Room:
         return 0 if outcome.values is None else int(outcome.values.sum()) - len(problem.ranks)
 
     def most_samples(self, index: int) -> int:
-        """The largest batch of such a rank, if it holds no state; no more than can be of use."""
+        """Return the largest useful batch of a rank of this type, if it holds no state."""
         own = self._columns.kind == index
         return int(self._columns.batch[own].max(initial=0))
 
@@ -290,7 +295,7 @@ class _Room:
     def _columns(self) -> Columns:
         problem, limits = self.problem, []
         for kind in self.types:
-            # one microbatch more than is asked for: the nearest batch may be the larger one
+            # one microbatch more than the global batch: the nearest batch may be larger
             most = problem.global_batch_size + kind.profile.largest_microbatch_size
             largest = int(min(most, _most_samples(problem, kind.profile)))
             batches = _thinned(largest, problem.global_batch_size)
@@ -300,8 +305,10 @@ class _Room:
 
 
 def _thinned(largest: int, batch: int) -> np.ndarray:
-    """Batches of a rank up to ``largest`` from which those of all ranks can sum to any ``batch``:
-    small ones, multiples of a step, and a step's worth below the largest and below ``batch``.
+    """Return batches of a rank up to ``largest`` from which all ranks can sum to any ``batch``.
+
+    These are small ones, multiples of a step, and a step's worth below the largest and below
+    ``batch``.
     """
     every = np.arange(1, largest + 1)
     if batch <= _FEW_SAMPLES:
@@ -312,7 +319,10 @@ def _thinned(largest: int, batch: int) -> np.ndarray:
 
 
 def _most_samples(problem: Problem, profile: RankProfile) -> float:
-    """Samples that a rank without state could hold; infinite where they need no lasting memory."""
+    """Return the samples that a rank without state could hold.
+
+    The result is infinite if they need no lasting memory.
+    """
     most = 0.0
     for mode in modes(problem, profile):
         sizes = usable_sizes(problem, profile, mode)
@@ -321,14 +331,14 @@ def _most_samples(problem: Problem, profile: RankProfile) -> float:
             need = resource.need(problem, profile, mode)
             left = need.capacity - need.fixed - min(need.peaks[size - 1] for size in sizes)
             if need.per_sample > 0 and math.isfinite(left):
-                # The rounding of a division must not refuse a batch that fits to the byte.
+                # The rounding of a division must not reject a batch that fits to the byte.
                 held = min(held, math.floor(left / need.per_sample * (1 + _ROUNDING)))
         most = max(most, held)
     return most
 
 
 def _sizes(problem: Problem, profile: RankProfile) -> set[int]:
-    """Microbatch sizes that this rank can run in any mode."""
+    """Return the microbatch sizes that this rank can run in at least one mode."""
     return {
         size for mode in modes(problem, profile) for size in usable_sizes(problem, profile, mode)
     }
@@ -359,7 +369,7 @@ def _members(kind: RankType) -> str:
 
 
 def _timeless(rank: RankProfile) -> RankProfile:
-    """The rank without times: all that is left is the question of memory."""
+    """Return the rank without times, so that only the question of memory is left."""
     none = (0.0,) * rank.largest_microbatch_size
     return dataclasses.replace(
         rank,

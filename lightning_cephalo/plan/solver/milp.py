@@ -1,7 +1,8 @@
 """The mixed-integer programs, stated in CVXPY and solved by HiGHS.
 
-In each of them ``x[c]`` counts the ranks that run column ``c``; :class:`Needs` says what all ranks
-together must meet. What differs is what is minimised, and which needs may be missed at a price.
+In each program, ``x[c]`` is the number of ranks that run column ``c``, and :class:`Needs` holds the
+constraints over all ranks. Programs differ in what they minimise, and in the needs that may be
+missed at a price.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _Indices = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True)
 class Needs:
-    """What a choice of columns must meet.
+    """Constraints that a choice of columns must meet.
 
     Args:
-        ranks: how many there are of each type, of shape (types,); each runs one column.
+        ranks: number of ranks of each type, of shape (types,); each rank runs one column.
         batch: samples of all ranks together.
-        shared: what all ranks together may take of each resource, of shape (resources,); infinite
-            for no limit.
-        equal_counts: the same number of microbatches on every rank.
+        shared: limit of each resource over all ranks together, of shape (resources,); infinite for
+            no limit.
+        equal_counts: whether every rank runs the same number of microbatches.
     """
 
     ranks: np.ndarray
@@ -44,13 +45,13 @@ class Needs:
 
 @dataclass(frozen=True)
 class Slack:
-    """Needs that may be missed, at a price of 1 for each.
+    """Needs that may be missed, at a price of 1 per sample or rank.
 
     Args:
-        fewer: samples less than the batch, of which one at least remains.
-        more: samples more than the batch.
-        further: the type of which there may be further ranks, up to ``most_ranks``.
-        brings: what each of them adds to what all share, of shape (resources,).
+        fewer: whether there may be fewer samples than the batch; at least one remains.
+        more: whether there may be more samples than the batch.
+        further: type that may have up to ``most_ranks`` additional ranks.
+        brings: amount that each additional rank adds to ``Needs.shared``, of shape (resources,).
     """
 
     fewer: bool = False
@@ -65,13 +66,13 @@ TIGHT = Slack()
 
 @dataclass(frozen=True)
 class Maximum:
-    """A price of the largest among the columns chosen: ``weight * max(floor, values)``.
+    """Price of the largest value among the chosen columns: ``weight * max(floor, values)``.
 
     Args:
-        values: of shape (columns,).
-        floor: what the maximum is at least, for free.
-        weight: the price.
-        resolution: values this close above a level of the ladder count as that level.
+        values: one value per column, of shape (columns,).
+        floor: least value of the maximum; every choice pays for it.
+        weight: price of one unit of the maximum.
+        resolution: values above the floor count rounded down to a multiple of this; 0: as they are.
     """
 
     values: np.ndarray
@@ -81,7 +82,7 @@ class Maximum:
 
     @property
     def above(self) -> np.ndarray:
-        """What is to be paid for, of shape (columns,)."""
+        """Values above the floor, of shape (columns,)."""
         above = np.maximum(self.values - self.floor, 0.0)
         if self.resolution > 0:
             above = np.floor(above / self.resolution) * self.resolution
@@ -90,7 +91,7 @@ class Maximum:
 
 @dataclass(frozen=True)
 class Budget:
-    """What the sum of these maxima may come to."""
+    """Limit on the weighted sum of these maxima."""
 
     maxima: Sequence[Maximum]
     most: float
@@ -98,14 +99,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the solver found.
+    """Result of the solver.
 
     Attributes:
         status: "optimal", "infeasible" or "limit" (of time).
-        values: of the variables; None without a solution.
-        objective: of the solution.
-        bound: below the objective of every solution.
-        reason: the solver's own word.
+        values: values of the variables; None without a solution.
+        objective: objective of the solution.
+        bound: lower bound of the objective of every solution.
+        reason: the solver's own name for its status.
     """
 
     status: str
@@ -126,12 +127,13 @@ def choose(
     gap: float = 0.0,
     time_limit_s: float,
 ) -> Outcome:
-    """How many ranks run each column, at the least sum of ``maxima``, ``cost`` (columns,) and
-    ``slack``.
+    """Choose how many ranks run each column, at the least cost.
 
-    Each maximum climbs a ladder: one binary per level that any column reaches, and a column may be
-    used only when its level is climbed. A whole type shares one row per level, which makes the
-    relaxation far tighter than a row per column.
+    The cost is the sum of ``maxima``, ``cost`` (columns,) and ``slack``.
+
+    Each maximum climbs a ladder. The ladder has one binary variable per level that any column
+    reaches. A column may be used only when its level is climbed. A whole type shares one row per
+    level, which makes the relaxation far tighter than a row per column.
 
     Returns:
         The outcome, whose ``values`` have shape (columns,). The solver may stop within ``gap`` of
@@ -152,14 +154,14 @@ def choose(
         excess = outcome.values[chosen] @ columns.used - needs.shared - further * slack.brings
         if not (excess > 0).any():
             return dataclasses.replace(outcome, values=outcome.values[chosen])
-        # The solver meets a row within its tolerance, which is many bytes of a large cluster.
+        # The solver meets a row only within its tolerance: many bytes on a large cluster.
         tighter = np.where(excess > 0, allowed.shared - 2 * excess, allowed.shared)
         allowed = dataclasses.replace(allowed, shared=tighter)
     return Outcome("infeasible", None, math.inf, math.inf, "only within rounding")
 
 
 class _Program:
-    """Variables, which are whole numbers, and rows as they are found."""
+    """Integer variables and rows, added one after the other."""
 
     def __init__(self) -> None:
         self.cost: list[float] = []
@@ -169,7 +171,7 @@ class _Program:
         self._at_most = _Rows()
 
     def variables(self, cost: Sequence[float] | np.ndarray, upper: Any) -> np.ndarray:
-        """New variables from 0 to ``upper``; returns their indices."""
+        """Add variables from 0 to ``upper`` and return their indices."""
         first = len(self.cost)
         self.cost.extend(cost)
         self.upper.extend(np.broadcast_to(upper, len(cost)))
@@ -178,7 +180,7 @@ class _Program:
     def choice(
         self, columns: Columns, needs: Needs, cost: np.ndarray | None, slack: Slack
     ) -> np.ndarray:
-        """A variable per column, within ``needs``; returns their indices."""
+        """Add a variable per column, within ``needs``, and return their indices."""
         size = len(columns)
         upper = needs.ranks + slack.most_ranks * (np.arange(len(needs.ranks)) == slack.further)
         chosen = self.variables(np.zeros(size) if cost is None else cost, upper[columns.kind])
@@ -213,7 +215,7 @@ class _Program:
     def climb(
         self, maximum: Maximum, columns: Columns, chosen: np.ndarray, ranks: np.ndarray
     ) -> None:
-        """Pay for the largest of the values chosen."""
+        """Add the price of the largest chosen value."""
         self.base += float(maximum.weight * maximum.floor)
         climbed, prices = self._ladder(maximum, columns, chosen, ranks)
         for variable, price in zip(climbed, prices, strict=True):
@@ -222,7 +224,7 @@ class _Program:
     def limit(
         self, budget: Budget, columns: Columns, chosen: np.ndarray, ranks: np.ndarray
     ) -> None:
-        """Choose within a budget."""
+        """Keep the choice within a budget."""
         most = budget.most - sum(maximum.weight * maximum.floor for maximum in budget.maxima)
         parts = [self._ladder(maximum, columns, chosen, ranks) for maximum in budget.maxima]
         climbed, prices = (np.concatenate(each) for each in zip(*parts, strict=True))
@@ -231,7 +233,7 @@ class _Program:
     def _ladder(
         self, maximum: Maximum, columns: Columns, chosen: np.ndarray, ranks: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """One variable per level that the largest of the values chosen climbs, and its price."""
+        """Add a variable per level that the largest chosen value climbs; return them and prices."""
         levels, level = np.unique(np.r_[0.0, maximum.above], return_inverse=True)
         level = level.reshape(-1)[1:]
         climbed = self.variables(np.zeros(len(levels) - 1), 1.0)
@@ -249,13 +251,13 @@ class _Program:
         return climbed, np.diff(levels) * maximum.weight
 
     def solve(self, gap: float, time_limit_s: float) -> Outcome:
-        """The solution of the least cost, or the best within the time."""
-        # Importing cvxpy takes a second, which who only reads a plan should not pay.
+        """Return the solution of the least cost, or the best found within the time."""
+        # Importing cvxpy takes a second. A run that only reads a plan should not pay for it.
         import cvxpy
 
         width = len(self.cost)
         cost, upper = np.array(self.cost), np.array(self.upper, dtype=float)
-        # The solver's tolerances are absolute: costs are given as parts of the largest one.
+        # The solver's tolerances are absolute: costs are divided by the largest one.
         unit = max(self.base, float(cost.max(initial=0.0))) or 1.0
         variables = cvxpy.Variable(width, integer=True, bounds=[np.zeros(width), upper])
         constraints = [self._equal.matrix(width) @ variables == np.array(self._equal.right)]
@@ -264,8 +266,8 @@ class _Program:
             constraints.append(matrix @ variables <= np.array(self._at_most.right))
         program = cvxpy.Problem(cvxpy.Minimize(cost / unit @ variables), constraints)
         started = time.perf_counter()
-        # Step by step rather than program.solve(), which turns a time limit into a warning and
-        # hides the solver's bound.
+        # These steps replace program.solve(), which turns a time limit into a warning and hides
+        # the solver's bound.
         data, chain, inverse = program.get_problem_data(cvxpy.HIGHS)
         options = {
             "time_limit": max(time_limit_s - (time.perf_counter() - started), 0.01),
@@ -296,7 +298,7 @@ class _Program:
 
 
 class _Rows:
-    """Rows of ``matrix @ variables`` and their right sides."""
+    """Rows of ``matrix @ variables`` and their right-hand sides."""
 
     def __init__(self) -> None:
         self.right: list[float] = []

@@ -1,4 +1,4 @@
-"""The search for the fastest choice of columns, and for the roomiest of those as fast."""
+"""Searches for the fastest choice of columns, then for the one with the most room."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ from lightning_cephalo.plan.solver.columns import (
 from lightning_cephalo.plan.solver.milp import Budget, Maximum, Needs, choose
 
 _EXACT = 1e-9
-# Plans whose step is longer by no more than this count as equally fast.
+# Plans whose step is longer by at most this fraction count as equally fast.
 EQUAL = 1e-3
-# Room that differs by less than this part of a rank's capacity is the same.
+# Room that differs by less than this fraction of a rank's capacity counts as equal.
 ROOMIER = 1e-3
-# From so many types of ranks on, a step is proven the shortest to within EQUAL only: times have a
-# per cent of noise, and to tell the last plans apart takes minutes.
+# With at least this many types of ranks, a step is proven the shortest only to within EQUAL:
+# times have a per cent of noise, and telling the last plans apart takes minutes.
 _MANY_TYPES = 16
 _FEW_COLUMNS = 2000
-# How far above the bound the columns reach, in turn.
+# Successive limits on the step of a column, as multiples of the bound.
 _SLACKS = (1.03, 1.3, 2.0, 5.0, math.inf)
-# By how much all slowest times of a first plan exceed their floors.
+# Factors by which all slowest times of a first plan may exceed their floors.
 _SCALES = (1.0, *(1 + 2.0**power for power in range(-11, 3)))
-# The part of the time that may go into the shortest step; the rest is for the room.
+# Fraction of the time that the shortest step may take; the rest is for the room.
 _SHARE = 0.7
 _PARTS = 100
 _ROOM_GAP = 1e-4
-# What is given to a first plan, even if time is up.
+# Seconds for a first plan, even if time is up.
 _ANY_S = 1.0
 _ANY_GAP = 0.1
-# Offloading costs more than the room that it makes, on one rank and over all.
+# Offloading costs more than the room that it makes, on one rank and over all ranks.
 _OFFLOAD = 3.0
-# The price of long work, so that of equal plans the one that spreads the samples is chosen.
+# Price of long work: among equal plans it selects the one that spreads the samples.
 _BALANCE = 1e-2
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        columns: those in use.
-        chosen: how many ranks run each, of shape (columns,).
-        step_s: the shortest step found, without what no plan changes; that of the columns chosen
-            may be longer by a thousandth, for headroom.
-        bound_s: below all steps.
+        columns: the columns in use.
+        chosen: number of ranks that run each column, of shape (columns,).
+        step_s: the shortest step found, without its fixed time (``cost.fixed_time``). The step of
+            ``columns`` may be longer by a thousandth, for headroom.
+        bound_s: lower bound of all steps.
     """
 
     columns: Columns
@@ -79,7 +79,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """One problem and how long to try (``deadline`` of time.perf_counter)."""
+    """Search of one problem until ``deadline`` (of time.perf_counter)."""
 
     problem: Problem
     types: Sequence[RankType]
@@ -87,12 +87,12 @@ class Search:
 
     @property
     def bound_s(self) -> float:
-        """What no plan can beat, without any search."""
+        """Lower bound of the step of all plans, without any search."""
         return self._bounds.step_s
 
     @property
     def backward_floor_s(self) -> float:
-        """Seconds of a unit's backward, or of its collectives, that no plan can beat."""
+        """Lower bound of the seconds of a unit's backward, or of its collectives, for all plans."""
         return self._bounds.floors_s[1]
 
     @cached_property
@@ -104,9 +104,9 @@ class Search:
         return EQUAL if len(self.types) >= _MANY_TYPES else _EXACT
 
     def run(self) -> Found | None:
-        """The shortest step, or the shortest found in time, and of the plans within a thousandth of
-        it one with the most room; None when there is no plan.
+        """Return the shortest step, or the shortest found in time; None when there is no plan.
 
+        Among the plans within a thousandth of that step, the result is one with the most room.
         Raises SolverError when time is up without any plan.
         """
         found = self._fastest()
@@ -115,8 +115,10 @@ class Search:
         return self._roomiest(found)
 
     def _fastest(self) -> Found | None:
-        """The limit on the step starts just above the bound and is raised until the optimum lies
-        within it, so that what it cuts off is provably slower.
+        """Return the fastest choice of columns, found under a rising limit on the step.
+
+        The limit starts just above the bound and is raised until the optimum lies within it. So
+        everything that it cuts off is provably slower.
         """
         bounds = self._bounds
         if math.isinf(bounds.step_s):
@@ -138,7 +140,7 @@ class Search:
                 best = dataclasses.replace(found, bound_s=min(found.bound_s, limit_s))
                 if found.step_s <= limit_s * (1 + self._gap) or self._left_s() <= 0:
                     return best
-                # What is faster than a known plan lies within its step.
+                # Every faster plan lies within the step of the known one.
                 limit_s = found.step_s
             elif math.isinf(limit_s):
                 return None
@@ -147,8 +149,10 @@ class Search:
                 limit_s = bounds.step_s * slack if math.isfinite(slack) else math.inf
 
     def _fastest_within(self, bounds: TimeBounds, limit_s: float) -> Found | None:
-        """The fastest choice of the columns that fit into a step of ``limit_s``, which may itself
-        be longer; None when they hold no plan.
+        """Return the fastest choice of the columns that fit into a step of ``limit_s``.
+
+        The step of that choice may be longer than ``limit_s``. Returns None when the columns hold
+        no plan.
         """
         columns = self._columns(bounds, limit_s)
         if len(np.unique(columns.kind)) < len(self.types):
@@ -164,7 +168,7 @@ class Search:
             known = self._first_plan(columns, needs, floors_s)
             if known is None or known.step_s <= known.bound_s * (1 + self._gap):
                 return known
-            # A faster plan has no other columns.
+            # A faster plan has only these columns.
             steps_s = step_seconds(self.problem, columns.times_s, floors_s)
             columns = columns.take(steps_s <= known.step_s * (1 + _EXACT))
         paid = [maximum.above for maximum in self._slowest(columns, floors_s)]
@@ -189,14 +193,14 @@ class Search:
         return dataclasses.replace(known, bound_s=bound_s)
 
     def _first_plan(self, columns: Columns, needs: Needs, floors_s: np.ndarray) -> Found | None:
-        """A plan whose three slowest times exceed their floors by no more than the same factor, as
-        small as a few tries find; None when the columns hold no plan.
+        """Return a plan whose three slowest times exceed their floors by at most one common factor.
 
-        A near plan spares the program that follows far more time than it costs.
+        A few tries make the factor small. Returns None when the columns hold no plan. A plan close
+        to the best saves the next program far more time than it costs.
         """
         floor_s = float(step_seconds(self.problem, floors_s, floors_s))
         best: Found | None = None
-        infeasible, feasible = -1, len(_SCALES)  # of which the last one stands for all columns
+        infeasible, feasible = -1, len(_SCALES)  # len(_SCALES): all columns
         while feasible - infeasible > 1 or best is None:
             if best is not None and self._left_s() <= 0:
                 break
@@ -224,12 +228,13 @@ class Search:
         return best
 
     def _roomiest(self, fastest: Found) -> Found:
-        """Of the plans within a thousandth of the fastest, the one that offloads the least, and of
-        those the one that leaves the fullest rank the most room. The slowest times share the
-        thousandth, in small parts.
+        """Return the plan with the most room among those within a thousandth of the fastest.
 
-        With the state shared evenly the fullest rank is as full as all ranks together, unless its
-        samples alone fill it more: so both are priced alike.
+        It offloads the least, and of those plans leaves the fullest rank the most room. The slowest
+        times share the thousandth, in small parts.
+
+        Suppose that the state filled all ranks to one level. Then the fullest rank is as full as
+        all ranks together, or as its samples alone make it. The price is the larger of the two.
         """
         limit_s = fastest.step_s * (1 + EQUAL)
         bounds = self._covering(self._bounds, limit_s)
@@ -269,22 +274,22 @@ class Search:
         return Found(columns, chosen[rows], step_s, min(bound_s, step_s))
 
     def _columns(self, bounds: TimeBounds, limit_s: float) -> Columns:
-        """The columns that fit into a step of ``limit_s``."""
+        """Return the columns that fit into a step of ``limit_s``."""
         largest = bounds.largest_batches(self.problem, limit_s)
         total = sum(kind.count * batch for kind, batch in zip(self.types, largest, strict=True))
-        # At the least what all others leave when each takes its largest batch.
+        # A rank takes at least what all others leave when each takes its largest batch.
         rest = self.problem.global_batch_size - total
         limits = [ColumnLimits(limit_s, bounds.floors_s, batch, rest + batch) for batch in largest]
         columns = build_columns(self.problem, self.types, limits)
         return columns.take(columns.count > 0) if self.problem.equal_microbatches else columns
 
     def _unbeaten(self, columns: Columns, costs: Sequence[np.ndarray]) -> Columns:
-        """Of the columns that place as many samples, those that no other one beats in all costs."""
+        """Return the columns that no other one with as many samples beats in all costs."""
         rows = unbeaten(batch_groups(self.problem, columns), np.column_stack(costs))
         return columns.take(rows)
 
     def _needs(self, columns: Columns) -> Needs:
-        """All that a plan must meet; what ranks share only where it can bind."""
+        """Return the constraints of a plan, with shared resources only where they can bind."""
         ranks = np.array([kind.count for kind in self.types])
         worst = np.zeros((len(ranks), len(RESOURCES)))
         np.maximum.at(worst, columns.kind, columns.used)
@@ -297,9 +302,9 @@ class Search:
         )
 
     def _slowest(self, columns: Columns, floors_s: np.ndarray) -> list[Maximum]:
-        """The three slowest times, whose sum is the step."""
+        """Return the three slowest times, whose weighted sum is the step."""
         step_s = float(step_seconds(self.problem, floors_s, floors_s))
-        # Half of the gap is spent on levels of the three ladders, half by the solver.
+        # Half of the gap goes to merged levels of the three ladders, half to the solver.
         closest_s = self._gap / 2 / 3 * step_s if self._gap > _EXACT else 0.0
         return [
             Maximum(columns.times_s[:, phase], float(floors_s[phase]), weight, closest_s / weight)
@@ -308,19 +313,19 @@ class Search:
 
     @property
     def _weights(self) -> np.ndarray:
-        """How often a step has each of the slowest times."""
+        """Number of times that each of the slowest times counts in a step."""
         return np.array([self.problem.units, self.problem.units, 1])
 
     def _fullness(self, columns: Columns) -> np.ndarray:
-        """The part of its capacity that a rank fills, without state."""
+        """Return the fraction of a rank's capacity that each column fills, without state."""
         capacity = np.array([kind.profile.capacity_bytes for kind in self.types])
         return columns.used[:, DEVICE] / capacity[columns.kind]
 
     def _price(self, columns: Columns) -> np.ndarray:
-        """What makes one of two columns that are both fast enough the better one."""
+        """Return the price of each column, which decides between plans that are fast enough."""
         capacity = np.array([kind.profile.capacity_bytes for kind in self.types])[columns.kind]
         used, on_host = columns.used[:, DEVICE], columns.used[:, HOST]
-        # without a limit on the device, nothing is gained at all
+        # without a limit on the device, offloading gains nothing: it must keep a price
         on_host = on_host / np.minimum(capacity, on_host.max(initial=0.0) or 1.0)
         work_s = step_seconds(self.problem, columns.times_s, (0.0, 0.0, 0.0))
         work = work_s / (work_s.max(initial=0.0) or 1.0)
@@ -329,11 +334,11 @@ class Search:
 
     @property
     def _capacity(self) -> float:
-        """Bytes of all ranks together."""
+        """Capacity of all ranks together, in bytes."""
         return math.fsum(rank.capacity_bytes for rank in self.problem.ranks)
 
     def _covering(self, bounds: TimeBounds, step_s: float) -> TimeBounds:
-        """Bounds that look at every batch of a rank that may be part of a step of ``step_s``."""
+        """Return bounds over every batch of a rank that may be part of a step of ``step_s``."""
         batch = self.problem.global_batch_size
         while bounds.largest < batch and not bounds.covers(step_s):
             bounds = time_bounds(self.problem, self.types, min(batch, 2 * bounds.largest))
@@ -344,5 +349,5 @@ class Search:
 
 
 def _shared(columns: Columns, needs: Needs) -> list[np.ndarray]:
-    """What the columns take of each resource of which all ranks have a limited amount."""
+    """Return what the columns take of each resource that all ranks share and that is limited."""
     return list(columns.used.T[np.isfinite(needs.shared)])

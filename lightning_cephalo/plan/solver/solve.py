@@ -1,17 +1,15 @@
-"""The fastest plan, proven: columns per type of rank, mixed-integer programs, and the state shared
-last.
+"""Finds the fastest plan, with a proven lower bound of its step.
 
-1. Bounds below the step time without a solver (``bounds``), which also say how large a rank's batch
-   can get.
+1. Lower bounds on the step time without a solver (``bounds``). They also limit each rank's batch.
 2. Columns (``columns``): how one rank of a type may run a batch, within a limit on the step time.
 3. The shortest step (``search``): one program chooses columns for all ranks.
-4. The most room: of the plans within a thousandth of that step, a second program takes the one that
+4. The most room: a second program chooses among the plans within a thousandth of that step. It
    offloads the least, and leaves the fullest rank the most room.
-5. The state in proportion to what memory is then free (``state``).
+5. The state, in proportion to the memory that is then free (``state``).
 
-Where even shares travel faster than uneven ones, all of this is done a second time with an equal
-share of the state on every rank, and the better plan is taken. Likewise where units may stay
-gathered from the forward to the backward, once with and once without.
+If even shares travel faster than uneven ones, all of this runs a second time, with an equal share
+of the state on every rank. The better plan is taken. Likewise, if units may stay gathered from the
+forward to the backward, all of this runs once with resharding and once without.
 """
 
 from __future__ import annotations
@@ -47,30 +45,36 @@ _EXACT = 1e-9
 
 
 def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
-    """The plan with the shortest step: the global batch exactly, every rank within its capacity.
+    """Return the plan with the shortest step.
 
-    Decides for every rank its microbatch sizes and their number (none is allowed: a rank that only
-    holds state), whether it recomputes and offloads where its profile leaves that open, and its
-    share of the state; for all of them together, whether units are given back after the forward,
-    where the problem leaves that open. Of the plans within a thousandth of that step time, one with
-    even memory headroom is taken, and every rank gives the same part of its free memory to state.
-    While the combinations are few, microbatches of a rank may be of any sizes; otherwise of one
-    size with a ragged last one, or an even split. The optimum, and ``bound_s``, are among those.
+    The plan places exactly the global batch, and every rank stays within its capacity.
+
+    For every rank, the plan decides the microbatch sizes and their number, and the share of the
+    state. A rank without microbatches only holds state. The plan also decides whether the rank
+    recomputes and offloads, where its profile leaves that open. For all ranks together, it decides
+    whether units are resharded after the forward, if the problem leaves that open.
+
+    Among the plans within a thousandth of the shortest step, the result is one with even memory
+    headroom. Every rank gives the same part of its free memory to state.
+
+    While the combinations are few, a rank's microbatches may have any sizes. Otherwise they have
+    one size with a smaller last one, or are an even split. The optimum and ``bound_s`` are among
+    those.
 
     Args:
-        problem: what there is.
+        problem: ranks and work of the step.
         time_limit_s: after this long, the best plan so far is returned with its gap.
 
     Returns:
-        The plan, with every prediction filled in by :func:`~lightning_cephalo.plan.predict`;
-        ``gap`` is 0 when ``bound_s`` is proven to be the fastest step there is. With 16 or more
-        types of ranks a gap of up to a thousandth counts as proof.
+        The plan, with every prediction filled in by :func:`~lightning_cephalo.plan.predict`. Its
+        ``gap`` is 0 when ``bound_s`` is proven to be the fastest step. With 16 or more types of
+        ranks, a gap of up to a thousandth counts as proof.
 
     Raises:
-        InfeasibleError: there is no plan; the message says which resource binds and what would
-            help.
+        InfeasibleError: there is no plan; the message names the resource that binds and changes
+            that would help.
         SolverError: the solver failed, or found no plan in time.
-        PlanError: the arguments are not what is expected.
+        PlanError: an argument is invalid.
     """
     started = time.perf_counter()
     if not isinstance(problem, Problem):
@@ -89,8 +93,10 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
 
 @dataclass(frozen=True)
 class _Variant:
-    """A problem to search, in which nothing is left open that is to be chosen for all ranks; with
-    ``even``, one without state, whose ranks have lost an equal share of it from their capacity.
+    """A problem to search, in which all choices for all ranks together are made.
+
+    With ``even``, the problem has no state: every rank's capacity is reduced by an equal share of
+    it.
     """
 
     search: Search
@@ -105,9 +111,10 @@ _Candidates = list[tuple[_Variant, Found]]
 
 
 def _searched(problem: Problem, deadline: float) -> tuple[_Candidates, float]:
-    """What was found for each variant that may be as fast as the best, and what no plan can beat.
+    """Search the variants and return their results and a lower bound of all plans.
 
-    Raises SolverError when time is up without any plan.
+    Variants that cannot be as fast as the best one are skipped. Raises SolverError when time is up
+    without any plan.
     """
     found: _Candidates = []
     bound_s, least_s, failure = math.inf, math.inf, None
@@ -143,7 +150,7 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
                     continue
                 asked = shared
             search = Search(asked, group_types(asked), deadline)
-            # where every plan's backward hides a gather as well, units need not stay for that
+            # if every plan's backward hides a gather too, keeping units gathered gains nothing
             both_s = asked.gather_s + asked.reduce_s
             if reshard != problem.reshard_choices[0] and search.backward_floor_s >= both_s:
                 continue
@@ -151,8 +158,9 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
 
 
 def _with_even_state(problem: Problem) -> Problem | None:
-    """The problem when every rank holds an equal share of the state; None where that does not fit,
-    or does not travel faster.
+    """Return the problem when every rank holds an equal share of the state.
+
+    Returns None if that does not fit, or if even shares do not travel faster.
     """
     gather_s, reduce_s = collective_times(problem, even=True)
     share = problem.state_bytes / len(problem.ranks)
@@ -170,8 +178,9 @@ def _with_even_state(problem: Problem) -> Problem | None:
 
 
 def _best_plan(problem: Problem, found: _Candidates, bound_s: float) -> Plan:
-    """Of the plans within a thousandth of the fastest, one that offloads least, with the most
-    headroom of those.
+    """Return the best of the plans within a thousandth of the fastest.
+
+    It is one that offloads the least, and has the most headroom of those.
     """
     fixed_s = fixed_time(problem)
     fastest_s = min(own.step_s for _, own in found) + fixed_s
@@ -198,7 +207,7 @@ def _offloaded(plan: Plan) -> float:
 
 
 def _headroom(plan: Plan) -> float:
-    """The part of its capacity that the fullest rank keeps free."""
+    """Return the fraction of its capacity that the fullest rank keeps free."""
     return min(
         1 - (rank.memory_bytes or 0.0) / (rank.capacity_bytes or math.inf) for rank in plan.ranks
     )
@@ -231,12 +240,15 @@ def _as_plan(problem: Problem, variant: _Variant, found: Found) -> Plan:
 
 
 def priced(problem: Problem, ranks: Sequence[RankPlan], *, backend: str) -> Plan:
-    """A plan of these parts, with every prediction filled in; it says what it was priced with.
+    """Return a plan of these parts, with every prediction filled in.
+
+    The plan's ``reshard_after_forward`` is the one that the predictions assume.
 
     Args:
-        problem: what there is. Where it leaves that open, units are given back after the forward.
+        problem: ranks and work of the step. If it leaves resharding open, units are resharded after
+            the forward.
         ranks: microbatches, fractions and modes, in rank order.
-        backend: what chose them.
+        backend: name of what chose the parts.
 
     Raises:
         PlanError: as :func:`~lightning_cephalo.plan.predict` and :class:`Plan` do.

@@ -1,4 +1,4 @@
-"""Share the training state in proportion to the memory that is free for it."""
+"""Shares the training state among ranks in proportion to their free memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import numpy as np
 def share_state(
     state_bytes: float, used_bytes: Sequence[float], capacity_bytes: Sequence[float]
 ) -> tuple[float, ...]:
-    """State fraction of each rank, from what it uses beside the state and what it may hold.
+    """Return the state fraction of each rank, from its other memory use and its capacity.
 
-    Every rank gives the same part of its free memory: whatever fits in all fits in each, headroom
-    shrinks alike everywhere, and a state that is small against the memory still lies on all ranks.
-    (Filling all ranks to one level puts such a state on the one rank with the most room, which
-    makes every gather a broadcast.) Ranks without a limit share all of the state evenly. No rank
-    exceeds its capacity, even by rounding, so the fractions may sum to 1 within rounding only.
+    Every rank gives the same part of its free memory to state. So a state that fits in total fits
+    on each rank, and headroom shrinks equally on all ranks. A state that is small compared with the
+    memory still spreads over all ranks. (Filling all ranks to one level would put such a state on
+    the one rank with the most room, which makes every gather a broadcast.) Ranks without a limit
+    share all of the state evenly.
 
-    The caller sees to it that the state fits: ``sum(capacity - used) >= state_bytes``, and no rank
-    is over its own.
+    No rank exceeds its capacity, even by rounding, so the fractions may sum to 1 within rounding
+    only.
+
+    The caller ensures that the state fits: ``sum(capacity - used) >= state_bytes``, and no rank
+    uses more than its own capacity.
     """
     used = np.asarray(used_bytes, dtype=float)
     capacity = np.asarray(capacity_bytes, dtype=float)
