@@ -1,4 +1,4 @@
-"""Slow ranks and small memories on purpose: the public name of ``accelerator/emulated``.
+"""Emulates slow devices with small memories: the public name of ``accelerator/emulated``.
 
 ::
 

@@ -1,7 +1,8 @@
-"""The one room that knows devices: the CPU, those of ``torch.accelerator``, and emulated ones.
+"""Device support: the CPU, the devices of ``torch.accelerator``, and emulated devices.
 
-Other rooms get an :class:`~lightning_cephalo.accelerator.base.Accelerator` and ask it by meaning.
-To support another device, write a subclass in a file here and return it below.
+No other folder depends on the type of a device: the others use the methods of an
+:class:`~lightning_cephalo.accelerator.base.Accelerator`. To support another device, write a
+subclass in a file here and return it below.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ __all__ = ["Accelerator", "Device", "accelerator_of"]
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """The accelerator that stands for a device of torch.
+    """Return the accelerator for a torch device.
 
-    For the CPU inside the ``with`` block of an emulated device, that is the emulated one: call it
-    after the block was entered, and anew after it was left.
+    For the CPU inside the ``with`` block of an emulated device, this is the emulated device. Call
+    this function after entering the block, and again after leaving it.
 
     Args:
         device: This rank's device.

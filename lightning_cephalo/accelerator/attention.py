@@ -1,6 +1,6 @@
-"""Switches of torch for attention kernels.
+"""torch's switches for attention kernels.
 
-They are named after CUDA and work without it: they choose between the CPU's kernels too.
+The switches are named after CUDA, but they also choose between the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-# Whether a kernel is allowed, and what allows it. A step reads them several times a visit: these
-# are what torch.backends.cuda.flash_sdp_enabled and the like call, without the call between.
-# Private: tests/accelerator/test_accelerators.py fails when they change.
+# One pair per kernel: reads whether the kernel is allowed, and sets it. A step reads them several
+# times per visit, so the readers are the private functions behind
+# torch.backends.cuda.flash_sdp_enabled and the like, which saves a call.
+# tests/accelerator/test_accelerators.py fails when they change.
 ATTENTION_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     (torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),

@@ -1,6 +1,6 @@
-"""How the process-group backends of torch.distributed differ, in one table.
+"""A table of the differences between the process-group backends of torch.distributed.
 
-``Backend()`` stands for a backend that is not in the table: like gloo it runs on the host.
+``Backend()`` describes every backend that is not in the table: like gloo, it runs on the host.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Backend:
-    """How collectives of one backend run.
+    """Properties of one backend's collectives.
 
     Attributes:
-        runs_on_device: On a stream of the device: to wait for one makes the current stream wait,
-            not the host, and a reduce adds up on the way. Else threads of the host move the data,
-            and a reduce receives the summands of all ranks.
-        environment: Variables that it must find before its first communicator, unless the user has
-            set them.
-        barrier_names_device: Whether a barrier must say on which device it runs.
-        must_be_aborted: Whether groups must be aborted where a rank fails alone, because to destroy
-            them would wait for kernels that wait for that rank.
-        signs_of_loss: What its errors say on the ranks that are left when a rank has gone.
+        runs_on_device: Whether collectives run on a stream of the device. Then waiting for one
+            makes the current stream wait, not the host, and a reduce adds up during the transfer.
+            Otherwise host threads move the data, and a reduce receives the summands of all ranks.
+        environment: Variables that must be set before the backend makes its first communicator,
+            unless the user has set them.
+        barrier_names_device: Whether a barrier needs the device on which it runs as an argument.
+        must_be_aborted: Whether groups must be aborted if a single rank fails. Destroying them
+            would wait for kernels that wait for that rank.
+        signs_of_loss: Parts of the error messages on the remaining ranks after a rank is lost.
     """
 
     runs_on_device: bool = False
@@ -48,9 +48,9 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
         ),
         "nccl": Backend(
             runs_on_device=True,
-            # gathers and reduces run at the same time on communicators of their own, issued in one
-            # order on all ranks: from 2.26 on NCCL keeps to that order if asked to ("Using multiple
-            # NCCL communicators concurrently" in its documentation)
+            # all-gathers and reduces run at the same time on separate communicators, issued in the
+            # same order on all ranks: with this variable NCCL keeps that order from 2.26 on ("Using
+            # multiple NCCL communicators concurrently" in its documentation)
             environment=MappingProxyType({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}),
             barrier_names_device=True,
             must_be_aborted=True,
@@ -60,7 +60,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 "NCCL communicator was aborted",
             ),
         ),
-        # of XPU and of Ascend NPU, by their documentation: never run here
+        # XPU and Ascend NPU, by their documentation; untested
         "xccl": Backend(runs_on_device=True, barrier_names_device=True),
         "hccl": Backend(runs_on_device=True),
     }
@@ -69,10 +69,10 @@ SIGNS_OF_LOSS = tuple(sign for backend in BACKENDS.values() for sign in backend.
 
 
 def backend_named(name: str | None) -> Backend:
-    """The table's entry for a backend's name."""
+    """Return the table's entry for a backend's name."""
     return BACKENDS.get(name or "", Backend())
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Backend:
-    """The table's entry for a group's backend; None: the default group's."""
+    """Return the table's entry for a group's backend; None means the default group."""
     return backend_named(dist.get_backend(group))

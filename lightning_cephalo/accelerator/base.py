@@ -1,7 +1,7 @@
-"""What the package may ask of a device, whatever the device is.
+"""The interface of all devices.
 
-:class:`Accelerator` is the whole interface. A difference between devices that other rooms must know
-has a name here and says what it means; no other room asks for the type of a device.
+:class:`Accelerator` is the whole interface. Each difference between devices that matters to other
+folders is a documented attribute or method here. No other folder checks the type of a device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lightning_cephalo.accelerator.marks import Marks
 
 @dataclass(frozen=True)
 class Device:
-    """What planning has to know of one rank's device.
+    """Facts about one rank's device that planning needs.
 
     Attributes:
-        name: For tables; ranks with equal names and times are planned alike.
-        capacity_bytes: What a plan may fill.
-        total_bytes: All of its memory; of a CPU the part of the host's that is this rank's.
-        cap_bytes: What the user allows; ``capacity_bytes`` is no more.
-        speed_lasts: Whether times that are measured on it hold for another start.
+        name: For tables. Ranks with equal names and times get the same plan.
+        capacity_bytes: Memory that a plan may fill.
+        total_bytes: All memory of the device. For a CPU: this rank's part of the host's memory.
+        cap_bytes: The user's limit; ``capacity_bytes`` does not exceed it.
+        speed_lasts: Whether measured times are still valid after a restart.
     """
 
     name: str
@@ -46,47 +46,47 @@ class MemoryFigures(Protocol):
 
     @property
     def current_bytes(self) -> int:
-        """Held now."""
+        """Bytes held now."""
 
     @property
     def peak_bytes(self) -> int:
-        """Most that was held since the last :meth:`reset_peak`."""
+        """Most bytes held at the same time since the last :meth:`reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Begin a new peak with what is held now."""
+        """Start a new peak from the bytes held now."""
 
     def untrack(self, *tensors: Tensor) -> None:
-        """Leave tensors out of :attr:`current_bytes`."""
+        """Exclude tensors from :attr:`current_bytes`."""
 
     def track(self, *tensors: Tensor) -> None:
-        """Count them again."""
+        """Include the tensors again."""
 
 
 class EndOfWork(Protocol):
-    """The end of the work that a device was given."""
+    """The end of the work submitted to a device so far."""
 
     def synchronize(self) -> None:
-        """Block the host until the device has come so far."""
+        """Block the host until the device has reached this point."""
 
 
 class Copies(Protocol):
-    """Copies between a device and host memory, which run while the device computes."""
+    """Copies between a device and host memory that run while the device computes."""
 
     def start(self, target: Tensor, source: Tensor) -> Any:
-        """Copy when the device has done the work that it has; the host does not wait.
+        """Start a copy that runs after the work already submitted; the host does not wait.
 
-        Both tensors must keep their memory until the copy has been waited for.
+        Both tensors must keep their memory until :meth:`wait` was called for the copy.
 
         Returns:
-            The arrival to :meth:`wait` for; None if the copy is done already.
+            The argument for :meth:`wait`; None if the copy is already done.
         """
 
     def wait(self, arrival: Any) -> None:
-        """Have the work that the device is given from now on run after the copy; None: nothing."""
+        """Make all work submitted from now on run after the copy; do nothing for None."""
 
 
 class Accelerator(ABC):
-    """One rank's device: its clock, its memory, its queue of work, its way to the host.
+    """One rank's device: its clock, memory, queue of work, and copies to the host.
 
     ::
 
@@ -95,21 +95,21 @@ class Accelerator(ABC):
         step()
         print(accelerator.name, accelerator.clock() - start_s)
 
-    :func:`~lightning_cephalo.accelerator.accelerator_of` makes one for each rank, which is handed
-    down to whatever needs it. A device of another kind is another subclass, in one file.
+    :func:`~lightning_cephalo.accelerator.accelerator_of` makes one for each rank. Code that needs
+    it gets it as an argument. Each kind of device is one subclass, in one file.
 
     Args:
-        device: The device of torch that it stands for.
+        device: The torch device.
 
     Attributes:
-        device: The same.
-        computes_on_host: Whether the host itself runs the kernels, so that its clock tells when
-            they are done. Else the host queues kernels and runs ahead: to wait for the device in
-            every step would cost time.
-        host_is_apart: Whether host memory is other memory than the device's, so that moving a
-            tensor there frees something.
-        pins_host_memory: Whether :meth:`allocate_host` pins. torch rounds what it pins up to the
-            next power of two and keeps what is given back (pytorch#95823).
+        device: The torch device.
+        computes_on_host: Whether the host itself runs the kernels, so that its clock shows when
+            they are done. Otherwise the host queues kernels and runs ahead: waiting for the device
+            in every step would cost time.
+        host_is_apart: Whether host memory and device memory are separate, so that moving a tensor
+            to the host frees device memory.
+        pins_host_memory: Whether :meth:`allocate_host` pins. torch rounds pinned allocations up to
+            the next power of two and does not return freed ones to the system (pytorch#95823).
     """
 
     computes_on_host: ClassVar[bool]
@@ -122,7 +122,7 @@ class Accelerator(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {str(self.device)!r})"
 
-    # -- what it is ---------------------------------------------------------------------------
+    # -- description --------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -131,7 +131,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def describe(self, processes_on_host: int) -> Device:
-        """Read what planning has to know.
+        """Return the facts that planning needs.
 
         Args:
             processes_on_host: Ranks that share this host's memory.
@@ -139,7 +139,7 @@ class Accelerator(ABC):
 
     @property
     def default_backend(self) -> str:
-        """The process-group backend that torch prefers for it."""
+        """The process-group backend that torch prefers for this device."""
         return dist.get_default_backend_for_device(self.device)
 
     @property
@@ -148,37 +148,37 @@ class Accelerator(ABC):
         return tuple({"cpu", self.device.type})
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor takes this device's memory."""
+        """Return whether a tensor uses this device's memory."""
         return tensor.device.type == self.device.type
 
     # -- time ---------------------------------------------------------------------------------
 
     def now_s(self) -> float:
-        """Seconds of the host's clock, monotonic. The device may still have work to do."""
+        """Return the host's monotonic time in seconds. The device may still have work to do."""
         return time.perf_counter()
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the host until the device has done all work that it was given."""
+        """Block the host until the device has done all submitted work."""
 
     def clock(self) -> float:
-        """Seconds of the host's clock, when the device has done all work that it was given."""
+        """Wait until the device has done all submitted work, then return the host's time."""
         self.synchronize()
         return self.now_s()
 
     @abstractmethod
     def marks(self, backend: Backend) -> Marks:
-        """Return what marks points in the device's work.
+        """Return an object that marks points in the device's work.
 
         Args:
-            backend: What the collectives run on whose ends are to be marked.
+            backend: The backend of the collectives whose ends it will mark.
         """
 
     @abstractmethod
     def end_of_work(self) -> EndOfWork | None:
-        """The end of the work given so far; None where the host never runs ahead.
+        """Return the end of the work submitted so far; None if the host never runs ahead.
 
-        To wait for it, the host sleeps instead of spinning where the device's runtime can.
+        Waiting for it makes the host sleep, not spin, if the device's runtime supports that.
         """
 
     # -- memory -------------------------------------------------------------------------------
@@ -186,31 +186,31 @@ class Accelerator(ABC):
     @property
     @abstractmethod
     def allocator(self) -> MemoryFigures | None:
-        """Figures of the device's own allocator, which knows all that it has given out.
+        """Figures of the device's own allocator, which counts every allocation.
 
-        None where tensors must be counted from outside.
+        None if tensors must be counted from outside.
         """
 
     @property
     def memory(self) -> MemoryFigures | None:
-        """Figures that cost nothing to keep, of the allocator or of what plays the device."""
+        """Figures that need no extra tracking: the allocator's, or the emulated device's."""
         return self.allocator
 
     @abstractmethod
     def empty_cache(self) -> None:
-        """Give back what the allocator keeps, for libraries that do not ask it for memory."""
+        """Release the allocator's cache, for libraries that allocate without it."""
 
     def limit_memory(self, limit_bytes: float) -> Callable[[], None]:
-        """Have the device refuse what is above a limit, where it can do so exactly.
+        """Make the device reject allocations above a limit, if it can do so exactly.
 
-        An allocator that limits what it *reserves* cannot: that is more than what tensors take,
-        and a plan that fills the limit would be refused.
+        An allocator that limits *reserved* memory cannot: it reserves more than tensors use, so it
+        would reject a plan that fills the limit.
 
         Args:
             limit_bytes: Bytes of live tensors; infinite for no limit.
 
         Returns:
-            What lifts the limit; it does nothing the second time.
+            A function that lifts the limit; a second call does nothing.
         """
         return _nothing
 
@@ -218,30 +218,30 @@ class Accelerator(ABC):
 
     @abstractmethod
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Return so many bytes of host memory, 1-d uint8; pinned where copies want that.
+        """Return ``nbytes`` bytes of host memory, 1-d uint8; pinned if copies need that.
 
         Raises:
-            RuntimeError: Or MemoryError, by the platform, if the host does not have it.
+            RuntimeError: Or MemoryError, depending on the platform, if the host lacks the memory.
         """
 
     @abstractmethod
     def on_host(self) -> AbstractContextManager[None]:
-        """For what is made on the CPU to stay there: no part of an emulated device's memory."""
+        """Return a context in which CPU tensors do not count as an emulated device's memory."""
 
     @abstractmethod
     def copies(self) -> Copies:
-        """Return what copies between the device and host memory, with a queue of its own."""
+        """Return an object that copies between device and host memory in its own queue."""
 
     # -- random numbers -----------------------------------------------------------------------
 
     @abstractmethod
     def random_states(self) -> tuple[Tensor, ...]:
-        """States of the generators that a model may draw from: the CPU's and the device's."""
+        """Return the states of the generators that a model may use: the CPU's and the device's."""
 
     @abstractmethod
     def restore_random_states(self, states: tuple[Tensor, ...]) -> None:
-        """Put the generators back to where they were."""
+        """Set the generators to earlier states."""
 
 
 def _nothing() -> None:
-    """There is no limit to lift."""
+    """Do nothing: there is no limit to lift."""

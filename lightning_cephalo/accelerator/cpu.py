@@ -20,7 +20,7 @@ from lightning_cephalo.accelerator.marks import HostMarks, Marks
 
 
 class HostCopies:
-    """Copies that are done when the host goes on."""
+    """Copies that are done when :meth:`start` returns."""
 
     def start(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
@@ -30,7 +30,7 @@ class HostCopies:
 
 
 class Cpu(Accelerator):
-    """The processors of this host; ranks share its memory.
+    """The processors of this host. The ranks of a host share its memory.
 
     Args:
         device: ``torch.device("cpu")``.
@@ -48,7 +48,7 @@ class Cpu(Accelerator):
         return Device(self.name, *host_share_bytes(processes_on_host))
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is no work to wait for."""
 
     def marks(self, backend: Backend) -> Marks:
         return HostMarks(self.now_s)
@@ -61,7 +61,7 @@ class Cpu(Accelerator):
         return None
 
     def empty_cache(self) -> None:
-        """The host's allocator keeps nothing from others."""
+        """Do nothing: the host's allocator has no cache to release."""
 
     def allocate_host(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""This rank's share of its host: how many ranks run there, and how much memory each may use."""
+"""This rank's share of its host: the number of ranks on the host, and the memory of each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import re
 
 from lightning_cephalo.common.quantities import USABLE_SHARE
 
-# Part of a memory that a plan may fill: the rest is for what no profile sees (fragmentation,
-# libraries' workspaces, other processes).
-
 
 def processes_on_this_host(fallback: int) -> int:
-    """Ranks on this host, as the launcher says; ``fallback`` where it does not."""
+    """Return the number of ranks on this host by the launcher's variables, else ``fallback``."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit():
         return int(local)
@@ -24,7 +21,7 @@ def processes_on_this_host(fallback: int) -> int:
 
 
 def tasks_per_node() -> list[int] | None:
-    """Tasks on every node of this job step, in order of the nodes; None outside of srun.
+    """Return the tasks on each node of this job step, in node order; None outside of srun.
 
     Source: srun's manual page, ``SLURM_TASKS_PER_NODE``: ``"2(x3),1"`` is 2, 2, 2, 1.
     """
@@ -36,7 +33,10 @@ def tasks_per_node() -> list[int] | None:
 
 
 def host_share_bytes(processes_on_host: int) -> tuple[float, float]:
-    """A rank's part of this host's memory: what a plan may fill, and with what others use."""
+    """Return a rank's part of the host's memory in bytes: what a plan may fill, and the total.
+
+    Free and total memory are divided evenly among the ranks of the host.
+    """
     try:
         page = os.sysconf("SC_PAGE_SIZE") / max(processes_on_host, 1)
         free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page

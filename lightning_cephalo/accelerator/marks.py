@@ -1,9 +1,8 @@
-"""Points in a device's work, and the time between them.
+"""Marks points in a device's work and measures the time between them.
 
 On the CPU a *mark* is the time at which the host passes it. On an emulated device it is the time at
-which that will have done what it was given before. Where the host queues kernels it runs ahead and
-must not stop to look: a mark is an event on the current stream, and is read when the device has
-passed it.
+which the device will have done all earlier work. On other devices the host queues kernels, runs
+ahead and must not wait: a mark is an event on the current stream, read after the device has passed.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ class Marks(Protocol):
     """Makes and reads marks."""
 
     def now(self) -> Mark:
-        """Mark where the device's work is."""
+        """Mark the current point in the device's work."""
 
     def passed(self, mark: Mark) -> bool:
-        """Whether the device has come to the mark, so that it can be read."""
+        """Return whether the device has passed the mark, so that it can be read."""
 
     def between_s(self, start: Mark, end: Mark) -> float:
-        """Seconds from one mark to another."""
+        """Return the seconds between two marks."""
 
     def tie(self) -> None:
-        """Tie marks to the host's clock; blocks until the device has done its work."""
+        """Relate marks to the host's clock; block until the device has done its work."""
 
     def host_s(self, mark: Mark) -> float:
-        """A mark before the last :meth:`tie` as seconds of the host's clock."""
+        """Return a mark made before the last :meth:`tie` as seconds of the host's clock."""
 
     def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
-        """Call ``note`` with a mark of the moment at which a collective is done, in any thread."""
+        """Call ``note``, in any thread, with a mark of the time at which a collective is done."""
 
 
 def _in_the_past() -> float:
@@ -46,14 +45,14 @@ def _in_the_past() -> float:
 
 
 class HostMarks:
-    """For a device that has done its work when the host goes on, or for an emulated one.
+    """Marks of a device whose kernels run on the host, or of an emulated device.
 
-    The host of an emulated device runs ahead of it until it issues a collective: if it waits for
-    another meanwhile, its device works, and does not wait.
+    The host of an emulated device runs ahead until it issues a collective. If the host waits for an
+    earlier collective in the meantime, the emulated device keeps working and does not wait.
 
     Args:
         now_s: Seconds of the host's clock; read by several threads.
-        done_s: When the device will have done its work, by the same clock.
+        done_s: The time at which the device will have done its work, by the same clock.
     """
 
     def __init__(
@@ -80,20 +79,20 @@ class HostMarks:
         return float(mark)
 
     def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
-        tell = getattr(work, "when_done", None)  # a Transfer's, which has no future
+        tell = getattr(work, "when_done", None)  # a Transfer has this and no future
         if tell is not None:
             tell(lambda: note(self._now_s()))
             return
-        # gloo runs the callback in the thread that has done the work, as soon as it is done
+        # gloo runs the callback as soon as the work is done, in the thread that has done it
         work.get_future().add_done_callback(lambda _: note(self._now_s()))
 
 
 class StreamMarks:
-    """Events on the current stream.
+    """Marks that are events on the current stream.
 
     Args:
         device: The device.
-        collectives_on_device: Whether collectives run on a stream of it, not on the host.
+        collectives_on_device: Whether collectives run on a stream of the device, not on the host.
         now_s: Seconds of the host's clock.
     """
 
@@ -123,7 +122,7 @@ class StreamMarks:
     def tie(self) -> None:
         event = self.now()
         event.synchronize()
-        # not once for all: the time between events is a float32 of milliseconds
+        # again at every call: the time between events is a float32 of milliseconds
         self._tied = event, self._now_s()
 
     def host_s(self, mark: Mark) -> float:
@@ -137,7 +136,7 @@ class StreamMarks:
         if not self._collectives_on_device:
             work.get_future().add_done_callback(lambda _: note(self._now_s()))
             return
-        # waiting makes the current stream wait, not the host: a stream that does nothing else
+        # work.wait() makes the current stream wait, not the host: a stream without other work
         # passes the event as soon as the collective is done
         self._aside = self._aside or torch.Stream(self._device)
         with self._aside:

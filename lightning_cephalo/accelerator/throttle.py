@@ -1,4 +1,4 @@
-"""Keeps a host from running too far ahead of its device."""
+"""Limits how far a host runs ahead of its device."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import deque
 
 from lightning_cephalo.accelerator.base import Accelerator, EndOfWork
 
-# The device always has one step's work in its queue while the host prepares the next.
+# The device always has one step's work in its queue while the host prepares the next step.
 _STEPS_AHEAD = 1
 
 
 class Throttle:
-    """Lets the host be at most one whole step ahead of the device.
+    """Keeps the host at most one whole step ahead of the device.
 
     Nothing else in a step makes the host wait for the device. A host that queues many steps holds
-    memory for all of them (a backend keeps what its collectives use until they have run), and hears
-    of an error long after its cause. On the CPU there is no queue, and nothing to do.
+    memory for all of them, because a backend keeps the buffers of its collectives until they have
+    run. It also sees an error long after its cause. The CPU has no queue and is never throttled.
 
     Args:
         accelerator: This rank's device.
@@ -31,7 +31,7 @@ class Throttle:
             self._ends.popleft().synchronize()
 
     def end_step(self) -> None:
-        """The device has been given all of a step's work."""
+        """Note that all work of a step has been submitted to the device."""
         end = self._accelerator.end_of_work()
         if end is not None:
             self._ends.append(end)

@@ -1,8 +1,8 @@
-"""Any device that torch drives with streams and events: CUDA, and what ``torch.accelerator`` knows.
+"""Devices with streams and events: CUDA, and every other device of ``torch.accelerator``.
 
-All is asked of torch's generic interface: ``torch.Stream``, ``torch.Event``, ``torch.accelerator``.
-Where that has no counterpart, the device's own module is asked (``torch.get_device_module``), whose
-functions have one name in all backends. What only one type of device has is in :data:`TRAITS`.
+This file uses torch's generic interface: ``torch.Stream``, ``torch.Event``, ``torch.accelerator``.
+If a function is missing there, it uses the device's own module (``torch.get_device_module``), whose
+functions have the same names in all backends. :data:`TRAITS` lists properties of single types.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lightning_cephalo.common.quantities import USABLE_SHARE
 
 @dataclass(frozen=True)
 class Traits:
-    """What one type of device has of its own.
+    """Properties of one type of device.
 
     Attributes:
-        maker: The beginning of its devices' names, which tables leave out.
-        sleeping_event: Arguments of its module's ``Event`` with which waiting for it sleeps instead
-            of spinning. ``torch.Event`` takes ``blocking`` and ignores it (torch 2.13).
+        maker: Prefix of the devices' names, which tables leave out.
+        sleeping_event: Arguments for the ``Event`` of the device's module that make waiting sleep
+            instead of spin. ``torch.Event`` accepts ``blocking`` and ignores it (torch 2.13).
     """
 
     maker: str = ""
@@ -40,12 +40,12 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
     {"cuda": Traits(maker="NVIDIA ", sleeping_event=MappingProxyType({"blocking": True}))}
 )
 
-# Signs of a lack of memory in errors that libraries of the device raise in torch's name.
+# Signs of a lack of memory in errors of the device's libraries, which torch passes on.
 OUT_OF_MEMORY_SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 class TorchDevice(Accelerator):
-    """A device whose kernels the host queues.
+    """A device with a queue of kernels, which the host fills.
 
     Args:
         device: The device, with its index.
@@ -62,10 +62,10 @@ class TorchDevice(Accelerator):
         self._allocator = AllocatorFigures(self)
 
     def ask(self, name: str) -> Callable[..., Any]:
-        """A function of the device's module, or of ``torch.accelerator`` where that has none.
+        """Return a function of the device's module, or else of ``torch.accelerator``.
 
-        The module comes first: of a device that brings no allocator of torch's kind,
-        ``torch.accelerator`` says 0 bytes.
+        The module comes first, because ``torch.accelerator`` reports 0 bytes for a device without
+        an allocator of torch's kind.
         """
         function: Callable[..., Any] = getattr(self._module, name, None) or getattr(
             torch.accelerator, name
@@ -125,7 +125,7 @@ class TorchDevice(Accelerator):
 
 
 class StreamCopies:
-    """Copies on a stream of their own.
+    """Copies on a separate stream.
 
     Args:
         device: The device.
@@ -179,6 +179,6 @@ class AllocatorFigures:
 
 
 def distinct_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the storages that these tensors lie in, each counted once."""
+    """Return the bytes of these tensors' storages, counting each storage once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

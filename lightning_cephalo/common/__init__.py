@@ -1,1 +1,1 @@
-"""What every floor uses: errors, units of measure, checked records, files. No torch."""
+"""Shared basics without torch: errors, quantities with units, checked records, files."""

@@ -1,15 +1,15 @@
-"""The package's errors. Each one is a :class:`CephaloError` and also the built-in error that it is.
+"""The package's errors. Each is a :class:`CephaloError` and also the matching built-in error.
 
-``except ValueError`` and ``except RuntimeError`` therefore keep working. A message says what came,
-what was expected, and the remedy::
+``except ValueError`` and ``except RuntimeError`` therefore keep working. A message states what was
+expected, the actual value, and the remedy::
 
     try:
         plan = solve(problem)
     except CephaloError as error:
         print(error)
 
-One more error, ``OutOfMemoryInStepError``, lives in ``execution/memory_errors.py``, because its
-built-in base is torch's and this folder works without torch.
+One more error, ``OutOfMemoryInStepError``, is in ``execution/memory_errors.py``, because its second
+base class is torch's and this folder works without torch.
 """
 
 from __future__ import annotations
@@ -28,33 +28,31 @@ class UnwritableError(PlanError, OSError):
 
 
 class InfeasibleError(PlanError):
-    """No plan exists: the message names the resource that binds, how much is missing, and what
-    would help.
-    """
+    """No plan exists. The message names the limiting resource, the missing amount and remedies."""
 
 
 class ProgramError(PlanError):
-    """Programs of a step cannot run; the message names the rank, and what stands where."""
+    """The programs of a step cannot run; the message names the rank, the fault and its place."""
 
 
 class SolverError(CephaloError, RuntimeError):
-    """The solver stopped without any plan, though one may exist: the message gives its reason."""
+    """The solver stopped without a plan, though one may exist; the message gives its reason."""
 
 
 class ProfilingError(CephaloError, RuntimeError):
-    """Profiling cannot go on; every rank raises it, naming the rank, the size and the reason."""
+    """Profiling cannot continue. Every rank raises it and names the rank, size and reason."""
 
 
 class TooLittleMemoryError(ProfilingError):
-    """A rank cannot hold what every rank must, or no rank can run the smallest microbatch."""
+    """A rank cannot hold the minimum of every rank, or no rank can run the smallest microbatch."""
 
 
 class UnsupportedError(CephaloError, RuntimeError):
-    """Something cannot work under cephalo; the message names it and the way out."""
+    """A feature cannot work under cephalo; the message names it and the remedy."""
 
 
 class UnitUseError(CephaloError, RuntimeError):
-    """A unit is used in a way that cannot be cut into microbatches."""
+    """A unit is used in a way that cannot be split into microbatches."""
 
 
 class BatchSplitError(CephaloError, ValueError):

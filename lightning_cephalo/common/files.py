@@ -1,4 +1,4 @@
-"""Text and files: YAML and JSON, files that are replaced whole, and the user's cache folder."""
+"""Reads and writes YAML and JSON, replaces files atomically, and finds the user's cache folder."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 
 
 def in_source(source: str | None) -> str:
-    """The prefix that names the file a text came from, or nothing."""
+    """Return the prefix that names the file of a text, or an empty string."""
     return f"{source}: " if source else ""
 
 
 def dump_yaml(data: dict[str, Any]) -> str:
-    """Block style outside, one line for each list of numbers; keys keep their order."""
+    """Return YAML in block style, with one line per list of numbers; keys keep their order."""
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
 
 
 def parse_yaml(content: str, *, what: str, source: str | None = None) -> Any:
-    """Parse YAML text, or raise PlanError that says where it stops being YAML."""
+    """Parse YAML text, or raise PlanError naming the place of the first syntax error."""
     try:
         return yaml.safe_load(content)
     except yaml.YAMLError as error:
@@ -40,12 +40,12 @@ def parse_yaml(content: str, *, what: str, source: str | None = None) -> Any:
 
 
 def dump_json(data: dict[str, Any]) -> str:
-    """Indented JSON; infinities are text in ``data`` already, as JSON has none."""
+    """Return indented JSON; infinities in ``data`` must already be text, as JSON has none."""
     return json.dumps(data, indent=2, allow_nan=False)
 
 
 def parse_json(content: str, *, what: str, source: str | None = None) -> Any:
-    """Parse JSON text, or raise PlanError that says where it stops being JSON."""
+    """Parse JSON text, or raise PlanError naming the place of the first syntax error."""
     try:
         return json.loads(content)
     except json.JSONDecodeError as error:
@@ -56,7 +56,7 @@ def parse_json(content: str, *, what: str, source: str | None = None) -> Any:
 
 
 def format_of(path: Path) -> str:
-    """ "yaml" or "json" by the suffix, or PlanError."""
+    """Return "yaml" or "json" by the suffix, or raise PlanError."""
     try:
         return SUFFIXES[path.suffix.lower()]
     except KeyError:
@@ -68,11 +68,12 @@ def format_of(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path beside ``path`` to write to, of the same suffix, and replace ``path`` by it at
-    the end: a reader sees the old file or the new one, never half of one.
+    """Yield a path next to ``path``, with the same suffix, and replace ``path`` by it at the end.
+
+    A reader sees the whole old file or the whole new file, never a partial one.
 
     Raises:
-        UnwritableError: an OSError on the way, such as a missing folder or a full disk.
+        UnwritableError: an OSError occurred, such as a missing folder or a full disk.
     """
     beside = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
@@ -91,7 +92,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a file whole or not at all, or raise UnwritableError naming it."""
+    """Write a file completely or not at all; on failure raise UnwritableError naming it."""
     with replacing(path) as beside:
         beside.write_text(content, encoding="utf-8")
 
@@ -109,8 +110,10 @@ def read_text(path: Path, *, what: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: ``$LIGHTNING_CEPHALO_CACHE``, or the user's cache folder of
-    this platform / lightning-cephalo. It need not exist.
+    """Return the folder of stored measurements, which may not exist yet.
+
+    It is ``$LIGHTNING_CEPHALO_CACHE``, or ``lightning-cephalo`` in the platform's cache folder of
+    the user.
     """
     chosen = os.environ.get("LIGHTNING_CEPHALO_CACHE")
     if chosen:

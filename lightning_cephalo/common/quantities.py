@@ -1,7 +1,7 @@
-"""Numbers with units, as people write and read them: ``25 GB/s``, ``256 GiB``, ``5 us``.
+"""Parses and prints numbers with units: ``25 GB/s``, ``256 GiB``, ``5 us``.
 
-Reading is strict on purpose: a wrong unit is an error, because 100 Gb/s (bits) and 100 GB/s (bytes)
-differ by 8. Messages and tables print amounts with the ``format_`` functions::
+Parsing is strict on purpose. A wrong unit is an error, because 100 Gb/s (bits) and 100 GB/s (bytes)
+differ by a factor of 8. Messages and tables print amounts with the ``format_`` functions::
 
     format_bytes(3 * GIB)          "3.0 GiB"       in the unit that fits
     format_gib(0.5 * GIB)          "0.50 GiB"      in one unit, to compare amounts
@@ -24,8 +24,8 @@ KIB, MIB, GIB, TIB = 2.0**10, 2.0**20, 2.0**30, 2.0**40
 # The units that amounts of memory are printed in, the largest first.
 BYTE_UNITS = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1.0))
 ABSENT = "–"
-# Part of a memory that a plan may fill: the rest is for what no profile sees (fragmentation,
-# libraries' workspaces, other processes).
+# Fraction of a memory that a plan may fill. The rest is for uses that no profile measures
+# (fragmentation, libraries' workspaces, other processes).
 USABLE_SHARE = 0.9
 _UNLIMITED = "unlimited"
 
@@ -34,12 +34,12 @@ _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\d\s.
 
 @dataclass(frozen=True)
 class Dimension:
-    """What a quantity measures.
+    """A physical dimension with its units.
 
     Attributes:
         name: for messages.
-        example: a right spelling.
-        units: unit and its size in the base unit; the first that fits is the one written.
+        example: a valid spelling.
+        units: each unit and its size in the base unit; :meth:`text` uses the first that fits.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Dimension:
     units: tuple[tuple[str, float], ...]
 
     def parse(self, field: str, value: Any, *, zero: bool = False) -> float:
-        """The number in the base unit, or PlanError naming ``field``.
+        """Return the number in the base unit, or raise PlanError naming ``field``.
 
         Args:
             field: for the message.
-            value: what came.
+            value: the text to parse; any other type is an error.
             zero: whether 0 is a legal value.
         """
         match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
@@ -61,7 +61,7 @@ class Dimension:
                 f"{field}: expected {self.name} such as {self.example!r} "
                 f"(units: {', '.join(unit for unit, _ in self.units)}), but got {value!r}."
             )
-        # dividing keeps 5 us at exactly 5e-6, which multiplying does not
+        # division gives exactly 5e-6 for 5 us; multiplication does not
         number = float(match[1]) * size if size >= 1 else float(match[1]) / round(1 / size)
         if number < 0 or (number == 0 and not zero) or math.isinf(number):
             least = "at least 0" if zero else "greater than 0"
@@ -69,7 +69,7 @@ class Dimension:
         return number
 
     def text(self, number: float) -> str:
-        """A spelling that :meth:`parse` reads back exactly, short where there is one."""
+        """Return a spelling that :meth:`parse` reads back exactly, short if possible."""
         for unit, size in self.units:
             spelling = f"{number / size:.12g} {unit}"
             if 1 <= number / size < 10_000 and self.parse("", spelling) == number:
@@ -122,12 +122,12 @@ def byte_unit(size: float) -> tuple[str, float]:
 
 
 def format_mib(size: float, *, digits: int = 1) -> str:
-    """Return an amount of memory in MiB, so that two of them compare: ``1,280.0 MiB``."""
+    """Return an amount of memory in MiB, to compare amounts: ``1,280.0 MiB``."""
     return _UNLIMITED if math.isinf(size) else f"{size / MIB:,.{digits}f} MiB"
 
 
 def format_gib(size: float, *, digits: int = 2) -> str:
-    """Return an amount of memory in GiB, so that two of them compare: ``12.50 GiB``."""
+    """Return an amount of memory in GiB, to compare amounts: ``12.50 GiB``."""
     return _UNLIMITED if math.isinf(size) else f"{size / GIB:,.{digits}f} GiB"
 
 
@@ -150,5 +150,5 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_rate(per_s: float) -> str:
-    """Return a rate with three digits below 1000, and whole from there: ``77.2``, ``12,500``."""
+    """Return a rate with three digits below 1000, else as a whole number: ``77.2``, ``12,500``."""
     return f"{per_s:,.0f}" if per_s >= 999.5 else f"{per_s:.3g}"

@@ -1,7 +1,7 @@
-"""Records: frozen dataclasses whose fields are checked, and which are mappings, text and files too.
+"""Records: frozen dataclasses with checked fields that convert to mappings, text and files.
 
-A field's annotation says what is checked. The checked value replaces what came, and a wrong one
-raises PlanError with the field's name, what came and what is expected::
+A field's annotation holds its check. The checked value replaces the given value. A wrong value
+raises PlanError with the field's name, the given value and the expected one::
 
     @dataclass(frozen=True)
     class Meal(FileRecord):
@@ -13,8 +13,8 @@ raises PlanError with the field's name, what came and what is expected::
     Meal(guests=0)              PlanError: Meal.guests: expected a whole number of at least 1, ...
     Meal.load("meal.yaml")      the same checks; messages name the file too
 
-:class:`Checked` has the checks only, :class:`Record` is a mapping too, :class:`FileRecord` also
-text and files. The functions at the top are the checks; they serve arguments as well.
+:class:`Checked` has the checks only. :class:`Record` adds mappings, :class:`FileRecord` also text
+and files. The functions at the top are the checks; they check function arguments as well.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
 
 Check = Callable[[str, Any], Any]
-"""Takes a field's name and what came; returns what is stored, or raises PlanError."""
+"""Takes a field's name and the given value; returns the value to store, or raises PlanError."""
 _R = TypeVar("_R", bound="Record")
 _F = TypeVar("_F", bound="FileRecord")
 
@@ -51,7 +51,7 @@ def real(
 ) -> float:
     """Return ``value`` as a float, or raise PlanError naming ``field``.
 
-    Numbers of numpy and numbers written as text are taken too: YAML 1.1 reads ``1e-5`` as text.
+    Accepts numpy numbers, and numbers written as text: YAML 1.1 reads ``1e-5`` as text.
     """
     bound = "greater than" if above_minimum else "at least"
     expected = f"a {'' if infinite else 'finite '}number {bound} {minimum:g}"
@@ -78,8 +78,9 @@ def real(
 
 
 def whole(field: str, value: Any, *, minimum: int) -> int:
-    """Return ``value`` as an int, or raise PlanError naming ``field``. A float is refused even when
-    it is whole.
+    """Return ``value`` as an int, or raise PlanError naming ``field``.
+
+    A float is an error even if it is whole.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
         raise PlanError(
@@ -128,7 +129,7 @@ def items(field: str, value: Any, *, of: str) -> tuple[Any, ...]:
 
 
 def mapping(what: str, value: Any, *, known: Sequence[str], required: Sequence[str]) -> dict:
-    """Return a mapping with known keys only and all required ones, or raise PlanError."""
+    """Return a mapping that has all required keys and no unknown ones, or raise PlanError."""
     if not isinstance(value, Mapping):
         raise PlanError(
             f"{what}: expected a mapping with the keys {', '.join(known)}, "
@@ -151,18 +152,18 @@ def mapping(what: str, value: Any, *, known: Sequence[str], required: Sequence[s
 
 
 def shortened(value: Any, length: int = 80) -> str:
-    """The repr of what came, short enough for a message."""
+    """Return the repr of a value, short enough for a message."""
     shown = repr(value)
     return shown if len(shown) <= length else shown[: length - 3] + "..."
 
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """Checks that a value is one of a few.
+    """Checks that a value is one of a few options.
 
     Attributes:
-        options: The values. True and False are not 1 and 0.
-        spelled: How a message lists them.
+        options: The allowed values. True and False do not equal 1 and 0.
+        spelled: The options' text in a message.
     """
 
     options: tuple[Any, ...]
@@ -181,9 +182,9 @@ class ListOf:
     """Checks a list of records that is not empty, and reads it from a list of mappings.
 
     Attributes:
-        record: Their class.
-        one: How a message calls one of them.
-        many: How a message calls a list of mappings that stand for them.
+        record: The class of the records.
+        one: Name of one record in a message.
+        many: Name of the mappings in a message.
     """
 
     record: type[Record]
@@ -203,14 +204,14 @@ class ListOf:
         return entries
 
     def read(self, where: str, data: Any) -> tuple[Any, ...]:
-        """Return records made of mappings, or raise PlanError starting with ``where``."""
+        """Return records made from mappings, or raise PlanError starting with ``where``."""
         return tuple(
             self.record.from_dict(entry, where=f"{where}[{index}]")
             for index, entry in enumerate(items(where, data, of=self.many))
         )
 
 
-# Fields of records. Bytes, seconds and rates are floats of at least 0.
+# Annotations for fields of records. Bytes, seconds and rates are floats of at least 0.
 Text = Annotated[str, text]
 Name = Annotated[str, filled_text]
 Count = Annotated[int, functools.partial(whole, minimum=1)]
@@ -222,17 +223,17 @@ Curve = Annotated[tuple[float, ...], curve]
 YesOrNo = Annotated[bool, OneOf((True, False), "true or false")]
 
 
-# The base classes are dataclasses too, though they have no fields: jsonargparse, with which
-# LightningCLI reads a plan, takes a class for a dataclass only if all of its bases are.
+# The base classes are dataclasses too, though they have no fields. LightningCLI reads a plan with
+# jsonargparse, which treats a class as a dataclass only if all of its bases are dataclasses.
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A frozen dataclass whose annotated fields are checked when it is made.
+    """A frozen dataclass that checks its annotated fields on construction.
 
     Class attributes:
         named_by: The field that names a record in messages; it is checked first.
 
     Raises:
-        PlanError: A field is not what is expected; the message names it.
+        PlanError: A field has an unexpected value; the message names the field.
     """
 
     named_by: ClassVar[str] = ""
@@ -245,12 +246,12 @@ class Checked:
             object.__setattr__(self, name, check(f"{where}{name}", value))
 
     def _where(self) -> str:
-        """What stands before a field's name in messages."""
+        """Return the text before a field's name in messages."""
         return f"{type(self).__name__}."
 
     @classmethod
     def field_checks(cls) -> dict[str, Check]:
-        """The checks by the name of their field, in the order in which they are made."""
+        """Return the checks by the name of their field, in the order in which they run."""
         if "_found_checks" not in vars(cls):
             cls._found_checks = _find_checks(cls)
         return cls._found_checks
@@ -258,12 +259,12 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True)
 class Record(Checked):
-    """A checked dataclass that is made of a mapping and becomes one.
+    """A checked dataclass that converts to and from a mapping.
 
     Class attributes:
-        kind: What it is called where a mapping is no such record.
-        leaves_out_defaults: Whether mappings lack what is equal to a field's default. Otherwise
-            they lack only what is None or empty.
+        kind: Name of this kind of record in messages about a wrong mapping.
+        leaves_out_defaults: Whether mappings omit values equal to a field's default. Otherwise
+            they omit only None and empty values of fields with a default.
     """
 
     kind: ClassVar[str]
@@ -283,15 +284,15 @@ class Record(Checked):
     def from_dict(
         cls: type[_R], data: Any, *, where: str | None = None, source: str | None = None
     ) -> _R:
-        """Inverse of :meth:`to_dict`.
+        """Return a record from a mapping; the inverse of :meth:`to_dict`.
 
         Args:
-            data: What came.
+            data: The mapping; any other type is an error.
             where: The start of messages, such as ``"plan: ranks[1]"``.
-            source: The file that it came from, which starts messages instead.
+            source: The file that the data came from, for the start of messages without ``where``.
 
         Raises:
-            PlanError: A key is unknown or missing, or a value is not what is expected.
+            PlanError: A key is unknown or missing, or a value is not as expected.
         """
         what = where or f"{files.in_source(source)}{cls.kind}"
         fields = dataclasses.fields(cls)
@@ -312,37 +313,37 @@ class Record(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord(Record):
-    """A record that is YAML, JSON and a file."""
+    """A record that converts to and from YAML, JSON and files."""
 
     def to_yaml(self) -> str:
-        """Return this as YAML text."""
+        """Return the record as YAML text."""
         return files.dump_yaml(self.to_dict())
 
     @classmethod
     def from_yaml(cls: type[_F], content: str, *, source: str | None = None) -> _F:
-        """Inverse of :meth:`to_yaml`. Raises PlanError, naming ``source``."""
+        """Return a record from YAML text, or raise PlanError naming ``source``."""
         data = files.parse_yaml(content, what=f"a {cls.kind}", source=source)
         return cls.from_dict(data, source=source)
 
     def to_json(self) -> str:
-        """Return this as JSON text."""
+        """Return the record as JSON text."""
         return files.dump_json(self.to_dict())
 
     @classmethod
     def from_json(cls: type[_F], content: str, *, source: str | None = None) -> _F:
-        """Inverse of :meth:`to_json`. Raises PlanError, naming ``source``."""
+        """Return a record from JSON text, or raise PlanError naming ``source``."""
         data = files.parse_json(content, what=f"a {cls.kind}", source=source)
         return cls.from_dict(data, source=source)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write YAML or JSON by the suffix; the file is replaced whole or not at all."""
+        """Write YAML or JSON by the suffix; replace the file completely or not at all."""
         target = Path(path)
         as_json = self._format_of(target) == "json"
         files.write_text(target, self.to_json() if as_json else self.to_yaml())
 
     @classmethod
     def load(cls: type[_F], path: str | PathLike[str]) -> _F:
-        """Read what :meth:`save` wrote, or what a user wrote. Raises PlanError naming the file."""
+        """Read a file that :meth:`save` or a user wrote, or raise PlanError naming the file."""
         source = Path(path)
         read = cls.from_json if cls._format_of(source) == "json" else cls.from_yaml
         return read(files.read_text(source, what=f"a {cls.kind}"), source=str(source))
@@ -353,9 +354,9 @@ class FileRecord(Record):
 
 
 def _find_checks(kind: type[Checked]) -> dict[str, Check]:
-    """The check of every annotated field; first that of the field which names the record."""
+    """Return the check of every annotated field, that of the field ``named_by`` first."""
     fields = dataclasses.fields(kind)
-    # not of the class itself: Python 3.10 refuses the annotation KW_ONLY, which is no field
+    # not the class's own annotations: Python 3.10 rejects KW_ONLY there, which is no field
     annotated = SimpleNamespace(__annotations__={field.name: field.type for field in fields})
     hints = typing.get_type_hints(
         annotated, vars(sys.modules[kind.__module__]), include_extras=True
@@ -365,7 +366,7 @@ def _find_checks(kind: type[Checked]) -> dict[str, Check]:
 
 
 def _check_of(hint: Any) -> Check | None:
-    """The check that an annotation holds, alone or as a union with None."""
+    """Return the check in an annotation, alone or in a union with None; else None."""
     if typing.get_origin(hint) is Annotated:
         return typing.cast(Check, hint.__metadata__[0])
     options = typing.get_args(hint)

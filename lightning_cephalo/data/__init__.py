@@ -1,8 +1,8 @@
-"""One global batch, dealt unevenly: samplers, loaders, and the cutting into microbatches.
+"""Deals each global batch unevenly to the ranks, and splits a rank's batch into microbatches.
 
-``shares`` is pure. ``samplers`` give each rank its part of one global order, ``loaders`` put them
-into the user's own DataLoader, ``split`` cuts a collated batch into microbatches. Nothing here
-communicates: what ranks must agree on goes through functions that the caller passes in.
+``shares`` is pure. ``samplers`` gives each rank its part of one global order. ``loaders`` puts the
+samplers into the user's own DataLoader. ``batch_layout`` splits a collated batch into microbatches.
+Nothing here communicates: ranks agree through functions that the caller passes in.
 """
 
 from lightning_cephalo.common.errors import BatchSplitError

@@ -1,9 +1,9 @@
-"""Cutting one collated batch into microbatches along its batch dimension.
+"""Splits a collated batch into microbatches along its batch dimension.
 
-Which leaves of a batch have one row per sample cannot be told from one batch: a tensor of shape
-``[8, 8]`` may be eight samples or a constant. It is learned by comparing two batches of different
-sizes, checked by cutting one and comparing with the other, and only guessed when nothing was
-learned or a hook has changed the batch since.
+One batch does not show which leaves have one row per sample: a tensor of shape ``[8, 8]`` may be
+eight samples or a constant. So the layout is learned by comparing two batches of different sizes.
+A check cuts the larger batch and compares the result with the smaller one. The layout is only
+guessed if nothing was learned, or if a hook has changed the batch since.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WAYS_OUT = (
 
 
 def not_splittable(reason: str, batch: object = None) -> BatchSplitError:
-    """Returns the error to raise: the reason, what the batch is (where it is given), ways out."""
+    """Returns the error to raise, with the reason, the batch (if given) and the remedies."""
     came = "" if batch is None else f" The batch: {describe(batch)}."
     return BatchSplitError(
         f"This batch cannot be split into microbatches: {reason}.{came} {_WAYS_OUT}"
@@ -49,10 +49,10 @@ def not_splittable(reason: str, batch: object = None) -> BatchSplitError:
 
 
 class MicrobatchList(list[Any]):
-    """Batches that were collated one by one, one per microbatch.
+    """A list of batches that were collated separately, one per microbatch.
 
     Attributes:
-        sizes: samples of each, or None once a copy that knows lists only (Lightning's conversion
+        sizes: samples of each batch. None if a copy that only knows lists (Lightning's conversion
             for 16-true and 64-true precision) has lost them.
     """
 
@@ -61,22 +61,23 @@ class MicrobatchList(list[Any]):
         self.sizes = None if sizes is None else tuple(sizes)
 
     def map(self, function: Callable[[Any], Any]) -> MicrobatchList:
-        """A list of ``function(batch)``, with the same sizes."""
+        """Returns a list of ``function(batch)`` for each batch, with the same sizes."""
         return MicrobatchList([function(batch) for batch in self], self.sizes)
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Which leaves of a batch have one row per sample.
+    """The leaves of a batch that have one row per sample.
 
-    Without arguments it guesses, as Lightning's ``extract_batch_size`` does: the first tensor that
-    has a dimension 0 gives the batch size, and every tensor, array, or list without tensors of
-    that length is cut. Use `learn` where two batches can be had.
+    Without arguments it guesses, as Lightning's ``extract_batch_size`` does. The first array with a
+    dimension 0 gives the batch size; without arrays, the first flat list does. Every array of that
+    length is cut, and every list of that length without arrays. Use `learn` if two batches are
+    available.
 
     Args:
         rows: paths of the leaves that have one row per sample.
-        structure: what a batch must look like for ``rows`` to apply; another one is guessed.
-        splitter: the user's own function, used by `split` in place of everything else.
+        structure: the structure of batches to which ``rows`` applies; others are guessed.
+        splitter: the user's own function, which `split` uses instead of the layout.
     """
 
     rows: frozenset[Path] = frozenset()
@@ -97,12 +98,12 @@ class BatchLayout:
         Args:
             larger: batch of ``sizes[0]`` samples.
             smaller: batch of ``sizes[1]`` samples, fewer.
-            splitter: the user's own function. It is kept, and a batch that only it can split is
-                no error then.
+            splitter: the user's own function, stored in the layout. With it, a batch that only it
+                can split is no error.
 
         Raises:
             BatchSplitError: a leaf does not have one row per sample (time-major, packed, an
-                object of unknown type), or cutting does not give what collating gives.
+                object of unknown type), or cutting and collating give different results.
         """
         try:
             rows: set[Path] = set()
@@ -122,35 +123,35 @@ class BatchLayout:
         return layout
 
     def batch_size(self, batch: Any) -> int:
-        """Number of samples in ``batch``.
+        """Returns the number of samples in ``batch``.
 
         Raises:
-            BatchSplitError: it cannot be told, or its leaves disagree.
+            BatchSplitError: the number is unknown, or the leaves disagree.
         """
         if isinstance(batch, MicrobatchList):
             if batch.sizes is not None:
                 return sum(batch.sizes)
             return sum(self.batch_size(part) for part in batch)
-        # What graph libraries call it; their batches have no rows to count.
+        # The name in graph libraries, whose batches have no rows to count.
         known = getattr(batch, "num_graphs", None)
         if isinstance(known, int):
             return known
         return self._resolve(batch)[1]
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Cuts ``batch`` into consecutive batches of ``sizes`` samples.
+        """Splits ``batch`` into consecutive batches of ``sizes`` samples.
 
-        Tensors and arrays are views; containers keep their types; leaves without rows are passed
-        to every part. A padded batch keeps the padding of the whole, which is what the same
-        samples see on one device.
+        Tensors and arrays are views, containers keep their types, and every part gets all leaves
+        without rows. A padded batch keeps the padding of the whole batch, which the same samples
+        have on one device.
 
         Args:
-            batch: a collated batch, or a `MicrobatchList` of as many as there are ``sizes``.
+            batch: a collated batch, or a `MicrobatchList` with one batch for each of ``sizes``.
             sizes: samples per part, 0 or more each.
 
         Raises:
             BatchSplitError: the batch cannot be cut, ``sizes`` do not sum to its samples, or the
-                user's function returned another number of parts.
+                user's function returned a different number of parts.
         """
         if isinstance(batch, MicrobatchList):
             if len(batch) != len(sizes):
@@ -179,12 +180,12 @@ class BatchLayout:
         return parts
 
     def take(self, batch: Any, start: int, stop: int) -> Any:
-        """Samples ``start`` to ``stop`` of ``batch``, cut as by `split`."""
+        """Returns samples ``start`` to ``stop`` of ``batch``, cut as `split` cuts them."""
         rows, _ = self._resolve(batch)
         return _cut_rows(batch, (), rows, start, stop)
 
     def _resolve(self, batch: Any) -> tuple[frozenset[Path], int]:
-        """Leaves with rows and the number of rows, learned or guessed."""
+        """Returns the leaves with rows and the number of rows, learned or guessed."""
         if self.rows and _structure(batch, (), self.rows) == self.structure:
             lengths = dict(_lengths(batch, (), self.rows))
             if len(set(lengths.values())) == 1:
@@ -212,7 +213,7 @@ class BatchLayout:
 
 
 def zero_rows(batch: Any, layout: BatchLayout | None = None) -> Any:
-    """A batch like ``batch`` without samples: what a rank that has none in a step receives.
+    """Returns a batch like ``batch`` without samples, for a rank that has none in a step.
 
     Raises:
         BatchSplitError: ``batch`` cannot be cut.
@@ -233,7 +234,7 @@ def _reject_uncuttable(node: Any, path: Path) -> None:
 def _compare(
     larger: Any, smaller: Any, path: Path, sizes: tuple[int, int], rows: set[Path]
 ) -> None:
-    """Adds to ``rows`` the paths whose leading dimension is the number of samples in both."""
+    """Adds to ``rows`` the paths whose length is the number of samples in both batches."""
     _reject_uncuttable(larger, path)
     if is_array(larger) and is_array(smaller):
         _compare_arrays(larger, smaller, path, sizes, rows)
@@ -286,7 +287,7 @@ def _compare_arrays(
 
 
 def _has_rows(larger: Any, smaller: Any, sizes: tuple[int, int]) -> bool:
-    """Whether a list, or an object that can be sliced, has one item per sample."""
+    """Returns whether a list, or an object that can be sliced, has one item per sample."""
     if is_plain_sequence(larger):
         return (len(larger), len(smaller)) == sizes
     if isinstance(larger, str | bytes | dict) or not hasattr(larger, "__getitem__"):
@@ -295,12 +296,12 @@ def _has_rows(larger: Any, smaller: Any, sizes: tuple[int, int]) -> bool:
         return (len(larger), len(smaller)) == sizes and (
             type(larger[0 : sizes[1]]) is type(larger) and len(larger[0 : sizes[1]]) == sizes[1]
         )
-    except Exception:  # whatever a foreign object raises, it cannot be sliced
+    except Exception:  # any error of a foreign object means that it cannot be sliced
         return False
 
 
 def _structure(node: Any, path: Path, rows: frozenset[Path]) -> Any:
-    """What must stay the same for ``rows`` to apply: containers, keys, array dimensions."""
+    """Returns the containers, keys and array dimensions, which must not change for ``rows``."""
     if path in rows:
         return ("rows", node.ndim if is_array(node) else type(node))
     if is_array(node):
@@ -329,7 +330,7 @@ def _cut_rows(node: Any, path: Path, rows: frozenset[Path], start: int, stop: in
         return node
     parts = [_cut_rows(child, (*path, key), rows, start, stop) for key, child in children]
     result = rebuild(node, parts)
-    # Hugging Face keeps the tokenizer's per-sample results beside the tensors of an encoding.
+    # Hugging Face keeps the tokenizer's per-sample results in addition to an encoding's tensors.
     encodings = getattr(node, "_encodings", None)
     if isinstance(encodings, list) and result is not node:
         result._encodings = encodings[start:stop]
@@ -360,7 +361,7 @@ def _guess(batch: Any) -> tuple[frozenset[Path], int]:
 
 
 def _first_length(node: Any, path: Path, *, arrays: bool) -> int | None:
-    """Leading dimension of the first array, or length of the first list if not ``arrays``."""
+    """Returns the length of the first array, or of the first flat list if not ``arrays``."""
     _reject_uncuttable(node, path)
     if is_array(node):
         return int(node.shape[0]) if arrays and node.ndim else None

@@ -1,4 +1,4 @@
-"""Collating what a rank was dealt: a batch, a batch of no samples, or a list of batches."""
+"""Collates a rank's samples into a batch, an empty batch, or a list of batches."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lightning_cephalo.data.shares import split_sizes
 
 
 def fetch(dataset: Any, keys: Sequence[Any]) -> Any:
-    """The samples at ``keys``, in the way that torch's DataLoader reads them."""
+    """Returns the samples at ``keys``, read as torch's DataLoader reads them."""
     if getattr(dataset, "__getitems__", None):
         return dataset.__getitems__(list(keys))
     return [dataset[key] for key in keys]
 
 
 class RankCollate:
-    """The user's ``collate_fn``, which may also be given no samples.
+    """The user's ``collate_fn``, extended to accept zero samples.
 
-    Most collate functions fail on an empty list, but a rank without samples in a step needs a
-    batch too, so that hooks and callbacks see the same keys and dimensions on every rank. It is
-    made from ``dataset[0]``, once per process, and cut to zero rows. Random augmentation of that
-    sample does not move the global generators.
+    Most collate functions fail on an empty list. But a rank without samples in a step needs a batch
+    too, so that hooks and callbacks see the same keys and dimensions on every rank. The empty batch
+    is made from ``dataset[0]``, once per process, and cut to zero rows. Random augmentation of that
+    sample does not change the global generators.
 
     Args:
         collate_fn: the user's function.
         dataset: the loader's map-style dataset, or None for an iterable one.
-        microbatch_sizes: if given, the samples are cut by `split_sizes` and each part is collated
-            on its own into a `MicrobatchList`.
+        microbatch_sizes: if given, the samples are cut by `split_sizes`, and each part is collated
+            separately into a `MicrobatchList`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RankCollate:
         template, layout = self._template
         if isinstance(template, MicrobatchList):
             return MicrobatchList((), ())
-        # Cut anew each time: a hook may add to or take from the containers it is given.
+        # Cut again each time: a hook may change the containers that it gets.
         return zero_rows(template, layout)
 
     def _learn_template(self) -> tuple[Any, BatchLayout]:
@@ -87,16 +87,16 @@ class RankCollate:
             layout = BatchLayout.learn(two, one, sizes=(2, 1))
             return zero_rows(one, layout), layout
         except BatchSplitError:
-            # Such batches are collated per microbatch, or cut by the user's function: an empty
-            # list says "no microbatches" to either.
+            # Such batches are collated per microbatch, or cut by the user's function. Both read an
+            # empty list as "no microbatches".
             return MicrobatchList((), ()), BatchLayout()
 
 
 class EmptyFetchDataset(Dataset[Any]):
-    """A dataset whose ``__getitems__`` fails on an empty list, made to answer with an empty list.
+    """Wraps a dataset whose ``__getitems__`` fails on an empty list, and returns an empty list.
 
-    Used only for such datasets. It passes for the user's: attributes and class are the wrapped
-    one's.
+    Used only for such datasets. It looks like the user's dataset: it has the same attributes and
+    the same ``__class__``.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -125,11 +125,11 @@ class EmptyFetchDataset(Dataset[Any]):
 
 
 def tolerates_empty_fetch(dataset: Any) -> bool:
-    """Whether ``dataset`` answers a fetch of no keys with no samples, as torch needs here."""
+    """Returns whether a fetch of no keys from ``dataset`` gives no samples, as torch needs here."""
     if not getattr(dataset, "__getitems__", None):
         return True
     with preserved_randomness():
         try:
             return list(dataset.__getitems__([])) == []
-        except Exception:  # any failure of the user's method means the same
+        except Exception:  # any error of the user's method means no
             return False

@@ -1,8 +1,8 @@
-"""Nested batches: how to look into a container, and how to build the same container again.
+"""Reads and rebuilds the containers of nested batches.
 
-torch's pytree knows only the container types registered with it, and treats a list of strings and
-a list of tensors alike; batches hold Hugging Face encodings, dataclasses and per-sample lists, so
-the few rules that splitting needs are here.
+torch's pytree knows only registered container types, and treats a list of strings like a list of
+tensors. But batches hold Hugging Face encodings, dataclasses and per-sample lists, so this file has
+the few rules that splitting needs.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 def is_array(node: object) -> bool:
-    """Whether ``node`` is a tensor or a numpy array."""
+    """Returns whether ``node`` is a tensor or a numpy array."""
     return isinstance(node, torch.Tensor | np.ndarray)
 
 
 def is_named_tuple(node: object) -> bool:
-    """Whether ``node`` is an instance of a namedtuple class."""
+    """Returns whether ``node`` is an instance of a namedtuple class."""
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def is_plain_sequence(node: object) -> bool:
-    """Whether ``node`` is a list or a tuple, but neither a namedtuple nor a ``torch.Size``."""
+    """Returns whether ``node`` is a list or tuple, but no namedtuple and no ``torch.Size``."""
     return (
         isinstance(node, list | tuple)
         and not is_named_tuple(node)
@@ -40,7 +40,7 @@ def is_plain_sequence(node: object) -> bool:
 
 
 def children_of(node: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and children of a container in its own order, or None for anything else."""
+    """Returns the keys and children of a container in its own order; None for anything else."""
     if isinstance(node, Mapping | UserDict):
         return list(node.items())
     if is_named_tuple(node):
@@ -53,7 +53,7 @@ def children_of(node: Any) -> list[tuple[Any, Any]] | None:
 
 
 def rebuild(node: Any, children: list[Any]) -> Any:
-    """A container like ``node`` with ``children`` in place of its own, in the same order."""
+    """Returns a container like ``node`` with ``children`` instead, in the same order."""
     if isinstance(node, UserDict):
         # copy.copy shares every other attribute, which Hugging Face's encodings need
         clone = copy.copy(node)
@@ -75,13 +75,13 @@ def rebuild(node: Any, children: list[Any]) -> Any:
         return _like_list(node, children)
     clone = copy.copy(node)
     for field, child in zip(dataclasses.fields(node), children, strict=True):
-        # frozen dataclasses refuse plain assignment
+        # frozen dataclasses reject plain assignment
         object.__setattr__(clone, field.name, child)
     return clone
 
 
 def cut(node: Any, start: int, stop: int) -> Any:
-    """Rows ``start`` to ``stop`` of a leaf that has rows: a view for arrays, the same type else."""
+    """Returns rows ``start`` to ``stop`` of a leaf: a view of an array, else the leaf's type."""
     rows = node[start:stop]
     if isinstance(node, list):
         return _like_list(node, rows)
@@ -99,7 +99,7 @@ def _like_list(node: list[Any], items: Iterable[Any]) -> list[Any]:
 
 
 def contains_arrays(node: object) -> bool:
-    """Whether a tensor or numpy array lies anywhere within ``node``'s known containers."""
+    """Returns whether ``node``, or a known container inside it, holds a tensor or numpy array."""
     if is_array(node):
         return True
     children = children_of(node)
@@ -107,7 +107,7 @@ def contains_arrays(node: object) -> bool:
 
 
 def hides_arrays(node: object) -> bool:
-    """Whether ``node`` is an object of unknown type that seems to carry tensors."""
+    """Returns whether ``node`` is an object of unknown type that seems to hold tensors."""
     if isinstance(node, type) or callable(node):
         return False
     if callable(getattr(node, "to", None)):
@@ -117,7 +117,7 @@ def hides_arrays(node: object) -> bool:
 
 
 def describe(node: object, depth: int = 2) -> str:
-    """A short picture of a batch for error messages: types, shapes, a few keys."""
+    """Returns a short description of a batch for error messages: types, shapes, a few keys."""
     if isinstance(node, torch.Tensor):
         if node.is_nested:
             return "nested tensor"
@@ -134,5 +134,5 @@ def describe(node: object, depth: int = 2) -> str:
 
 
 def spell(path: Path) -> str:
-    """``path`` as a user would write it: ``batch['images'][0]``."""
+    """Returns ``path`` as a user would write it: ``batch['images'][0]``."""
     return "batch" + "".join(f"[{key!r}]" for key in path)

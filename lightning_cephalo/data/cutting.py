@@ -1,4 +1,4 @@
-"""One batch of a rank, cut into microbatches, and their results put together again."""
+"""Cuts a rank's batch into microbatches and joins their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_cephalo.data.batch_layout import not_splittable
 
 @dataclass(frozen=True)
 class BatchCutter:
-    """Cuts what the training loaders yield.
+    """Cuts the batches of the training loaders into microbatches.
 
     Attributes:
         layouts: One for each of the training dataloaders, in the order of their tree.
@@ -33,9 +33,9 @@ class BatchCutter:
     def cut(self, batch: Any) -> list[tuple[Any, int]]:
         """Return the microbatches and their numbers of samples; none for an empty batch.
 
-        With several loaders a microbatch holds a part of each one's batch, and its samples are
-        those of all of them. A loader with fewer samples than there are microbatches leaves some
-        of these without any: its part then has no rows.
+        With several loaders a microbatch holds a part of each loader's batch, and its sample count
+        is the sum over all loaders. If a loader has fewer samples than there are microbatches, its
+        part of some microbatches has no rows.
         """
         if self.spec is None:
             return self._cut_one(batch, self.layouts[0])
@@ -84,7 +84,7 @@ def _collated_apart(batch: MicrobatchList, layout: BatchLayout) -> list[tuple[An
 
 
 def _cut_alike(batch: Any, layout: BatchLayout, shares: Sequence[int]) -> list[tuple[Any, int]]:
-    """Cut one loader's batch into as many pieces as another's was, some perhaps without rows."""
+    """Cut a loader's batch into one piece for each of ``shares``; pieces may have no rows."""
     if isinstance(batch, MicrobatchList):
         pieces = _collated_apart(batch, layout)
         if len(pieces) > len(shares):
@@ -106,10 +106,10 @@ def _cut_alike(batch: Any, layout: BatchLayout, shares: Sequence[int]) -> list[t
 
 
 def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float]:
-    """Read what ``training_step`` returned for one microbatch.
+    """Return the loss and the weight from the result of ``training_step`` for one microbatch.
 
     Raises:
-        TypeError: If there is no loss in it.
+        TypeError: If the result has no scalar loss, or a weight below 0.
     """
     loss, weight = result, float(samples)
     if isinstance(result, Mapping):
@@ -138,7 +138,7 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float]:
 
 
 def evaluation_samples(batch: Any) -> int:
-    """Samples of a batch of evaluation; one if it does not tell."""
+    """Return the number of samples in an evaluation batch; 1 if it is unknown."""
     try:
         return BatchLayout().batch_size(batch)
     except BatchSplitError:
@@ -146,14 +146,14 @@ def evaluation_samples(batch: Any) -> int:
 
 
 def evaluation_weight(result: Any, samples: int) -> float:
-    """What a step of evaluation weighs in logged means: its ``"weight"``, or its samples."""
+    """Return an evaluation step's weight in logged means: its ``"weight"``, or its samples."""
     if isinstance(result, Mapping) and "weight" in result:
         return float(result["weight"])
     return float(samples)
 
 
 def empty_like(result: Any, samples: int) -> Any:
-    """What a step of evaluation returns, without rows; None if it has not one row per sample."""
+    """Return an evaluation step's result without rows; None if it lacks one row per sample."""
     layout = BatchLayout()
     try:
         if layout.batch_size(result) != samples:
@@ -170,19 +170,19 @@ def empty_like(result: Any, samples: int) -> Any:
 class EmptyPredictions:
     """Predictions without rows, for steps in which this rank has no samples.
 
-    They are of the kind that its earlier steps have returned for the same dataloader.
+    They have the structure of this rank's first result for the same dataloader.
     """
 
     def __init__(self) -> None:
         self._empty: dict[Any, Any] = {}
 
     def of_step(self, result: Any, samples: int, dataloader: Any) -> Any:
-        """Return what a step of prediction gives.
+        """Return a prediction step's result, or an empty one without samples.
 
         Args:
-            result: What ``predict_step`` returned; None without samples.
-            samples: Of this rank in this step.
-            dataloader: Tells one dataloader from another.
+            result: The result of ``predict_step``; None without samples.
+            samples: Number of samples of this rank in this step.
+            dataloader: A key that identifies the dataloader.
         """
         if samples and dataloader not in self._empty:
             self._empty[dataloader] = empty_like(result, samples)
@@ -195,10 +195,10 @@ def joined_result(
     counts: Sequence[int],
     empty_loss: Callable[[], Tensor],
 ) -> Any:
-    """Make one result of a step from those of its microbatches, detached.
+    """Join the results of a step's microbatches into one detached result.
 
-    The loss is the weighted mean; other scalars too; tensors with one row per sample are
-    concatenated; of anything else the last microbatch's is kept.
+    The loss and other scalars become weighted means, and a tensor ``"weight"`` becomes the sum.
+    Tensors with one row per sample are concatenated. Anything else is the last microbatch's.
     """
     if not results:
         return empty_loss()
@@ -224,11 +224,11 @@ def joined_result(
 
 def _weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Tensor:
     losses = [value["loss"] if isinstance(value, Mapping) else value for value in values]
-    # a microbatch without weight may have a loss of 0/0, which no factor of 0 would remove
+    # a microbatch of weight 0 may have a loss of 0/0, which stays NaN when multiplied by 0
     chosen = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
     if not chosen:
         return losses[-1].detach().reshape(())
     total = math.fsum(weight for _, weight in chosen)
-    # numbers of the host as factors, not as a tensor: copying one there waits for the device
+    # the factors are Python numbers: copying a tensor to the device would wait for the device
     parts = [loss.detach().reshape(()).double() * (weight / total) for loss, weight in chosen]
     return torch.stack(parts).sum().to(losses[0].dtype)

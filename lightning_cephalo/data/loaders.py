@@ -1,19 +1,21 @@
-"""The user's DataLoader, rebuilt so that each rank loads its part of every global batch.
+"""Rebuilds the user's DataLoader so that each rank loads its part of every global batch.
 
 ================================  ==================================================================
-the user's loader                 what one global step is
+the user's loader                 one global step
 ================================  ==================================================================
 DataLoader(batch_size=b)          the next ``b * world_size`` samples of the user's sampler
 DataLoader(batch_sampler=...)     the next ``world_size`` lists of the batch sampler, concatenated
-DataLoader(sampler=BatchSampler,  the same; ``dataset[keys]`` gives the batch, and must give a batch
-  batch_size=None)                of no rows for ``dataset[[]]``
+DataLoader(sampler=BatchSampler,  the same; ``dataset[keys]`` gives the batch, and ``dataset[[]]``
+  batch_size=None)                must give a batch without rows
 DataLoader(IterableDataset)       ``batch_sizes[rank]`` samples of each rank's own stream; the user
-                                  shards the stream by rank, as under DDP, or ranks repeat samples
-IterableDataset, batch_size=None  one ready batch of each rank's own stream, whatever its size
+                                  must shard the stream by rank, as under DDP, or ranks repeat
+                                  samples
+IterableDataset, batch_size=None  one ready batch of each rank's own stream, of any size
 not a DataLoader                  the same
 ================================  ==================================================================
 
-All but the last three give the samples of one device with the global batch size, in its order.
+All but the last three give the same samples, in the same order, as one device with the global
+batch size.
 """
 
 from __future__ import annotations
@@ -53,47 +55,47 @@ def rebuild_train_loader(
     microbatch_sizes: Sequence[int] | None = None,
     layout: BatchLayout | None = None,
 ) -> Any:
-    """A loader of the user's own class that yields this rank's part of every global batch.
+    """Returns a loader of the user's own class that yields this rank's part of each global batch.
 
-    A collective: every rank calls it for every loader, in the same order.
+    This is a collective: every rank calls it for every loader, in the same order.
 
     Args:
-        loader: the user's loader, before Lightning has put a DistributedSampler into it. One that
-            was rebuilt here before is traced back to the user's.
+        loader: the user's loader, before Lightning has put a DistributedSampler into it. For a
+            loader that was rebuilt here before, the user's loader is used.
         rank: this rank.
-        batch_sizes: the plan's samples per step of every rank. They are used as they are if they
-            sum to this loader's global batch, else as proportions (a second loader).
+        batch_sizes: the plan's samples per step of every rank. They are exact if they sum to this
+            loader's global batch, else proportions (for a second loader).
         seed: the seed of the order (`agreed_seed`).
         broadcast: called once, to give all ranks rank 0's generator states.
-        all_have_next: control on whether to go on; for the loaders that cannot be dealt.
-        global_batch_size: samples per step over all ranks; by default as the module's table says.
+        all_have_next: lets the ranks agree on continuing, for loaders that cannot be dealt.
+        global_batch_size: samples per step over all ranks; by default as in the module's table.
             For a custom batch sampler it must be a multiple of the length of its lists.
         epoch: epoch of the first pass.
-        microbatch_sizes: this rank's planned microbatch sizes; the loader then yields a
-            `MicrobatchList` of batches collated one by one (``collate_per_microbatch=True``).
-        layout: how batches are cut, for the empty ones of loaders that cannot be dealt.
+        microbatch_sizes: this rank's planned microbatch sizes. If given, the loader yields a
+            `MicrobatchList` of separately collated batches (``collate_per_microbatch=True``).
+        layout: the layout for cutting empty batches, for loaders that cannot be dealt.
 
     Returns:
         A DataLoader of the same class with the same options, or a `LockStepLoader` around one.
 
     Raises:
         ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
-            dataset (except with a BatchSampler as its sampler), or a global batch size that does
-            not fit the batch sampler.
+            dataset (except with a BatchSampler as its sampler), a global batch size that does not
+            fit the batch sampler, or ``batch_sizes`` that are negative or all 0.
         TypeError: a DataLoader subclass that cannot be created again.
     """
     sizes = tuple(batch_sizes)
     if min(sizes) < 0 or sum(sizes) == 0:
         raise ValueError(f"Expects batch sizes of 0 or more, not all 0, but got {sizes}.")
     loader = original_of(loader)
-    # Unconditionally, and before anything can differ between ranks: it is a collective.
+    # A collective: called unconditionally, before anything can differ between ranks.
     _share_generator_states(loader, broadcast)
     if not isinstance(loader, DataLoader):
         return lock_step(loader, all_have_next=all_have_next, idle=not sizes[rank], layout=layout)
     _reject_distributed_sampler(loader, len(sizes))
     total = global_batch_size or reading.global_batch_size(loader, len(sizes))
-    # A custom batch sampler's lists may have any lengths; dealing the first ones' here would only
-    # make the proportions coarser.
+    # A custom batch sampler's lists may have any lengths. Dealing the length of the first list here
+    # would only make the proportions coarser.
     if total is not None and total != sum(sizes) and not reading.has_custom_lists(loader):
         sizes = deal(total, sizes)
     if microbatch_sizes is not None and sum(microbatch_sizes) != sizes[rank]:
@@ -128,21 +130,22 @@ def rebuild_eval_loader(
     epoch: int = 0,
     layout: BatchLayout | None = None,
 ) -> Any:
-    """A validation, test or predict loader that yields every sample on exactly one rank.
+    """Returns a validation, test or predict loader that yields each sample on exactly one rank.
 
-    A collective. Every rank takes the same number of steps; a rank without samples in a step gets
-    a batch of zero rows. A step is ``batch_size * world_size`` consecutive samples of the user's
-    order (for a custom batch sampler, ``world_size`` consecutive lists), each rank's a contiguous
-    slice of it. A predict loader keeps Lightning's record of the indices that this rank saw.
+    This is a collective. Every rank takes the same number of steps; a rank without samples in a
+    step gets a batch of zero rows. A step is ``batch_size * world_size`` consecutive samples of the
+    user's order (for a custom batch sampler, ``world_size`` consecutive lists). Each rank gets a
+    contiguous slice of it. A predict loader keeps Lightning's record of the indices that this rank
+    saw.
 
     Streams (an IterableDataset, or not a DataLoader) keep the user's batch size and are not
-    dealt: each rank reads its own, and all go on until the last has run out.
+    dealt. Each rank reads its own stream, and all ranks continue until the last stream ends.
 
     Args:
         loader: the user's loader, before Lightning has put a DistributedSampler into it.
-        shares: one weight per rank to deal by; evenly if None.
+        shares: one weight per rank for dealing; None deals evenly.
 
-    Others and errors are those of `rebuild_train_loader`.
+    The other arguments and the errors are those of `rebuild_train_loader`.
     """
     loader = original_of(loader)
     _share_generator_states(loader, broadcast)
@@ -172,7 +175,7 @@ def _rebuild_map_style(
     drop_last = False
     lists_per_step: int | None = None
     if reading.is_standard(batch_sampler):
-        # The same samples as its lists would give, but drop_last must mean the global batch.
+        # Reads the sampler directly: same samples, but drop_last must refer to the global batch.
         source: Any = batch_sampler.sampler
         drop_last = batch_sampler.drop_last
     else:
@@ -191,15 +194,15 @@ def _rebuild_map_style(
     recorder = loader.batch_sampler if loader.batch_sampler is not batch_sampler else None
     rebuilt = reinstantiate(
         loader,
-        # Lightning's predict loop reads the indices from its own wrapper, outside of ours.
+        # Lightning's predict loop reads the indices from its own wrapper, around our sampler.
         batch_sampler=mine if recorder is None else type(recorder)(mine),  # type: ignore[call-arg]
         wrap_collate=_collate_wrapper(loader.dataset, microbatch_sizes, always=True),
     )
-    # Only now: Lightning's wrapper copies attributes, and would pickle the loader.
+    # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
     mine.original = loader
     if not tolerates_empty_fetch(rebuilt.dataset):
-        # DataLoader forbids this once it is built, because its sampler was made for the dataset;
-        # ours was not, and the subclass may build the dataset itself.
+        # A built DataLoader forbids this, because its sampler was made for the dataset. Ours was
+        # not. The subclass may build the dataset itself, so it cannot be replaced earlier.
         object.__setattr__(rebuilt, "dataset", EmptyFetchDataset(rebuilt.dataset))
     return rebuilt
 

@@ -1,7 +1,7 @@
-"""Loaders that cannot be dealt from outside, kept in step across ranks.
+"""Keeps loaders that cannot be dealt from outside in step across ranks.
 
-What an iterable dataset yields, and how much, is known to nobody in advance, so ranks may run out
-at different steps; a rank that goes on alone would wait for the others for ever.
+The content and the length of an iterable dataset are unknown in advance, so ranks may run out of
+samples at different steps. A rank that continued alone would wait for the others forever.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from lightning_cephalo.data.containers import contains_arrays
 from lightning_cephalo.data.randomness import preserved_randomness
 
 AllHaveNext = Callable[[bool], bool]
-"""True on every rank if every rank passed True; a collective, called in the main process."""
+"""A collective that returns True if every rank passed True; called in the main process."""
 
 
 class LockStepLoader:
     """Iterates ``loader`` on every rank for the same number of steps.
 
-    Unknown attributes are the wrapped loader's, for reading and for writing, so that Lightning and
-    callbacks find ``dataset``, ``worker_init_fn`` or ``num_workers`` where they look for them.
+    Reads and writes of unknown attributes go to the wrapped loader, so that Lightning and callbacks
+    find ``dataset``, ``worker_init_fn`` or ``num_workers`` there.
 
     Args:
         loader: this rank's loader.
-        all_have_next: control between ranks. It is called once per step, once more at the end,
-            and while constructing when ``loader`` has a length.
-        until: ``"first"`` stops all ranks when any has run out (training: no step of a smaller
-            global batch than planned, the rest is not seen this epoch); ``"last"`` goes on with
-            empty batches on the ranks that have run out (evaluation: every sample once).
-        idle: this rank takes no samples. It yields empty batches shaped like the loader's first,
-            which is the only one pulled.
-        layout: how to cut a batch to zero rows.
+        all_have_next: lets the ranks agree. It is called once per step, once more at the end, and
+            at least once on construction: more often if every rank's ``loader`` has a length.
+        until: ``"first"`` stops all ranks when any rank has run out. It is for training: no step
+            has a smaller global batch than planned, but this epoch skips the remaining samples.
+            ``"last"`` continues with empty batches on the ranks that have run out. It is for
+            evaluation, where every sample is seen once.
+        idle: this rank takes no samples. It yields empty batches shaped like the loader's first
+            batch, the only one that it loads.
+        layout: the layout for cutting a batch to zero rows.
         original: the user's loader if ``loader`` was rebuilt from it.
     """
 
@@ -102,7 +103,7 @@ class LockStepLoader:
             if self._until == "first":
                 if not self._all_have_next(have):
                     return
-            # any has next <=> not all have none; an idle rank has none of its own to wait for
+            # some rank has a next batch <=> not all ranks have none; an idle rank never has one
             elif self._all_have_next(not have or batches is None):
                 return
             yield self._empty_batch() if batches is None or not have else batch
@@ -126,7 +127,7 @@ class LockStepLoader:
             return MicrobatchList((), ())
 
     def _agree_on_length(self) -> int | None:
-        """The number of steps that all ranks will take, found by asking "at least this many?"."""
+        """Returns the number of steps of all ranks, found by asking "at least this many?"."""
         local: int | None = None
         if not self._idle:
             try:
@@ -144,7 +145,7 @@ class LockStepLoader:
 
         high = 1
         while reached(high):
-            if high > sys.maxsize:  # no rank has an end: none of them takes samples
+            if high > sys.maxsize:  # no rank has an end, because none takes samples
                 return None
             high *= 2
         low = high // 2
@@ -155,10 +156,10 @@ class LockStepLoader:
 
 
 class StatefulLockStepLoader(LockStepLoader):
-    """A `LockStepLoader` around a loader that Lightning can save and restore in mid-epoch."""
+    """A `LockStepLoader` around a loader that Lightning can save and restore mid-epoch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped loader's state."""
+        """Returns the wrapped loader's state."""
         return self.loader.state_dict()  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -167,7 +168,7 @@ class StatefulLockStepLoader(LockStepLoader):
 
 
 def lock_step(loader: Any, **options: Any) -> LockStepLoader:
-    """A `LockStepLoader`, stateful if ``loader`` is; ``options`` are its arguments."""
-    # Two classes, because Lightning asks isinstance(loader, _Stateful), which is hasattr.
+    """Returns a `LockStepLoader`, stateful if ``loader`` is; ``options`` are its arguments."""
+    # Two classes, because Lightning checks isinstance(loader, _Stateful), which uses hasattr.
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (StatefulLockStepLoader if stateful else LockStepLoader)(loader, **options)

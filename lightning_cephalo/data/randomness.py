@@ -1,10 +1,10 @@
-"""Random number generators of the data road: kept apart from training's, and equal on all ranks.
+"""Random states for samplers: separate from training's, and equal on all ranks.
 
-A sampler may draw from torch's, numpy's and Python's global generators. Ranks that trained a
-different number of microbatches have consumed those differently, so what a sampler draws from them
-would differ between ranks, and the slices of one global batch would overlap. Samplers are therefore
-run under states of their own (`SwappedRandomness`), and generators that they hold themselves are
-set to rank 0's state once (`generators_of`, `read_states`, `write_states`).
+A sampler may draw from torch's, numpy's and Python's global generators. Ranks that trained
+different numbers of microbatches have drawn different amounts from them. A sampler's draws would
+then differ between ranks, and the slices of one global batch would overlap. Samplers therefore run
+under separate global states (`SwappedRandomness`). Generators inside samplers are set to rank 0's
+state once (`generators_of`, `read_states`, `write_states`).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def preserved_randomness() -> Generator[None, None, None]:
 
 
 class SwappedRandomness:
-    """Global random states of its own, swapped in while the ``with`` block runs.
+    """Separate global random states, which replace the real ones during the ``with`` block.
 
-    Entering again continues where the last block stopped, so a lazily drawn order is the same
-    whatever is drawn from the global generators in between. Only CPU generators are swapped.
+    Entering again continues where the last block stopped. So a lazily drawn order does not depend
+    on draws from the global generators in between. Only CPU generators are swapped.
 
     Args:
         entropy: non-negative integers; equal entropy means equal draws.
@@ -82,7 +82,7 @@ class SwappedRandomness:
 
 
 def draws_from_global_generators(sampler: object) -> bool:
-    """Whether iterating ``sampler`` may draw from a global generator; True when unknown."""
+    """Returns whether iterating ``sampler`` may draw from a global generator; True if unknown."""
     if type(sampler) is SequentialSampler:
         return False
     if type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
@@ -92,7 +92,7 @@ def draws_from_global_generators(sampler: object) -> bool:
 
 
 def samplers_within(source: object) -> list[object]:
-    """``source`` and the samplers it wraps, outermost first, each once."""
+    """Returns ``source`` and the samplers that it wraps, outermost first, each once."""
     found: list[object] = []
 
     def visit(value: object) -> None:
@@ -113,9 +113,9 @@ def samplers_within(source: object) -> list[object]:
 
 
 def generators_of(source: object) -> list[Any]:
-    """Generators that the samplers within ``source`` hold, in a fixed order.
+    """Returns the generators that the samplers within ``source`` hold, in a fixed order.
 
-    torch's default generator is left out: it is training's, and swapped instead.
+    torch's default generator is excluded: it belongs to training, and is swapped instead.
     """
     found: list[Any] = []
     for sampler in samplers_within(source):
@@ -141,15 +141,15 @@ def _state_access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], ob
 
 
 def read_states(generators: Iterable[Any]) -> list[Any]:
-    """The states of ``generators``, picklable."""
+    """Returns the states of ``generators``, picklable."""
     return [_state_access(generator)[0]() for generator in generators]
 
 
 def write_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
-    """Sets what `read_states` read.
+    """Sets ``generators`` to ``states`` from `read_states`.
 
     Raises:
-        ValueError: another number of generators than states; the ranks built different samplers.
+        ValueError: the numbers of generators and states differ: ranks built different samplers.
     """
     if len(generators) != len(states):
         raise ValueError(

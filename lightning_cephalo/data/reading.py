@@ -1,7 +1,7 @@
-"""What a user's loader tells about itself before it is rebuilt.
+"""Reads properties and samples of a user's loader before it is rebuilt.
 
-Reading has no effect on training: no iterator of the loader is started where that can be avoided,
-and random generators are left as they were.
+Reading does not affect training: it starts no iterator of the loader unless it must, and restores
+random generators.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lightning_cephalo.data.randomness import (
 from lightning_cephalo.data.samplers import RankBatchSampler
 
 Broadcast = Callable[[Any], Any]
-"""Rank 0's object on every rank; a collective."""
+"""A collective that returns rank 0's object on every rank."""
 
 
 def agreed_seed(broadcast: Broadcast) -> int:
-    """The seed of the data order: ``PL_GLOBAL_SEED`` if set, else torch's, as rank 0 has it.
+    """Returns rank 0's seed of the data order: ``PL_GLOBAL_SEED`` if set, else torch's seed.
 
     Args:
         broadcast: called once on every rank.
@@ -47,10 +47,10 @@ def agreed_seed(broadcast: Broadcast) -> int:
 
 
 def loader_batch_size(loader: Any) -> int | None:
-    """Samples per batch of the user's loader, or None where only iterating would tell.
+    """Returns the samples per batch of the user's loader, or None if only iterating would show it.
 
-    For a custom batch sampler without a ``batch_size``: the length of its first list, read without
-    moving any random generator.
+    For a custom batch sampler without a ``batch_size``, this is the length of its first list, read
+    without changing any random generator.
     """
     loader = original_of(loader)
     if not isinstance(loader, DataLoader):
@@ -70,19 +70,19 @@ def loader_batch_size(loader: Any) -> int | None:
 
 
 def global_batch_size(loader: Any, world_size: int) -> int | None:
-    """Samples per step over all ranks: batch size times ``world_size``, as under DDP.
+    """Returns the samples per step over all ranks: batch size times ``world_size``, as under DDP.
 
-    None where the loader does not tell: a ``batch_size=None`` loader, or not a DataLoader.
+    Returns None if `loader_batch_size` is None, as for loaders that yield ready batches.
     """
     size = loader_batch_size(loader)
     return None if size is None else size * world_size
 
 
 def original_of(loader: Any) -> Any:
-    """The user's loader behind one that was rebuilt here; ``loader`` itself otherwise.
+    """Returns the user's loader for a loader that was rebuilt here, else ``loader`` itself.
 
-    Lightning hands a rebuilt loader in again when the user's CombinedLoader is used for a second
-    run, since it replaces the loaders inside that object.
+    Lightning replaces the loaders inside the user's CombinedLoader, so a second run with the same
+    CombinedLoader passes in a rebuilt loader.
     """
     if isinstance(loader, LockStepLoader):
         return loader.original
@@ -91,7 +91,7 @@ def original_of(loader: Any) -> Any:
 
 
 def rank_batch_sampler(loader: Any) -> RankBatchSampler | None:
-    """The `RankBatchSampler` that a rebuilt loader draws from, or None."""
+    """Returns the `RankBatchSampler` of a rebuilt loader, or None."""
     for sampler in (unwrapped_batch_sampler(loader), getattr(loader, "sampler", None)):
         if isinstance(sampler, RankBatchSampler):
             return sampler
@@ -99,14 +99,14 @@ def rank_batch_sampler(loader: Any) -> RankBatchSampler | None:
 
 
 def sample_batches(loader: Any, sizes: Sequence[int]) -> list[Any]:
-    """Collated batches of the loader's first samples, for profiling and for `learn_layout`.
+    """Returns collated batches of the loader's first samples, for profiling and `learn_layout`.
 
-    For a map-style dataset no iterator is started: keys are taken in dataset order (from the
-    user's sampler if it is not one of torch's sequential or random ones), repeated if there are
-    fewer than ``max(sizes)``. An iterable dataset is iterated afresh once, in this process. A
-    loader that yields ready batches is iterated afresh once and its first batch is cut; a loader
-    that cannot be iterated twice loses that batch. CPU random generators are left as they were,
-    with those that the loader's samplers hold.
+    For a map-style dataset no iterator is started. Keys are taken in dataset order (from the
+    user's sampler if it is not torch's sequential or random one), and repeated if there are fewer
+    than ``max(sizes)``. For an iterable dataset, one new iterator is started in this process. For a
+    loader that yields ready batches, one new iterator is started and its first batch is cut; a
+    loader that cannot be iterated twice loses that batch. The CPU random generators, and those of
+    the loader's samplers, are restored.
 
     Args:
         loader: the user's loader.
@@ -133,22 +133,22 @@ def sample_batches(loader: Any, sizes: Sequence[int]) -> list[Any]:
         keys = list(islice(cycle(keys), count))
         if is_bulk(loader):
             return [loader.collate_fn(loader.dataset[keys[:size]]) for size in sizes]
-        # Fetched anew for each: some collate functions change the samples they are given.
+        # Fetched again for each batch: some collate functions change their samples.
         return [loader.collate_fn(fetch(loader.dataset, keys[:size])) for size in sizes]
 
 
 def learn_layout(loader: Any, *, splitter: Splitter | None = None) -> BatchLayout:
-    """The layout of the loader's batches, learned from two of their first samples.
+    """Returns the layout of the loader's batches, learned from two batches of its first samples.
 
     Raises:
-        BatchSplitError: they cannot be cut; see `BatchLayout.learn`.
+        BatchSplitError: the batches cannot be cut; see `BatchLayout.learn`.
     """
     loader = original_of(loader)
     if _yields_ready_batches(loader):
         # Ready batches come in one size, so there is nothing to compare.
         return BatchLayout(splitter=splitter)
     failure: BatchSplitError | None = None
-    # padding may be as long as there are samples, which looks like a second batch dimension
+    # the padded length may equal the number of samples and look like a second batch dimension
     for sizes in ((3, 2), (7, 5)):
         larger, smaller = sample_batches(loader, sizes)
         try:
@@ -160,16 +160,16 @@ def learn_layout(loader: Any, *, splitter: Splitter | None = None) -> BatchLayou
 
 
 def unwrapped_batch_sampler(loader: Any) -> Any:
-    """The batch sampler, without the wrapper that Lightning puts around it for predict."""
+    """Returns the batch sampler, without Lightning's wrapper for predict."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    # By name: `lightning` and `pytorch_lightning` have a class each.
+    # Compared by name: `lightning` and `pytorch_lightning` each have such a class.
     if type(batch_sampler).__name__ == "_IndexBatchSamplerWrapper":
         return batch_sampler._batch_sampler  # type: ignore[union-attr]
     return batch_sampler
 
 
 def is_standard(batch_sampler: Any) -> bool:
-    """Whether it only cuts a sampler's order into batches: torch's, or torchdata's own copy."""
+    """Returns whether it only cuts a sampler's order into batches: torch's, or torchdata's copy."""
     kind = type(batch_sampler)
     return kind is BatchSampler or (
         isinstance(batch_sampler, BatchSampler) and kind.__module__.startswith("torchdata.")
@@ -177,13 +177,13 @@ def is_standard(batch_sampler: Any) -> bool:
 
 
 def has_custom_lists(loader: DataLoader[Any]) -> bool:
-    """Whether the user's own batch sampler decides how many samples a list has."""
+    """Returns whether the user's own batch sampler sets the number of samples of a list."""
     batch_sampler = unwrapped_batch_sampler(loader)
     return batch_sampler is not None and not is_standard(batch_sampler)
 
 
 def is_bulk(loader: Any) -> bool:
-    """Whether the dataset is indexed by whole lists: ``sampler=BatchSampler, batch_size=None``."""
+    """Returns whether whole lists index the dataset: ``sampler=BatchSampler, batch_size=None``."""
     return (
         isinstance(loader, DataLoader)
         and loader.batch_sampler is None
@@ -198,7 +198,7 @@ def _yields_ready_batches(loader: Any) -> bool:
 
 
 def first_items(source: Any, count: int) -> list[Any]:
-    """The first items of a sampler; none of one that could not be iterated from the start again."""
+    """Returns the first items of a sampler; none if it cannot be iterated again from the start."""
     if isinstance(source, Iterator):
         return []
     generators = generators_of(source)
@@ -216,7 +216,7 @@ def _first_keys(loader: DataLoader[Any], count: int) -> list[Any]:
     if type(sampler) in (SequentialSampler, RandomSampler):
         return list(range(min(count, len(loader.dataset))))  # type: ignore[arg-type]
     keys: list[Any] = []
-    # a list may hold a single key, so this many suffice
+    # a list holds at least one key, so ``count`` lists suffice
     for batch in first_items(batch_sampler, count):
         keys.extend(batch)
     return keys[:count]

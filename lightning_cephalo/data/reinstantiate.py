@@ -1,8 +1,8 @@
-"""Creating a user's DataLoader a second time with other arguments.
+"""Creates a user's DataLoader a second time with different arguments.
 
-The only place that touches Lightning's private functions for it. They are the ones that Lightning
-itself uses to put a DistributedSampler into any loader, so user classes that work under DDP work
-here. ``tests/data/test_reinstantiate.py`` fails when they change.
+Only this file uses Lightning's private functions for that. Lightning itself uses them to put a
+DistributedSampler into any loader, so user classes that work under DDP also work here.
+``tests/data/test_reinstantiate.py`` fails when they change.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ def reinstantiate(
     wrap_collate: Callable[[Any], Any] | None = None,
     **changes: Any,
 ) -> DataLoader[Any]:
-    """A loader of the same class with the same options, except for ``changes``.
+    """Returns a loader of the same class with the same options, except for ``changes``.
 
     Args:
         loader: the user's loader.
-        wrap_collate: applied to the collate function that the class ends up with. It is called
-            again on its own result and must then return that.
+        wrap_collate: wraps the loader's collate function. It may be called again on its own result
+            and must then return that result unchanged.
         changes: one of ``batch_sampler``, ``sampler`` or ``batch_size``.
 
     Raises:
-        TypeError: the class does not tell its arguments, or does not pass them on.
+        TypeError: the class does not expose its arguments, or does not pass them on.
     """
     keywords = _init_keywords(loader)
     if "batch_sampler" in changes:
-        # torch refuses these beside a batch sampler unless they have their defaults
+        # torch rejects these next to a batch sampler unless they have their defaults
         keywords.update(batch_size=1, shuffle=False, sampler=None, drop_last=False)
     elif "sampler" in changes:
         keywords.update(batch_size=None, shuffle=False, batch_sampler=None, drop_last=False)
     keywords.update(changes)
     if wrap_collate is not None and keywords.get("collate_fn") is not None:
-        # Before the class is built, because some start their iterator while being built.
+        # Before construction, because some classes start their iterator in it.
         keywords["collate_fn"] = wrap_collate(keywords["collate_fn"])
     args = keywords.pop("*", ())
     try:
@@ -49,7 +49,7 @@ def reinstantiate(
     except Exception as error:
         raise _cannot(loader, error) from error
     if wrap_collate is not None:
-        # A class may set its own, whatever it is given (PyTorch Geometric's does).
+        # A class may set its own and ignore the argument (PyTorch Geometric's does).
         rebuilt.collate_fn = wrap_collate(rebuilt.collate_fn)
     for name, value in vars(loader).items():
         if not name.startswith("_") and not hasattr(rebuilt, name):
@@ -58,17 +58,17 @@ def reinstantiate(
 
 
 def _init_keywords(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What the loader was created with, by name; positional ones that have no name under "*"."""
+    """Returns the loader's arguments by name; positional ones without a name under "*"."""
     stand_in = copy.copy(loader)
-    # Lightning would create the user's batch sampler again around a new sampler, and refuses those
-    # it cannot; ours takes its place anyway, so it is shown torch's own, which it passes over.
+    # Lightning would create the user's batch sampler again around a new sampler, and fail if it
+    # cannot. Ours replaces it anyway, so Lightning gets torch's own, which it ignores.
     object.__setattr__(stand_in, "batch_sampler", BatchSampler(SequentialSampler(()), 1, False))
     try:
         args, keywords = _get_dataloader_init_args_and_kwargs(stand_in, loader.sampler)
     except Exception as error:
         raise _cannot(loader, error) from error
-    # Lightning passes saved positional arguments on as such, where a changed one of the same name
-    # would be given twice: DataLoader(dataset, 4, True).
+    # Lightning passes saved positional arguments on as positional. A changed argument of the same
+    # name would then be given twice: DataLoader(dataset, 4, True).
     names = getattr(loader, "__pl_saved_arg_names", ())
     if len(names) == len(args):
         return {**dict(zip(names, args, strict=True)), **keywords}

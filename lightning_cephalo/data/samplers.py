@@ -1,9 +1,9 @@
-"""One global order of samples, sliced by rank.
+"""Samplers that slice one global order of samples by rank.
 
-Every rank runs the user's own sampler to the same result and keeps its slice, so the samples of
-step t over all ranks are what one device with the global batch size would see, in its order.
+Every rank runs the user's own sampler with the same result, and takes its slice. So the samples of
+step t over all ranks are those of one device with the global batch size, in the same order.
 
-Example: six samples a step, dealt 3:2:1, and ten samples in sequential order::
+Example: six samples per step, dealt 3:2:1, and ten samples in sequential order::
 
     step 0   rank 0 [0, 1, 2]   rank 1 [3, 4]   rank 2 [5]
     step 1   rank 0 [6, 7]      rank 1 [8]      rank 2 [9]
@@ -30,11 +30,11 @@ from lightning_cephalo.data.shares import deal
 class GlobalOrder(Sampler[Any]):
     """The order in which all ranks together visit the samples; the same on every rank.
 
-    The user's sampler is honoured: a sequential one stays sequential, one with a generator of its
-    own draws from that. One that draws from global generators is run under states seeded from
-    ``(seed, epoch, pass)``, so that ranks agree and training's own random numbers are untouched.
-    It is read lazily, a step at a time, so an endless sampler works. Attributes of the user's
-    sampler are reachable through this object.
+    It keeps the behavior of the user's sampler: a sequential sampler stays sequential, and a
+    sampler with its own generator draws from that generator. A sampler that draws from global
+    generators runs under states seeded from ``(seed, epoch, pass)``. So the ranks agree and
+    training's own random numbers do not change. The sampler is read lazily, one step at a time, so
+    an endless sampler works. This object also has the attributes of the user's sampler.
 
     Args:
         source: the user's sampler (any iterable of keys), or batch sampler (of lists of keys).
@@ -46,8 +46,8 @@ class GlobalOrder(Sampler[Any]):
         self.source = source
         self.seed = seed % 2**64
         self.epoch = epoch
-        # A loader that is started again within an epoch (CombinedLoader's max_size_cycle) draws a
-        # new order, as a torch sampler does; DistributedSampler would repeat the last one.
+        # A loader that restarts within an epoch (CombinedLoader's max_size_cycle) draws a new
+        # order, as a torch sampler does; DistributedSampler would repeat the last order.
         self.passes = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +57,7 @@ class GlobalOrder(Sampler[Any]):
         return getattr(self.source, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass draw epoch ``epoch``'s order; also tells the user's samplers."""
+        """Makes the next pass draw the order of ``epoch``; also sets it in the user's samplers."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.passes = 0
@@ -92,25 +92,26 @@ class GlobalOrder(Sampler[Any]):
 
 
 class RankBatchSampler(Sampler[list[Any]]):
-    """This rank's keys of each global step; a drop-in ``batch_sampler`` of a DataLoader.
+    """Yields this rank's keys of each global step; a drop-in ``batch_sampler`` for a DataLoader.
 
-    It yields ``[]`` in a step that has no samples for this rank, so that all ranks take the same
-    number of steps. It can be iterated again and again, has a length when the user's sampler has
-    one, and pickles.
+    It yields ``[]`` in a step without samples for this rank, so that all ranks take the same number
+    of steps. It can be iterated repeatedly, has a length if the user's sampler has one, and can be
+    pickled.
 
     Args:
         order: the global order of keys, or of lists of keys if ``lists_per_step`` is given.
         rank: position of this rank among ``batch_sizes``.
         batch_sizes: samples per step of every rank; their sum is the global batch size.
-        drop_last: leave out the last step when it is smaller than the global batch.
-        lists_per_step: for a custom batch sampler: this many of its consecutive lists are one
-            global step, dealt in proportion to ``batch_sizes`` whatever their lengths.
+        drop_last: drop the last step if it is smaller than the global batch. Ignored with
+            ``lists_per_step``.
+        lists_per_step: for a custom batch sampler, the number of its consecutive lists in one
+            global step. They are dealt in proportion to ``batch_sizes``, whatever their lengths.
 
     Attributes:
-        sampler: the `GlobalOrder`; where Lightning looks for ``set_epoch``.
-        counts: samples of this rank in each step of the current pass so far (prefetched ones
-            included), indexed by step.
-        original: the loader that this sampler replaced the order of, or None; not pickled.
+        sampler: the `GlobalOrder`; Lightning calls its ``set_epoch``.
+        counts: samples of this rank in each step of the current pass so far (including prefetched
+            steps), indexed by step.
+        original: the user's loader that was rebuilt with this sampler, or None; not pickled.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class RankBatchSampler(Sampler[list[Any]]):
         lists_per_step: int | None = None,
     ) -> None:
         # An instance attribute, not a property: Lightning's _IndexBatchSamplerWrapper (predict)
-        # copies the __dict__ only, and must find `sampler` there.
+        # copies only the __dict__, and must find `sampler` there.
         self.sampler = order
         self.rank = rank
         self.drop_last = drop_last
@@ -134,10 +135,10 @@ class RankBatchSampler(Sampler[list[Any]]):
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Samples per step of every rank. Settable; a running pass keeps what it began with.
+        """Samples per step of every rank. Settable; a running pass keeps its old sizes.
 
         Raises:
-            ValueError: another number of ranks than before, a negative size, or only zeros.
+            ValueError: a different number of ranks than before, a negative size, or only zeros.
         """
         return self._batch_sizes
 
@@ -153,13 +154,13 @@ class RankBatchSampler(Sampler[list[Any]]):
         self._batch_sizes = sizes
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the order; Lightning calls it where this sampler is a loader's ``sampler``."""
+        """Sets the epoch of the order; Lightning calls it if this is a loader's ``sampler``."""
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
         sizes = self._batch_sizes
         whole = sum(sizes)
-        # A new array: an iterator that another pass left unfinished must not write into this one.
+        # A new array: an unfinished iterator of another pass must not write into this one.
         counts = self.counts = array("q")
         for step in self.sampler.steps(self._items_per_step(sizes)):
             if self.lists_per_step is None:

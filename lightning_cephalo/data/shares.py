@@ -1,7 +1,7 @@
-"""How many samples each rank gets, and how a rank cuts them into microbatches.
+"""Computes the samples of each rank, and the sizes of a rank's microbatches.
 
-Pure: integers in, integers out. Every rank calls these with the same arguments and so reaches the
-same answer without communication.
+The functions are pure: integers in, integers out. Every rank calls them with the same arguments and
+gets the same answer without communication.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def deal(total: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def split_sizes(count: int, microbatch_sizes: Sequence[int]) -> tuple[int, ...]:
-    """How a rank with ``count`` samples this step cuts them into microbatches.
+    """Returns the sizes of the microbatches of a rank with ``count`` samples in this step.
 
     Args:
         count: samples of this rank in this step.
         microbatch_sizes: the plan's microbatch sizes of this rank, in samples.
 
     Returns:
-        The plan's sizes if they sum to ``count``. With fewer samples the plan's sizes in order
-        until the samples are used up, the last one cut short. With more (only a loader that deals
-        for itself can cause that) the plan's sizes, then further ones of the largest size, which
-        is the one whose memory was planned for.
+        The plan's sizes if they sum to ``count``. With fewer samples: the plan's sizes in order
+        until the samples are used up, the last one cut short. With more samples (only from a loader
+        that cephalo does not deal): the plan's sizes, then more of the largest size, for which the
+        memory was planned.
 
     Raises:
         ValueError: ``count`` is negative, or there are samples but no size above 0.

@@ -1,4 +1,4 @@
-"""An emulated device behind the interface of all devices."""
+"""The accelerator of an emulated device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_cephalo.accelerator.marks import HostMarks, Marks
 class Emulated(Cpu):
     """The CPU at the pace and in the memory of another device.
 
-    Host memory is what is made while the emulated device is paused.
+    Tensors made while the emulated device is paused are host memory.
 
     Args:
         device: ``torch.device("cpu")``.
-        emulated: What plays the other device, in whose ``with`` block this rank runs.
+        emulated: The emulated device. This rank runs inside its ``with`` block.
     """
 
     host_is_apart = True
@@ -43,7 +43,7 @@ class Emulated(Cpu):
             capacity, total = host_share_bytes(processes_on_host)
         else:
             capacity = total = float(given)
-        # how fast it is depends on what else this machine did when it was measured
+        # its speed depends on the other work of this machine during the measurement
         return Device(self.name, capacity, total, speed_lasts=False)
 
     def now_s(self) -> float:

@@ -1,4 +1,4 @@
-"""A Lightning callback that makes the ranks of one machine as unequal as wanted."""
+"""A Lightning callback that gives the ranks of one machine different speeds and memories."""
 
 from __future__ import annotations
 
@@ -21,35 +21,38 @@ __all__ = ["Emulation"]
 
 
 class Emulation(Callback):
-    """Gives every rank of a CPU run an emulated device of its own speed and memory.
+    """Gives every rank of a CPU run an emulated device with its own speed and memory.
 
     ::
 
         Trainer(accelerator="cpu", devices=2, strategy="ddp", callbacks=[Emulation(speeds=(3, 1))])
 
-    The device is entered in ``setup``, before the strategy touches the model, and left in
-    ``teardown`` or ``on_exception``. One torch thread per rank meanwhile. The clock is synchronised
-    at the end of every batch: put this callback first, so that others measure true step times, from
-    the end of one batch to the end of the next (data loading in between is hidden like other host
-    work; to time a part, call :meth:`EmulatedDevice.synchronize` before and after it).
-    Parameters and optimizer state count as device memory from the moment at which training,
-    validation, testing or predicting starts; everything that operators make counts at once.
+    The callback enters the device in ``setup``, before the strategy uses the model, and leaves it
+    in ``teardown`` or ``on_exception``. In between, every rank uses one torch thread.
+
+    The clock is synchronized at the end of every batch. Put this callback first, so that others
+    measure true step times, from the end of one batch to the end of the next. (Data loading in
+    between is hidden like other host work. To time a part, call :meth:`EmulatedDevice.synchronize`
+    before and after it.)
+
+    Parameters and optimizer state count as device memory from the start of training, validation,
+    testing or predicting. Tensors that operators make count immediately.
 
     Works with any strategy and launcher whose ranks all run on this machine.
 
     Args:
         speeds: Relative speed of every global rank; any unit.
-        capacity_bytes: Device memory of every global rank; None, or None for a rank: no limit.
-        total_flops_per_s: Sum of all ranks' rates. By default rank 0 measures this machine and all
-            take the largest total at which the ratios hold (see
-            ``emulated_flops_per_s`` in ``accelerator/emulated/rate.py``). Give it to make
-            a run repeatable to the millisecond; too high a rate breaks the ratios silently.
+        capacity_bytes: Device memory of every global rank. None sets no limit, for one rank or all.
+        total_flops_per_s: Sum of all ranks' rates. By default rank 0 measures this machine, and all
+            ranks use the largest total at which the ratios hold (see ``emulated_flops_per_s`` in
+            ``accelerator/emulated/rate.py``). Set it to make a run repeatable to the millisecond.
+            A rate that is too high breaks the ratios without an error.
         clock: Makes the clock of this rank's device; see :class:`EmulatedDevice`.
 
     Raises:
         ValueError: On construction, for a speed, capacity or total that is not a positive number,
-            or lengths that differ; in ``setup``, on every rank, when there are not as many ranks as
-            speeds.
+            or for different lengths. In ``setup``, on every rank, if the number of ranks differs
+            from the number of speeds.
         torch.OutOfMemoryError: While running, on a rank whose tensors exceed its capacity.
     """
 
@@ -152,7 +155,7 @@ class Emulation(Callback):
         self._synchronize()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A device belongs to the thread that entered it: a copy of the callback starts without one.
+        # A device belongs to the thread that entered it: a copy of the callback has no device.
         return {**self.__dict__, "_device": None}
 
     def _rates(self, trainer: Trainer) -> tuple[float, ...]:
@@ -164,7 +167,7 @@ class Emulation(Callback):
                 processors = usable_processors()
                 core_flops_per_s = measure_flops_per_s(min(processors, len(self.speeds)))
                 measured = emulated_flops_per_s(self.speeds, core_flops_per_s, processors)
-            # Each rank measuring for itself would give ratios as noisy as the machine.
+            # If each rank measured on its own, the ratios would be as noisy as the machine.
             self._measured = trainer.strategy.broadcast(measured, src=0)
         return self._measured
 
@@ -174,13 +177,13 @@ class Emulation(Callback):
         self._forget_delays()
 
     def _synchronize(self) -> None:
-        # What the optimizer and the loop cost this host after the step's last collective is caught
-        # up in the next step, so that steps take their virtual time on average.
+        # The host keeps credit for the cost of the optimizer and the loop after the step's last
+        # collective. It catches up in the next step, so steps take their virtual time on average.
         if self._device is not None:
             self._device.synchronize(keep_credit=True)
 
     def _forget_delays(self) -> None:
-        # A second of setting up, or of writing a checkpoint, must not make the next steps too fast.
+        # One second of setup, or of writing a checkpoint, must not make the next steps too fast.
         if self._device is not None:
             self._device.synchronize()
 

@@ -1,4 +1,4 @@
-"""The virtual clock of an emulated device: when it would have done the work given to it so far."""
+"""The virtual clock of an emulated device: the time at which its work so far would be done."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ CREDIT_LIMIT_S = 0.25
 """How far a starved rank may fall behind its clock and still catch up, in seconds."""
 
 _PAUSE_S = 1e-3
-"""Host time between two operators from which on it is worth asking why it passed, in seconds."""
+"""Host time between two operators, in seconds, from which the clock checks for blocked time."""
 
 
 class ThreadActivity:
-    """Seconds for which the calling thread ran or waited for a processor, since it started.
+    """Measures the seconds for which the calling thread ran or waited for a processor so far.
 
-    What is missing from the elapsed time is time that the thread spent blocked: in a collective, in
-    a sleep, on a file. Without ``/proc`` (macOS) the wait for a processor cannot be told from being
-    blocked, and a starved rank then does not catch up.
+    The rest of the elapsed time is time that the thread spent blocked: in a collective, in a sleep,
+    on a file. Without ``/proc`` (macOS) waiting for a processor looks like being blocked. A starved
+    rank then does not catch up.
 
     Args:
-        ran: Seconds for which this thread ran.
-        statistics: The kernel's scheduler statistics of this thread: three numbers, of which the
+        ran: Returns the seconds for which this thread ran.
+        statistics: The kernel's scheduler statistics of this thread, a file of three numbers. The
             second is the wait for a processor in nanoseconds.
     """
 
@@ -40,17 +40,17 @@ class ThreadActivity:
             self._statistics = -1
 
     def __call__(self) -> float:
-        """Seconds; good to about 10 microseconds, costs about two."""
-        # The kernel brings the first field, run time, up to date only at a scheduler tick (4 ms);
-        # the thread clock is exact. The second is the wait in the run queue in nanoseconds, which
-        # is complete whenever the thread is running to read it.
+        """Returns the seconds, exact to about 10 microseconds; a call costs about two."""
+        # The kernel updates the first field, run time, only at a scheduler tick (4 ms); the thread
+        # clock is exact. The second field, the wait in the run queue in nanoseconds, is complete
+        # whenever the thread runs to read it.
         queued_ns = 0
         if self._statistics >= 0:
             queued_ns = int(os.pread(self._statistics, 64, 0).split()[1])
         return self._ran() + queued_ns * 1e-9
 
     def close(self) -> None:
-        """Gives the file back; further calls count run time only."""
+        """Closes the file; later calls count run time only."""
         if self._statistics >= 0:
             os.close(self._statistics)
             self._statistics = -1
@@ -59,19 +59,19 @@ class ThreadActivity:
 class VirtualClock:
     """Adds up the cost of work, and makes the host wait until a device would have done it.
 
-    The device starts a piece of work when it has done the previous one, or when the host hands it
-    over, whichever is later. The host is a stand-in that really does the work, and may be kept from
-    it by other processes; that delay is no property of the emulated device. So the clock may lag
-    behind real time by up to ``CREDIT_LIMIT_S`` and catch up, but only for time in which the host's
-    thread ran or wanted to run. Time in which the thread was *blocked* lets the device finish what
-    it was given, and earns nothing: else a fast rank that waits for a slow one in every collective
-    would run its next step at the machine's full speed.
+    The device starts a piece of work when it has done the previous one, or when the host submits
+    it, whichever is later. The host really does the work, and other processes may delay it. That
+    delay is not a property of the emulated device. So the clock may lag behind real time by up to
+    ``CREDIT_LIMIT_S`` and catch up. Only time in which the host's thread ran or wanted to run earns
+    this credit. While the thread is *blocked*, the device finishes its work but earns no credit.
+    Otherwise a fast rank that waits for a slow rank in every collective would run its next step at
+    the machine's full speed.
 
     Args:
-        now: Time of the host in seconds, monotonic.
-        active: Seconds for which this thread ran or waited for a processor; by default a
-            :class:`ThreadActivity` of the calling thread.
-        sleep: Blocks for so many seconds.
+        now: Returns the host's monotonic time in seconds.
+        active: Returns the seconds for which this thread ran or waited for a processor; by default
+            a :class:`ThreadActivity` of the calling thread.
+        sleep: Blocks for a number of seconds.
 
     Source: the credit rule and its limits were measured on two cores with two to six ranks.
     """
@@ -92,30 +92,30 @@ class VirtualClock:
 
     @property
     def now_s(self) -> float:
-        """The host's time, now."""
+        """The host's current time."""
         return self._now()
 
     @property
     def ahead_s(self) -> float:
-        """Seconds of work that the device still had to do when the host last looked."""
+        """Seconds of work that the device still had to do at the host's last check."""
         return self._device_s - self._seen_s
 
     @property
     def done_s(self) -> float:
-        """When the device is done with the work that it has, by the host's time."""
+        """The host's time at which the device is done with its work."""
         return self._device_s
 
     @property
     def blocked_s(self) -> float:
-        """Seconds in which the device had nothing left to do because its host was blocked."""
+        """Seconds in which the device was idle because its host was blocked."""
         return self._blocked_s
 
     def suspect(self) -> None:
-        """Says that the thread may have been blocked, however briefly, before the next call."""
+        """Notes that the thread may be blocked, even briefly, before the next call."""
         self._suspicious = True
 
     def advance(self, cost_s: float) -> None:
-        """Gives the device work that takes it ``cost_s`` seconds."""
+        """Gives the device ``cost_s`` seconds of work."""
         self._settle()
         self._device_s += cost_s
 
@@ -128,17 +128,17 @@ class VirtualClock:
         while remaining_s > 0:
             self._sleep(remaining_s)
             remaining_s = self._device_s - self._now()
-        # Oversleeping is the machine's doing, so it stays as credit; only the sleep itself must not
-        # be taken for a block later.
+        # The machine causes oversleeping, so it stays as credit. But the sleep itself must not
+        # count as blocked time later.
         self._seen_s = self._now()
         self._looked_s, self._looked_active_s = self._seen_s, self._active()
 
     def forfeit(self) -> None:
-        """Gives up what the host could still catch up."""
+        """Drops the credit that the host could still catch up."""
         self._device_s = max(self._device_s, self._seen_s)
 
     def close(self) -> None:
-        """Gives back what the clock reads from; time can still be read."""
+        """Closes the file that the clock reads; time can still be read."""
         if isinstance(self._active, ThreadActivity):
             self._active.close()
 

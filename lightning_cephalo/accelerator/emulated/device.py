@@ -1,4 +1,4 @@
-"""A device of a given speed and memory, played by the CPU of this process."""
+"""Emulates a device of a given speed and memory on the CPU of this process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-# Private, and the only way to see the stack of this thread (a variable of our own would be wrong
-# in other threads, and a context variable in greenlets). tests/accelerator/emulated fails when it
+# Private, and the only way to read the mode stack of this thread. (A variable here would be wrong
+# in other threads, and a context variable in greenlets.) tests/accelerator/emulated fails when it
 # changes.
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -32,26 +32,27 @@ class EmulatedDevice(MemoryTracker):
             step()
             device.synchronize()
 
-    Results are those of the CPU, bit for bit; only time passes more slowly. The host runs ahead of
-    the device, as with a GPU, and waits for it before every collective, in :meth:`synchronize`, and
-    at the end of the block. Set ``torch.set_num_threads(1)``, and keep ``flops_per_s`` well under
-    what one core really does: an emulated device cannot be faster than the machine.
+    Results equal those of the CPU, bit for bit; only time passes more slowly. The host runs ahead
+    of the device, as with a GPU. It waits for the device before every collective, in
+    :meth:`synchronize`, and at the end of the block. Set ``torch.set_num_threads(1)``, and keep
+    ``flops_per_s`` well under the real rate of one core: an emulated device cannot be faster than
+    the machine.
 
     Args:
         flops_per_s: Floating-point operations per second. None: as fast as the CPU is.
-        bytes_per_s: Memory bandwidth: if given, an operator costs its FLOPs over ``flops_per_s``
-            plus the bytes that it reads and writes over this.
+        bytes_per_s: Memory bandwidth. If given, an operator costs its FLOPs divided by
+            ``flops_per_s``, plus the bytes that it reads and writes divided by ``bytes_per_s``.
         capacity_bytes: Bytes of live tensors that fit. None sets no limit.
         name: For messages and tables.
-        clock: Makes the device's clock when the block is entered; by default it goes by the time
-            of this machine.
+        clock: Makes the device's clock when the block is entered; by default the clock uses the
+            time of this machine.
 
     Raises:
         ValueError: On construction, when a rate or the capacity is not a positive number.
-        torch.OutOfMemoryError: Inside the block, by the operator (or the :meth:`track`) whose
-            result does not fit; the result is dropped and the block can go on.
+        torch.OutOfMemoryError: Inside the block, in the operator (or the :meth:`track`) whose
+            result does not fit. The result is dropped and the block can continue.
 
-    See the package's docstring for what is faithful and what is not.
+    The package's docstring lists what is faithful and what is not.
     """
 
     def __init__(
@@ -88,19 +89,19 @@ class EmulatedDevice(MemoryTracker):
 
     @property
     def busy_s(self) -> float:
-        """Virtual seconds of work done so far, over all entries: what noise cannot touch."""
+        """Virtual seconds of work done so far, over all entries; free of noise."""
         return self._busy_s
 
     def change_capacity(self, capacity_bytes: int | None) -> None:
-        """Gives the device another memory, as a cap for one process does on a GPU.
+        """Changes the device's memory, like a per-process limit on a GPU.
 
-        The peak starts anew. Where more is alive already, the next allocation is refused.
+        The peak is reset. If more is alive already, the next allocation is rejected.
 
         Args:
             capacity_bytes: Bytes of live tensors that fit from now on. None sets no limit.
 
         Raises:
-            ValueError: When it is not a positive number.
+            ValueError: When the capacity is not a positive number.
         """
         _check_positive("capacity_bytes", self.name, capacity_bytes)
         self.capacity_bytes = capacity_bytes
@@ -108,35 +109,37 @@ class EmulatedDevice(MemoryTracker):
 
     @property
     def blocked_s(self) -> float:
-        """Seconds in which the device had nothing to do while its host was blocked, over all
-        entries: waiting for other ranks, and communication that no compute hides. Up to date after
-        :meth:`synchronize`.
+        """Seconds in which the device was idle while its host was blocked, over all entries.
+
+        This is time spent waiting for other ranks, and communication that no compute hides. Up to
+        date after :meth:`synchronize`.
         """
         current_s = 0.0 if self._clock is None else self._clock.blocked_s
         return self._blocked_s + current_s
 
     @property
     def now_s(self) -> float:
-        """Seconds of its host's clock; read by any thread."""
+        """Seconds of the host's clock; any thread may read it."""
         return time.perf_counter() if self._clock is None else self._clock.now_s
 
     @property
     def done_s(self) -> float:
-        """When the device is done with the work given to it so far, by :func:`host_now_s`; in the
-        past if it waits for more, and outside of the ``with`` block.
+        """The time at which the device is done with its work so far, by :func:`host_now_s`.
+
+        It is in the past if the device is idle, and outside of the ``with`` block.
         """
         return -math.inf if self._clock is None else self._clock.done_s
 
     def synchronize(self, *, keep_credit: bool = False) -> None:
         """Blocks until the device has done its work, as ``torch.cuda.synchronize`` does.
 
-        Between two calls at least the work's virtual time passes, so a measurement of it is never
-        too short: that the host was late before the first call does not speed up what follows.
+        Between two calls at least the work's virtual time passes, so a measured time is never too
+        short: a delay of the host before the first call does not speed up later work.
         Does nothing outside the ``with`` block.
 
         Args:
-            keep_credit: Let the host catch up afterwards for what it was late until now (up to
-                0.25 s). For marks inside a run whose total time matters more than its parts.
+            keep_credit: Let the host catch up on its delay so far afterwards (up to 0.25 s). For
+                marks inside a run whose total time matters more than its parts.
         """
         if self._clock is not None and self._process == os.getpid():
             self._clock.wait()
@@ -201,9 +204,9 @@ class EmulatedDevice(MemoryTracker):
 
 
 def active_device() -> EmulatedDevice | None:
-    """The emulated device that the operators of this thread run on: the innermost, if any.
+    """Returns the innermost emulated device that this thread's operators run on, or None.
 
-    None in another thread, and in a process forked inside the block (a DataLoader worker).
+    Returns None in another thread, and in a process forked inside the block (a DataLoader worker).
     """
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if isinstance(mode, EmulatedDevice) and mode._process == os.getpid():
@@ -212,8 +215,9 @@ def active_device() -> EmulatedDevice | None:
 
 
 def host_now_s() -> float:
-    """Seconds of the clock that times this thread: ``time.perf_counter``, or that of the active
-    emulated device's host.
+    """Returns the seconds of this thread's clock.
+
+    The clock is that of the active emulated device's host, else ``time.perf_counter``.
     """
     device = active_device()
     return time.perf_counter() if device is None else device.now_s

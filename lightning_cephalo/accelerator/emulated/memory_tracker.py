@@ -1,4 +1,4 @@
-"""Bytes of live tensors, counted from outside the allocator."""
+"""Counts the bytes of live tensors from outside the allocator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["MemoryTracker"]
 
 
 class _Live:
-    """A storage that is alive, and the bytes it had when last looked at."""
+    """A live storage, and its bytes at the last check."""
 
     __slots__ = ("nbytes", "storage")
 
@@ -31,10 +31,10 @@ class _Live:
 
 
 class _EagerStance:
-    """torch's stance towards compiling, eager while any tracker is active.
+    """Sets torch's compiler stance to eager while any tracker is active.
 
-    The stance is the whole process's. Trackers of several threads overlap without being nested, and
-    one that put back what it found would leave the other's behind for good.
+    The stance applies to the whole process. Trackers of several threads overlap without nesting. If
+    each restored the stance that it found, one tracker's eager stance could stay forever.
     """
 
     _lock = threading.Lock()
@@ -66,28 +66,28 @@ class MemoryTracker(TorchDispatchMode):
             loss.backward()
         print(tracker.peak_bytes)
 
-    Tensors that were there before do not count unless :meth:`track` names them; ``torch.device
-    ("meta")`` and fake tensors never do; a DTensor counts with its local shard. Works inside
-    another tracker or an emulated device, which then see the same operators. Only the thread and
-    the process that entered the block are watched.
+    Earlier tensors do not count unless they are given to :meth:`track`. Meta tensors
+    (``torch.device("meta")``) and fake tensors never count. A DTensor counts with its local shard.
+    Works inside another tracker or an emulated device, which then see the same operators. Only the
+    thread and the process that entered the block are watched.
 
     Functions of ``torch.compile`` run eagerly inside, and compiled again afterwards.
 
     On CUDA, ``torch.cuda.max_memory_allocated`` is the better instrument.
 
-    Source: ``torch.distributed._tools.MemTracker`` for storages by weak reference; that one is
+    Source: ``torch.distributed._tools.MemTracker`` for storages by weak reference. That class is
     private, replaces ``UntypedStorage.resize_`` in the whole process and is about ten times slower.
     """
 
-    # Without this torch refuses every higher-order operator (control flow, say) under the mode.
+    # Without this torch rejects every higher-order operator (for example control flow) in the mode.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self._operators: dict[Any, Operator] = {}
         self._live: dict[int, _Live] = {}
-        # A storage can die in any thread (a gloo worker drops the last reference) and in the middle
-        # of any statement here (garbage collection): only the append, which is atomic, happens then
+        # A storage can be freed in any thread (a gloo worker drops the last reference), and during
+        # any statement here (garbage collection). So freeing only appends here, which is atomic.
         self._freed: deque[int] = deque()
         self._current_bytes = 0
         self._peak_bytes = 0
@@ -105,7 +105,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes alive at once since the first entry or the last :meth:`reset_peak`."""
+        """Most bytes alive at the same time since the first entry or last :meth:`reset_peak`."""
         return max(self._peak_bytes, self.current_bytes)
 
     def reset_peak(self) -> None:
@@ -118,10 +118,10 @@ class MemoryTracker(TorchDispatchMode):
 
         Args:
             values: Tensors, modules (parameters with their gradients, and buffers), and mappings
-                and sequences of them. What is counted already, or is no tensor, is left alone.
+                and sequences of them. Ignores other values, and tensors already counted.
 
         Raises:
-            torch.OutOfMemoryError: By a device with a capacity, when they do not fit.
+            torch.OutOfMemoryError: If they do not fit into a device with a capacity.
         """
         before_bytes = self._current_bytes
         for storage in _storages(values):
@@ -133,7 +133,7 @@ class MemoryTracker(TorchDispatchMode):
         """Stops counting tensors, for example those that stand for host memory on a CPU.
 
         Args:
-            values: As in :meth:`track`. What is not counted is left alone.
+            values: As in :meth:`track`. Ignores tensors that are not counted.
         """
         for storage in _storages(values):
             live = self._live.pop(id(storage), None)
@@ -142,9 +142,9 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out what operators do inside: on tensors that stand for host memory on a CPU.
+        """Ignores operators in the block, which work on tensors that stand for host memory.
 
-        What was counted before still counts until it is freed.
+        Tensors counted before still count until they are freed.
         """
         before, self._is_paused = self._is_paused, True
         try:
@@ -156,8 +156,8 @@ class MemoryTracker(TorchDispatchMode):
         self._process = os.getpid()
         self._depth += 1
         if self._depth == 1:
-            # Else torch.compile, which does not compile under a mode, would remember that of every
-            # function that is called inside, and never run it compiled again.
+            # torch.compile does not compile under a mode. Without the eager stance it would mark
+            # every function called inside as not compilable, and never run it compiled again.
             _EagerStance.enter()
         return super().__enter__()
 
@@ -171,8 +171,8 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A DataLoader worker forked from inside the block inherits the mode: its tensors are host
-        # memory of another process. Fake tensors (DTensor plans with them) only look real.
+        # A DataLoader worker forked inside the block inherits the mode: its tensors are host memory
+        # of another process. Fake tensors (DTensor uses them for planning) have no memory.
         if self._is_paused or os.getpid() != self._process or FakeTensor in types:
             return func(*args, **kwargs)
         if types and any(_dispatches_itself(kind) for kind in types):
@@ -184,7 +184,8 @@ class MemoryTracker(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if operator.collective:
-            # its arguments may have grown unseen; once it is issued, other ranks count on it
+            # check first: its arguments may have grown unnoticed, and once the collective is
+            # issued, the other ranks depend on it
             before_bytes = self._current_bytes
             self._observe(operator, args, kwargs, None)
             self._check(self._current_bytes - before_bytes)
@@ -196,21 +197,22 @@ class MemoryTracker(TorchDispatchMode):
         try:
             self._check(self._current_bytes - before_bytes)
         except torch.OutOfMemoryError:
-            # The traceback keeps this frame alive, and a real allocation would not have happened.
+            # The traceback keeps this frame and so the result alive, but a real device would not
+            # have allocated it.
             del result
             raise
         return result
 
     def _before(self, operator: Operator) -> None:
-        """What a device does before an operator runs."""
+        """Runs before an operator; an emulated device overrides it."""
 
     def _after(
         self, function: Any, operator: Operator, args: Any, kwargs: Any, result: Any
     ) -> None:
-        """What a device does after an operator has run."""
+        """Runs after an operator; an emulated device overrides it."""
 
     def _refuse(self, wanted_bytes: int) -> torch.OutOfMemoryError | None:
-        """The error of a device that cannot hold what is alive; the bytes are exact when asked."""
+        """Returns the error of a device whose memory is exceeded; the live bytes are exact here."""
         return None
 
     def _observe(self, operator: Operator, args: Any, kwargs: Any, result: Any) -> None:
@@ -253,9 +255,9 @@ class MemoryTracker(TorchDispatchMode):
             self._current_bytes -= self._freed.popleft()
 
     def _measure(self) -> None:
-        # UntypedStorage.resize_ is no operator, and replacing it would reach beyond this block. So
-        # what shrank unseen is found by looking again, which is needed only where it matters: for a
-        # new peak, for a refusal, and when somebody asks.
+        # UntypedStorage.resize_ is no operator, and replacing it would have effects outside this
+        # block. So this method reads all sizes again to find storages that shrank unnoticed. Only a
+        # new peak, a rejected allocation and a read of the bytes need it.
         self._drain()
         for live in list(self._live.values()):
             storage = live.storage()
@@ -290,10 +292,10 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
     if isinstance(value, Tensor):
-        if value.is_leaf and value.grad is not None:  # reading it elsewhere warns
+        if value.is_leaf and value.grad is not None:  # reading a non-leaf's grad warns
             yield from _storages(value.grad)
         if hasattr(value, "__tensor_flatten__"):
-            # a wrapper's own storage is a fiction: a DTensor's has the size of the whole tensor
+            # a wrapper's own storage is not real: a DTensor's has the size of the whole tensor
             for name in value.__tensor_flatten__()[0]:
                 yield from _storages(getattr(value, name))
         elif (storage := _storage(value)) is not None:

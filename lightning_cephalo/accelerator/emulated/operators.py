@@ -1,4 +1,4 @@
-"""What an emulated device has to know about an operator: its kind, its FLOPs, its bytes."""
+"""Describes operators for an emulated device: their kind, FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _COLLECTIVE_NAMESPACES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What is true of an operator for all arguments.
+    """Properties of an operator that hold for all arguments.
 
     ``makes_storage``: its results may be new memory (a view or an in-place operator makes none).
     ``adopts``: its result is new to torch although it shares the memory of its argument.
-    ``moves_data``: it reads or writes elements. ``composite``: it is only a name for other
-    operators, which arrive by themselves except under ``torch.inference_mode``.
+    ``moves_data``: it reads or writes elements. ``composite``: it only calls other operators,
+    which are dispatched on their own except under ``torch.inference_mode``.
     """
 
     makes_storage: bool
@@ -37,8 +37,8 @@ class Operator:
 def describe(function: Any) -> Operator:
     """Describes an operator overload, or a higher-order operator, from its schema.
 
-    A higher-order operator (control flow) is opaque: its FLOPs come from torch's formula if there
-    is one, and the operators inside it are not seen.
+    A higher-order operator (control flow) is opaque: its FLOPs come from torch's formula, if any,
+    and the operators inside it are not seen.
     """
     packet = getattr(function, "_overloadpacket", function)
     flops = {**flop_registry, **_cpu_attention()}.get(packet)
@@ -52,7 +52,7 @@ def describe(function: Any) -> Operator:
     )
     name = function._schema.name.rpartition("::")[2]
     waits = name == "wait_tensor"
-    adopts = name == "lift_fresh"  # the birth of a tensor from Python data, declared as a view
+    adopts = name == "lift_fresh"  # makes a tensor from Python data, but is declared as a view
     return Operator(
         makes_storage=not aliased or adopts,
         adopts=adopts,
@@ -68,10 +68,10 @@ def describe(function: Any) -> Operator:
 
 
 class FlopCounter:
-    """Counts FLOPs (a multiply and an add are two) of single operators, remembered by shape.
+    """Counts FLOPs (a multiply and an add are two) of single operators, cached by shape.
 
-    torch's own counter walks the arguments as a tree on every call, which costs more than a small
-    operator itself.
+    torch's own counter walks the arguments as a tree on every call. This costs more than a small
+    operator.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class FlopCounter:
     def count(
         self, function: Any, formula: Callable[..., int], args: Any, kwargs: Any, result: Any
     ) -> int:
-        """FLOPs of one call. Raises what ``formula`` raises on shapes it does not understand."""
+        """Returns the FLOPs of one call. Passes on errors of ``formula`` on unknown shapes."""
         key = (function, _signature(args), *kwargs, _signature(tuple(kwargs.values())))
         try:
             return self._known[key]
@@ -93,14 +93,17 @@ class FlopCounter:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in arguments or results of an operator, which nest only lists and tuples."""
+    """Returns the tensors in an operator's arguments or results, also in nested lists and tuples.
+
+    Operators nest nothing else.
+    """
     found: list[Tensor] = []
     _collect(value, found)
     return found
 
 
 def bytes_in(value: Any) -> int:
-    """Bytes of the elements that the tensors in ``value`` show, whatever memory backs them."""
+    """Returns the bytes of all elements of the tensors in ``value``, shared memory or not."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
@@ -121,8 +124,8 @@ def _signature(value: Any) -> Any:
 
 
 def _cpu_attention() -> dict[Any, Callable[..., int]]:
-    # torch's registry has the CUDA attention operators and misses the CPU ones. A table of ours
-    # instead of register_flop_formula: that one would change every other counter in the process.
+    # torch's registry has the CUDA attention operators but not the CPU ones. This is a separate
+    # table because register_flop_formula would change every other counter in the process.
     aten = torch.ops.aten
     return {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward_flops,
@@ -131,7 +134,7 @@ def _cpu_attention() -> dict[Any, Callable[..., int]]:
 
 
 def _attention_forward_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    # scores = query key^T, result = scores value; heads are the query's, also when keys are fewer
+    # scores = query key^T, result = scores value; counts the query's heads, even if keys have fewer
     scores, result = _attention_products(query.shape, key.shape, value.shape)
     return scores + result
 
@@ -139,7 +142,7 @@ def _attention_forward_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any,
 def _attention_backward_flops(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> int:
-    # the scores once more, then the gradients of value, scores, query and key
+    # computes the scores again, then the gradients of value, scores, query and key
     scores, result = _attention_products(query.shape, key.shape, value.shape)
     return 3 * scores + 2 * result
 

@@ -1,4 +1,4 @@
-"""How fast this machine is, and what rates may be emulated on it."""
+"""Measures how fast this machine is, and derives the rates that it can emulate."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _MEASURED_REPETITIONS = 5
 def emulated_flops_per_s(
     speeds: Sequence[float], core_flops_per_s: float, processors: int
 ) -> tuple[float, ...]:
-    """The largest rates in the ratio of ``speeds`` that a machine can hold steadily.
+    """Returns the largest rates in the ratio of ``speeds`` that a machine can hold steadily.
 
-    The rates together are at most half of what all processors do, and the fastest at most 0.8 of
-    one: above, the ranks disturb each other and the ratios break (20:10:10:5 GFLOP/s held on two
-    cores of 50, 40:20:20:10 did not).
+    The sum of the rates is at most half of the real rate of all processors. The fastest is at most
+    0.8 of one processor. Above these limits the ranks disturb each other and the ratios break
+    (20:10:10:5 GFLOP/s held on two cores of 50, 40:20:20:10 did not).
 
     Args:
         speeds: Relative speed of every rank on this machine.
-        core_flops_per_s: What one processor really does on work like that of the ranks, while the
+        core_flops_per_s: Real rate of one processor on work like that of the ranks, while the
             others are busy too.
-        processors: How many there are.
+        processors: Number of processors.
 
     Returns:
         Floating-point operations per second of every rank.
@@ -48,20 +48,22 @@ def emulated_flops_per_s(
 def measure_flops_per_s(
     busy_processors: int = 1, now: Callable[[], float] = time.perf_counter
 ) -> float:
-    """FLOPs per second of one processor on a small transformer block, forward and backward.
+    """Measures the FLOPs per second of one processor on a small transformer block.
 
-    A block and not a bare matrix product: norms, activations and torch's own overhead cost real
-    time but no FLOPs, and an emulated rank has to do them within its virtual time as well. The
-    fastest of a few repetitions counts, since noise only slows down. Takes a fraction of a second,
-    sets one torch thread per processor for that long, and leaves torch's random state alone.
+    The block runs forward and backward. A bare matrix product would not do: norms, activations and
+    torch's own overhead cost real time but no FLOPs. An emulated rank has to do them within its
+    virtual time as well. The fastest of a few repetitions counts, since noise only slows down.
+
+    Takes a fraction of a second, sets one torch thread per processor meanwhile, and does not change
+    torch's random state.
 
     Args:
-        busy_processors: How many do this at once: together they are slower than alone, by the
-            clock rate and the memory that they share.
-        now: Seconds, monotonic; read by several threads.
+        busy_processors: Number of processors that run the block at the same time. Together each is
+            slower than alone, because they share the clock rate and the memory.
+        now: Returns monotonic seconds; called by several threads.
     """
     threads = torch.get_num_threads()
-    start = threading.Barrier(busy_processors, timeout=60)  # a failed thread must not hang us
+    start = threading.Barrier(busy_processors, timeout=60)  # a failed thread must not hang the rest
     try:
         with ThreadPoolExecutor(busy_processors) as pool:
             threaded = [
@@ -74,7 +76,7 @@ def measure_flops_per_s(
 
 
 def usable_processors() -> int:
-    """Processors that this process may use."""
+    """Returns the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
