@@ -1,4 +1,4 @@
-"""Train on mixed GPUs with uneven batches and uneven shards: a PyTorch Lightning strategy.
+"""A PyTorch Lightning strategy that trains on mixed GPUs with uneven batches and uneven shards.
 
 Importing this package registers the strategy names ``"cephalo"``, ``"cephalo_spawn"``,
 ``"cephalo_fork"`` and ``"cephalo_notebook"`` with Lightning. The public names load on first use.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# torch imports this package at the end of its own import (see _autoload.py), when it is not yet
+# torch imports this package at the end of its own import (see _autoload.py), when torch is not yet
 # complete: nothing here may import torch or Lightning, or take long.
 from lightning_cephalo import _autoload
 

@@ -1,15 +1,16 @@
 """Makes ``Trainer(strategy="cephalo")`` known to Lightning without an import in the user's script.
 
-``Trainer`` looks its strategy's name up before it reads any entry point of Lightning's own, so the
-one hook that is early enough is torch's: the entry point group ``torch.backends``, called at the
-end of ``import torch``. Lightning is usually not imported by then, hence the import finder below:
-it waits for Lightning's registry module and registers right after that module has been executed.
+``Trainer`` looks up the name of its strategy before it reads any of Lightning's entry points. Only
+torch has a hook that is early enough: the entry point group ``torch.backends``, called at the end
+of ``import torch``. Lightning is usually not imported by then. So the import finder below waits for
+Lightning's registry module, and registers right after that module has been executed.
 
-This module must never break or slow ``import torch``: standard library only, no import of torch,
-Lightning or the rest of this package, and every failure ends as a debug message.
+This module must never break or slow down ``import torch``. It uses the standard library only, does
+not import torch, Lightning or the rest of this package, and turns every failure into a debug
+message.
 
 Alternatives considered: Lightning's entry point ``lightning.pytorch.callbacks_factory`` (read after
-the strategy was looked up, too late); a ``.pth`` file (runs in every Python process).
+the strategy is looked up, which is too late); a ``.pth`` file (runs in every Python process).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any
 
 _logger = logging.getLogger(__name__)
 
-# name -> start method, as Lightning's own "ddp" family does it: a notebook cannot re-run a script
-# and its functions cannot be pickled, so only fork is left to it
+# name -> start method, as in Lightning's own "ddp" family; a notebook can only fork, because it
+# cannot re-run a script and its functions cannot be pickled
 _START_METHODS = {
     "cephalo": "popen",
     "cephalo_spawn": "spawn",
@@ -36,9 +37,9 @@ _START_METHODS = {
 def register() -> None:
     """Register the names ``cephalo*`` now, or as soon as Lightning is imported.
 
-    Safe to call any number of times and at any moment; raises nothing. Both ``lightning.pytorch``
-    and the separate package ``pytorch_lightning`` learn the names; in the latter they lead to an
-    error that says which import to use.
+    Safe to call any number of times and at any moment; raises nothing. Registers with both
+    ``lightning.pytorch`` and the separate package ``pytorch_lightning``. In the latter, the names
+    lead to an error that names the right import.
     """
     for module_name, factory in _FACTORIES.items():
         try:
@@ -52,7 +53,7 @@ def register() -> None:
 
 
 def _create_strategy(**options: Any) -> Any:
-    """Return a ``CephaloStrategy``; imports it only now, when a Trainer asks for it."""
+    """Return a ``CephaloStrategy``; imports it only now, when a Trainer needs it."""
     from lightning_cephalo.strategy import CephaloStrategy
 
     return CephaloStrategy(**options)
@@ -77,7 +78,7 @@ _FACTORIES: dict[str, Callable[..., Any]] = {
 def _add_names(module: ModuleType, factory: Callable[..., Any]) -> None:
     registry = module.StrategyRegistry
     for name, start_method in _START_METHODS.items():
-        # a name that is there is ours from an earlier call, or the user's replacement: either stays
+        # an existing name is ours from an earlier call, or the user's replacement: both stay
         if name not in registry:
             registry.register(
                 name,
@@ -92,10 +93,10 @@ def _waits_for(finder: object, module_name: str) -> bool:
 
 
 class _RegisterAfterImport:
-    """An import finder that finds nothing itself: it registers once one module was executed.
+    """An import finder that finds nothing itself, but registers after one module was executed.
 
-    It stays in ``sys.meta_path`` until that has happened once, and costs every other import one
-    comparison of strings.
+    It stays in ``sys.meta_path`` until then, and costs every other import one comparison of
+    strings.
     """
 
     def __init__(self, module_name: str, factory: Callable[..., Any]) -> None:
@@ -106,7 +107,7 @@ class _RegisterAfterImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # another package's hook of this kind asks all finders too: without the flag, endlessly
+        # a similar hook of another package calls all finders too: the flag prevents an endless loop
         if name != self.module_name or self._searching:
             return None
         self._searching = True
@@ -133,7 +134,7 @@ class _RegisterAfterImport:
         return None
 
     def _register_after(self, loader: Any) -> None:
-        # The method of this one loader is replaced for one call, rather than the loader wrapped:
+        # Replaces the method of this one loader for one call instead of wrapping the loader:
         # inspect, linecache and importlib.resources look at the type of a module's loader.
         execute = loader.exec_module
 

@@ -1,6 +1,7 @@
-"""``Trainer(strategy="cephalo")``: Lightning's hooks, each a few lines that call a room below.
+"""Implements ``Trainer(strategy="cephalo")``.
 
-The hooks come in the order in which the Trainer calls them.
+The hooks of Lightning come in the order in which the Trainer calls them. Each is a few lines that
+call the packages below.
 """
 
 from __future__ import annotations
@@ -68,49 +69,52 @@ class CephaloStrategy(ParallelStrategy):
         )
         trainer.fit(module, loader)       # module and loader as for one device
 
-    Before training, every rank is measured on the real model, and a plan is solved: per rank the
-    sizes of its microbatches, its share of parameters, gradients and optimizer state, and what
-    becomes of its activations. The model is sharded by the plan, unit by unit. Each global batch
-    is dealt by it, and each rank's share is cut into microbatches, which pass the units layer by
-    layer. Gradients and loss are those of the global batch on one device; so are checkpoints.
+    Before training, every rank is measured on the real model, and a plan is solved. For each rank,
+    the plan sets the sizes of its microbatches, its share of parameters, gradients and optimizer
+    state, and whether its activations are recomputed, retained or offloaded. The model is sharded
+    by the plan, unit by unit. Each global batch is dealt by the plan. Each rank's share is cut into
+    microbatches, which pass the units layer by layer. Gradients, loss and checkpoints are those of
+    the global batch on one device.
 
     Args:
-        plan: A :class:`~lightning_cephalo.Plan`, or the path of one: trained with exactly as it
-            is, without profiling. None: every rank is measured and the plan solved.
+        plan: A :class:`~lightning_cephalo.Plan`, or the path of one. Training follows it exactly,
+            without profiling. None: every rank is measured and the plan solved.
         global_batch_size: Samples per step over all ranks; None: the loader's batch size times
             the number of ranks, as under DDP.
-        unit_types: Classes, or their names, whose instances are units (gathered as one).
+        unit_types: Classes, or their names, whose instances are units. A unit is gathered as one.
         unit_names: Names of modules that are units.
-        recompute: Keep only what enters a unit and compute its inside again in backward. "auto":
-            rank by rank as the plan chooses, which takes more measuring; a given plan that does
-            not say recomputes.
-        reshard_after_forward: Give units back after the forward and gather them again in the
-            backward. False: they stay gathered in between, for a third less to communicate and
-            room for the whole model's parameters on every rank. "auto": as the plan chooses. A
-            given plan decides itself; one that does not say gives them back, unless this is False.
-        collate_per_microbatch: Collate each microbatch by itself; hooks then see a list of
+        recompute: Retain only the inputs of a unit, and recompute its inside in the backward.
+            "auto": the plan chooses for each rank, which takes more measuring. A given plan that
+            does not say recomputes.
+        reshard_after_forward: Reshard units after the forward, and gather them again in the
+            backward. False: they stay gathered in between. This communicates a third less, but
+            needs memory for the whole model's parameters on every rank. "auto": the plan chooses.
+            A given plan decides itself; one that does not say reshards, unless this is False.
+        collate_per_microbatch: Collate each microbatch separately; hooks then see a list of
             batches. For batches that cannot be cut along their first dimension.
-        split_batch: ``split_batch(batch, sizes)`` returns one batch per size, in place of cutting
+        split_batch: ``split_batch(batch, sizes)`` returns one batch per size. It replaces cutting
             every tensor along its first dimension.
         equal_microbatches: Every rank runs the same number of microbatches, so that code in
             ``training_step`` may use collectives of its own.
         memory_cap: How much of its device's memory each rank may use: a fraction (a float up to
-            1.0), or bytes (an int, or "8 GB"), for every rank or in a mapping from ranks; ranks
-            that it does not name have no cap. The plan obeys it; an emulated device enforces it.
+            1.0), or bytes (an int, or "8 GB"). One value is for every rank. With a mapping from
+            ranks, ranks that it does not name have no cap. The plan obeys the cap; an emulated
+            device enforces it.
         host_memory_cap: How much of its host's memory each rank may use for activations that the
-            plan moves there, where a device is too small to keep them: as ``memory_cap``, or 0 for
-            none; None: an equal part of half of what is free.
-        profile_budget_s: Seconds that measuring may take, about.
-        remeasure: Measure also where an earlier start of the same job on the same devices has.
+            plan offloads because a device is too small for them. A fraction or bytes, as in
+            ``memory_cap``, or 0 for none; None: an equal part of half of the free memory.
+        profile_budget_s: Seconds that measuring may take, approximately.
+        remeasure: Measure even if an earlier start of the same job on the same devices has.
         verbose: Whether rank 0 prints the plan before and the prediction after training.
-        trace: Where to write a timeline of one step of every rank, the fifth: JSON for Perfetto.
+        trace: Where to write a timeline of the fifth step of every rank: JSON for Perfetto.
         accelerator: Given by Lightning, like the next four.
         parallel_devices: Devices of this node.
-        cluster_environment: Says which rank this is.
+        cluster_environment: Gives the rank of this process.
         checkpoint_io: Writes checkpoints.
-        precision_plugin: Casts.
-        process_group_backend: As of ``torch.distributed``, such as "gloo"; None: by the device.
-        timeout: Of collectives.
+        precision_plugin: Casts to the precision of the Trainer.
+        process_group_backend: Backend of ``torch.distributed``, such as "gloo"; None: chosen by
+            the device.
+        timeout: Timeout of collectives.
         start_method: How Lightning starts the ranks: "popen", "spawn", "fork", "forkserver".
     """
 
@@ -174,11 +178,12 @@ class CephaloStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._samplers = SamplerTakeover()
         self._watch = Watch(trace)
-        # from setup_environment() until the process ends, or fails alone on a backend to be aborted
+        # from setup_environment() until the process ends, or until this rank fails alone on a
+        # backend that must be aborted
         self._ranks: launch.Ranks | None = None
         # from setup() to teardown()
         self._session: Session | None = None
-        # results, which outlive both
+        # results, which outlive the ranks and the session
         self._plan: Plan | None = None
         self._measured_memory: tuple[RankMemory, ...] | None = None
 
@@ -189,7 +194,7 @@ class CephaloStrategy(ParallelStrategy):
 
         register()
 
-    # -- what users may ask for ---------------------------------------------------------------
+    # -- results for users --------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan | None:
@@ -198,22 +203,22 @@ class CephaloStrategy(ParallelStrategy):
 
     @property
     def measured_step_s(self) -> float | None:
-        """Median time of a training step on this rank, without the first few; None before."""
+        """Median time of a training step on this rank, without the first few; None before any."""
         return self._watch.step_s
 
     @property
     def measured_ranks(self) -> tuple[MeasuredRank, ...]:
-        """Work and waiting of every rank, known on all ranks at the end of ``fit``."""
+        """Work and waiting times of every rank, known on all ranks at the end of ``fit``."""
         return self._watch.ranks
 
     @property
     def measured_memory(self) -> tuple[RankMemory, ...] | None:
-        """What every rank held, by kind; known after training of two steps or more."""
+        """Memory of every rank, by kind; known after training of two steps or more."""
         return self._measured_memory
 
     @property
     def session(self) -> Session:
-        """The sharded model and what serves its steps; between ``setup`` and ``teardown``."""
+        """The sharded model and the objects for its steps, between ``setup`` and ``teardown``."""
         if self._session is None:
             raise RuntimeError("The model is not sharded now: this works only while training runs.")
         return self._session
@@ -241,7 +246,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this node; nodes may differ."""
+        """Number of ranks on this node; nodes may differ."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -278,7 +283,7 @@ class CephaloStrategy(ParallelStrategy):
         self._launcher = launch.make_launcher(self, self._start_method, self._environment)
 
     def set_world_ranks(self) -> None:
-        """Make rank and world size known; Lightning's connector calls it when it finds it."""
+        """Make rank and world size known; Lightning's connector calls this method if it exists."""
         launch.set_world_ranks(self._environment, self.num_nodes, self.num_processes)
 
     @override
@@ -297,7 +302,7 @@ class CephaloStrategy(ParallelStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # models are made on the CPU and cut there: no device need ever hold the whole
+        # models are created and sharded on the CPU: no device ever needs to hold a whole one
         device = torch.device("meta") if empty_init else torch.device("cpu")
         with _EmptyInit(enabled=False), device, self.precision_plugin.tensor_init_context():
             yield
@@ -323,7 +328,7 @@ class CephaloStrategy(ParallelStrategy):
             supported.refuse_unsupported(trainer, self._module)
         if precision.compute_dtype(self.precision_plugin) is None:
             self.precision_plugin.convert_module(self._module)
-        # as FSDPStrategy does: `self.device` of a module that is never moved as a whole
+        # as FSDPStrategy does: sets `self.device` of a module that is never moved as a whole
         self._module._device = self.root_device
         if fitting:
             self._shard_by_plan(trainer)
@@ -363,7 +368,7 @@ class CephaloStrategy(ParallelStrategy):
         self._watch.begin(session.model)
 
     def _shard(self, job: Job) -> Session:
-        """Begin a session, which is known from here on: steps that are measured ask for it."""
+        """Begin a session, and set it here: steps that are measured already use it."""
         dtype = precision.compute_dtype(self.precision_plugin)
         groups = self._connection.groups
         self._session = Session(job, self._module, groups, accelerator_of(self.root_device), dtype)
@@ -371,7 +376,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing to move: shards and buffers are made on the device."""
+        """Do nothing: shards and buffers are created on the device."""
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -429,7 +434,7 @@ class CephaloStrategy(ParallelStrategy):
             def closure_and_rules() -> Any:
                 outcome = closure()
                 after_backward.enter_context(session.model.executor.update())
-                # from here on hooks and the optimizer see gradients, as DTensors
+                # from here on, hooks and the optimizer see gradients as DTensors
                 after_backward.enter_context(RowsArithmetic())
                 return outcome
 
@@ -479,7 +484,7 @@ class CephaloStrategy(ParallelStrategy):
     def _evaluate(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int]:
-        """Run a step without gradients; returns its result and this rank's samples in it."""
+        """Run a step without gradients; return its result and this rank's samples in it."""
         session, samples = self.session, evaluation_samples(args[0])
         log = session.logs.of_step([samples])
 
@@ -506,7 +511,7 @@ class CephaloStrategy(ParallelStrategy):
     def on_predict_end(self) -> None:
         self.session.model.executor.reshard()
 
-    # -- communication that users and Lightning ask for ---------------------------------------
+    # -- communication for users and Lightning ------------------------------------------------
 
     @property
     def _inside_microbatch(self) -> bool:
@@ -527,7 +532,7 @@ class CephaloStrategy(ParallelStrategy):
         if self._session is not None and self._session.logs.are_combining:
             return tensor
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
-            tensor = tensor.double()  # Lightning #21859: the mean of integers would be cut off
+            tensor = tensor.double()  # Lightning #21859: the mean of integers would be truncated
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     @override
@@ -580,10 +585,10 @@ class CephaloStrategy(ParallelStrategy):
         aborts = backend_named(self._process_group_backend).must_be_aborted
         if aborts and not crash_report.is_common(exception):
             launch.abort_groups()
-            self.forget_groups()  # another fit makes new ones
+            self.forget_groups()  # another fit creates new ones
 
     def forget_groups(self) -> None:
-        """Let go of everything that refers to a process group; nothing can be run after it."""
+        """Drop everything that refers to a process group; nothing can run afterwards."""
         session, self._session, self._ranks = self._session, None, None
         if session is not None:
             session.abandon()
@@ -609,7 +614,7 @@ class CephaloStrategy(ParallelStrategy):
 def _call(
     step: Callable[[], Any], samples: int, log: StepLog, microbatch: int = 0
 ) -> MicrobatchCall:
-    """A microbatch of so many samples that logs into the step's log."""
+    """Return a microbatch of ``samples`` samples that logs into the step's log."""
     return MicrobatchCall(
         step,
         partial(loss_and_weight, samples=samples),

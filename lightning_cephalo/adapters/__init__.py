@@ -1,1 +1,1 @@
-"""What Lightning and torch need changed to work on shards."""
+"""Adapts Lightning and torch so that they work on shards."""

@@ -1,8 +1,8 @@
-"""Ordinary Lightning checkpoints from shards, and shards from ordinary checkpoints.
+"""Makes ordinary Lightning checkpoints from shards, and shards from ordinary checkpoints.
 
-A checkpoint holds plain full tensors under the user's names, as a single-device run writes it, so
-that it says nothing of the plan or of the number of ranks. Tensors are gathered one at a time to
-the CPU of rank 0.
+A checkpoint holds plain full tensors under the user's names, as a single-device run writes it. It
+does not depend on the plan or the number of ranks. Tensors are gathered one at a time to the CPU of
+rank 0.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
 
 
 def _make_room(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Put those parameters and buffers that are on the meta device, and in ``state``, on the CPU.
+    """Replace parameters and buffers on the meta device by CPU tensors, if ``state`` has them.
 
-    Into meta tensors torch would load nothing. What ``state`` lacks stays on meta, to be
-    initialised when the model is sharded; tied weights stay tied.
+    torch would load nothing into meta tensors. Tensors that ``state`` lacks stay on meta, to be
+    initialised when the model is sharded. Tied weights stay tied.
     """
     places = [
         (f"{prefix}.{name}" if prefix else name, table, name)
@@ -75,7 +75,7 @@ def _make_room(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Take this rank's rows of a full tensor, if ``parameter`` is sharded and shapes agree."""
+    """Return this rank's rows of a full tensor, if ``parameter`` is sharded and shapes agree."""
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     if value.shape != parameter.shape:
@@ -89,7 +89,7 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     elif not isinstance(placement, Replicate):
         raise TypeError(f"Expected a parameter in rows or replicated, got {placement}.")
     dtype = local.dtype if value.is_floating_point() else value.dtype
-    # a copy: the full tensor it is a part of must not be kept alive by the optimizer
+    # a copy, so that the optimizer does not keep the full tensor alive
     mine = value.detach().to(local.device, dtype, copy=True).contiguous()
     return as_dtensor(mine, parameter._spec)
 

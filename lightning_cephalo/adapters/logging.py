@@ -1,17 +1,17 @@
-"""``self.log`` when a step is several microbatches, and ranks have different numbers of them.
+"""Combines ``self.log`` values of a step's microbatches, of which ranks have different numbers.
 
 Lightning synchronises inside every ``self.log`` call and keeps the last call's value. Both are
-wrong here: ranks call it differently often (a hang), and the last microbatch is not the batch.
-So while a microbatch runs its values are only collected; after the step each key gets one value,
+wrong here: the number of calls differs between ranks (a hang), and the last microbatch is not the
+batch. So values are only collected while a microbatch runs. After the step each key gets one value:
 the weighted mean (or sum, minimum, maximum) over microbatches and, for ``sync_dist=True``, over
-ranks. What Lightning accumulates for the epoch is this rank's part of that value.
+ranks. For the epoch, Lightning accumulates this rank's part of that value.
 
 ==================  ================================================================================
 weight of a value   the ``batch_size`` given to ``self.log``; else the ``"weight"`` that
                     ``training_step`` returned; else the microbatch's samples
 torchmetrics        collected by the object itself, exactly; its value of a *step* is the weighted
                     mean over microbatches, exact for metrics that are means over samples
-no samples          a rank without samples in a step takes over the other ranks' value
+no samples          a rank without samples in a step takes the other ranks' value
 ==================  ================================================================================
 
 [Note: Lightning's result collection] ``trainer._results`` and its metrics are private; they are
@@ -35,7 +35,7 @@ from lightning_cephalo.ranks.control import ControlGroup
 
 
 class _Samples(int):
-    """A batch size that the user has not given himself."""
+    """A batch size that the user has not given."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class _Logged:
 
 @dataclass(frozen=True)
 class _Combined:
-    """What this rank's microbatches logged under one key, as one value.
+    """The value of one key, combined over this rank's microbatches.
 
     Attributes:
         value: The weighted mean, the sum, or the extreme.
-        weight: Of this rank's value among all ranks'.
-        samples: What Lightning counts it with in the mean of an epoch.
+        weight: Weight of this rank's value among those of all ranks.
+        samples: Weight of the value in Lightning's mean over the epoch.
         scaled: Whether weight and samples are the same quantity.
 
     The value stays a tensor: reading it would make the host wait for the device in every step.
@@ -68,7 +68,7 @@ class _Combined:
 
 @dataclass(frozen=True)
 class _Key:
-    """A logged key as a rank needs to know it that has not logged it itself."""
+    """The description of a logged key for ranks that have not logged it themselves."""
 
     key: str
     options: dict[str, Any]
@@ -85,7 +85,7 @@ class StepLog:
         metrics: The module's torchmetrics objects, by their names.
 
     Attributes:
-        weight: Of this rank's step among all ranks', where no one else says (evaluation).
+        weight: Weight of this rank's step among all ranks', if the step gives none (evaluation).
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class StepLog:
     # -- while microbatches run ---------------------------------------------------------------
 
     def resume(self, microbatch: int) -> None:
-        """A microbatch goes on: collect what it logs."""
+        """Collect the values that a microbatch logs, as it starts or resumes."""
         if self._results is None:
             return
         self._microbatch = microbatch
@@ -113,7 +113,7 @@ class StepLog:
         self._results.update_metrics = self._collect  # on the instance, until pause
 
     def pause(self, microbatch: int) -> None:
-        """A microbatch has parked or returned."""
+        """Stop collecting, as the microbatch has paused or returned."""
         if self._results is not None:
             self._results.__dict__.pop("update_metrics", None)
 
@@ -128,9 +128,12 @@ class StepLog:
             self._metric_values.setdefault(key, {})[self._microbatch] = metric._forward_cache
 
     def note(self) -> tuple[float, ...]:
-        """What all ranks must know: the keys, whether values are shared, samples, and weight."""
+        """Return what all ranks must know of this rank's step.
+
+        These are a checksum of the keys, whether values are synchronised, samples, and weight.
+        """
         self.pause(self._microbatch)
-        # numbers travel as float64, which holds every checksum of 32 bits
+        # numbers travel as float64, which holds every checksum of 32 bits exactly
         updated = ("1" if metric._update_count else "0" for _, metric in self._metrics)
         checksum = zlib.crc32("\n".join([*self._live(), *updated]).encode())
         synced = any(self._synced(key) for key in self._live())
@@ -141,7 +144,7 @@ class StepLog:
         return not sum(self._sample_counts)
 
     def _live(self) -> dict[str, Any]:
-        """Keys logged since they were last reset at the end of an epoch."""
+        """Return the keys logged since they were last reset at the end of an epoch."""
         items = (self._results or {}).items()
         return {
             key: metric
@@ -164,15 +167,15 @@ class StepLog:
         sync: Callable[..., Any],
         total_weight: float | None = None,
     ) -> None:
-        """Combine the values; collective exactly when the notes of all ranks say so.
+        """Combine the values; collective exactly if the notes of all ranks require it.
 
         Args:
-            weights: Of this rank's microbatches.
+            weights: Weights of this rank's microbatches.
             notes: :meth:`note` of every rank.
             control: Messages between ranks.
             module: The LightningModule, which holds the torchmetrics objects that were logged.
             sync: Lightning's reduce function, for keys that this rank has not logged itself.
-            total_weight: Of all microbatches of all ranks; None: the sum of the noted ones.
+            total_weight: Weight of all microbatches of all ranks; None: the sum over the notes.
         """
         samples = sum(row[2] for row in notes)
         total = sum(row[3] for row in notes) if total_weight is None else total_weight
@@ -216,7 +219,7 @@ class StepLog:
             )
 
     def _accumulate(self, key: str, combined: _Combined, weight_of_sample: float) -> None:
-        """Hand Lightning one value for the step, in place of those of the microbatches."""
+        """Pass Lightning one value for the step, in place of those of the microbatches."""
         metric = self._results[key]
         value = combined.value
         if (
@@ -225,7 +228,7 @@ class StepLog:
             and not combined.scaled
             and combined.samples
         ):
-            # Over ranks Lightning weighs with samples; what the step weighs with may be tokens.
+            # Over ranks, Lightning weights values by samples; the step may weight them by tokens.
             accumulated = value * combined.weight / (weight_of_sample * combined.samples)
         else:
             accumulated = value
@@ -245,7 +248,7 @@ class StepLog:
             metric.value = metric._forward_cache
 
     def _share(self, own: dict[str, _Combined], control: ControlGroup, samples: float) -> None:
-        """Values of the step over all ranks, for those that want or lack them."""
+        """Write the step's values over all ranks, for keys that synchronise or lack a value."""
         tensors = [key for key, metric in self._live().items() if metric.is_tensor]
         if not tensors:
             return
@@ -280,7 +283,7 @@ class StepLog:
     ) -> None:
         """Give all ranks the same keys in the same order.
 
-        Lightning synchronises them one after the other at the end of the epoch, unnamed.
+        At the end of the epoch, Lightning synchronises the keys by order, without their names.
         """
         own = [
             _Key(
@@ -326,12 +329,12 @@ class StepLog:
         )
         self._results.batch_size, self._results.dataloader_idx = previous
         metric = self._results[item.key]
-        metric._forward_cache = None  # there is no value of a step to show
+        metric._forward_cache = None  # this step has no value to show
         metric._cephalo_borrowed = True
 
 
 class StepLogs:
-    """Makes the log of each step, and combines it over microbatches and ranks.
+    """Creates the log of each step, and combines it over microbatches and ranks.
 
     Args:
         module: The user's module.
@@ -339,8 +342,8 @@ class StepLogs:
 
     Attributes:
         metrics: The module's torchmetrics objects, by their names.
-        are_combining: Whether values of a step are being combined right now; what Lightning would
-            reduce meanwhile is left alone.
+        are_combining: Whether values of a step are being combined right now; meanwhile the strategy
+            leaves tensors alone that Lightning would reduce.
     """
 
     def __init__(self, module: Any, control: ControlGroup) -> None:
@@ -350,7 +353,7 @@ class StepLogs:
         self._control = control
 
     def of_step(self, sample_counts: Sequence[int]) -> StepLog:
-        """Return the log of a step with microbatches of so many samples."""
+        """Return the log of a step whose microbatches have these numbers of samples."""
         return StepLog(self._module.trainer._results, sample_counts, self.metrics)
 
     def finish(
@@ -360,17 +363,17 @@ class StepLogs:
         weights: Sequence[float],
         sync: Callable[..., Any],
     ) -> None:
-        """Combine what a step has logged; collective exactly when the ranks' notes say so.
+        """Combine the logged values of a step; collective exactly if the ranks' notes require it.
 
         Args:
-            log: Of the step.
-            outcome: Of its forward.
-            weights: Of this rank's microbatches.
+            log: Log of the step.
+            outcome: Outcome of its forward.
+            weights: Weights of this rank's microbatches.
             sync: Lightning's reduce function.
         """
         self.are_combining = True
         try:
-            # evaluation knows no total weight: it is in the notes
+            # evaluation has no total weight: the notes hold the weights
             total = outcome.total_weight or None
             log.finish(weights, outcome.notes, self._control, self._module, sync, total)
         finally:

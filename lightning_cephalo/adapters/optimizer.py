@@ -1,11 +1,11 @@
-"""What needs no DTensors, done without them: element-wise updates, and clipping of gradients.
+"""Runs element-wise updates and gradient clipping on plain local rows instead of DTensors.
 
 Every operator on a DTensor costs a dispatch in Python, many times what the operator itself takes on
-a small tensor, and an active ``TorchFunctionMode`` costs a call in Python for every function and
+a small tensor. An active ``TorchFunctionMode`` costs a call in Python for every function and
 attribute. An element-wise update needs neither: the rows of a parameter, its gradient and its state
-lie on the same rank. So torch's own ``step`` runs as it is, and for the time of its update, after
-the closure and all hooks before it, it finds this rank's rows in place of the DTensors. Before and
-after, users see DTensors: in ``param_groups``, in ``state``, in hooks.
+lie on the same rank. So torch's own ``step`` runs unchanged, but its update finds this rank's rows
+in place of the DTensors. The exchange comes after the closure and after all hooks that run before
+the update. Before and after, users see DTensors: in ``param_groups``, in ``state``, in hooks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, row_spec
 
-# element-wise whatever their options; a subclass may do anything, and goes over DTensors
+# element-wise with any options; a subclass may do anything, and runs on DTensors
 _ELEMENT_WISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-# options under which torch may keep hold of the tensors it was given (graphs)
+# with these options, torch may hold on to the given tensors (graphs)
 _KEPT = ("differentiable", "capturable")
 
 
 def steps_locally(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's update is known to be the same over each rank's rows alone."""
+    """Return whether the optimizer's update is known to be the same on each rank's rows alone."""
     return type(optimizer) in _ELEMENT_WISE and not any(
         group.get(option) for group in optimizer.param_groups for option in _KEPT
     )
@@ -38,9 +38,9 @@ def steps_locally(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def local_update(optimizer: Optimizer) -> Iterator[None]:
-    """While active, ``optimizer.step`` updates this rank's rows as plain tensors, if it may.
+    """While active, ``optimizer.step`` updates this rank's rows as plain tensors, if possible.
 
-    Hooks of the optimizer, its closure and whatever that calls find DTensors.
+    Hooks of the optimizer, its closure and all code that the closure calls find DTensors.
     """
     if not steps_locally(optimizer):
         yield
@@ -52,7 +52,7 @@ def local_update(optimizer: Optimizer) -> Iterator[None]:
         closure = args[1] if len(args) > 1 else options.pop("closure", None)
 
         def closure_and_exchange() -> Any:
-            # gradients are there, and clipped, only when the closure has run
+            # gradients exist, and are clipped, only after the closure has run
             outcome = closure() if closure is not None else None
             exchange.show_rows()
             return outcome
@@ -63,7 +63,7 @@ def local_update(optimizer: Optimizer) -> Iterator[None]:
         exchange.show_dtensors()
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-    # Private: there is no public way to come before the user's own hooks, which must find DTensors.
+    # Private: there is no public way to run before the user's own hooks, which must find DTensors.
     hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handles[1].id, last=False)
     try:
@@ -97,7 +97,10 @@ class _Exchange:
                     }
 
     def show_dtensors(self) -> None:
-        """Put the DTensors back, with what the update has added to the state; once."""
+        """Put the DTensors back, with the update's additions to the state.
+
+        Does nothing unless rows are shown.
+        """
         if self._state is None:
             return
         optimizer, by_rows = self._optimizer, self._optimizer.state
@@ -112,9 +115,9 @@ class _Exchange:
 
 
 def _take_over(entries: dict[str, Any], by_rows: dict[str, Any], parameter: Tensor) -> None:
-    """Put into a parameter's state what is new in that of its rows."""
+    """Add the new entries of its rows' state to a parameter's state."""
     for name, value in by_rows.items():
-        # what was updated in place is known already
+        # the parameter's state has entries that were updated in place already
         if name not in entries or local_part(entries[name]) is not value:
             entries[name] = _as_state(name, value, parameter)
 
@@ -128,17 +131,17 @@ def _as_state(name: str, value: Any, parameter: Tensor) -> Any:
 
 
 def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
-    """Scale gradients down to a norm over all of them and all ranks; collective.
+    """Scale gradients down to a norm over all gradients and all ranks; collective.
 
-    One message for the whole; otherwise what ``torch.nn.utils.clip_grad_norm_`` does.
+    Sends one message for all gradients; otherwise like ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
-        parameters: DTensors in rows or with a copy on every rank; those without gradients count
-            for nothing.
-        largest: The norm that the gradients may have.
+        parameters: DTensors in rows or with a copy on every rank; those without gradients are
+            ignored.
+        largest: The largest norm that the gradients may have.
 
     Returns:
-        The norm that they had.
+        The norm before clipping.
     """
     with _without_torch_functions(), torch.no_grad():
         held = [parameter for parameter in parameters if parameter.grad is not None]
@@ -158,21 +161,21 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
 
 
 def _square_of_norm(gradients: list[Any], device: torch.device) -> Tensor:
-    if not gradients:  # torch's norm of nothing is on the CPU: copying it waits for the device
+    if not gradients:  # torch's norm of no tensors is on the CPU: copying it waits for the device
         return torch.zeros((), dtype=torch.float64, device=device)
-    # in double precision the square of what is not infinite in single precision is not either
+    # in double precision, the square of a finite single-precision number is finite
     return torch.nn.utils.get_total_norm(gradients).to(device, torch.float64).square()
 
 
 def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
-    """Cut every element of the gradients off at plus and minus ``largest``."""
+    """Clamp every element of the gradients to between minus and plus ``largest``."""
     with _without_torch_functions(), _rows_of(list(parameters)) as rows:
         torch.nn.utils.clip_grad_value_(rows, largest)
 
 
 @contextmanager
 def _rows_of(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """This rank's rows of parameters, which hold their gradients' rows meanwhile."""
+    """Yield this rank's rows of parameters, which hold the rows of their gradients inside."""
     rows = [local_part(parameter) for parameter in parameters]
     try:
         for parameter, own in zip(parameters, rows, strict=True):
@@ -186,8 +189,8 @@ def _rows_of(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _without_torch_functions() -> Any:
-    """No ``TorchFunctionMode`` sees what runs inside.
+    """Return a context inside which no ``TorchFunctionMode`` sees any call.
 
-    Private: torch has no public way to suspend a mode that is not its own innermost.
+    Private: torch has no public way to suspend a mode that is not the innermost one.
     """
     return torch._C.DisableTorchFunction()

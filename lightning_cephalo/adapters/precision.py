@@ -1,8 +1,8 @@
-"""What precision plugins must do differently when gradients lie in shards.
+"""Adapts precision plugins to gradients in shards.
 
-Clipping by norm and by value would be right as it is: the optimizer's parameters are DTensors,
-whose norm is that of all ranks. It is quicker over this rank's rows, with one message for all. A
-gradient scaler needs one thing: ranks must agree whether a step overflowed.
+Clipping by norm and by value would be correct unchanged: the optimizer's parameters are DTensors,
+whose norm is that of all ranks. It is faster over this rank's rows, with one message for all
+gradients. A gradient scaler needs one change: ranks must agree whether a step overflowed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_cephalo.sharding.placement import local_part
 
 
 class RanksGradScaler(torch.amp.GradScaler):
-    """A gradient scaler whose verdict on overflow is that of all ranks.
+    """A gradient scaler that detects an overflow on any rank.
 
     Overrides ``_unscale_grads_``, which torch's own sharded scaler does as well
     (``torch/distributed/fsdp/sharded_grad_scaler.py``): there is no public hook.
@@ -60,21 +60,21 @@ class _OverRows(lightning.Precision):
         clip_by_norm(self.main_params(optimizer), clip_val)
 
 
-# named as Lightning's: checkpoints keep a plugin's state under the name of its class
+# named like Lightning's classes: checkpoints hold a plugin's state under the name of its class
 class Precision(_OverRows, lightning.Precision):
-    """Lightning's, over rows."""
+    """Lightning's plugin, with clipping over rows."""
 
 
 class MixedPrecision(_OverRows, lightning.MixedPrecision):
-    """Lightning's, over rows."""
+    """Lightning's plugin, with clipping over rows."""
 
 
 class HalfPrecision(_OverRows, lightning.HalfPrecision):
-    """Lightning's, over rows."""
+    """Lightning's plugin, with clipping over rows."""
 
 
 class DoublePrecision(_OverRows, lightning.DoublePrecision):
-    """Lightning's, over rows."""
+    """Lightning's plugin, with clipping over rows."""
 
 
 _PLUGINS: dict[type[lightning.Precision], type[lightning.Precision]] = {
@@ -86,11 +86,11 @@ _PLUGINS: dict[type[lightning.Precision], type[lightning.Precision]] = {
 
 
 def adapt(plugin: lightning.Precision | None) -> lightning.Precision | None:
-    """Make a precision plugin fit for sharded gradients.
+    """Adapt a precision plugin to sharded gradients.
 
     Returns:
-        The plugin itself, if it is of a class that Lightning does not have; else one that clips
-        over rows and shares the attributes of the given one.
+        The plugin itself, if its class is not one of Lightning's; else a plugin that clips over
+        rows and shares the attributes of the given one.
     """
     own = None if plugin is None else _PLUGINS.get(type(plugin))
     if own is not None:
@@ -113,15 +113,15 @@ def adapt(plugin: lightning.Precision | None) -> lightning.Precision | None:
 
 
 def compute_dtype(plugin: lightning.Precision) -> torch.dtype | None:
-    """Dtype in which parameters are gathered, None for their own.
+    """Return the dtype in which parameters are gathered; None for their own.
 
-    Half precision ("bf16-true") applies to what is gathered and computed; the master copy that the
-    optimizer updates stays in full precision.
+    Half precision ("bf16-true") applies to gathered parameters and to compute. The master copy that
+    the optimizer updates stays in full precision.
     """
     return plugin._desired_input_dtype if isinstance(plugin, lightning.HalfPrecision) else None
 
 
 def loss_factor(plugin: lightning.Precision) -> float:
-    """Factor that the gradient scaler wants on every loss."""
+    """Return the factor of the gradient scaler for every loss; 1 without a scaler."""
     scaler: Any = getattr(plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None else 1.0

@@ -1,4 +1,4 @@
-"""Functions of sharded gradients and weights that DTensor gets wrong: mended, or refused."""
+"""Corrects or rejects functions of sharded gradients and weights that DTensor gets wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_cephalo.common.errors import UnsupportedError
 
-# functions that DTensor gets wrong, or dies of, when rows are divided unevenly
+# functions that DTensor gets wrong, or crashes on, when rows are divided unevenly
 _MIXING = {
     *("mean", "nanmean", "matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "einsum", "linear"),
     *("addmm", "addmm_", "addmv", "addmv_", "baddbmm", "baddbmm_", "flatten", "svd", "qr"),
@@ -19,12 +19,13 @@ _LINALG_NORMS = {"linalg_norm", "linalg_vector_norm"}
 
 
 class RowsArithmetic(TorchFunctionMode):
-    """While active, functions of sharded tensors give right numbers or raise.
+    """While active, functions of sharded tensors return correct numbers or raise.
 
-    DTensor takes rows for evenly divided, wherever a function derives new tensors: it averages the
-    ranks' means as if all held equally many rows, and multiplies matrices by gathering rows that
-    are not there. And Lightning's ``grad_norm`` makes one tensor of all norms, which torch cannot
-    do with DTensors. Every rank must call the same functions, since some communicate.
+    DTensor assumes evenly divided rows wherever a function derives new tensors. It averages the
+    ranks' means as if all ranks held equally many rows, and it multiplies matrices by gathering
+    rows that do not exist. In addition, Lightning's ``grad_norm`` makes one tensor of all norms,
+    which torch cannot do with DTensors. Every rank must call the same functions, since some
+    communicate.
 
     Raises:
         UnsupportedError: For functions that mix rows.
@@ -34,7 +35,7 @@ class RowsArithmetic(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # not `types`: DTensor takes no part in torch functions, so that it is not named there
+        # not `types`: DTensor does not override torch functions, so it is not listed there
         if not any(isinstance(value, DTensor) for value in args):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 class SamplerTakeover:
-    """Takes the insertion of samplers over from a Trainer, until it is given back.
+    """Takes over the insertion of samplers from a Trainer, until it is given back.
 
     Private: ``_accelerator_connector`` is the only way to get the user's own loader;
     tests/lightning/test_data_order.py fails when it changes.
 
     Attributes:
-        deals: Whether dataloaders are dealt here: not if the user has said
-            ``use_distributed_sampler=False`` and deals the samples himself.
+        deals: Whether dataloaders are dealt here. False if the user deals the samples and has set
+            ``use_distributed_sampler=False``.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class SamplerTakeover:
         connector.use_distributed_sampler = False
 
     def give_back(self, trainer: Trainer) -> None:
-        """Give the Trainer its own setting back."""
+        """Restore the Trainer's own setting."""
         if self._is_taken:
             trainer._accelerator_connector.use_distributed_sampler = self.deals
         self.deals = self._is_taken = False

@@ -36,10 +36,10 @@ _FUSED = ("Adam", "AdamW")
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
-    """Raise for what cannot work, before anything is measured or sharded.
+    """Raise for unsupported features, before anything is measured or sharded.
 
     Raises:
-        UnsupportedError: Named are the feature, the reason and the way out.
+        UnsupportedError: The message names the feature, the reason and the way out.
     """
     if not module.automatic_optimization:
         raise UnsupportedError(
@@ -84,7 +84,7 @@ def refuse_synchronising_metrics(metrics: Sequence[tuple[str, Any]]) -> None:
     """Raise for torchmetrics that communicate inside a step.
 
     Raises:
-        UnsupportedError: Named are the metrics and the way out.
+        UnsupportedError: The message names the metrics and the way out.
     """
     found = [name for name, metric in metrics if metric.dist_sync_on_step]
     if found:
@@ -96,10 +96,10 @@ def refuse_synchronising_metrics(metrics: Sequence[tuple[str, Any]]) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> None:
-    """Raise if an optimizer cannot work on shards or holds other parameters than the model's.
+    """Raise if an optimizer cannot work on shards or holds parameters other than the model's.
 
     Raises:
-        UnsupportedError: Named are the optimizer and the way out.
+        UnsupportedError: The message names the optimizer and the way out.
     """
     if len(optimizers) > 1:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""The torchmetrics objects of a module, and what their states must look like to be synchronised."""
+"""Finds the torchmetrics objects of a module, and prepares their states to be synchronised."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchmetrics import Metric
 
 
 def metrics_of(module: torch.nn.Module) -> list[tuple[str, Metric]]:
-    """Names and objects of the torchmetrics that a module holds."""
+    """Return the names and objects of the torchmetrics that a module holds."""
     return [(name, inner) for name, inner in module.named_modules() if isinstance(inner, Metric)]
 
 
 def states_of(metrics: Sequence[tuple[str, Metric]]) -> dict[str, dict[str, Any]]:
-    """Per metric that was updated, how its states look: dtype and shape, of lists that of a row."""
+    """Return dtype and shape of the states of every updated metric; of lists, those of a row."""
     found: dict[str, dict[str, Any]] = {}
     for name, metric in metrics:
         if not metric._update_count:
@@ -34,11 +34,11 @@ def states_of(metrics: Sequence[tuple[str, Metric]]) -> dict[str, dict[str, Any]
 def prepare_states(
     metrics: Sequence[tuple[str, Metric]], everyone: Sequence[dict[str, Any]], idle: bool
 ) -> None:
-    """Make metrics ready to be synchronised that other ranks have updated and this one has not.
+    """Prepare metrics for synchronisation that other ranks have updated and this one has not.
 
-    Left alone, torchmetrics sends an empty float tensor of one dimension for an empty list, and a
-    state of the shape it starts with, whatever the other ranks send: the process group does not
-    raise then, it aborts the process.
+    Otherwise torchmetrics sends an empty float tensor of one dimension for an empty list, and a
+    state in its initial shape, whatever the other ranks send. The process group then does not raise
+    but aborts the process.
     """
     for name, metric in metrics:
         looks = next((looks[name] for looks in everyone if name in looks), None)
@@ -53,5 +53,5 @@ def prepare_states(
                 empty = torch.empty((0, *shape), dtype=dtype, device=metric.device)
                 setattr(metric, attribute, [empty])
         if idle:
-            # or it warns that it was never updated, which is as it should be
+            # otherwise it warns that it was never updated, which is correct on an idle rank
             metric._update_count = 1

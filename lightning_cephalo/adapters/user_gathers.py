@@ -1,4 +1,4 @@
-"""Rejects collectives of the user's own step where some rank would not join them."""
+"""Rejects collectives of the user's own step if some rank would not join them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_cephalo.ranks.control import ControlGroup
 
 
 class UserGathers:
-    """Watches ``all_gather`` inside steps, of which ranks run different numbers of microbatches.
+    """Checks ``all_gather`` inside steps, where ranks may run different numbers of microbatches.
 
     Args:
         control: Messages between the ranks.
@@ -21,14 +21,14 @@ class UserGathers:
         self._equal_microbatches = equal_microbatches
         self._stages: set[str] = set()
         self._own = (0, False)
-        self._planned: tuple[int, ...] = ()  # none while ranks are measured
+        self._planned: tuple[int, ...] = ()  # empty while ranks are measured
 
     def expect(self, planned: Sequence[int]) -> None:
-        """Note how many microbatches of every rank the plan says."""
+        """Set how many microbatches the plan gives every rank."""
         self._planned = tuple(planned)
 
     def before_step(self, stage: str, microbatches: int, *, failed: bool = False) -> None:
-        """Check that all ranks would join, where the steps of this stage gather; collective.
+        """Check that all ranks would join, if the steps of this stage gather; collective.
 
         Args:
             stage: "training" or "evaluation".
@@ -36,31 +36,32 @@ class UserGathers:
             failed: Whether it runs none because its batch cannot be cut.
 
         Raises:
-            UnsupportedError: With the way out.
+            UnsupportedError: If some rank would not join; the message gives the way out.
         """
         self._own = (microbatches, failed)
         if stage in self._stages:
             self._compare()
 
     def called(self, training: bool) -> None:
-        """Refuse a gather in a microbatch that some rank would not join; collective.
+        """Reject a gather in a microbatch that some rank would not join; collective.
 
         Args:
-            training: Whether this is a training step; else one of evaluation.
+            training: Whether this is a training step; else an evaluation step.
 
         Raises:
-            UnsupportedError: With the way out.
+            UnsupportedError: If some rank would not join; the message gives the way out.
         """
         if not training:
-            # a step of evaluation is one call on each rank; on a rank without samples, none
+            # an evaluation step is one call on each rank with samples, and none on others
             self._stages.add("evaluation")
         elif not self._planned:
             _refuse_collectives_unless(self._equal_microbatches)
         else:
             _refuse_unequal_collectives(self._planned)
             if "training" not in self._stages:
-                # The first one. Ranks are all in their first microbatch, so they can still talk;
-                # from now on they do so before each step, as a smaller last step may differ.
+                # The first gather: all ranks are in their first microbatch, so they can still
+                # communicate. From now on they compare before each step, since a smaller last
+                # step may differ.
                 self._stages.add("training")
                 self._compare()
 
@@ -75,7 +76,7 @@ def _refuse_unequal_collectives(counts: Sequence[int]) -> None:
     """Raise if ranks run different numbers of microbatches.
 
     Raises:
-        UnsupportedError: With the way out.
+        UnsupportedError: The message gives the way out.
     """
     if len(set(counts)) > 1:
         raise UnsupportedError(
@@ -89,7 +90,7 @@ def _refuse_collectives_unless(equal_microbatches: bool) -> None:
     """Raise for a collective in a step that is measured, before there is a plan.
 
     Raises:
-        UnsupportedError: With the way out.
+        UnsupportedError: The message gives the way out.
     """
     if not equal_microbatches:
         raise UnsupportedError(

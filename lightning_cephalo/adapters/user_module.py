@@ -1,4 +1,4 @@
-"""What cephalo reads from the user's module, and switches off in it while it trains."""
+"""Reads properties of the user's module, and switches its caches off during training."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
 
 
 def has_running_statistics(module: nn.Module) -> bool:
-    """Whether training changes buffers that differ between ranks (batch normalisation)."""
+    """Return whether training changes buffers that differ between ranks (batch normalisation)."""
     return any(getattr(inner, "running_mean", None) is not None for inner in module.modules())
 
 
 def smallest_microbatch(module: nn.Module) -> int:
-    """Two where batch normalisation needs more than one value per channel, else one."""
+    """Return 2 if batch normalisation needs more than one value per channel, else 1."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     return 2 if any(isinstance(inner, kinds) for inner in module.modules()) else 1
 
 
 def step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:
-    """Arguments for ``training_step`` as Lightning's loop gives them for its first batch."""
+    """Return arguments for ``training_step`` as Lightning's loop passes for its first batch."""
     parameters = inspect.signature(module.training_step).parameters
     return (batch, 0) if "batch_idx" in parameters or len(parameters) > 1 else (batch,)
 
 
 class SwitchedOffCaches:
-    """Key-value caches of Hugging Face models, off while training.
+    """Switches off the key-value caches of Hugging Face models during training.
 
-    They are for generation; in training every block would keep its keys and values until the end
-    of the step, and append them a second time when it is computed again. Hugging Face switches
+    The caches are for generation. In training, every block would retain its keys and values until
+    the end of the step, and append them a second time when it is recomputed. Hugging Face switches
     them off for its own gradient checkpointing too.
     """
 
@@ -48,7 +48,7 @@ class SwitchedOffCaches:
             self._configs.append(config)
 
     def restore(self) -> None:
-        """Switch them on again."""
+        """Switch the caches on again."""
         for config in self._configs:
             config.use_cache = True
         self._configs = []

@@ -1,1 +1,1 @@
-"""What watches a run: timing, memory, traces, reports."""
+"""Observes a run: timing, memory, traces, reports."""

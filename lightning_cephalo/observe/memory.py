@@ -1,9 +1,9 @@
-"""What a rank holds: one account of it by kind, and the one meter that measures it.
+"""Measures the memory that a rank holds, and accounts for it by kind.
 
 The planner predicts a :class:`RankMemory`; training and profiling measure one with a
-:class:`MemoryMeter`. A device with an allocator of its own knows its peak, and so does an emulated
-one: the meter reads it, which costs nothing. On the CPU the meter counts the bytes of live tensors,
-operator by operator, which takes time: nothing is timed meanwhile.
+:class:`MemoryMeter`. A device with its own allocator knows its peak, and so does an emulated
+device. The meter reads that peak, which costs nothing. On the CPU the meter counts the bytes of
+live tensors, operator by operator. This takes time, so nothing is timed meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan.program import Instruction
 from lightning_cephalo.sharding.placement import local_part
 
-# The first step makes what the optimizer keeps: from the second on all steps are alike.
+# The first step creates the optimizer state; from the second step on, all steps are alike.
 COUNTED_STEP = 2
 
 
@@ -34,19 +34,20 @@ COUNTED_STEP = 2
 class RankMemory:
     """Bytes of one rank; None where a figure is not known.
 
-    Each kind is the most of it that was held at once, at whatever moment of the step, except for
-    ``inside_bytes``: that is what the peak has beside all others (0 if it came while there was less
-    of those), as in the planner's formula. So the kinds sum to the peak, or to more.
+    Each kind is the largest amount of it that was held at any moment of the step. The exception is
+    ``inside_bytes``: the peak minus all other kinds, as in the planner's formula. It is 0 if the
+    peak came while there was less of the others. So the kinds sum to the peak, or to more.
 
     Attributes:
-        peak_bytes: Most bytes held at once.
-        state_bytes: This rank's part of parameters, gradients and what the optimizer keeps of them.
+        peak_bytes: Most bytes held at the same time.
+        state_bytes: This rank's share of parameters, gradients and optimizer state.
         gathered_bytes: Full parameters of gathered units.
-        gradients_bytes: Full gradients of units, and what a reduce receives into.
-        boundaries_bytes: What is kept of the samples between forward and backward: the samples,
-            boundary activations, and the inside of units where it is not recomputed.
-        inside_bytes: What one microbatch takes in a unit, or in the root, while it is there.
-        other_bytes: What rests beside all this: buffers, counters, libraries' workspaces.
+        gradients_bytes: Full gradients of units, and the buffers that a reduce receives into.
+        boundaries_bytes: Retained between forward and backward: the samples, boundary activations,
+            and the inside of units where it is not recomputed.
+        inside_bytes: Memory that one microbatch takes in a unit, or in the root, while it runs.
+        other_bytes: Everything else that is held all the time: buffers, counters, libraries'
+            workspaces.
         step: The training step that was counted, from 1; None where all steps were (or none).
     """
 
@@ -71,7 +72,7 @@ class MemoryMeter:
         print(meter.peak_bytes)
 
     Args:
-        figures: The device's own; None: the meter counts the bytes of live tensors.
+        figures: The device's own figures; None: the meter counts the bytes of live tensors.
         tracker: Counts live tensors where the device has no figures.
     """
 
@@ -81,21 +82,21 @@ class MemoryMeter:
 
     @property
     def is_free(self) -> bool:
-        """Whether steps take no longer for being measured."""
+        """Whether measuring does not slow steps down."""
         return self._tracker is None
 
     @property
     def current_bytes(self) -> int:
-        """Held now."""
+        """Bytes held now."""
         return self._figures.current_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes held at once since the measurement began."""
+        """Most bytes held at the same time since the measurement began."""
         return self._figures.peak_bytes
 
     def restart(self) -> None:
-        """Begin a new peak with what is held now."""
+        """Begin a new peak with the bytes held now."""
         self._figures.reset_peak()
 
     @contextmanager
@@ -103,8 +104,8 @@ class MemoryMeter:
         """Measure what happens inside.
 
         Args:
-            made_before: Tensors and modules to count although they exist already. A device with
-                figures of its own counts all that exists.
+            made_before: Tensors and modules to count although they exist already. A device with its
+                own figures counts everything that exists.
         """
         if self._tracker is None:
             self.restart()
@@ -128,14 +129,14 @@ class MemoryMeter:
 
 
 class TrainingMemory(Observer):
-    """Follows a training through its steps, and accounts for what it holds.
+    """Follows a training through its steps, and accounts for its memory.
 
-    The peak is that of all steps where the meter is free, else that of one step. The kinds are
-    looked at in one step everywhere, before each of its instructions.
+    The peak is that of all steps if the meter is free, else that of one step. The kinds are always
+    read in one step only, before each of its instructions.
 
     Args:
         model: The sharded model.
-        optimizers: Those that step.
+        optimizers: The optimizers that step.
     """
 
     def __init__(self, model: ShardedModel, optimizers: Sequence[Optimizer]) -> None:
@@ -150,12 +151,12 @@ class TrainingMemory(Observer):
 
     @property
     def slowed(self) -> bool:
-        """Whether the last step took longer for being counted."""
+        """Whether counting made the last step slower."""
         return self._steps == COUNTED_STEP and not self._meter.is_free
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step: the forward, the backward, and the optimizer's."""
+        """Measure a step inside: the forward, the backward, and the optimizer's update."""
         self._steps += 1
         if self._steps != COUNTED_STEP:
             yield
@@ -182,7 +183,7 @@ class TrainingMemory(Observer):
         return made
 
     def before_forward(self, batch: Any) -> None:
-        """Called with the step's batch, before it is cut."""
+        """Read the memory at rest; called with the step's batch, before it is cut."""
         if not self._is_counting:
             return
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -191,13 +192,13 @@ class TrainingMemory(Observer):
         self._other = resting - self._state_bytes() - self._buffers()
 
     def after_forward(self) -> None:
-        """Called between the forward and the backward, when all boundaries are there."""
+        """Read the boundaries; called between the forward and the backward, when all exist."""
         if self._is_counting:
             held = self._meter.current_bytes
             self._boundaries = held - self._state_bytes() - self._other - self._buffers()
 
     def measured(self) -> RankMemory | None:
-        """What was measured; None before the counted step."""
+        """Return the measured memory; None before the counted step."""
         if not self._has_counted:
             return None
         peak = max(self._peak, self._meter.peak_bytes) if self._meter.is_free else self._peak
@@ -225,7 +226,7 @@ class TrainingMemory(Observer):
         return self._gathered_bytes() + self._gradient_bytes()
 
     def _gathered_bytes(self) -> int:
-        # idle buffers are held as well
+        # idle buffers count as well
         lent = sum(pool.held_bytes for pool in self._model.parameter_pools)
         own = [flat.full for flat in self._model.flats if not flat.is_lent]
         return lent + distinct_bytes(own)
@@ -238,7 +239,7 @@ class TrainingMemory(Observer):
         flats = self._model.flats
         held = [flat.shard for flat in flats]
         held += [flat.grad_shard for flat in flats if flat.grad_shard is not None]
-        # a counter of every parameter whatever this rank's share is no part of the state
+        # not part of the state: a counter per parameter, which does not depend on the share
         held += [local_part(v) for v in _state_of(self._optimizers) if isinstance(v, DTensor)]
         return distinct_bytes(held)
 

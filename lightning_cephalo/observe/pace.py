@@ -1,4 +1,4 @@
-"""What each rank's steps took, beside what the plan said, and whether a rank's speed changed."""
+"""Compares each rank's measured steps with the plan, and detects changes of a rank's speed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.table import Table
 from lightning_cephalo.common.quantities import format_seconds
 from lightning_cephalo.plan import RankPlan
 
-# Steps that count for nothing: caches fill, allocators grow, processors wake up.
+# Steps that are not counted: caches fill, allocators grow, processors wake up.
 WARM_UP_STEPS = 3
-# With fewer steps there is no telling a change from noise.
+# With fewer steps, a change cannot be distinguished from noise.
 _FEWEST_STEPS = 8
-# A change by less than this factor, or by less than this share of the step, is no news.
+# A change by less than this factor, or by less than this share of the step, is not reported.
 _FACTOR, _SHARE_OF_STEP = 1.5, 0.1
 _RANKS_IN_FULL = 24
 _AGAIN = "the plan was made for another speed. Start again to measure and plan anew."
@@ -24,11 +24,11 @@ _AGAIN = "the plan was made for another speed. Start again to measure and plan a
 
 @dataclass(frozen=True)
 class Drift:
-    """A rank that did not keep its speed.
+    """A slowdown of one rank.
 
     Attributes:
-        factor: How many times longer its work took in the end than in the beginning.
-        step: Number of the first slow step, counted from 1; about.
+        factor: How many times longer its work took at the end than at the beginning.
+        step: Approximate number of the first slow step, counted from 1.
     """
 
     factor: float
@@ -37,17 +37,18 @@ class Drift:
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """One rank's steps, as medians without the first three where there are more.
+    """One rank's steps, as medians without the first three if there are more.
 
     Attributes:
-        rank: Which.
-        name: Of its device.
-        steps: How many were counted.
-        step_s: Of a whole step, the optimizer's included.
-        busy_s: Of this rank's own work in the forward and the backward.
-        waiting_s: In the same, of waiting for gathers, reduces, and the other ranks.
-        predicted_busy_s: What the plan said of ``busy_s``; None for a plan without predictions.
-        drift: Whether it became slower in mid-run.
+        rank: The rank.
+        name: Name of its device.
+        steps: Number of counted steps.
+        step_s: Seconds of a whole step, the optimizer's included.
+        busy_s: Seconds of this rank's own work in the forward and the backward.
+        waiting_s: Seconds in the forward and the backward of waiting for gathers, reduces, and the
+            other ranks.
+        predicted_busy_s: The plan's prediction of ``busy_s``; None for a plan without predictions.
+        drift: Its slowdown during the run; None if it kept its speed.
     """
 
     rank: int
@@ -61,33 +62,35 @@ class MeasuredRank:
 
     @property
     def waiting_share(self) -> float:
-        """The part of a step in which it waits, 0 to 1."""
+        """The fraction of a step in which the rank waits, 0 to 1."""
         return self.waiting_s / self.step_s if self.step_s else 0.0
 
     @property
     def over_prediction(self) -> float | None:
-        """Measured over predicted work; None where nothing was predicted."""
+        """Measured work divided by predicted work; None without a prediction."""
         return self.busy_s / self.predicted_busy_s if self.predicted_busy_s else None
 
 
 def predicted_busy_s(plan: RankPlan, units: int) -> float | None:
-    """Seconds of a rank's own work in a step of so many units; None if the plan does not say."""
+    """Return a rank's predicted seconds of work in a step of ``units`` units; None without one."""
     if plan.forward_s is None or plan.backward_s is None or plan.tail_s is None:
         return None
     return units * (plan.forward_s + plan.backward_s) + plan.tail_s
 
 
 def counted(values: Sequence[float]) -> Sequence[float]:
-    """Without the steps that warm up, if there are others."""
+    """Return the values without those of the warm-up steps, if there are others."""
     return values[WARM_UP_STEPS:] or values
 
 
 def drift_of(busy_s: Sequence[float], step_s: float) -> Drift | None:
-    """Whether the last quarter of the steps took far longer than the first; None if not.
+    """Return the slowdown if the last quarter of the steps took far longer than the first.
+
+    None if it did not, or if there are too few steps.
 
     Args:
-        busy_s: Of every step from the first on, those that warm up included.
-        step_s: Of a whole step.
+        busy_s: Seconds of own work in every step from the first on, warm-up steps included.
+        step_s: Seconds of a whole step.
     """
     values = counted(busy_s)
     if len(busy_s) <= WARM_UP_STEPS or len(values) < _FEWEST_STEPS:
@@ -96,7 +99,7 @@ def drift_of(busy_s: Sequence[float], step_s: float) -> Drift | None:
     before_s, after_s = median(values[:quarter]), median(values[-quarter:])
     if after_s <= _FACTOR * before_s or after_s - before_s <= _SHARE_OF_STEP * step_s:
         return None
-    # the step that best parts quick ones before from slow ones after it
+    # find the step that best separates quick steps before it from slow steps after it
     between_s = sqrt(before_s * after_s)
     slow = [value > between_s for value in values]
     misplaced = sum(not each for each in slow)
@@ -109,9 +112,9 @@ def drift_of(busy_s: Sequence[float], step_s: float) -> Drift | None:
 
 
 def busy_table(ranks: Sequence[MeasuredRank]) -> Table:
-    """Every rank's own work, predicted and measured, and how long it waited.
+    """Return a table of every rank's work, predicted and measured, and of its waiting.
 
-    Beyond 24 ranks only those that waited least: the others waited for them.
+    Of more than 24 ranks, only the 24 that waited least are shown: the others waited for them.
     """
     shown, title = list(ranks), "Work of each rank in a step"
     if len(ranks) > _RANKS_IN_FULL:
@@ -137,7 +140,7 @@ def busy_table(ranks: Sequence[MeasuredRank]) -> Table:
 
 
 def remarks(ranks: Sequence[MeasuredRank]) -> list[str]:
-    """Sentences on ranks whose speed was not that of the plan; none if all is well."""
+    """Return sentences on ranks whose speed differs from the plan's; none if all is well."""
     drifts = {rank.rank: rank.drift for rank in ranks if rank.drift is not None}
     working = {rank.rank for rank in ranks if rank.busy_s > _SHARE_OF_STEP * rank.step_s}
     factors = [drift.factor for drift in drifts.values()]
@@ -154,7 +157,7 @@ def remarks(ranks: Sequence[MeasuredRank]) -> list[str]:
                 f"Rank {_named(rank)} became {rank.drift.factor:.1f} times slower from about step"
                 f" {rank.drift.step}: {_AGAIN}"
             )
-    # what slows all ranks alike leaves their shares as good as they were
+    # a slowdown of all ranks alike leaves the shares of the plan right
     over = {rank.rank: rank.over_prediction for rank in ranks}
     known = [factor for factor in over.values() if factor is not None]
     common = max(1.0, min(known, default=1.0))

@@ -11,14 +11,14 @@ from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
 from lightning_cephalo.plan.timeline import Event, Stream
 
-# What was done already is "waited for" in a microsecond or two: that is no event.
+# Waiting for work that is already done takes a microsecond or two: that is no event.
 _NO_WAITING_S = 1e-5
 _COPIES = frozenset({Operation.OFFLOAD, Operation.FETCH})
 
 
 @dataclass(frozen=True)
 class _Span:
-    """What has begun; done at the last of its ends, of which there must be ``parts``."""
+    """Work that has begun. It is done at the last of its ends, of which there must be ``parts``."""
 
     stream: Stream
     instruction: Instruction
@@ -28,16 +28,16 @@ class _Span:
 
 
 class Recorder(Observer):
-    """Records steps of one rank; of several, the last.
+    """Records steps of one rank; retains only the last one.
 
-    Compute is what the host spends on it, or what a device does for which it queues kernels. A
-    collective is under way from when it is issued until the backend says that it is done; it is
-    left out where a backend does not say.
+    Compute is timed on the host, or on the device where the host queues kernels for one. A
+    collective lasts from its issue until the backend reports that it is done. It is left out if
+    the backend does not report this.
 
     Args:
-        marks: Of the device.
-        now: Marks the present, when the device has done what it was given; None: the marks' way,
-            which is enough for a real device.
+        marks: The device's marks.
+        now: Marks the present once the device has done all issued work; None: the marks' own
+            ``now``, which is enough for a real device.
         records_copies: Whether copies to and from the host are done when their instruction ends.
     """
 
@@ -76,7 +76,7 @@ class Recorder(Observer):
             try:
                 self._marks.when_done(work, span.ends.append)
             except (RuntimeError, NotImplementedError):
-                return  # this backend does not say
+                return  # this backend does not report when it is done
         if works:
             self._spans.append(span)
 
@@ -85,7 +85,7 @@ class Recorder(Observer):
 
     def after_wait(self, instruction: Instruction) -> None:
         self._met = self._marks.now()
-        # what is issued next in the same instruction has begun no earlier
+        # the next collective of the same instruction begins no earlier than now
         self._began = self._now()
         waited = replace(instruction, operation=Operation.WAIT)
         self._spans.append(_Span(Stream.COMPUTE, waited, self._waits_since, ends=[self._met]))
@@ -96,7 +96,7 @@ class Recorder(Observer):
         self._finished, self._spans = self._spans, []
 
     def events(self, rank: int) -> tuple[Event, ...]:
-        """The last finished step, by start, in seconds of this host's ``time.perf_counter``."""
+        """Return the last finished step, by start, in seconds of this host's ``perf_counter``."""
         host_s, found = self._marks.host_s, []
         for span in self._finished:
             if len(span.ends) < span.parts:
@@ -109,5 +109,5 @@ class Recorder(Observer):
 
     @property
     def met_s(self) -> float | None:
-        """When all ranks last met in that step: at the same time, whatever their clocks say."""
+        """When all ranks last met in that step: the same moment for all, whatever their clocks."""
         return None if self._met is None else self._marks.host_s(self._met)

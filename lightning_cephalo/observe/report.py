@@ -1,6 +1,6 @@
-"""Tables for people: who does what and what is predicted of it, and how that compares afterwards.
+"""Shows plans, and predictions next to measurements, as tables on the terminal.
 
-Formatting only. What a plan does not predict shows as a dash.
+Formatting only. A figure that a plan does not predict shows as a dash.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ def plan_table(
     units: int | None = None,
     title: str = "Plan",
 ) -> Table:
-    """Return a plan as a table: a row for each rank, and below it the prediction for the whole.
+    """Return a plan as a table: a row for each rank, and below them the prediction for the step.
 
-    Beyond 24 ranks, neighbours that show the same share a row, such as "128 × A6000", with what
-    each of them does. What happens to activations is a column where the plan says it of any rank.
+    Beyond 24 ranks, neighbours with equal values share a row, such as "128 × A6000"; the values
+    are those of each rank. The table has a column for activations if the plan decides about them
+    on any rank.
 
     Args:
-        plan: what to show.
-        devices: a name for each rank, in rank order; without it, the names in the plan.
-        units: how many units the model has. With it, a rank's predicted time is that of a whole
-            step, and as a share of the step; without it, that of one unit.
+        plan: the plan to show.
+        devices: a name for each rank, in rank order; None: the names in the plan.
+        units: number of the model's units. With it, a rank's predicted time is that of a whole
+            step, also as a share of the step; without it, that of one unit.
         title: the table's heading.
 
     Raises:
-        ValueError: ``devices`` has another length than the plan has ranks.
+        ValueError: if ``devices`` has another length than the plan has ranks.
     """
     if devices is not None and len(devices) != plan.world_size:
         raise ValueError(
@@ -93,14 +94,14 @@ def plan_table(
 
 @dataclass(frozen=True)
 class _Row:
-    """What a table shows of one rank."""
+    """One rank's part of a table; ranks with equal rows can share one."""
 
     device: str
     cells: tuple[str, ...]
 
 
 def _runs(rows: Sequence[_Row]) -> list[tuple[_Row, int]]:
-    """Rows and how many ranks share each: one where there are few ranks."""
+    """Return the rows with how many ranks share each: one rank each where there are few."""
     if len(rows) <= _RANKS_IN_FULL:
         return [(row, 1) for row in rows]
     return [(row, len(list(alike))) for row, alike in groupby(rows)]
@@ -112,7 +113,7 @@ def prediction_table(
     *,
     title: str = "Predicted and measured",
 ) -> Table:
-    """Return predictions beside measurements, with their difference in percent of the prediction.
+    """Return predictions next to measurements, with their difference in percent of the prediction.
 
     Args:
         predicted: values by name; a name ends in ``_s`` (seconds) or ``_bytes``, such as
@@ -121,7 +122,7 @@ def prediction_table(
         title: the table's heading.
 
     Raises:
-        ValueError: a name that ends otherwise.
+        ValueError: if a name ends otherwise.
     """
     table = Table(title=title)
     table.add_column("")
@@ -150,16 +151,16 @@ _KINDS = {
 
 
 def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]) -> Table:
-    """Return what every rank held at most as a table: predicted / measured, by kind.
+    """Return every rank's peak memory as a table: predicted / measured, by kind.
 
-    Of more than 24 ranks those are shown that held the most.
+    Of more than 24 ranks, only the 24 with the highest peaks are shown.
 
     Args:
-        predicted: Of every rank, in rank order.
+        predicted: Memory of every rank, in rank order.
         measured: Likewise.
 
     Raises:
-        ValueError: Of different numbers of ranks.
+        ValueError: If the two have different numbers of ranks.
     """
     rows = list(enumerate(zip(predicted, measured, strict=True)))
     most = max((rank.peak_bytes or 0.0 for pair in zip(predicted, measured, strict=True)
@@ -240,7 +241,7 @@ def _memory(rank: RankPlan) -> str:
 
 
 def _outcome(plan: Plan) -> str | None:
-    """Return what the solver says of the whole plan as a sentence; None where it says nothing."""
+    """Return the plan's figures for the whole step as a sentence; None if it has none."""
     parts = []
     if plan.reshard_after_forward is False:
         parts.append("units stay gathered from forward to backward")

@@ -1,4 +1,4 @@
-"""How long a rank works in a step and how long it waits for others, by its device's own clock."""
+"""Times a rank's work and its waiting for others in each step, by its device's own clock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_cephalo.plan.program import Instruction, Operation
 
 @dataclass(frozen=True)
 class Share:
-    """What one step's forward and backward were spent on, on this rank.
+    """How this rank spent the forward and the backward of one step.
 
     Attributes:
-        busy_s: With work of its own: computing, copying its slices, summing gradients.
-        waiting_s: With waiting for gathers, reduces, and what ranks tell each other.
+        busy_s: Seconds of own work: computing, copying its slices, summing gradients.
+        waiting_s: Seconds of waiting for gathers, reduces, and messages between ranks.
     """
 
     busy_s: float
@@ -33,7 +33,7 @@ class Timing(Observer):
     It costs two marks for each collective that is waited for, and two for each pass.
 
     Args:
-        marks: Of the device.
+        marks: The device's marks; None: the host's.
     """
 
     def __init__(self, marks: Marks | None = None) -> None:
@@ -45,13 +45,13 @@ class Timing(Observer):
         self._unread: deque[tuple[Spans, Spans]] = deque()
 
     def restart(self) -> None:
-        """Begin a step: what was timed since the last one was finished is forgotten."""
+        """Begin a step, and discard the times since the last finished step."""
         self._work.clear()
         self._waits.clear()
         self._began = None
 
     def before(self, instruction: Instruction) -> None:
-        # a pass begins with its first instruction; the update is none of the forward and backward
+        # a pass begins with its first instruction; the update is neither forward nor backward
         if self._began is None and instruction.operation is not Operation.UPDATE:
             self._began = self._marks.now()
 
@@ -67,7 +67,7 @@ class Timing(Observer):
         self._waits.append((self._waits_since, self._marks.now()))
 
     def finish(self) -> bool:
-        """End the step; returns whether one was timed since the last call."""
+        """End the step; return whether one was timed since the last call."""
         if not self._work:
             return False
         self._unread.append((tuple(self._work), tuple(self._waits)))
@@ -75,7 +75,7 @@ class Timing(Observer):
         return True
 
     def read(self) -> list[Share]:
-        """The steps finished and not read before whose marks the device has passed, in order."""
+        """Return the finished, unread steps whose marks the device has passed, in order."""
         found = []
         while self._unread and self._marks.passed(self._unread[0][0][-1][1]):
             work, waits = self._unread.popleft()

@@ -1,7 +1,7 @@
-"""Simulated and recorded steps as traces for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Writes simulated and recorded steps as traces for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-One process per rank with one thread per stream, memory as counters, times in microseconds. Format:
-"Trace Event Format", the JSON object form.
+A trace has one process per rank with one thread per stream. Memory appears as counters, times are
+in microseconds. Format: "Trace Event Format", the JSON object form.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _THREADS = {stream: number for number, stream in enumerate(Stream)}
 
 
 def write_trace(simulation: Simulation, problem: Problem, path: str | PathLike[str]) -> None:
-    """Write the trace as JSON; the file is replaced whole or not at all.
+    """Write the trace as JSON; the file is replaced completely or not at all.
 
-    Beyond 64 ranks there is one process for all ranks that do the same, named after the number of
-    them: a trace of every rank would be too large to open.
+    Beyond 64 ranks, all ranks that do the same share one process, named after their number: a
+    trace of every rank would be too large to open.
 
     Args:
-        simulation: what to write.
-        problem: what was simulated; its ranks' names are shown.
-        path: of the file, ending in ``.json``.
+        simulation: the simulation to write.
+        problem: the simulated problem; its ranks' names are shown.
+        path: path of the file, ending in ``.json``.
 
     Raises:
-        PlanError: another suffix, the problem has another number of ranks, or the file cannot be
-            written.
+        PlanError: if the suffix is another one, the problem has another number of ranks, or the
+            file cannot be written.
     """
     target = json_path(path)
     if len(problem.ranks) != simulation.world_size:
@@ -58,23 +58,23 @@ def write_trace(simulation: Simulation, problem: Problem, path: str | PathLike[s
 
 
 def write_recording(recordings: Sequence[Recording], path: str | PathLike[str]) -> None:
-    """Write a recorded step of every rank as JSON; the file is replaced whole or not at all.
+    """Write a recorded step of every rank as JSON; the file is replaced completely or not at all.
 
-    What is under way at the same time on one stream (two gathers) is shown one below the other.
+    Events that overlap on one stream (two gathers) appear below each other.
 
     Args:
-        recordings: Of the ranks; beyond 64 the first 64 are written.
-        path: of the file, ending in ``.json``.
+        recordings: recordings of the ranks; only the first 64 are written.
+        path: path of the file, ending in ``.json``.
 
     Raises:
-        PlanError: another suffix, or the file cannot be written.
+        PlanError: if the suffix is another one, or the file cannot be written.
     """
     shown = recordings[:RANKS_IN_FULL]
     _write((entry for recording in shown for entry in _recorded(recording)), json_path(path))
 
 
 def json_path(path: str | PathLike[str]) -> Path:
-    """The path of a trace, or PlanError for a name that does not end in ``.json``."""
+    """Return the path of a trace; raise PlanError for a name that does not end in ``.json``."""
     target = Path(path)
     if target.suffix.lower() != ".json":
         raise PlanError(
@@ -93,7 +93,7 @@ def _recorded(recording: Recording) -> Iterator[dict[str, Any]]:
     rank = recording.rank
     yield from _head(rank, f"rank {rank} ({recording.name})")
     for stream, number in _THREADS.items():
-        # events that overlap would hide one another in one thread: each takes the first free one
+        # overlapping events would hide each other in one thread: each takes the first free thread
         free_s: list[float] = []
         for event in recording.events:
             if event.stream is not stream:
@@ -170,5 +170,5 @@ def _counters(rank: int, name: str, function: StepFunction) -> Iterator[dict[str
 
 
 def _microseconds(time_s: float) -> float:
-    """To the nanosecond: ends are rounded as starts are, so that neighbours do not overlap."""
+    """Round to the nanosecond, ends as well as starts, so that neighbours do not overlap."""
     return round(time_s * _MICROSECONDS, 3)

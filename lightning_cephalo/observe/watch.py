@@ -1,4 +1,4 @@
-"""Watches a training from beside: times every step, records one, and tells all ranks at the end."""
+"""Watches a training: times every step, records one, and shares the figures of all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_cephalo.plan import Plan
 from lightning_cephalo.plan.timeline import Recording
 from lightning_cephalo.ranks.control import ControlGroup
 
-# The first ones are unlike all others: orders are found, caches fill, allocators grow.
+# The first steps differ from all others: orders are found, caches fill, allocators grow.
 RECORDED_STEP = 5
 
 
@@ -38,14 +38,14 @@ class Watch:
     """Times the steps of one rank and records one.
 
     Args:
-        trace_path: Where to write a timeline of the fifth step, or of the last if there are fewer;
-            None: nothing is recorded.
+        trace_path: Where to write a timeline of the fifth step, or of the last step if there are
+            fewer; None: nothing is recorded.
 
     Raises:
         PlanError: If the file's name does not end in ``.json``.
 
     Attributes:
-        ranks: What was measured on every rank, after a training that ended in good order.
+        ranks: The measurements of every rank, after a training that ended without a failure.
     """
 
     def __init__(self, trace_path: str | PathLike[str] | None = None) -> None:
@@ -62,7 +62,7 @@ class Watch:
 
     @property
     def step_s(self) -> float | None:
-        """Median time of a step on this rank, without the first few; None before."""
+        """Median time of a step on this rank, without the first few; None before any step."""
         return median(counted(self._steps_s)) if self._steps_s else None
 
     def check(self, writes: bool) -> None:
@@ -72,7 +72,7 @@ class Watch:
             writes: Whether this is the rank that will write it.
 
         Raises:
-            PlanError: There is no such folder.
+            PlanError: If its folder does not exist.
         """
         if writes and self._path is not None and not self._path.absolute().parent.is_dir():
             raise PlanError(
@@ -84,8 +84,8 @@ class Watch:
         """Watch a training that is about to start."""
         self._forget()
         self.ranks = ()
-        self._reference = weakref.ref(model)  # its process groups must be let go of in time
-        # elsewhere waiting for the device would cost more than it tells
+        self._reference = weakref.ref(model)  # weak: its process groups must be freed in time
+        # elsewhere, waiting for the device costs more than it tells
         on_host = model.accelerator.computes_on_host
         self._clock = model.accelerator.clock if on_host else model.accelerator.now_s
         marks = model.accelerator.marks(model.backend)
@@ -101,7 +101,7 @@ class Watch:
         return model
 
     def start_step(self) -> None:
-        """A step's forward is about to begin."""
+        """Begin a step, before its forward."""
         self._started_s = self._model.accelerator.now_s()
         executor = self._model.executor
         self._detach()
@@ -117,10 +117,10 @@ class Watch:
             self._model.executor.detach(self._recorder)
 
     def finish_step(self, counts: bool = True) -> None:
-        """The optimizer has stepped.
+        """End a step, after the optimizer's update.
 
         Args:
-            counts: Whether the step's time is that of others like it.
+            counts: Whether the step's time is comparable with other steps.
         """
         step_s = self._clock() - self._started_s
         if counts:
@@ -140,14 +140,14 @@ class Watch:
             self._waiting_s.append(share.waiting_s)
 
     def end(self, plan: Plan | None, verbose: bool) -> None:
-        """Tell all ranks what was measured, and write the trace; collective.
+        """Share the measurements with all ranks, and write the trace; collective.
 
         Args:
-            plan: What was trained by.
+            plan: The plan that training followed.
             verbose: Whether rank 0 prints the figures.
         """
         model, control = self._model, self._model.control
-        model.accelerator.synchronize()  # so that everything can be read
+        model.accelerator.synchronize()  # so that all steps can be read
         self._read()
         name = model.accelerator.name
         told = control.gather(self._measured(control.rank, name, plan))
@@ -176,7 +176,7 @@ class Watch:
         )
 
     def _write(self, recorder: Recorder, control: ControlGroup, name: str) -> None:
-        # more than that are not written: thousands of ranks need not send what they recorded
+        # the trace holds no more ranks: thousands of others need not send their recordings
         shown = control.rank < trace.RANKS_IN_FULL
         events = recorder.events(control.rank) if shown else ()
         own = Recording(control.rank, name, events)
@@ -187,18 +187,18 @@ class Watch:
         try:
             trace.write_recording(recordings, self._path)
         except PlanError as error:
-            # the training is done: what it has made must not be lost for a file of times
+            # the training is done: its result must not be lost because of a file of times
             rank_zero_warn(f"The timeline was not written. {error}")
 
 
 def aligned(said: list[tuple[str, float | None, Recording]]) -> list[Recording]:
-    """Recordings on one clock that starts with the first event.
+    """Return recordings on one clock that starts with the first event.
 
-    Ranks of one host share a clock. Those of other hosts are moved such that all ranks left their
-    last exchange of the step at the same time.
+    Ranks of one host share a clock. Recordings of other hosts are shifted such that all ranks left
+    their last exchange of the step at the same time.
 
     Args:
-        said: Of every rank its host, when it last met all others by its clock, and its recording.
+        said: For every rank its host, when it last met all others by its clock, and its recording.
     """
     host, met_s, _ = said[0]
     moved = []

@@ -1,1 +1,1 @@
-"""From trainer, loaders and options to a model that is ready to train."""
+"""Turns trainer, loaders and options into a model that is ready to train."""

@@ -1,4 +1,4 @@
-"""How much memory each rank may use, of its device and of its host."""
+"""Limits the memory that each rank may use, of its device and of its host."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _EXPECTED = (
     "expected a fraction of the device (0.5; 1.0 for all of it), bytes (8_000_000_000 or '8 GB'),"
     " or one of these per rank ({0: '8 GB', 1: 0.5})"
 )
-# Part of the host's free memory that ranks take unasked; the rest is the data loaders'.
+# Part of the host's free memory that ranks use without a cap; the rest is for the data loaders.
 _FREE_SHARE = 0.5
-# Part of pinned host memory that a plan counts on: it comes in pieces, whose ends may stay empty.
+# Part of pinned host memory that a plan may use: it comes in pieces whose ends may stay empty.
 _PLANNED_SHARE = 0.9
 _COPIED_BYTES, _REPEATS = 2**24, 3
 
 
-# -- what the user allows -------------------------------------------------------------------------
+# -- caps of the user -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cap:
-    """What the user allows; a float is a fraction of the memory that is there, an int are bytes.
+    """A memory cap of the user: a float is a fraction of the existing memory, an int is bytes.
 
     Attributes:
-        name: Of the option, for messages.
-        everyone: For the ranks that are not named; None: the user has not said.
-        by_rank: For the ranks that are.
+        name: Name of the option, for messages.
+        everyone: Cap of ranks that ``by_rank`` does not name; None: the user has set none.
+        by_rank: Caps of single ranks.
     """
 
     name: str
@@ -48,16 +48,16 @@ class Cap:
 
     @classmethod
     def parse(cls, name: str, value: Any, *, by_rank: bool = False, zero: bool = False) -> Cap:
-        """Read what was given as an option.
+        """Read the value of an option.
 
         Args:
-            name: Of the option.
+            name: Name of the option.
             value: A fraction, bytes, text such as "8 GB", or None.
             by_rank: Whether a mapping from ranks to these is allowed too.
             zero: Whether 0 is allowed too: no memory at all.
 
         Raises:
-            PlanError: If it is none of these; says what was expected.
+            PlanError: If the value is none of these; the message says what was expected.
         """
         if value is None:
             return cls(name)
@@ -75,18 +75,18 @@ class Cap:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the user has said nothing."""
+        """Whether the user has set no cap."""
         return self.everyone is None and not self.by_rank
 
     def of(self, rank: int) -> float | int | None:
-        """Return a rank's fraction or bytes; None where the user has not said."""
+        """Return a rank's fraction or bytes; None where the user has set no cap."""
         return dict(self.by_rank).get(rank, self.everyone)
 
     def bytes_of(self, rank: int, total_bytes: float) -> float:
-        """Return the bytes that a rank may use of so many; infinite without a cap.
+        """Return the bytes that a rank may use of ``total_bytes``; infinite without a cap.
 
         Raises:
-            PlanError: If it is a fraction of a device that does not tell its size.
+            PlanError: If the cap is a fraction and the device does not report its size.
         """
         allowed = self.of(rank)
         if allowed is None:
@@ -101,10 +101,10 @@ class Cap:
         return allowed * total_bytes
 
     def check_ranks(self, world_size: int) -> None:
-        """Check that the ranks that it names are there.
+        """Check that the named ranks exist.
 
         Raises:
-            PlanError: Names those that are not.
+            PlanError: If any does not; the message names them.
         """
         strangers = [rank for rank, _ in self.by_rank if rank >= world_size]
         if strangers:
@@ -118,7 +118,7 @@ def _amount(field: str, value: Any) -> float | int:
     """Read a fraction (a float) or bytes (an int).
 
     Raises:
-        PlanError: Says what was expected.
+        PlanError: If the value is neither; the message says what was expected.
     """
     if isinstance(value, str):
         return math.floor(BYTES.parse(field, value))
@@ -130,19 +130,19 @@ def _amount(field: str, value: Any) -> float | int:
     raise PlanError(f"{field}: {_EXPECTED}, but got {value!r}.")
 
 
-# -- what a rank may use --------------------------------------------------------------------------
+# -- limits of a rank -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """One rank's part of its host.
+    """One rank's part of its host's memory.
 
     Attributes:
-        capacity_bytes: What offloaded boundaries may take.
+        capacity_bytes: Bytes that offloaded boundaries may take.
         copy_bytes_per_s: Rate of copies from and to the device.
-        is_apart: Whether it is other memory than the device's. Not so on the CPU: moving anything
-            there would free nothing.
-        is_pinned: Whether it comes in pieces, whose ends may stay empty.
+        is_apart: Whether it is separate from the device's memory. On the CPU it is not: offloading
+            would free nothing.
+        is_pinned: Whether it comes in pieces whose ends may stay empty.
     """
 
     capacity_bytes: float
@@ -152,17 +152,17 @@ class HostMemory:
 
     @property
     def planned_bytes(self) -> float:
-        """What a plan may count on."""
+        """Bytes that a plan may use."""
         return self.capacity_bytes * (_PLANNED_SHARE if self.is_pinned else 1.0)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one rank may use.
+    """The memory that one rank may use.
 
     Attributes:
-        device: Its device: ``capacity_bytes`` for a plan, no more than the user's ``cap_bytes``.
-        host: Its part of the host.
+        device: Its device. A plan may use ``capacity_bytes``, at most the user's ``cap_bytes``.
+        host: Its part of the host's memory.
     """
 
     device: Device
@@ -178,19 +178,20 @@ class Limits:
         memory_cap: Cap,
         host_memory_cap: Cap,
     ) -> Limits:
-        """Read what this rank's device and host have, and apply the user's caps.
+        """Read the memory of this rank's device and host, and apply the user's caps.
 
         Args:
             accelerator: This rank's device.
-            processes_on_host: Ranks that share the host.
+            processes_on_host: Number of ranks that share the host.
             rank: This rank.
             world_size: Number of ranks.
-            memory_cap: Of devices.
-            host_memory_cap: Of a rank's part of its host; not said: half of what is free.
+            memory_cap: Caps of devices.
+            host_memory_cap: Cap of a rank's part of its host; empty: half of the free memory.
 
         Raises:
-            PlanError: For a cap of a rank that is not there, of a size that is not known, or above
-                the host. Whether it is above the device is checked on all ranks together.
+            PlanError: If a cap names a rank that does not exist, is a fraction of an unknown size,
+                or is above the host's memory. :func:`check_limits` checks caps against devices, on
+                all ranks together.
         """
         found = accelerator.describe(processes_on_host)
         memory_cap.check_ranks(world_size)
@@ -227,7 +228,7 @@ def _host_memory(
 
 
 def _copy_rate(accelerator: Accelerator) -> float:
-    """Bytes per second of a copy from the device; the other way is about as fast."""
+    """Return the bytes per second of a copy from the device; the other way is about as fast."""
     host = accelerator.allocate_host(_COPIED_BYTES)
     best_s = math.inf
     with accelerator.on_host():  # an emulated device may be smaller than this
@@ -239,14 +240,14 @@ def _copy_rate(accelerator: Accelerator) -> float:
     return _COPIED_BYTES / max(best_s, 1e-9)
 
 
-# -- what follows from the limits -----------------------------------------------------------------
+# -- use of the limits ----------------------------------------------------------------------------
 
 
 def check_limits(limits: Sequence[Limits]) -> None:
-    """Raise if any rank's cap is above its device; the same on every rank.
+    """Raise if any rank's cap is above its device's memory; all ranks raise the same error.
 
     Raises:
-        PlanError: Names the rank and the way out.
+        PlanError: The message names the rank and the way out.
     """
     for rank, own in enumerate(limits):
         cap_bytes, total_bytes = own.device.cap_bytes, own.device.total_bytes
@@ -259,10 +260,10 @@ def check_limits(limits: Sequence[Limits]) -> None:
 
 
 def check_plan(plan: Plan, limits: Sequence[Limits]) -> None:
-    """Raise if a given plan says itself that it needs more than the caps allow.
+    """Raise if a given plan states a memory need above the caps.
 
     Raises:
-        PlanError: Names the rank and the way out.
+        PlanError: The message names the rank and the way out.
     """
     for rank, (part, own) in enumerate(zip(plan.ranks, limits, strict=True)):
         cap_bytes = own.device.cap_bytes
@@ -276,7 +277,7 @@ def check_plan(plan: Plan, limits: Sequence[Limits]) -> None:
 
 @contextmanager
 def named_where_nothing_fits(limits: Sequence[Limits]) -> Iterator[None]:
-    """Add the ranks' caps to an error that says that there is too little memory."""
+    """Add the ranks' caps to an error about too little memory."""
     try:
         yield
     except (TooLittleMemoryError, InfeasibleError) as error:
@@ -292,11 +293,11 @@ def named_where_nothing_fits(limits: Sequence[Limits]) -> Iterator[None]:
 
 
 def with_host_memory(problem: Problem, hosts: Sequence[HostMemory]) -> Problem:
-    """Let the plan move boundaries where a rank has other memory for them.
+    """Let the plan offload boundaries on ranks whose host has separate memory for them.
 
     Args:
-        problem: What was measured, with recomputation.
-        hosts: Of every rank.
+        problem: The problem, measured with recomputation.
+        hosts: Host memory of every rank.
     """
     ranks = tuple(
         replace(
@@ -312,7 +313,7 @@ def with_host_memory(problem: Problem, hosts: Sequence[HostMemory]) -> Problem:
 
 
 def _equal_hosts(problem: Problem, hosts: Sequence[HostMemory]) -> list[HostMemory]:
-    """Ranks that are planned as equal have equal hosts: the smallest and slowest of theirs."""
+    """Give ranks with equal profiles equal hosts: the smallest capacity and the slowest rate."""
     found = []
     for profile in problem.ranks:
         group = [h for r, h in zip(problem.ranks, hosts, strict=True) if r == profile]
@@ -330,7 +331,7 @@ def _equal_hosts(problem: Problem, hosts: Sequence[HostMemory]) -> list[HostMemo
 def reserve_host_memory(
     accelerator: Accelerator, host: HostMemory, plan: RankPlan
 ) -> HostArena | None:
-    """Return this rank's host memory for boundaries, allocated as far as the plan says.
+    """Return this rank's host memory for boundaries, with the bytes of the plan allocated.
 
     Returns:
         None where the plan offloads nothing.

@@ -1,4 +1,4 @@
-"""The options of ``CephaloStrategy``, read once into values that have one meaning each."""
+"""Reads the options of ``CephaloStrategy`` once, into values that have one meaning each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_cephalo.preparation.limits import Cap
 
 @dataclass(frozen=True)
 class Choice:
-    """A yes or no: the user's, or the plan's.
+    """A yes-or-no choice that the user or the plan makes.
 
     Attributes:
-        default: What holds where a plan does not say.
-        is_planned: Whether a plan that is made here chooses, so that both ways are measured.
+        default: The value if a plan does not say.
+        is_planned: Whether the planner chooses, so that both ways are measured.
     """
 
     default: bool
@@ -29,7 +29,7 @@ class Choice:
         """Read an option that may be True, False or "auto".
 
         Raises:
-            ValueError: If it is none of these; says what was expected.
+            ValueError: If the value is none of these; the message says what was expected.
         """
         if isinstance(value, bool):
             return cls(value)
@@ -38,7 +38,7 @@ class Choice:
         raise ValueError(f"{name}: expected True, False or 'auto', but got {value!r}.")
 
     def of_plan(self, choice: bool | None) -> bool:
-        """Return what holds under a plan that says ``choice``, or None for nothing."""
+        """Return the value under a plan with ``choice``; None: the plan does not say."""
         return self.default if choice is None else choice
 
     @property
@@ -49,21 +49,21 @@ class Choice:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user says of batches, units, memory and planning; see ``CephaloStrategy``.
+    """The user's options for batches, units, memory and planning; see ``CephaloStrategy``.
 
     Attributes:
         plan: A plan, or its path; None: one is made.
-        global_batch_size: Samples of a step over all ranks; None: by the dataloader.
+        global_batch_size: Samples of a step over all ranks; None: as the dataloader says.
         units: How units are chosen.
-        recompute: Whether units are computed again in the backward.
+        recompute: Whether units are recomputed in the backward.
         reshard_after_forward: Whether units are freed between the forward and the backward.
-        collate_per_microbatch: Whether each microbatch is collated by itself.
+        collate_per_microbatch: Whether each microbatch is collated separately.
         split_batch: Cuts a batch in place of the built-in rules.
         equal_microbatches: Whether every rank runs the same number of microbatches.
-        memory_cap: Of every rank's device.
-        host_memory_cap: Of every rank's part of its host.
-        profile_budget_s: Seconds that measuring may take, about.
-        remeasure: Whether to measure whatever an earlier start has measured.
+        memory_cap: Cap of every rank's device.
+        host_memory_cap: Cap of every rank's part of its host.
+        profile_budget_s: Seconds that measuring may take, approximately.
+        remeasure: Whether to measure even if an earlier start has measured.
         verbose: Whether rank 0 prints tables.
     """
 
@@ -82,7 +82,7 @@ class Options:
     verbose: bool = True
 
     def of_measuring(self) -> dict[str, Any]:
-        """The options that tell one measured job from another, as plain values.
+        """Return the options that distinguish measured jobs, as plain values.
 
         They are part of the key under which a problem is cached: other names or values here make
         every job measure again.

@@ -1,13 +1,13 @@
-"""From trainer, loaders and options to a plan, in stages that return values.
+"""Turns trainer, loaders and options into a plan, in stages that return values.
 
 ::
 
-    job = read_job(trainer, control, options)              Job      what is to be trained
-    problem = measure_or_load(job, model, trainer)         Problem  what the ranks can do
-    plan = make_plan(job, problem, control)                Plan     who does what
+    job = read_job(trainer, control, options)              Job      the training to run
+    problem = measure_or_load(job, model, trainer)         Problem  speed and memory of the ranks
+    plan = make_plan(job, problem, control)                Plan     the work of each rank
     session.apply(plan)                                             session.py
 
-A given plan takes the same road, without the two stages in the middle. Every stage is collective.
+A given plan skips the two stages in the middle. Every stage is collective.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ class Loaders:
 
     @property
     def source(self) -> Any:
-        """What batches are read from: the single loader, or these."""
+        """The object to read batches from: the single loader, or this object."""
         return self.flat[0] if self.spec is None else self
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and within which limits; equal on every rank.
+    """The training to run, and its limits; equal on every rank.
 
     Attributes:
         options: The user's options.
         limits: What each rank may use.
         global_batch_size: Samples of a step over all ranks; 0 where nothing is trained.
         loaders: The training dataloaders.
-        layouts: How the batches of each can be cut.
-        plan: The given plan; None: one is to be made.
+        layouts: How the batches of each dataloader can be cut.
+        plan: The given plan; None: one must be made.
     """
 
     options: Options
@@ -82,7 +82,7 @@ class Job:
 
     @classmethod
     def of_evaluation(cls, options: Options, world_size: int) -> Job:
-        """The job of a run that trains nothing."""
+        """Return the job of a run that trains nothing."""
         return cls(options, (Limits.none(),) * world_size)
 
     @property
@@ -92,9 +92,9 @@ class Job:
 
     @property
     def first_fractions(self) -> list[float]:
-        """Shares of the model before there is another plan than a given one.
+        """Fractions of the model before a plan is made: those of a given plan, or by memory.
 
-        By memory: a model that fits no even share must still be measured.
+        Fractions by memory let a model be measured that does not fit in even shares.
         """
         if self.plan is not None:
             return [rank.state_fraction for rank in self.plan.ranks]
@@ -108,7 +108,7 @@ class Job:
 
 
 def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
-    """Read what is to be trained; collective.
+    """Read the training to run; collective.
 
     Args:
         trainer: The trainer that is fitting.
@@ -145,10 +145,10 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
 
 
 def _training_loaders(trainer: Trainer) -> Loaders:
-    """Ask the user's hook for the training dataloaders, as DeepSpeed's strategy does.
+    """Request the training dataloaders from the user's hook, as DeepSpeed's strategy does.
 
-    Private API: the loaders are needed before Lightning's loop asks for them (its ``setup_data``
-    must not be called early, or a resumed loader would start anew).
+    Private API: the loaders are needed before Lightning's loop requests them. Its ``setup_data``
+    must not be called early, or a resumed loader would start anew.
     """
     from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -209,7 +209,11 @@ def _given_plan(options: Options, world_size: int, batch_size: int | None) -> Pl
 
 
 def _check_ranks(plan: Plan | None, world_size: int, batch_size: int | None) -> int:
-    """Return the global batch size, where there are samples for every rank or a plan says more."""
+    """Return the global batch size: the plan's, or the given one if every rank can have a sample.
+
+    Raises:
+        PlanError: Without a plan, if there is one rank, or if there are more ranks than samples.
+    """
     if plan is not None:
         return plan.global_batch_size
     if world_size == 1:
@@ -228,14 +232,14 @@ def _check_ranks(plan: Plan | None, world_size: int, batch_size: int | None) -> 
     return batch_size
 
 
-# -- measuring it, or loading what an earlier start has measured ----------------------------------
+# -- measuring the job, or loading an earlier measurement -----------------------------------------
 
 
 def measure_or_load(job: Job, model: ShardedModel, trainer: Trainer) -> Problem:
-    """Return what the ranks can do, and what a plan may choose; collective.
+    """Return the measured or cached problem, with the choices of the plan; collective.
 
     Args:
-        job: What is to be trained.
+        job: The training to run.
         model: The sharded model; afterwards it holds no full parameters.
         trainer: The trainer that is fitting.
 
@@ -284,7 +288,7 @@ def measure_or_load(job: Job, model: ShardedModel, trainer: Trainer) -> Problem:
     model.release_buffers()
     problem = replace(problem, reshard_after_forward=options.reshard_after_forward.as_given)
     if not options.recompute.default:
-        return problem  # kept activations hold what enters them: there is nothing to offload
+        return problem  # retained activations hold the boundaries: there is nothing to offload
     return with_host_memory(problem, [own.host for own in job.limits])
 
 
@@ -308,8 +312,8 @@ def make_plan(job: Job, problem: Problem, control: ControlGroup) -> Plan:
     """Solve for the plan on rank 0, and return it on every rank; collective.
 
     Raises:
-        InfeasibleError: If there is no plan; on rank 0.
-        RemoteRankError: The same, on the other ranks.
+        InfeasibleError: On rank 0, if there is no plan.
+        RemoteRankError: On the other ranks, for the same reason.
     """
     with Progress(job.options.verbose and control.rank == 0) as progress:
         progress.say("solving for the plan")

@@ -1,4 +1,4 @@
-"""What a run of the Trainer holds, from ``setup`` to ``teardown``."""
+"""Holds the state of a Trainer run from ``setup`` to ``teardown``."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A sharded model, the plan that it follows, and what serves its steps.
+    """A sharded model, the plan that it follows, and the objects that serve its steps.
 
     ::
 
         session = Session(job, module, groups, accelerator, dtype)       # shards the model
         session.apply(plan)                                              # may be called again
         ...
-        session.close()                                                  # the module is whole again
+        session.close()                                                  # restores the full module
 
-    Making one is collective, and so are most of its methods.
+    Creating a session is collective, and so are most of its methods.
 
     Args:
-        job: What is trained, or :meth:`Job.of_evaluation`.
-        module: The user's module; its values on rank 0 count.
+        job: The training to run, or :meth:`Job.of_evaluation`.
+        module: The user's module; the values of rank 0 are used.
         groups: The process groups.
         accelerator: This rank's device.
-        compute_dtype: Of gathered parameters; None: their own.
+        compute_dtype: Dtype of gathered parameters; None: their own.
 
     Attributes:
         control: Messages between ranks.
         model: The sharded model.
-        plan: What is followed. Before :meth:`apply`, and in evaluation, a plan that says no more
-            than how the model is shared out.
+        plan: The plan in use. Before :meth:`apply`, and in evaluation, it only holds the fractions
+            of the model.
         cutter: Cuts this rank's batches into microbatches.
-        logs: Combines what steps log.
-        user_gathers: Refuses collectives of the user's step that would hang.
-        predictions: For steps of prediction in which this rank has no samples.
-        optimizers: Those that hold the model's parameters, once they are made.
-        meter: Measures what this rank holds, from :meth:`start_training` on.
-        predicted_memory: What the plan predicts that every rank holds.
+        logs: Combines the values that steps log.
+        user_gathers: Rejects collectives of the user's step that would hang.
+        predictions: Serves prediction steps in which this rank has no samples.
+        optimizers: The optimizers that hold the model's parameters, once they exist.
+        memory: Measures this rank's memory, from :meth:`start_training` on.
+        predicted_memory: The plan's prediction of every rank's memory.
     """
 
     memory: TrainingMemory
@@ -113,7 +113,7 @@ class Session:
     # -- training -----------------------------------------------------------------------------
 
     def enforce_limits(self) -> None:
-        """Check that every rank can hold its part within its limits, and enforce these; collective.
+        """Check that every rank can hold its part within its limits, and enforce them; collective.
 
         Raises:
             TooLittleMemoryError: On every rank, if any cannot hold what every rank must.
@@ -123,7 +123,7 @@ class Session:
         with named_where_nothing_fits(job.limits):
             if given is None:
                 check_capacities(self.model, device.capacity_bytes)
-            else:  # what the device has free is the user's business, what its cap allows is not
+            else:  # a given plan must obey the cap; the device's free memory is the user's concern
                 reshards = job.options.reshard_after_forward.of_plan(given.reshard_after_forward)
                 check_capacities(self.model, device.cap_bytes, reshard_after_forward=reshards)
         self._at_end.callback(self.model.accelerator.limit_memory(device.cap_bytes))
@@ -131,16 +131,16 @@ class Session:
     def apply(self, plan: Plan, memory: Sequence[RankMemory] = ()) -> None:
         """Follow a plan from the next step on; collective.
 
-        Moves the shards, chooses what becomes of activations and gathered units, and reserves host
-        memory. Batches come in the plan's sizes from dataloaders that are dealt after it.
+        Moves the shards, sets recomputation, resharding and offloading, and reserves host memory.
+        Dataloaders that are dealt after this call yield batches of the plan's sizes.
 
         Args:
             plan: Equal on every rank.
-            memory: What it predicts that every rank holds, by kind; without, its peaks.
+            memory: The predicted memory of every rank, by kind; empty: the peaks of the plan.
 
         Raises:
-            UnsupportedError: If shards are to move that an optimizer holds already.
-            PlanError: If the plan wants boundaries moved that kept activations hold.
+            UnsupportedError: If shards must move that an optimizer holds already.
+            PlanError: If the plan offloads boundaries that retained activations hold.
             HostMemoryError: If the host has less memory than the plan needs.
         """
         self._move_shards([rank.state_fraction for rank in plan.ranks])
@@ -152,7 +152,7 @@ class Session:
         executor.reshard_after_forward = job.options.reshard_after_forward.of_plan(
             plan.reshard_after_forward
         )
-        # at least: with tokens as weights what measuring has left is nearer
+        # a lower bound: where weights are tokens, the total that measuring left is closer
         executor.expect_weight(plan.global_batch_size)
         executor.recompute = job.options.recompute.of_plan(own.recompute)
         executor.failure.planned_memory = _planned_memory(own)
@@ -162,7 +162,7 @@ class Session:
     def _move_shards(self, fractions: list[float]) -> None:
         if tuple(fractions) == self.model.fractions:
             return
-        # The place to move optimizer state from: it has the rows of the parameters.
+        # Optimizer state could be moved here: it has the rows of the parameters.
         if self.optimizers:
             raise UnsupportedError(
                 "The plan gives ranks other parts of the model than they hold"
@@ -185,19 +185,19 @@ class Session:
         return reserve_host_memory(self.model.accelerator, host, own)
 
     def cut(self, batch: Any) -> tuple[list[tuple[Any, int]], Exception | None]:
-        """Return a batch's microbatches with their samples, or none and why it cannot be cut."""
+        """Return the microbatches of a batch with their samples, or none and the error."""
         try:
             return self.cutter.cut(batch), None
         except Exception as failure:
             return [], failure
 
     def start_training(self, optimizers: Sequence[Optimizer]) -> None:
-        """Measure from now on what this rank holds, its optimizers included."""
+        """Measure this rank's memory from now on, its optimizers' included."""
         self.optimizers = list(optimizers)
         self.memory = TrainingMemory(self.model, self.optimizers)
 
     def measured_memory(self) -> tuple[RankMemory, ...] | None:
-        """Return what every rank has held in training; None before two steps; collective."""
+        """Return the memory of every rank in training; None before two steps; collective."""
         rows = self.control.gather(self.memory.measured())
         return tuple(rows) if all(rank is not None for rank in rows) else None
 
@@ -214,9 +214,9 @@ class Session:
         """Return a loader that yields this rank's share of each global batch; collective.
 
         Args:
-            loader: The user's.
+            loader: The user's loader.
             training: Whether it is dealt by the plan; else evenly, for evaluation.
-            epoch: Of its first pass.
+            epoch: Epoch of its first pass.
         """
         common: dict[str, Any] = {
             "rank": self.control.rank,
@@ -241,22 +241,22 @@ class Session:
     # -- the whole model ----------------------------------------------------------------------
 
     def share_changed_buffers(self) -> None:
-        """Give every rank the running statistics of the one with most samples; collective.
+        """Give every rank the running statistics of the rank with most samples; collective.
 
-        They differ between ranks: those of one that has data count for all.
+        They differ between ranks; those of a rank that has data are used on all ranks.
         """
         if has_running_statistics(self.model.module):
             sizes = [rank.batch_size for rank in self.plan.ranks]
             self.model.share_buffers(sizes.index(max(sizes)))
 
     def close(self) -> None:
-        """Make the module whole again, on the CPU, and leave nothing behind; collective."""
+        """Restore the full module on the CPU, and leave nothing behind; collective."""
         with self._at_end, self.model.accelerator.on_host():
             self.share_changed_buffers()
             self.model.restore_full()
 
     def abandon(self) -> None:
-        """Leave without communicating, after a failure: other ranks may be gone."""
+        """Leave without communicating after a failure, as other ranks may be gone."""
         with self._at_end:
             self.model.abandon()
 

@@ -1,1 +1,1 @@
-"""Measure every rank: compute time, memory and network, on the running job."""
+"""Measures compute time, memory and network of every rank on the running job."""

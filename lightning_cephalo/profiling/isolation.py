@@ -1,11 +1,11 @@
-"""Profiling runs the user's own step, and leaves no trace of it.
+"""Runs the user's own step for profiling, and undoes its side effects.
 
 [Note: what is put back]
-Every attribute of every submodule, buffers included: numbers, strings and other values by
-reference; tensors and numpy arrays by content; lists, dicts, sets, deques and dataclass instances
-by what they hold, into the same objects; random generators by state. Other objects are left alone
-(a module may hold the trainer, and through it everything): if the step changes what such an object
-holds, that stays. torchmetrics are modules, so their states are put back like any other.
+Every attribute of every submodule is put back, buffers included. Numbers, strings and other values
+are put back by reference; tensors and numpy arrays by content; lists, dicts, sets, deques and
+dataclass instances by their items, into the same objects; random generators by state. Other objects
+are left alone (a module may hold the trainer, and through it everything): changes inside of them
+stay. torchmetrics are modules, so their states are put back like those of any other module.
 Parameters need nothing: no optimizer runs, and gradients are dropped.
 """
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
-# parameters move between their sharded and full faces by themselves
+# parameters switch between their sharded and their full form by themselves
 _NOT_OURS = frozenset({"_parameters", "_trainer", "_fabric"})
-# a container of more is data, not a counter: only which objects it holds is put back
+# a container of more items is data, not a counter: its items are put back, but not their contents
 _WALKED_ITEMS = 10_000
 
 
 @contextmanager
 def isolated(trainer: Trainer, module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Run the user's step inside without a trace: state, randomness, logs, gradients.
+    """Undo what a step inside does to state, randomness, logs and gradients.
 
     Args:
         trainer: The trainer that is fitting; its results, loggers and optimizers are replaced by
@@ -68,7 +68,7 @@ def forget_gradients(module: nn.Module) -> None:
 
 @contextmanager
 def preserved_state(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Put the attributes of all submodules back afterwards; see the note of this module."""
+    """Put back the attributes of all submodules afterwards; see the note in this module."""
     snapshot = _Snapshot(accelerator)
     snapshot.take(module)
     try:
@@ -78,7 +78,7 @@ def preserved_state(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
 
 
 class _Snapshot:
-    """What the objects reachable from a module hold."""
+    """The saved contents of the objects that a module reaches."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -123,7 +123,7 @@ class _Snapshot:
         saved = {name: value for name, value in vars(owner).items() if name not in skip}
 
         def put_back() -> None:
-            # past __setattr__: modules sort by type there, and frozen dataclasses refuse
+            # bypasses __setattr__: modules sort values by type there, and frozen dataclasses raise
             attributes = vars(owner)
             for name in [name for name in attributes if name not in saved and name not in skip]:
                 del attributes[name]
@@ -164,7 +164,7 @@ class _Snapshot:
     def _tensor(self, tensor: Tensor) -> None:
         if isinstance(tensor, (nn.Parameter, DTensor)) or tensor.is_meta:
             return
-        # on the host: the device's memory is what is about to be measured
+        # on the host, since the device's memory is about to be measured
         with self._accelerator.on_host():
             saved = tensor.detach().to("cpu", copy=True)
 
@@ -197,12 +197,12 @@ def _refill_set(value: set[Any], saved: set[Any]) -> None:
 #
 # [Note: private names of Lightning] `self.log` writes to `trainer._results`, which is the training
 # epoch loop's `_results` while training, and refuses to when `_current_fx_name` is None. Both are
-# replaced here and nowhere else; tests/profiling/test_isolation.py says when they change.
+# replaced here and nowhere else; tests/profiling/test_isolation.py fails when they change.
 
 
 @contextmanager
 def _muted(trainer: Trainer, module: Any, accelerator: Accelerator) -> Iterator[None]:
-    """Let everything that the step logs or asks of the trainer go to throwaways."""
+    """Redirect everything that the step logs or asks of the trainer to throwaway objects."""
     loop = trainer.fit_loop.epoch_loop
     connector = _Snapshot(accelerator)
     connector._attributes(trainer._logger_connector)
@@ -222,10 +222,10 @@ def _muted(trainer: Trainer, module: Any, accelerator: Accelerator) -> Iterator[
 
 @contextmanager
 def _stand_in_optimizer(strategy: Any) -> Iterator[None]:
-    """Give ``self.optimizers()`` and ``self.lr_schedulers()`` something to answer with.
+    """Make ``self.optimizers()`` and ``self.lr_schedulers()`` return stand-ins.
 
-    The user's own are made for the planned shards, later; steps that log the learning rate run all
-    the same.
+    The user's own are created later, for the planned shards. Steps that log the learning rate must
+    run before that.
     """
     optimizers, schedulers = strategy.optimizers, strategy.lr_scheduler_configs
     stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
@@ -240,14 +240,14 @@ def _stand_in_optimizer(strategy: Any) -> Iterator[None]:
 
 
 def expect_samples(trainer: Trainer, count: int) -> None:
-    """Tell the throwaway results how many samples a batch has, for means over an epoch."""
+    """Set the number of samples of a batch in the throwaway results, for means over an epoch."""
     trainer.fit_loop.epoch_loop._results.batch_size = count
 
 
 def moved_to_device(trainer: Trainer, module: Any, batch: Any) -> Any:
     """Convert and move a batch as the training loop does, the user's hooks included.
 
-    A copy of ``_TrainingEpochLoop.advance``, which has no function for it.
+    Copied from ``_TrainingEpochLoop.advance``, which has no separate function for this.
     """
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)

@@ -1,9 +1,9 @@
-"""The measured problem of a job, kept for its next start.
+"""Caches the measured problem of a job for its next start.
 
-A second start of the same job on the same devices measures nothing. What makes a job another one is
-in :func:`describe`: the model and the source files of its classes, what a sample looks like, batch
-size, precision, options, versions. Hosts are not; how much memory is free now is taken anew.
-Emulated devices are never kept: how fast they are is another matter at every start.
+A second start of the same job on the same devices measures nothing. :func:`describe` lists what
+identifies a job: the model and the source files of its classes, the form of a sample, batch size,
+precision, options, versions. Hosts are not part of it, and free memory is read anew at each start.
+Problems of emulated devices are never cached: their speed differs from start to start.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from lightning_cephalo.ranks.control import ControlGroup
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-# Free memory that differs by more is another amount: more of it may hold larger microbatches.
+# Free memory that differs by a larger factor needs a new measurement: more memory may hold larger
+# microbatches.
 _SAME_CAPACITY = 1.25
 _TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True)
 class CachedProblem:
-    """What a start finds in the cache, equal on every rank.
+    """The result of a cache lookup, equal on every rank.
 
     Attributes:
-        path: Where the problem of this job is or will be kept; None: it is not to be kept.
-        problem: The problem with present capacities; None: it must be measured.
-        said: A line for the user, if there is anything to say.
+        path: Where the problem of this job is or will be cached; None: it must not be cached.
+        problem: The cached problem with present capacities; None: it must be measured.
+        said: A line for the user, or None.
     """
 
     path: Path | None
@@ -60,13 +61,13 @@ class CachedProblem:
 def look_up(
     control: ControlGroup, device: Device, describe_job: Callable[[], Any], *, remeasure: bool
 ) -> CachedProblem:
-    """Look for what an earlier start of this job has measured; collective.
+    """Look up the problem that an earlier start of this job has measured; collective.
 
     Args:
-        control: Exchanges between ranks.
+        control: Messages between ranks.
         device: This rank's device.
-        describe_job: Returns what makes the job what it is, on every rank.
-        remeasure: Whether to measure whatever there is.
+        describe_job: Returns what identifies the job, on every rank.
+        remeasure: Whether to ignore a cached problem.
     """
     rows = control.gather(
         (
@@ -86,7 +87,7 @@ def look_up(
 
 
 def save(path: Path, problem: Problem) -> str | None:
-    """Write a measured problem for the next start; None, or why that was not possible."""
+    """Write a measured problem for the next start; return None, or why that was not possible."""
     data = {"measured": time.strftime("%Y-%m-%d %H:%M:%S"), "problem": problem.to_dict()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +106,7 @@ def _read(path: Path, capacities: Sequence[float]) -> CachedProblem:
         day = str(data["measured"])
     except FileNotFoundError:
         return CachedProblem(path)
-    except Exception as error:  # whatever is in the file: the job can measure again
+    except Exception as error:  # the file may hold anything, and the job can measure again
         return CachedProblem(path, said=f"Measuring again, as {path} cannot be read: {error}")
     for rank, (profile, capacity) in enumerate(zip(problem.ranks, capacities, strict=True)):
         less, more = sorted((profile.capacity_bytes, capacity))
@@ -137,12 +138,12 @@ def describe(
     global_batch_size: int,
     options: Mapping[str, Any],
 ) -> Any:
-    """All that measured times depend on, but for the devices, as plain values.
+    """Return all that measured times depend on, except for the devices, as plain values.
 
     Args:
         model: The sharded model.
         trainer: The trainer that is fitting.
-        read_sample: Reads a small batch as the loaders give it.
+        read_sample: Reads a small batch as the loaders yield it.
         global_batch_size: Samples of a step over all ranks.
         options: The user's options that measured times depend on, by name.
     """
@@ -180,10 +181,10 @@ def describe(
 
 
 def _described(inner: nn.Module, is_root: bool) -> list[Any]:
-    """Class and numbers of a module: widths, heads, strides, rates of dropout.
+    """Return the class and the numbers of a module: widths, heads, strides, dropout rates.
 
-    Those of the root are left out: it is the user's LightningModule, whose numbers are learning
-    rates and counters, and its shapes tell the rest.
+    The root's numbers are left out: it is the user's LightningModule, whose numbers are learning
+    rates and counters. Its shapes cover the rest.
     """
     config = getattr(inner, "config", None)
     numbers = {} if is_root else {
@@ -201,7 +202,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _sources(module: nn.Module) -> dict[str, str]:
-    """Digests of the files in which the model's classes are written, torch's own left out."""
+    """Return digests of the files that define the model's classes, except for torch's own."""
     found = {}
     for kind in {base for inner in module.modules() for base in type(inner).__mro__}:
         try:
@@ -210,7 +211,7 @@ def _sources(module: nn.Module) -> dict[str, str]:
                 found[f"{kind.__module__}.{kind.__qualname__}"] = _file_digest(path)
                 continue
         except (OSError, TypeError):
-            path = None  # written in C, or at a prompt
+            path = None  # written in C, or typed at a prompt
         if path is None:
             functions = [value for value in vars(kind).values() if inspect.isfunction(value)]
             told = [_told_of(function.__code__) for function in functions]
@@ -222,7 +223,7 @@ def _sources(module: nn.Module) -> dict[str, str]:
 
 
 def _told_of(code: CodeType) -> list[Any]:
-    """What a function does, whatever file and line it is written in."""
+    """Return what a function does, regardless of the file and line that define it."""
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
     plain = [repr(part) for part in code.co_consts if isinstance(part, (int, float, str, tuple))]
     return [code.co_code.hex(), list(code.co_names), plain, [_told_of(part) for part in inner]]
@@ -245,10 +246,10 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(describe_job: Callable[[], Any]) -> str | None:
-    """None for jobs that cannot be told from others."""
+    """Return the digest of a job; None if the job cannot be described."""
     try:
         return _hashed(describe_job())
-    except Exception:  # of the user's model or data; measuring says what is wrong with those
+    except Exception:  # an error of the user's model or data: measuring reports it
         return None
 
 

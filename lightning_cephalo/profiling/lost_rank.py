@@ -11,14 +11,14 @@ from lightning_cephalo.common.errors import ProfilingError
 
 @contextmanager
 def lost_rank_explained(rank: int, doing: str) -> Iterator[None]:
-    """Say what a connection that breaks means.
+    """Replace the error of a lost connection by one that explains it.
 
     Args:
         rank: This rank.
-        doing: What is being done.
+        doing: What this rank is doing, for the message.
 
     Raises:
-        ProfilingError: In place of what torch.distributed raises when another rank is gone.
+        ProfilingError: In place of the error that torch.distributed raises if a rank is gone.
     """
     try:
         yield

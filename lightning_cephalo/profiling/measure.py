@@ -1,4 +1,4 @@
-"""Measure every rank on the real model, sharded as it will be: from a model to a Problem."""
+"""Measures every rank on the real, sharded model, and returns a Problem."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
 
 # Part of the budget that timing may use; the rest is for memory and the network.
 _TIMING_SHARE = 0.7
-# Ranks of one device name whose times differ by less are taken to be equal.
+# Ranks with the same device name whose times differ by less count as equal.
 _ALIKE = 0.10
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """How to profile.
+    """The settings of profiling.
 
     Attributes:
-        budget_s: Seconds that profiling may take, about. A size that would take longer than what
-            is left is not tried; the smallest one always is.
+        budget_s: Seconds that profiling may take, approximately. A size that would take longer
+            than the time left is not tried; the smallest one always is.
         minimum_microbatch_size: Smaller ones are not tried (batch normalisation).
-        equal_microbatches: The user's step communicates: every rank runs in every step.
-        choose_recompute: Measure without recomputation too, for the plan to choose.
-        verbose: Whether rank 0 says what goes on.
+        equal_microbatches: Whether every rank runs in every step, as the user's step communicates.
+        choose_recompute: Whether to measure without recomputation too, so that the plan can choose.
+        verbose: Whether rank 0 prints progress.
     """
 
     budget_s: float
@@ -83,7 +83,7 @@ def measure(
 ) -> Problem:
     """Run the user's step on growing microbatches of real samples; collective.
 
-    Leaves no trace in the model, the random generators, the loggers or the loader; see
+    Leaves the model, the random generators, the loggers and the loader as they were; see
     :mod:`~lightning_cephalo.profiling.isolation`.
 
     Args:
@@ -92,7 +92,7 @@ def measure(
         device: This rank's device.
         loader: The user's DataLoader, or all of them as
             :class:`~lightning_cephalo.preparation.prepare.Loaders`.
-        layouts: How the batches of each can be cut.
+        layouts: How the batches of each dataloader can be cut.
         step: The user's training step on one batch.
         context: The precision plugin's context of a training step.
         global_batch_size: Samples of a step over all ranks.
@@ -136,16 +136,16 @@ def measure(
             progress.say("profiling: without recomputation")
             no_recompute = measure_no_recompute(prober, measured, sweep)
         progress.say("profiling: network")
-        # a backend allocates when it first communicates, and cannot ask torch for what that keeps
+        # a backend allocates when it first communicates, and cannot use memory that torch caches
         model.accelerator.empty_cache()
-        # first: measuring the network lets go of the gradients that clipping is timed with
+        # before the network: measuring it drops the gradients that clipping is timed with
         clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         optimizer_s = optimizer_time(model, clock, clip)
         network = measure_network(model, clock, device.capacity_bytes)
 
     for unit in model.units:
         for flat in unit.flats:
-            flat.forget_gradient()  # memory that moving the shards may need
+            flat.forget_gradient()  # moving the shards may need this memory
     model.accelerator.empty_cache()
     visits = model.executor.visits
     units = max(1, sum(visit.differentiable for visit in visits))
@@ -213,10 +213,10 @@ def measure(
 
 
 def balanced_step_s(problem: Problem) -> float:
-    """Seconds of a step in which every rank computes from its beginning to its end.
+    """Return the seconds of a step in which every rank computes from its beginning to its end.
 
-    At the speed of the largest microbatches that were measured; nothing is waited for but what no
-    plan can hide.
+    Ranks compute at the speed of their largest measured microbatches. The only other time is that
+    which no plan changes.
     """
     samples_per_s = sum(
         rank.largest_microbatch_size
@@ -234,7 +234,7 @@ def _exchanged(control: ControlGroup, profile: RankProfile) -> list[RankProfile]
 def _profile(
     device: Device, measured: Measured, units: int, gathered_bytes: float, kept: RetainedBytes
 ) -> RankProfile:
-    """Dense curves from the sizes that were measured; per unit where the problem wants it."""
+    """Return dense curves from the measured sizes; per unit where the problem wants it."""
     sizes = sorted(measured.times)
     largest = measured.largest
     every = np.arange(1, largest + 1)
@@ -258,11 +258,11 @@ def _profile(
 
 
 def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
-    """Give ranks that are the same but for noise the same profile.
+    """Give ranks that differ only by noise the same profile.
 
-    Else equal devices would get unequal plans. Ranks are the same if they have one name, as good as
-    one capacity, and times within 10% of the median at every size that all of them have measured;
-    they get the medians, the largest memory figures and the smallest capacity.
+    Otherwise equal devices would get unequal plans. Ranks are equal if they have the same name,
+    capacities within 10%, and times within 10% of the median at every size that all of them have
+    measured. They get the medians, the largest memory figures and the smallest capacity.
     """
     found = list(profiles)
     for name in {profile.name for profile in profiles}:
@@ -308,7 +308,7 @@ def _highest(curves: Sequence[Sequence[float]], length: int) -> tuple[float, ...
 def _kept_curves(
     group: Sequence[RankProfile], length: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Those of ranks that are the same; none if any of them cannot keep activations."""
+    """Return the common ``kept_*`` curves of equal ranks; none if any cannot retain activations."""
     if not all(profile.kept_backward_s for profile in group):
         return (), ()
     backward = [
@@ -319,7 +319,7 @@ def _kept_curves(
 
 
 class _Batches:
-    """Batches of the loader's first samples on the device; the last one is kept.
+    """Batches of the loader's first samples on the device; caches the last one.
 
     Args:
         loader: A DataLoader or :class:`~lightning_cephalo.preparation.prepare.Loaders`.
@@ -333,23 +333,23 @@ class _Batches:
 
     def __call__(self, size: int) -> Any:
         if self._held[0] != size:
-            self._held = (0, None)  # let go of the last one first
+            self._held = (0, None)  # frees the last batch before the next one is moved
             self._held = (size, self._move(read_batch(self._loader, size)))
         return self._held[1]
 
     @property
     def held(self) -> Any:
-        """The last batch that was asked for."""
+        """The last batch that was requested."""
         return self._held[1]
 
 
 def read_batch(loader: Any, size: int) -> Any:
-    """A batch of the first samples, as the loaders collate it.
+    """Return a batch of the first samples, as the loaders collate it.
 
     Args:
         loader: A DataLoader or :class:`~lightning_cephalo.preparation.prepare.Loaders`.
-        size: Samples of the first loader, which are what is counted; the others' come in
-            proportion.
+        size: Samples of the first loader, which define the batch size; the other loaders'
+            samples come in proportion.
     """
     spec = getattr(loader, "spec", None)
     if spec is None:

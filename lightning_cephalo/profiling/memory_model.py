@@ -1,13 +1,16 @@
-"""What a step holds at its worst moment, and how the planner's memory formula gets its numbers.
+"""Measures the peak memory of a step, and derives the terms of the planner's memory formula.
 
 The formula (plan/cost.py): state share + ``gathered_bytes`` + ``compute_bytes[m]`` of the largest
-microbatch + ``boundary_bytes`` x units x samples + ``microbatch_bytes`` x microbatches. Measured
-are the peak P of a step with one microbatch of m samples, and what is held between its forward and
-its backward, with one microbatch and with several, of few samples and of many. What each further
-sample and microbatch adds there are the two terms of what is kept: nothing else grows with them.
-``compute_bytes[m]`` is the rest of P, so that the formula gives P back for one microbatch. (How P
-itself grows would not do: with few microbatches it may lie at a moment at which part of what is
-kept has been released.)
+microbatch + ``boundary_bytes`` x units x samples + ``microbatch_bytes`` x microbatches.
+
+Two quantities are measured. The first is the peak P of a step with one microbatch of m samples.
+The second is the memory between the forward and the backward: with one microbatch and with several,
+with few samples and with many. Its growth per sample and per microbatch gives the last two terms,
+because nothing else grows with these numbers. ``compute_bytes[m]`` is the rest of P, so the formula
+returns P for one microbatch.
+
+The growth of P itself would be wrong: with few microbatches, P may lie at a moment when part of the
+retained bytes has been released.
 """
 
 from __future__ import annotations
@@ -30,19 +33,19 @@ from lightning_cephalo.observe.memory import MemoryMeter, RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.sharding.collectives import summands_received
 
-# Adam's two moments beside the parameter and its gradient. The optimizer is made for the planned
-# shards, so it is not known yet; SGD holds less, and nothing common holds more.
+# The parameter, its gradient and Adam's two moments. The optimizer is created for the planned
+# shards, so it is not known yet; SGD holds less, and no common optimizer holds more.
 _STATE_COPIES = 4
-# A number for each parameter, with what an allocator rounds it up to.
+# One number per parameter, rounded up as an allocator does.
 _COUNTER_BYTES = 64
 
 
 def state_bytes(model: ShardedModel) -> int:
-    """Bytes of training state of the whole model: what the plan's fractions share out.
+    """Return the bytes of the whole model's training state, which the plan's fractions divide.
 
-    16 per fp32 or mixed-precision parameter that is trained: itself, its gradient and the two
-    moments of Adam; a frozen one counts once. What a rank needs to receive gradients into grows
-    with its share too, so it is counted in.
+    A trained fp32 or mixed-precision parameter takes 16: itself, its gradient and the two moments
+    of Adam. A frozen one counts once. The buffers into which a rank receives gradients grow with
+    its share too, so they are counted in.
     """
     held = sum(
         flat.numel * flat.master_dtype.itemsize * (_STATE_COPIES if flat.trainable else 1)
@@ -52,7 +55,7 @@ def state_bytes(model: ShardedModel) -> int:
 
 
 def _receive_bytes(model: ShardedModel) -> int:
-    """Bytes of the buffers that one reduce receives into, over all ranks; one is under way."""
+    """Return the bytes that one reduce receives into, over all ranks; reduces do not overlap."""
     flats = model.flats
     if not flats:
         return 0
@@ -61,9 +64,10 @@ def _receive_bytes(model: ShardedModel) -> int:
 
 
 def resting_bytes(model: ShardedModel) -> int:
-    """Bytes that this rank holds between steps beside its share of the state.
+    """Return the bytes that this rank holds between steps in addition to its share of the state.
 
-    Buffers, and what optimizers hold of every parameter whatever its share (a step counter).
+    These are the model's buffers, and what optimizers hold per parameter whatever the rank's share
+    (a step counter).
     """
     held = {
         buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
@@ -83,12 +87,12 @@ def resting_bytes(model: ShardedModel) -> int:
 def check_capacities(
     model: ShardedModel, capacity_bytes: float, *, reshard_after_forward: bool = True
 ) -> None:
-    """Raise if any rank cannot even hold what every rank must; collective.
+    """Raise if any rank cannot hold even the minimum that every rank must; collective.
 
     Args:
         model: The sharded model.
-        capacity_bytes: What this rank may hold.
-        reshard_after_forward: Whether units are given back after the forward.
+        capacity_bytes: The bytes that this rank may hold.
+        reshard_after_forward: Whether units are resharded after the forward.
 
     Raises:
         TooLittleMemoryError: On every rank.
@@ -112,7 +116,7 @@ def check_capacities(
 
 
 def batch_bytes(batch: Any, accelerator: Accelerator) -> int:
-    """Bytes of a batch's tensors on the device."""
+    """Return the bytes of a batch's tensors on the device."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     return sum(_nbytes(leaf) for leaf in leaves if accelerator.holds(leaf))
 
@@ -122,7 +126,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMemory, ...]:
-    """What a plan made for this problem takes on every rank: the terms of the formula, by kind."""
+    """Return every rank's predicted memory, by kind, under a plan made for this problem."""
     received = _receive_bytes(model)
     gathered = model.gathered_parameter_bytes
     if not cost.as_planned(problem, plan).reshard_after_forward:
@@ -149,8 +153,9 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
 class StepMeter:
     """Measures what a profiling step holds in addition to the state.
 
-    Gathered buffers are included. Bytes are read from the device's allocator where it has one:
-    figures of an emulated device would include what :class:`_StepTracker` leaves out.
+    Gathered buffers are included. Bytes are read from the device's allocator where it has one. The
+    figures of an emulated device are not used: they include the bytes that :class:`_StepTracker`
+    leaves out.
 
     Args:
         model: The sharded model.
@@ -163,13 +168,13 @@ class StepMeter:
         self.peak_bytes = self.kept_bytes = 0
 
     def forward_done(self) -> None:
-        """Called between the forward and the backward: see what is held there."""
+        """Record the memory between the forward and the backward."""
         self.kept_bytes = max(0, self._meter.current_bytes - self._resting_bytes)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure the step inside."""
-        # made before, and empty until units are gathered
+        # these exist already, and are empty until units are gathered
         buffers = [*[flat.full for flat in self._model.flats], *self._model.buffers()]
         with self._meter.measuring(*buffers):
             lent = sum(pool.held_bytes for pool in self._model.buffer_pools)
@@ -179,7 +184,7 @@ class StepMeter:
 
 
 class _StepTracker(MemoryTracker):
-    """Leaves out what a reduce receives into: `state_bytes` has it, for the planned shares."""
+    """Leaves out the buffers of a reduce: `state_bytes` counts them, by the planned shares."""
 
     def __init__(self, model: ShardedModel) -> None:
         super().__init__()
@@ -190,7 +195,7 @@ class _StepTracker(MemoryTracker):
             self.untrack(*[tensor for tensor in args[0] if not self._is_gathered(tensor)])
 
     def _is_gathered(self, tensor: Tensor) -> bool:
-        # what a gather receives into is counted
+        # the buffers that a gather receives into are counted
         storage = tensor.untyped_storage()._cdata
         known = [flat.full.untyped_storage() for flat in self._model.flats]
         known += [b.storage for pool in self._model.parameter_pools for b in pool.buffers]
@@ -199,10 +204,10 @@ class _StepTracker(MemoryTracker):
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a step beside the state.
+    """Bytes of a step in addition to the state.
 
     Attributes:
-        peak_bytes: At its worst moment.
+        peak_bytes: At the peak.
         kept_bytes: Between the forward and the backward.
     """
 
@@ -212,11 +217,11 @@ class Held:
 
 @dataclass(frozen=True)
 class RetainedBytes:
-    """What is kept from the forward until the backward.
+    """Bytes that are retained from the forward until the backward.
 
     Attributes:
-        sample_bytes: Of every sample, over all units.
-        microbatch_bytes: Of every microbatch, whatever its samples.
+        sample_bytes: Per sample, over all units.
+        microbatch_bytes: Per microbatch, whatever its number of samples.
     """
 
     sample_bytes: float
@@ -226,15 +231,15 @@ class RetainedBytes:
     def between(
         cls, single: float, several: float, count: int, size: int, larger: tuple[int, float] | None
     ) -> RetainedBytes:
-        """From what is held between forward and backward.
+        """Derive both figures from the bytes held between forward and backward.
 
         Args:
-            single: With one microbatch.
-            several: With ``count`` microbatches.
+            single: Bytes with one microbatch.
+            several: Bytes with ``count`` microbatches.
             count: Two or more.
             size: Samples in each microbatch.
-            larger: Samples of a larger microbatch, and what is held with one of these; None if
-                there is none: then nothing is known to be kept of microbatches as such.
+            larger: Samples of a larger microbatch, and the bytes with one such microbatch. None if
+                there is none: then all retained bytes count per sample.
         """
         each = max(0.0, (several - single) / (count - 1))
         if larger is None:
@@ -246,7 +251,7 @@ class RetainedBytes:
 def compute_curve(
     sizes: Sequence[int], peaks: Sequence[float], largest: int, gathered: float, kept: RetainedBytes
 ) -> list[float]:
-    """``compute_bytes`` of microbatches of 1 to ``largest`` samples.
+    """Return ``compute_bytes`` of microbatches of 1 to ``largest`` samples.
 
     Peaks are interpolated, and never fall: a larger batch holds no less.
 
@@ -254,8 +259,8 @@ def compute_curve(
         sizes: Measured sizes, rising.
         peaks: Their peaks, gathered buffers included.
         largest: Length of the curve.
-        gathered: ``gathered_bytes`` of the problem, as far as it is full buffers.
-        kept: What is kept until the backward.
+        gathered: The part of the problem's ``gathered_bytes`` that is full buffers.
+        kept: The bytes retained until the backward.
     """
     if not largest:
         return []

@@ -1,4 +1,4 @@
-"""What the ranks spend beside computing: gathers, reduces, agreements."""
+"""Times the communication of a step: gathers, reduces, exchanges of small messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.sharding.unit import Unit
 
-# Units beside the root that are timed, and how often; a unit is much like the next.
+# Units that are timed apart from the root, repetitions, and the seconds after which these stop.
+# Units are much alike.
 _UNITS, _REPEATS, _LONG_S = 4, 5, 0.25
 # Shares that differ by less are even; times that differ by less are noise.
 _EVEN, _NOISE = 1e-9, 0.05
@@ -18,14 +19,14 @@ _EVEN, _NOISE = 1e-9, 0.05
 
 @dataclass(frozen=True)
 class NetworkTimes:
-    """Seconds beside compute, the slowest rank's.
+    """Seconds of communication on the slowest rank.
 
     Attributes:
-        gather_s: Gather of a mean unit from uneven shards.
-        reduce_s: Reduce of a mean unit into uneven shards.
-        even_gather_s: Likewise from even shards; None where they save nothing worth having, or
-            have no place.
-        even_reduce_s: Likewise into even shards.
+        gather_s: Gather of an average unit from uneven shards.
+        reduce_s: Reduce of an average unit into uneven shards.
+        even_gather_s: Gather from even shards; None where these save too little time, or where a
+            rank has no memory for them.
+        even_reduce_s: Reduce into even shards; None likewise.
         root_gather_s: Gather of the root unit.
         root_reduce_s: Reduce of the root unit.
         exchange_s: One exchange of small messages.
@@ -41,12 +42,12 @@ class NetworkTimes:
 
     @property
     def fill_s(self) -> float:
-        """The first unit's gather and the last one's reduce: no compute hides them."""
+        """The first unit's gather and the last unit's reduce, which no compute hides."""
         return self.gather_s + self.reduce_s
 
     @property
     def step_overhead_s(self) -> float:
-        """What a step waits for whatever the ranks compute: two exchanges."""
+        """The two exchanges that every step waits for, whatever the ranks compute."""
         return 2 * self.exchange_s
 
 
@@ -55,14 +56,14 @@ def measure_network(
 ) -> NetworkTimes:
     """Time the collectives of a step on the groups that the step uses; collective.
 
-    With the shares that the ranks have, and with shares of the other kind, even or uneven, where
-    every rank has memory for those. Leaves no gradients and nothing gathered behind, and the shares
-    as they were.
+    Measures with the present shares. Where every rank has the memory, it also measures with shares
+    of the other kind, even or uneven. It leaves no gradients and nothing gathered behind, and
+    restores the shares.
 
     Args:
         model: The sharded model; has run a step.
-        clock: Seconds, when all work issued to the device is done.
-        capacity_bytes: What this rank may hold.
+        clock: Returns seconds once all work issued to the device is done.
+        capacity_bytes: The bytes that this rank may hold.
     """
     model.executor.reshard()
     root_gather_s, root_reduce_s = _unit_times(model, model.units[ROOT], clock)
@@ -88,30 +89,30 @@ def measure_network(
 
 
 def _uneven(world_size: int) -> list[float]:
-    """Shares of which every other is three times as large."""
+    """Return shares of which every other is three times as large."""
     weights = [3.0 if rank % 2 else 1.0 for rank in range(world_size)]
     return [weight / sum(weights) for weight in weights]
 
 
 def _have_room(model: ShardedModel, fractions: Sequence[float], capacity_bytes: float) -> bool:
-    """Whether every rank could hold its parameters and gradients by these shares."""
+    """Return whether every rank could hold its parameters and gradients with these shares."""
     held = sum(
         flat.numel * flat.master_dtype.itemsize * (2 if flat.trainable else 1)
         for unit in model.units
         for flat in unit.flats
     )
-    # Twice: the old shards go only when the new ones have been filled.
+    # Twice: the old shards are freed only after the new ones are filled.
     needed = model.gathered_bytes + 2 * held * fractions[model.control.rank]
     return model.control.all(needed < capacity_bytes)
 
 
 def _saved(even_s: float | None, uneven_s: float) -> float | None:
-    """``even_s`` where it is less by more than noise."""
+    """Return ``even_s`` if it is less than ``uneven_s`` by more than noise, else None."""
     return even_s if even_s is not None and even_s < (1 - _NOISE) * uneven_s else None
 
 
 def _mean_times(model: ShardedModel, clock: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of gathering and of reducing a mean unit beside the root."""
+    """Return the mean seconds of gathering and of reducing a unit other than the root."""
     units = _spread([unit for unit in model.units[1:] if unit.flats], _UNITS)
     times = [_unit_times(model, unit, clock) for unit in units]
     if not times:
@@ -127,7 +128,7 @@ def _spread(units: Sequence[Unit], count: int) -> list[Unit]:
 
 
 def _unit_times(model: ShardedModel, unit: Unit, clock: Callable[[], float]) -> tuple[float, float]:
-    """Median seconds of gathering and of reducing a unit, each the slowest rank's."""
+    """Return the slowest rank's median seconds of gathering and of reducing a unit."""
     gathers, reduces = [], []
     for repeat in range(1 + _REPEATS):
         gather_s, reduce_s = _slowest(model, clock, unit.wait_gather), 0.0
@@ -140,7 +141,7 @@ def _unit_times(model: ShardedModel, unit: Unit, clock: Callable[[], float]) -> 
         gathers.append(gather_s)
         reduces.append(reduce_s)
         if gather_s + reduce_s > _LONG_S:
-            break  # agreed: all ranks have the slowest one's time
+            break  # on all ranks: they share the slowest rank's time
     return statistics.median(gathers), statistics.median(reduces)
 
 

@@ -1,8 +1,9 @@
-"""What it would take to keep activations inside the units instead of computing them again.
+"""Measures steps that retain the activations inside units instead of recomputing them.
 
-Measured where the choice is the plan's, rank by rank: the same steps with kept graphs, at the
-smallest and the largest microbatch that ran with recomputation. Forward and root are taken to be
-the same; the backward is shorter by about a forward, and memory grows with the inside of units.
+Runs only if the plan chooses recomputation rank by rank. The steps are the same but retain their
+graphs, at the smallest and the largest microbatch that ran with recomputation. Forward and root
+are assumed to be unchanged. The backward is shorter by about one forward, and memory grows with
+the inside of units.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _REPEATS = 2
 
 @dataclass(frozen=True)
 class NoRecompute:
-    """One rank's figures with kept activations.
+    """One rank's figures with retained activations.
 
     Attributes:
-        measured: Times and memory of one or two sizes; none if the rank has not the memory.
-        kept: What is kept until the backward.
+        measured: Times and memory of one or two sizes; empty if the rank lacks the memory.
+        kept: Bytes retained until the backward.
     """
 
     measured: Measured
@@ -34,15 +35,15 @@ class NoRecompute:
 
 
 def measure_no_recompute(prober: Prober, recomputing: Measured, sweep: Sweep) -> NoRecompute:
-    """Measure steps that keep their activations; collective.
+    """Measure steps that retain their activations; collective.
 
     Args:
         prober: Runs profiling steps.
-        recomputing: What was measured with recomputation; gives the sizes.
-        sweep: As for that.
+        recomputing: The measurements with recomputation, which give the sizes.
+        sweep: The settings of those measurements.
     """
     model = prober.model
-    model.release_buffers()  # kept graphs have memory of their own
+    model.release_buffers()  # retained graphs have memory of their own
     model.executor.recompute = False
     measured = Measured()
     try:
@@ -80,14 +81,16 @@ def with_no_recompute(
     units: int,
     gathered_bytes: float,
 ) -> RankProfile:
-    """Leave recomputation to the plan, where this rank can do without at all.
+    """Add the curves without recomputation to a profile, so that the plan can choose.
+
+    Returns the profile unchanged if this rank ran no size without recomputation.
 
     Args:
         profile: Measured with recomputation.
-        no_recompute: This rank's figures without.
-        kept: What any rank keeps of samples and microbatches without.
-        units: How many units the model has.
-        gathered_bytes: ``gathered_bytes`` of the problem, as far as it is full buffers.
+        no_recompute: This rank's figures without recomputation.
+        kept: Bytes that any rank retains per sample and microbatch without recomputation.
+        units: Number of the model's units.
+        gathered_bytes: The part of the problem's ``gathered_bytes`` that is full buffers.
     """
     measured, largest = no_recompute.measured, profile.largest_microbatch_size
     sizes = sorted(set(measured.times) & set(measured.held))
@@ -109,9 +112,9 @@ def with_no_recompute(
 
 
 def peaks_by_size(sizes: Sequence[int], peaks: Sequence[float], largest: int) -> list[float]:
-    """Peaks of all sizes: on the line through those measured, which goes on beyond the last.
+    """Return the peaks of all sizes, interpolated and extrapolated from the measured ones.
 
-    A size that did not run with kept activations so gets the memory that it lacks.
+    A size that did not run with retained activations thus gets the memory that it would need.
     """
     slope = peaks[0] / sizes[0]
     if len(sizes) > 1:

@@ -1,9 +1,9 @@
-"""What a step spends on the optimizer: clipping and updating, as training does both.
+"""Times the optimizer part of a step: clipping and updating, as training does both.
 
-The user's optimizer is made for the planned shards, later; AdamW is what most will use, and its
-default form is timed. Small tensors cost by their number, large ones by their elements, so that
-both are timed: as many tensors as there are, each no larger than what is worth waiting for, and
-what one tensor takes more when it is larger.
+The user's optimizer is created later, for the planned shards. AdamW is timed in its default form,
+since most users will use it. Small tensors cost by their number and large ones by their elements,
+so both are timed. First, as many tensors as the rank has, each cut to a size that is quick to
+update. Second, one large tensor, whose extra time stands for the elements that were cut off.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.placement import local_part
 
-# Repetitions, and the seconds after which there are no more.
+# Repetitions, and the seconds after which they stop.
 _REPEATS, _LONG_S = 5, 0.25
-# Elements of all tensors that stand for a rank's rows, and of the large one in addition to them:
-# more than caches hold, and more than launching hides where kernels are launched.
+# Elements of all tensors that stand in for a rank's rows, and of the additional large tensor: more
+# than caches hold and, where kernels are launched, more than launching hides.
 _ROWS_NUMEL, _LARGE_NUMEL, _LAUNCHED_LARGE_NUMEL = 2**18, 2**20, 2**22
 
 
@@ -33,21 +33,22 @@ def optimizer_time(
     clock: Callable[[], float],
     clip: Callable[[Sequence[Tensor]], object] | None,
 ) -> float:
-    """Seconds of clipping and of AdamW over an even share, the slowest rank's; collective.
+    """Return the slowest rank's seconds of clipping and of AdamW over an even share; collective.
 
     Leaves no gradients behind.
 
     Args:
         model: The sharded model; has run a step.
-        clock: Seconds, when all work issued to the device is done.
-        clip: Clips the gradients of these parameters, on all ranks together; None where the trainer
-            clips none.
+        clock: Returns seconds once all work issued to the device is done.
+        clip: Clips the gradients of the given parameters, on all ranks together; None if the
+            trainer does not clip.
     """
     model.executor.reshard()
     flats = [flat for unit in model.units for flat in unit.flats if flat.trainable]
     clip_s = 0.0 if clip is None else _clip_time(model, flats, clock, clip)
     own_s = 0.0
-    with contextlib.suppress(torch.OutOfMemoryError):  # a rank that is full already: others tell
+    # the times of the other ranks count for a rank that is already full
+    with contextlib.suppress(torch.OutOfMemoryError):
         own_s = _adamw_time(model, flats, clock)
     if not own_s:
         gc.collect()  # the frames of the failed step hold its tensors
@@ -55,7 +56,12 @@ def optimizer_time(
 
 
 def clipping(largest: float | None, algorithm: str | None) -> Callable[..., object] | None:
-    """What the trainer's ``gradient_clip_val`` and ``gradient_clip_algorithm`` do in a step."""
+    """Return the trainer's clipping as a function; None if it does not clip.
+
+    Args:
+        largest: The trainer's ``gradient_clip_val``.
+        algorithm: The trainer's ``gradient_clip_algorithm``.
+    """
     if not largest:
         return None
     clip = clip_by_value if algorithm == "value" else clip_by_norm
@@ -77,7 +83,7 @@ def _clip_time(
         model.control.barrier()
         start_s = clock()
         clip(parameters)
-        # agreed: all ranks stop after the same repetition
+        # the maximum over ranks, so that all ranks stop after the same repetition
         times.append(model.control.max(clock() - start_s))
     for parameter in parameters:
         parameter.grad = None
@@ -108,7 +114,7 @@ def _adamw_time(model: ShardedModel, flats: Sequence[Flat], clock: Callable[[], 
 
 
 def _update_time(numels: Sequence[int], device: torch.device, clock: Callable[[], float]) -> float:
-    """Median seconds of AdamW over tensors of these sizes."""
+    """Return the median seconds of AdamW over tensors of these sizes."""
     parameters = [nn.Parameter(torch.zeros(numel, device=device)) for numel in numels]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -118,4 +124,4 @@ def _update_time(numels: Sequence[int], device: torch.device, clock: Callable[[]
         start_s = clock()
         optimizer.step()
         times.append(clock() - start_s)
-    return statistics.median(times[1:] or times)  # the first one makes the state
+    return statistics.median(times[1:] or times)  # the first repetition creates the state

@@ -1,4 +1,4 @@
-"""One step of the real executor on the real shards: what it takes, what it holds, how it fails."""
+"""Runs profiling steps with the real executor and shards, and measures their time and memory."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Times:
 
     @property
     def total_s(self) -> float:
-        """The three together."""
+        """The sum of the three."""
         return self.forward_s + self.backward_s + self.tail_s
 
     def least(self, other: Times | None) -> Times:
-        """Part by part the shorter: whatever disturbs a measurement makes it longer."""
+        """Return the shorter time of each part: every disturbance makes a measurement longer."""
         if other is None:
             return self
         return Times(
@@ -59,8 +59,8 @@ class Prober:
 
     Args:
         model: The sharded model.
-        clock: Seconds, when all work issued to the device is done.
-        batch_of: Gives a batch of so many samples on the device.
+        clock: Returns seconds once all work issued to the device is done.
+        batch_of: Returns a batch of the given number of samples on the device.
         step: The user's training step on one batch.
         context: The precision plugin's context of a training step.
     """
@@ -84,18 +84,18 @@ class Prober:
         self.wall_s = 0.0
 
     def now_s(self) -> float:
-        """Seconds of the host's clock."""
+        """Return the seconds of the host's clock."""
         return self.model.accelerator.now_s()
 
     def timed(self, size: int) -> tuple[Times | None, list[bool]]:
-        """Time a step with one microbatch of ``size`` samples (0: take part without).
+        """Time a step with one microbatch of ``size`` samples (0: take part without one).
 
         Returns:
             This rank's times, None if it computed nothing; and per rank whether it ran out of
-            memory, in which case nobody's times are good.
+            memory. If any rank did, no rank's times are valid.
 
         Raises:
-            ProfilingError: On every rank, if any fails otherwise.
+            ProfilingError: On every rank, if any fails for another reason.
         """
         self._times = None
         start_s = self.now_s()
@@ -104,7 +104,7 @@ class Prober:
         return self._times, refused
 
     def held(self, size: int, count: int) -> tuple[Held, list[bool]]:
-        """Measure bytes of a step with ``count`` microbatches, as :meth:`timed` does times."""
+        """Measure the bytes of a step with ``count`` microbatches; else like :meth:`timed`."""
         self._held = Held(0.0, 0.0)
         refused = self._run(partial(self._watched_step_of, size, count), size)
         return self._held, refused
@@ -114,7 +114,7 @@ class Prober:
         try:
             attempt()
         except RemoteRankError:
-            pass  # the failing rank tells what it was below
+            pass  # the failing rank reports its error below
         except Exception as raised:
             failure = raised
         finally:
@@ -131,7 +131,7 @@ class Prober:
                     " starts. CephaloStrategy(plan=...) trains without profiling."
                 ) from failure
         if failure is not None:
-            # its traceback holds the frames of the step, and these the activations
+            # its traceback holds the frames of the step, and the frames hold the activations
             traceback.clear_frames(failure.__traceback__)
             del failure
         if any(out_of_memory for _, out_of_memory, _ in said):
@@ -168,7 +168,7 @@ class Prober:
         self.model.executor.backward()
 
     def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], BaseException | None]:
-        """What to run, or why this rank cannot."""
+        """Return the microbatches to run, or why this rank cannot run them."""
         if not size:
             return [], None
         weight_of = partial(_finite_loss_and_weight, samples=size)
@@ -180,10 +180,10 @@ class Prober:
 
 
 class _PhaseClock(Observer):
-    """Sums what this rank's compute takes, by phase.
+    """Sums this rank's compute time by phase.
 
     Args:
-        clock: Seconds, when all work issued to the device is done.
+        clock: Returns seconds once all work issued to the device is done.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -209,7 +209,7 @@ class _PhaseClock(Observer):
 
 def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:
     loss, weight = loss_and_weight(result, samples)
-    if weight and not bool(torch.isfinite(loss)):  # of no tokens the mean may be 0/0
+    if weight and not bool(torch.isfinite(loss)):  # the mean over no tokens may be 0/0
         raise FloatingPointError(
             f"the loss is {loss.item()} before a single step was made. Check the data, the"
             " initialisation, and the precision."

@@ -1,4 +1,4 @@
-"""One line on the terminal while profiling and solving, and one when it is done."""
+"""Shows a status line while profiling and solving, and prints one line at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Progress:
     """A live status line where the terminal can show one.
 
     Args:
-        show: Whether this process says anything at all.
+        show: Whether this process prints anything at all.
     """
 
     def __init__(self, show: bool) -> None:
@@ -31,7 +31,7 @@ class Progress:
             self._status = None
 
     def say(self, text: str) -> None:
-        """Replace the line."""
+        """Replace the status line."""
         if self._status is not None:
             self._status.update(text)
 
@@ -41,12 +41,18 @@ class Progress:
             self._console.print(text, markup=False, highlight=False)
 
     def timing(self, sizes: Sequence[int]) -> None:
-        """Say what is being timed."""
+        """Show the microbatch sizes that are being timed."""
         by_rank = ", ".join(str(size) if size else "-" for size in sizes)
         self.say(f"profiling: microbatches of {by_rank} samples (by rank)")
 
     def done(self, largest: Sequence[int], seconds: float, steps: float) -> None:
-        """Print the line that stays; ``steps`` is how many could have been trained meanwhile."""
+        """Print the final line.
+
+        Args:
+            largest: The largest microbatch size of every rank.
+            seconds: How long profiling took.
+            steps: How many steps training would have run in that time.
+        """
         if self._console is not None:
             sizes = ", ".join(map(str, largest))
             self._console.print(

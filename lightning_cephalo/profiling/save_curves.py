@@ -1,4 +1,4 @@
-"""Keep what was measured, for plans of clusters that are not here (``cephalo plan``)."""
+"""Saves measured curves, so that ``cephalo plan`` can plan for clusters that are not at hand."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def remember(
     recompute: bool,
     batch: Any,
 ) -> str | None:
-    """Put the curves of every kind of device into the user's cache.
+    """Save the curves of every kind of device in the user's cache.
 
     Args:
-        problem: what was measured.
+        problem: the measured problem.
         model: class name of the model.
-        parameters: how many it has, in all.
-        dtype: compute dtype; None: that of the parameters, taken to be fp32.
-        recompute: whether the measured backward recomputes; the cache always counts that in.
-        batch: a batch like those that were measured, for the length of a sample.
+        parameters: total number of its parameters.
+        dtype: compute dtype; None: that of the parameters, assumed to be fp32.
+        recompute: whether the measured backward recomputes; the saved one always includes that.
+        batch: a batch like the measured ones, for the length of a sample.
 
     Returns:
-        None, or why nothing was kept: that must not stop a training.
+        None, or why nothing was saved: a failure must not stop the training.
     """
     try:
         curves = _curves(problem, recompute)
@@ -42,7 +42,7 @@ def remember(
             name = _NAMES.get(dtype, "fp32") if dtype is not None else "fp32"
             length = _sample_length(batch)
             save_measured(CurveTable(model, name, length, curves, parameters=parameters))
-    except Exception as error:  # this happens on one rank only, where the others go on
+    except Exception as error:  # only one rank saves, and the others go on
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -58,7 +58,7 @@ def _curves(problem: Problem, recompute: bool) -> tuple[Curves, ...]:
             rank.forward_s,
             tuple(b + f for b, f in zip(rank.backward_s, again, strict=True)),
             rank.tail_s,
-            # without recomputation the peak is another one
+            # the peak differs without recomputation
             rank.compute_bytes if recompute else (),
             source="measured",
             detail=f"on the running job, torch {torch.__version__}",
@@ -67,7 +67,7 @@ def _curves(problem: Problem, recompute: bool) -> tuple[Curves, ...]:
 
 
 def _sample_length(batch: Any) -> int:
-    """Length of the first tensor's samples along their first dimension, as tokens have one."""
+    """Return the length of the first tensor's samples in their first dimension (tokens), or 1."""
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):
             return max(1, leaf.shape[1]) if leaf.ndim > 1 else 1

@@ -1,10 +1,10 @@
-"""How long a microbatch takes, over growing sizes, on all ranks at once.
+"""Times microbatches of growing sizes, on all ranks at the same time.
 
-All ranks take part in every step, for the gathers; what each computes in it is its own affair. So
-the fast ranks measure large microbatches in the time in which the slow ones measure small ones:
-ranks whose next size takes about as long run it together, the others wait. Sizes double, up to
-somewhat more than a rank's balanced share of the batch. Where ranks are alike, all of them take as
-long as about 2.5 balanced steps; repetitions add 1.25, or 2 on a machine that disturbs them.
+All ranks take part in every step because of the gathers, but each computes a size of its own. So
+fast ranks measure large microbatches while slow ranks measure small ones. Ranks whose next sizes
+take about as long run them together; the others wait. Sizes double, up to somewhat more than a
+rank's balanced share of the batch. Where ranks are alike, all sizes together take about 2.5
+balanced steps. Repetitions add 1.25 steps, or 2 on a machine that disturbs them.
 """
 
 from __future__ import annotations
@@ -18,37 +18,39 @@ from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 
-# A size is timed so often, and thrice if that takes less than this part of a balanced step each or
-# on ranks that seem to have been disturbed: from small sizes comes how far each rank measures.
+# A size is timed twice. It is timed three times if each time takes less than this part of a
+# balanced step, or on ranks that seem to have been disturbed. Small sizes are repeated because they
+# decide how far each rank measures.
 _TIMES, _THRICE_BELOW, _MOST_TIMES = 2, 0.25, 3
-# What repetitions may take in all: balanced steps, or seconds where these are short; and what they
-# may take with those on disturbed ranks.
+# Limits of all repetitions: balanced steps, or seconds where steps are short. The third is the
+# limit in balanced steps that includes repetitions on disturbed ranks.
 _REPEATED_STEPS, _REPEATED_S, _DISTURBED_STEPS = 1.25, 0.3, 2.0
 # Share of the time left that repeating a size may use.
 _REPEAT_SHARE = 0.3
-# A size that takes more per sample than a smaller one by this much was disturbed: once more.
+# A size that takes this much more per sample than a smaller one was disturbed, and is repeated.
 _SUSPICIOUS = 0.03
-# A rank measures microbatches up to this multiple of its balanced share of the global batch; what
-# is less than so much beyond the largest size measured is not worth a step.
+# A rank measures microbatches up to the first multiple of its balanced share of the global batch.
+# A size below the second multiple of the largest measured size is not worth a step.
 _BEYOND_SHARE, _WORTHWHILE_GROWTH = 1.25, 1.3
-# In place of a size and one less than so many times as large, the larger one alone is measured.
+# Skip a size if the largest useful one is less than this many times as large.
 _SKIPPED = 1.5
-# Ranks run together whose steps are expected to take at most so many times as long as the shortest.
+# Ranks run together if their steps are expected to take at most this multiple of the shortest.
 _TOGETHER = 1.5
 # From this size on a rank stops when larger microbatches gain less than this per sample.
 _LARGE_SIZE, _WORTHWHILE_GAIN = 32, 0.02
-# Numbers of microbatches whose memory is compared with that of one.
+# Numbers of microbatches whose memory is compared with that of one; the second if the first one
+# does not fit.
 _COUNTS = (3, 2)
 
 
 @dataclass
 class Measured:
-    """What one rank has measured.
+    """The measurements of one rank.
 
     Attributes:
-        times: Per microbatch size.
-        held: Per microbatch size, bytes of a step with one such microbatch.
-        smallest_too_large: Out of memory came at this size; None if it never did.
+        times: Times of a microbatch, by its size.
+        held: Bytes of a step with one microbatch, by its size.
+        smallest_too_large: The smallest size that ran out of memory; None if none did.
     """
 
     times: dict[int, Times] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class Measured:
 
 
 def ladder(smallest: int, limit: int) -> list[int]:
-    """Sizes to measure: 1, 2, 4, 8, 16, ... from ``smallest`` to ``limit``, both in."""
+    """Return the sizes to measure: 1, 2, 4, 8, ... from ``smallest`` to ``limit``, inclusive."""
     sizes, power = {smallest, limit}, 1
     while power <= limit:
         sizes.add(power)
@@ -76,12 +78,12 @@ class Sweep:
 
     Attributes:
         sizes: Microbatch sizes, rising; the last one is the global batch size.
-        budget_s: Wall seconds.
-        devices: Name of every rank's device: those of one name are as fast as the fastest of them,
-            unless something else disturbs them now.
-        everyone_runs: Ranks that are done run their smallest size again: the user's step may
-            communicate.
-        report: Told the sizes that the ranks run next, 0 for none, on every rank.
+        budget_s: Wall-clock seconds.
+        devices: Name of every rank's device. Devices with the same name count as equally fast: a
+            slower one is being disturbed.
+        everyone_runs: Whether ranks that are done run their smallest size again, because the
+            user's step may communicate.
+        report: Called on every rank with the sizes that the ranks run next; 0 for none.
     """
 
     sizes: Sequence[int]
@@ -93,11 +95,11 @@ class Sweep:
 
 @dataclass
 class _Pace:
-    """What all ranks know of the sweep.
+    """The state of the sweep that all ranks know.
 
     Attributes:
         rates: Samples per second of every rank's device at its best size; 0 before its first.
-        beside_s: Seconds that a step takes beside a rank's own work.
+        beside_s: Seconds that a step takes in addition to a rank's own work.
         repeated_s: Seconds spent on repetitions.
     """
 
@@ -106,16 +108,16 @@ class _Pace:
     repeated_s: float = 0.0
 
     def step_s(self, global_batch_size: int) -> float:
-        """Seconds of a balanced step."""
+        """Return the seconds of a balanced step."""
         return global_batch_size / max(sum(self.rates), 1e-9) + self.beside_s
 
 
 def measure_times(prober: Prober, sweep: Sweep) -> Measured:
-    """Time growing microbatches until the time, the memory or the use of it ends; collective.
+    """Time growing microbatches until time, memory or benefit runs out; collective.
 
     Raises:
-        ProfilingError: On every rank, if any fails other than by memory, or if none can run even
-            the smallest microbatch.
+        ProfilingError: On every rank, if any fails for another reason than memory.
+        TooLittleMemoryError: On every rank, if none can run even the smallest microbatch.
     """
     control, measured = prober.control, Measured()
     started_s = prober.now_s()
@@ -143,7 +145,7 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
 
 
 def _next_size(measured: Measured, sizes: Sequence[int], useful: float) -> int:
-    """The size to measure next, 0 for none."""
+    """Return the size to measure next; 0 for none."""
     largest, too_large = measured.largest, measured.smallest_too_large
     if not largest:
         return 0 if too_large is not None else sizes[0]
@@ -158,10 +160,15 @@ def _next_size(measured: Measured, sizes: Sequence[int], useful: float) -> int:
 
 
 def _together(wanted: Sequence[tuple[int, float]], smallest: int, remaining_s: float) -> list[int]:
-    """What every rank runs now, of the sizes they want and the seconds these are expected to take.
+    """Return the size that every rank runs now.
 
-    0 for ranks that want nothing, that have not the time, or that wait while others run sizes that
-    take less.
+    It is 0 for ranks that want none, that lack the time, or that wait while others run shorter
+    steps.
+
+    Args:
+        wanted: For every rank, the size that it wants and the seconds that this should take.
+        smallest: The smallest size, which runs whatever it takes.
+        remaining_s: The seconds that are left.
     """
     affordable = [
         size if size == smallest or expected_s <= remaining_s else 0 for size, expected_s in wanted
@@ -177,7 +184,7 @@ def _together(wanted: Sequence[tuple[int, float]], smallest: int, remaining_s: f
 
 
 def _warm_up(prober: Prober, measured: Measured, smallest: int) -> bool:
-    """Run the first step, which finds the order of units, imports, fills caches; not counted.
+    """Run the first step, which is not counted: it finds the order of units, imports, fills caches.
 
     Returns whether this rank can run the smallest microbatch.
     """
@@ -201,10 +208,10 @@ def _time_round(
     pace: _Pace,
     sweep: Sweep,
 ) -> None:
-    """Time one size on every rank that has one (0: none), and take note of the pace.
+    """Time one size on every rank that has one (0: none), and update the pace.
 
-    Up to three times, as repetitions have taken so far; large sizes twice, and a third time on
-    ranks that seem to have been disturbed.
+    A size runs up to three times, as long as the time for repetitions lasts. Large sizes run twice,
+    and a third time on ranks that seem to have been disturbed.
     """
     rank, beside_s = prober.control.rank, math.inf
     runs = [bool(size) for size in sizes]
@@ -243,7 +250,7 @@ def _time_round(
 
 
 def _disturbed(measured: Measured, size: int) -> bool:
-    """Whether a size took more per sample than a smaller one did, in any part that matters."""
+    """Return whether a size took longer per sample than a smaller one, in any part that matters."""
     found, smaller = measured.times[size], [at for at in measured.times if at < size]
     for part in ("forward_s", "backward_s", "tail_s"):
         part_s = getattr(found, part)
@@ -256,7 +263,7 @@ def _disturbed(measured: Measured, size: int) -> bool:
 
 
 def _gains(measured: Measured) -> bool:
-    """Whether larger microbatches than the largest measured may still gain anything per sample."""
+    """Return whether larger microbatches than those measured may still gain time per sample."""
     largest = measured.largest
     if largest < _LARGE_SIZE:
         return True
@@ -268,7 +275,7 @@ def _gains(measured: Measured) -> bool:
 
 
 def _expected_s(measured: Measured, size: int) -> float:
-    """Seconds of this rank's own work at a size not measured yet, on from the last two."""
+    """Return the seconds of own work at an unmeasured size, extrapolated from the last two."""
     if not measured.times:
         return 0.0
     last = measured.largest
@@ -280,12 +287,12 @@ def _expected_s(measured: Measured, size: int) -> float:
 
 
 def _rate(measured: Measured) -> float:
-    """Samples per second at the best of the sizes measured: a single one may be disturbed."""
+    """Return the samples per second at the best size: any single one may have been disturbed."""
     return max((size / max(at.total_s, 1e-9) for size, at in measured.times.items()), default=0.0)
 
 
 def _by_device(rates: Sequence[float], devices: Sequence[str]) -> list[float]:
-    """The best rate of each rank's kind of device."""
+    """Return the best rate of each rank's kind of device."""
     best: dict[str, float] = {}
     for rate, device in zip(rates, devices, strict=True):
         best[device] = max(rate, best.get(device, 0.0))
@@ -293,7 +300,7 @@ def _by_device(rates: Sequence[float], devices: Sequence[str]) -> list[float]:
 
 
 def _useful(rate: float, rates: Sequence[float], global_batch_size: int) -> float:
-    """The largest microbatch worth measuring: somewhat more than a balanced share of the batch."""
+    """Return the largest useful microbatch: somewhat more than a balanced share of the batch."""
     total = sum(rates)
     share = rate / total if total else 1.0
     return max(4.0, math.ceil(_BEYOND_SHARE * share * global_batch_size))
@@ -308,13 +315,13 @@ def _nobody(prober: Prober, smallest: int) -> str:
 
 
 def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:
-    """Measure what the smallest and the largest size that ran hold; collective.
+    """Measure the memory of the smallest and the largest size that ran; collective.
 
-    A peak is a maximum of what several moments hold, each of which grows evenly with the size; so
-    a line between two sizes is never below it.
+    A peak is the maximum over several moments, and the memory at each moment grows linearly with
+    the size. So a line between two sizes is never below the peak.
 
     Returns:
-        What this rank keeps of samples and microbatches until their backward.
+        The bytes that this rank retains per sample and microbatch until their backward.
     """
     smallest = sweep.sizes[0]
     idle = smallest if sweep.everyone_runs and measured.times else 0
@@ -327,7 +334,7 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
         if held is not None:
             measured.held[size] = held
         elif size:
-            # it ran when it was timed, but only just: not to be relied on
+            # it ran when it was timed, but only just: it may not run again
             measured.smallest_too_large = size
             measured.times = {at: found for at, found in measured.times.items() if at < size}
     single = measured.held.get(smallest)
@@ -349,7 +356,7 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
 
 
 def _held(prober: Prober, size: int, count: int, idle: int) -> Held | None:
-    """Bytes of a step; None for a rank that had nothing to measure, or not the memory for it."""
+    """Return the bytes of a step; None for a rank that measured nothing or lacked the memory."""
     while prober.control.any(bool(size)):
         held, refused = prober.held(size or idle, count if size else 1)
         if not any(refused):
