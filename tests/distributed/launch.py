@@ -6,10 +6,13 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import runpy
+import socket
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +62,44 @@ def run_ranks(
     if failures:
         raise RankFailure("\n".join(failures))
     return [value for _, value in outcomes]
+
+
+def run_script(
+    script: str | os.PathLike[str], arguments: Sequence[object], environments: Sequence[dict]
+) -> None:
+    """Run a script once for each environment, all at the same time, in forks of this process.
+
+    A script so run has nothing to import, which takes an interpreter of its own seconds.
+    """
+
+    def main(rank: int) -> None:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name)
+        os.environ.update(environments[rank], OMP_NUM_THREADS="1")
+        sys.argv = [str(script), *map(str, arguments)]
+        runpy.run_path(str(script), run_name="__main__")
+
+    run_ranks(len(environments), main, process_group=False)
+
+
+def torchrun_environments(world_size: int) -> list[dict[str, str]]:
+    """What torchrun gives to each rank of one node."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        {
+            "TORCHELASTIC_RUN_ID": "test",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "GROUP_RANK": "0",
+        }
+        for rank in range(world_size)
+    ]
 
 
 def _outcome(folder: str, rank: int) -> tuple[bool, Any]:

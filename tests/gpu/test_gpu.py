@@ -1,7 +1,7 @@
 """On real GPUs: NCCL, CUDA streams, and 16-mixed with its gradient scaler. Skipped without one.
 
 What each does is a script in interpreters of its own, as CUDA does not survive a fork; the script
-itself is tested on the CPU.
+itself is tested on the CPU, in forks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch import run_script, torchrun_environments
 
 SCRIPT = Path(__file__).parent / "gpu_script.py"
 ONE = [[[3, 3, 2], 1.0]]
@@ -26,6 +27,9 @@ IDLE = [[[4, 4], 0.0], [[], 1.0]]
 def losses(folder: Path, ranks: int, *options: str, steps: int = 8) -> list[float]:
     """The losses of every step, the same on all ranks."""
     folder.mkdir()
+    if "--accelerator" not in options:
+        run_script(SCRIPT, [folder, *options], torchrun_environments(ranks))
+        return said_losses(folder, ranks, steps)
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     start = launcher if ranks > 1 else []
     run = subprocess.run(
@@ -36,6 +40,10 @@ def losses(folder: Path, ranks: int, *options: str, steps: int = 8) -> list[floa
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     )
     assert run.returncode == 0, run.stderr[-3000:]
+    return said_losses(folder, ranks, steps)
+
+
+def said_losses(folder: Path, ranks: int, steps: int) -> list[float]:
     said = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert all(one["losses"] == pytest.approx(said[0]["losses"], rel=1e-6) for one in said)
     found: list[float] = said[0]["losses"]
@@ -74,7 +82,6 @@ def check_held(folder: Path, step: int | None) -> None:
         assert state_bytes < peak_bytes <= state_bytes + sum(held.values())
 
 
-@pytest.mark.slow
 def test_the_script_itself_on_the_cpu(tmp_path):
     wanted = losses(tmp_path / "one", 1, "--clip", "0.5")
     given = ["--clip", "0.5", "--share-one-device"]

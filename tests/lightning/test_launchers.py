@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import PLANS, Net, assert_same_tensors, by_plan, loader, trainer, values_of
+from launch import run_script
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
@@ -270,7 +271,8 @@ def _free_port():
 def wanted(tmp_path_factory):
     """What the script says on one device, without cephalo."""
     folder = tmp_path_factory.mktemp("one")
-    _run([[sys.executable, _write(folder, "'auto', devices=1, batch_size=8"), folder]])
+    script = _write(folder, "'auto', devices=1, batch_size=8")
+    run_script(script, [folder], [{}])
     return _said(folder, 1)[0]
 
 
@@ -300,14 +302,6 @@ def plan(*ranks):
 """
 
 
-@pytest.mark.slow
-def test_torchrun_starts_two_ranks(tmp_path, wanted):
-    script = _write(tmp_path, "plan(((3, 3), 0.75), ((2,), 0.25)), devices=2, batch_size=8", _GIVEN)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    _run([[*run, script, tmp_path]])
-    _assert_said(tmp_path, wanted, 2)
-
-
 _COUNTS_THREADS = """
 import atexit, glob, os, sys
 def late():  # registered first, so that it runs last
@@ -318,16 +312,28 @@ atexit.register(late)
 """
 
 
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory):
+    """The folder of two ranks that torchrun has started."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    arguments = "plan(((3, 3), 0.75), ((2,), 0.25)), devices=2, batch_size=8"
+    script = _write(folder, arguments, _COUNTS_THREADS + _GIVEN)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    _run([[*run, script, folder]])
+    return folder
+
+
+@pytest.mark.slow
+def test_torchrun_starts_two_ranks(torchrun, wanted):
+    _assert_said(torchrun, wanted, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
-def test_threads_of_our_groups_end_before_the_interpreter_does(tmp_path):
+def test_threads_of_our_groups_end_before_the_interpreter_does(torchrun):
     """Else one of them may abort the process, as happened once in about fifty runs."""
-    arguments = "plan(((3, 3), 0.75), ((2,), 0.25)), devices=2, batch_size=8"
-    script = _write(tmp_path, arguments, _COUNTS_THREADS + _GIVEN)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    _run([[*run, script, tmp_path]])
     # two are the default group's, which torch's own caches keep; ours had six more
-    assert [(tmp_path / f"threads.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+    assert [(torchrun / f"threads.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
 
 
 @pytest.mark.slow
@@ -374,28 +380,16 @@ def _slurm(ranks_of_nodes, even):
 
 
 def _run_slurm(script, tmp_path, ranks_of_nodes, even):
-    port = str(_free_port())
-    _run(
-        [
-            [
-                "env",
-                *(f"{name}={value}" for name, value in rank.items()),
-                *("MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}"),
-                *(sys.executable, script, tmp_path),
-            ]
-            for rank in _slurm(ranks_of_nodes, even)
-        ]
-    )
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    run_script(script, [tmp_path], [rank | address for rank in _slurm(ranks_of_nodes, even)])
 
 
-@pytest.mark.slow
 def test_slurm_starts_two_ranks(tmp_path, wanted):
     script = _write(tmp_path, "plan(((3, 3), 0.75), ((2,), 0.25)), devices=2, batch_size=8", _GIVEN)
     _run_slurm(script, tmp_path, (2,), even=True)
     _assert_said(tmp_path, wanted, 2)
 
 
-@pytest.mark.slow
 def test_slurm_starts_nodes_of_different_size(tmp_path, wanted):
     script = _write(
         tmp_path,
