@@ -1,1 +1,1 @@
-"""Layered gradient accumulation: every microbatch passes a unit before any passes the next."""
+"""Layered gradient accumulation: all microbatches pass one unit before any enters the next."""

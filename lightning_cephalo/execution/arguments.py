@@ -1,4 +1,4 @@
-"""What units may be called with, and how they may treat it."""
+"""Checks the arguments of units: removes empty caches, rejects changed containers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from lightning_cephalo.execution.call_tree import flatten
 def without_empty_caches(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leave out Hugging Face's key-value caches, which are of no use in training.
+    """Replace Hugging Face's empty key-value caches by None; training does not need them.
 
-    A unit that is computed again would append its keys a second time. Hugging Face leaves caches
-    out for the same reason where it checkpoints layers itself.
+    A recomputed unit would append its keys a second time. Hugging Face leaves caches out for the
+    same reason where it checkpoints layers itself.
+
+    Raises:
+        UnitUseError: If a cache is not empty.
     """
 
     def without(value: Any) -> Any:
@@ -33,7 +36,7 @@ def without_empty_caches(
 
 
 def refuse_changed_containers(args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
-    """Units get copies of containers: what they add to them would be lost."""
+    """Raise UnitUseError if a unit has changed a container: it got a copy, so changes are lost."""
     values = (*args, *kwargs.values())
     if not any(isinstance(v, (list, dict)) or dataclasses.is_dataclass(v) for v in values):
         return

@@ -1,13 +1,14 @@
 """The tensors at which a microbatch's graph is cut, and the glue between units.
 
-Where the graph is cut a *leaf* takes a tensor's place: the unit sees the leaf instead of what it
-was called with, and the code after a unit sees a stand-in for the leaf of its output. What lies
-between units (residuals, embeddings, masks: the *glue*) keeps a graph of its own, which is walked
-once per tensor, with the sum of the gradients of all its uses; see [Note: cuts] in
-:mod:`~lightning_cephalo.execution.microbatch`.
+Where the graph is cut, a *leaf* replaces a tensor. A unit receives the leaf instead of its
+argument. The code after a unit receives a stand-in for the leaf of the unit's output.
 
-Nothing here keeps the user's tensors alive: whether they are still held tells what may be moved
-to host memory.
+The code between units (residuals, embeddings, masks) is the *glue*; it has a graph of its own. The
+backward walks that graph once per tensor, with the sum of the gradients of all uses; see
+[Note: cuts] in :mod:`~lightning_cephalo.execution.microbatch`.
+
+This module holds only weak references to the user's tensors. A leaf may move to host memory when
+the user's tensor no longer exists.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_cephalo.common.errors import UnitUseError
 
 
 class _OutOfUnit(torch.autograd.Function):
-    """What the glue sees of an output's leaf, so that it may change it in place (``x += y``)."""
+    """Makes the glue's stand-in for an output's leaf, which ``x += y`` may change in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -36,19 +37,19 @@ class _OutOfUnit(torch.autograd.Function):
         return gradient
 
 
-# where the glue's graph ends: at parameters and other leaves, and at outputs of units
+# nodes where the glue's graph ends: parameters and other leaves, and outputs of units
 _ENDS = ("AccumulateGrad", "_OutOfUnitBackward")
 
 
 @dataclass
 class _Cut:
-    """A tensor of the user's and the leaf that stands for it.
+    """A user's tensor and the leaf that replaces it.
 
     Attributes:
-        source: The tensor; the same as long as it has this node.
-        node: Its ``grad_fn`` when it was cut.
-        leaf: What units see.
-        is_used: Whether a unit was called with it.
+        source: The tensor; the cut is valid as long as the tensor has this node.
+        node: The tensor's ``grad_fn`` when it was cut.
+        leaf: The leaf that units receive.
+        is_used: Whether a unit was called with the tensor.
     """
 
     source: TensorWeakRef
@@ -59,7 +60,7 @@ class _Cut:
 
 @dataclass
 class _Glue:
-    """Where gradients of a leaf go on."""
+    """A leaf and the edge at which its gradient enters the glue's graph."""
 
     edge: GradientEdge
     leaf: Tensor
@@ -69,8 +70,8 @@ class Boundaries:
     """The cuts of one microbatch.
 
     Args:
-        inside: Ids of the units' parameters, in a step that looks for tensors which leave a unit
-            other than as its outputs; None: nobody looks.
+        inside: Ids of the units' parameters, in a step that checks for tensors that leave a unit
+            other than as its outputs; None: no check.
     """
 
     def __init__(self, inside: frozenset[int] | None = None) -> None:
@@ -82,7 +83,10 @@ class Boundaries:
         self._shown: list[_Cut] = []
 
     def leaf_of(self, value: Any, position: int) -> Any:
-        """Return what a unit sees of an argument, at this position in the order of visits."""
+        """Return the leaf of a unit's argument at this position in the order of visits.
+
+        Values that need no gradient are returned unchanged.
+        """
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         cut = self._cuts.get(id(value))
@@ -99,7 +103,7 @@ class Boundaries:
         return cut.leaf
 
     def show(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut an output of a unit; return its leaf and what the glue sees of it."""
+        """Cut an output of a unit; return its leaf and the glue's stand-in for it."""
         leaf = _new_leaf(output)
         shown = _OutOfUnit.apply(leaf)
         cut = _Cut(TensorWeakRef(shown), shown.grad_fn, leaf)
@@ -108,9 +112,9 @@ class Boundaries:
         return leaf, shown
 
     def drop_values(self) -> None:
-        """Take the memory of outputs whose values nobody can ask for any more.
+        """Release the memory of outputs whose values cannot be used any more.
 
-        Of what no unit was called with only the gradient is needed, such as of a branch that the
+        An output that entered no unit needs only its gradient. An example is a branch that the
         glue has added to a residual.
         """
         shown, self._shown = self._shown, []
@@ -121,23 +125,23 @@ class Boundaries:
     def let_go(self, position: int) -> list[Tensor]:
         """Return leaves that first entered a unit there and that only this microbatch still holds.
 
-        To be asked once for each position, when the code after the unit has gone on to the next.
+        Call it once per position, when the user's code has gone on to the next unit.
         """
         cuts = self._entered.pop(position, [])
         return [cut.leaf for cut in cuts if cut.source() is None]
 
     def end_forward(self) -> None:
-        """Nothing is cut any more: leaves live as long as the backward needs them."""
+        """Drop the cuts: from now on leaves live as long as the backward needs them."""
         self._cuts.clear()
         self._entered.clear()
 
     def refuse_leaks(self, tensor: Tensor) -> None:
-        """Refuse what was computed inside a unit and came out other than as its output."""
+        """Raise UnitUseError if a tensor left a unit other than as the unit's output."""
         if self._inside is None:
             return
         nodes = _nodes([tensor.grad_fn])
         variables = [n.variable for n in nodes if type(n).__name__ == "AccumulateGrad"]
-        # any microbatch's leaves: what is stored on a module is the last microbatch's
+        # a tensor stored on a module is the last microbatch's: any microbatch's leaves count
         if any(id(v) in self._inside or hasattr(v, "_leaf_of_unit") for v in variables):
             raise UnitUseError(
                 "The loss depends on a tensor that was computed inside a unit and is not one of"
@@ -147,17 +151,17 @@ class Boundaries:
             )
 
     def shares_glue(self, loss: Tensor) -> bool:
-        """Whether the graph of the loss has nodes in common with what units were called with."""
+        """Whether the graph of the loss has nodes in common with the graphs of units' inputs."""
         pending = [entry.edge.node for entries in self._glue.values() for entry in entries]
         return bool(pending) and bool(_reachable([loss.grad_fn]) & _reachable(pending))
 
     def passed(self, position: int) -> None:
-        """Take the values of leaves that first entered a unit there: its backward is done."""
+        """Release the values of leaves that first entered a unit there: its backward is done."""
         for leaf in self._needed_until.pop(position, []):
             take_memory(leaf)
 
     def through_glue(self, position: int) -> None:
-        """Carry the gradients of leaves that first entered a unit there on through the glue."""
+        """Run the glue's backward for the leaves that first entered a unit there."""
         entries = self._glue.pop(position, [])
         reached = [entry for entry in entries if entry.leaf.grad is not None]
         if reached:
@@ -169,16 +173,16 @@ class Boundaries:
 
 
 def take_memory(leaf: Tensor) -> None:
-    """Let go of a leaf's values. It keeps its shape, to which gradients must fit meanwhile.
+    """Release the memory of a leaf's values; keep its shape, which its gradient must match.
 
-    What is not :func:`is_plain` stays as it is.
+    A tensor that is not :func:`is_plain` stays as it is.
     """
     if is_plain(leaf):
         leaf.data = leaf.new_empty(()).expand(leaf.shape)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether shape and strides tell where its values are: not of nested and sparse tensors."""
+    """Whether shape and strides locate all values; not the case for nested and sparse tensors."""
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
@@ -189,7 +193,7 @@ def _new_leaf(tensor: Tensor) -> Tensor:
 
 
 def _reachable(roots: Sequence[Any]) -> set[Any]:
-    """Nodes of the graph that hold buffers, from these on, down to the leaves of outputs."""
+    """Return the nodes that hold buffers, from these roots down to the leaves of outputs."""
     return {node for node in _nodes(roots) if type(node).__name__ not in _ENDS}
 
 

@@ -1,4 +1,7 @@
-"""Tensors in nested arguments and results; torch's pytree takes dataclass objects whole."""
+"""Flattens nested arguments and results to leaves, and rebuilds them.
+
+torch's pytree treats dataclass objects as leaves; this module also finds the tensors in them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # private, but what torch, Lightning and others build on
+from torch.utils import _pytree as pytree  # private, but torch, Lightning and others build on it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +26,11 @@ class _Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """How to put leaves together again.
+    """Rebuilds a tree from its leaves.
 
     Attributes:
-        spec: Of torch's pytree.
-        objects: Dataclass objects by their position among its leaves.
+        spec: The spec of torch's pytree.
+        objects: Dataclass objects by their position among the pytree's leaves.
     """
 
     spec: Any
@@ -35,12 +38,12 @@ class Structure:
 
     @property
     def num_leaves(self) -> int:
-        """Number of leaves, those inside dataclass objects included."""
+        """Number of leaves, including those inside dataclass objects."""
         inside = sum(fields.structure.num_leaves for fields in self.objects.values())
         return int(self.spec.num_leaves) - len(self.objects) + inside
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Build the tree; dataclass objects are copies of those that were flattened."""
+        """Build the tree; dataclass objects are copies of the flattened ones."""
         if not self.objects:
             return pytree.tree_unflatten(leaves, self.spec)
         outer: list[Any] = []
@@ -63,7 +66,7 @@ class Structure:
 
 @dataclasses.dataclass(frozen=True)
 class Single:
-    """The structure of what has none: one leaf."""
+    """The structure of a single leaf."""
 
     num_leaves: int = 1
 
@@ -74,11 +77,11 @@ class Single:
 
 @dataclasses.dataclass(frozen=True)
 class CallStructure:
-    """The structure of the arguments of a call that holds no containers: the usual case.
+    """The structure of a call whose arguments hold no containers: the usual case.
 
     Attributes:
-        positional: How many leaves are positional arguments.
-        names: Those of the others.
+        positional: Number of leaves that are positional arguments.
+        names: Names of the keyword arguments.
     """
 
     positional: int
@@ -95,14 +98,14 @@ class CallStructure:
         return tuple(leaves[: self.positional]), named
 
 
-# what pytree takes for a leaf as well; asked by exact type, which is many times as fast
+# types that are leaves for pytree too; a test of the exact type is many times as fast
 _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype})
 
 
 def flatten_call(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], Structure | CallStructure]:
-    """Return the leaves of a call's arguments, as :func:`flatten` of both would."""
+    """Return the leaves and the structure of a call's arguments, like :func:`flatten` of both."""
     if all(type(value) in _LEAVES for value in args) and all(
         type(value) in _LEAVES for value in kwargs.values()
     ):
@@ -111,7 +114,7 @@ def flatten_call(
 
 
 def flatten_result(result: Any) -> tuple[list[Any], Structure | Single]:
-    """Return the leaves of what a call returned, as :func:`flatten` would."""
+    """Return the leaves and the structure of a call's result, like :func:`flatten`."""
     return ([result], _SINGLE) if type(result) in _LEAVES else flatten(result)
 
 
@@ -119,7 +122,10 @@ _SINGLE = Single()
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves of nested containers and dataclass objects that hold tensors."""
+    """Return the leaves and the structure of nested containers.
+
+    Dataclass objects that hold tensors are flattened too.
+    """
     outer, spec = pytree.tree_flatten(tree)
     leaves: list[Any] = []
     objects: dict[int, _Fields] = {}

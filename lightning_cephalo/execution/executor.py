@@ -1,6 +1,6 @@
-"""Runs programs: owns every collective of a step, so that all ranks issue the same.
+"""Runs programs and issues every collective of a step, so that all ranks issue the same ones.
 
-What happens when a rank fails: [Note: failures] in failure.py.
+For a rank that fails, see [Note: failures] in failure.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.flat import Residence
 from lightning_cephalo.sharding.unit import Unit, UnitState
 
-# What a rank says in the exchange that ends a forward.
+# A rank's state in the exchange that ends a forward.
 _WELL, _FAILED, _DIVERGED = 0.0, 1.0, 2.0
 
 
@@ -55,14 +55,14 @@ class Executor:
 
     Args:
         units: All units; the root unit first.
-        control: Exchanges between the ranks' processes.
+        control: Exchanges messages between the ranks' processes.
         accelerator: This rank's device.
-        recompute: Whether units are computed again in the backward.
+        recompute: Whether the backward recomputes units.
 
     Attributes:
-        hooks: What intercepts calls of units.
-        failure: What this rank has failed with.
-        arena: Where boundaries are kept; None: on the device.
+        hooks: Intercepts calls of units.
+        failure: Holds this rank's failure.
+        arena: Host memory for boundaries; None: they stay on the device.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Executor:
         self._note: Callable[[], Sequence[float]] = tuple
         self._now = Instruction(Operation.AGREE)
         self._reducing: Unit | None = None
-        # functions and not methods of this object: no cycle keeps process groups alive
+        # plain functions: bound methods would form a cycle that keeps process groups alive
         self._handlers: dict[Operation, Callable[[Executor, Instruction], None]] = {
             Operation.GATHER: Executor._gather,
             Operation.ARM: Executor._arm,
@@ -103,14 +103,14 @@ class Executor:
             Operation.AGREE: Executor._agree,
         }
         self._choose_residence()
-        # gathered once a step: nothing finds it again
+        # gathered once a step: no retained graph depends on finding the same memory again
         self.units[ROOT].choose_residence(Residence.POOLED)
 
-    # -- how steps are run --------------------------------------------------------------------
+    # -- settings -----------------------------------------------------------------------------
 
     @property
     def recompute(self) -> bool:
-        """Whether units are computed again in the backward; may change between steps."""
+        """Whether the backward recomputes units; may change between steps."""
         return self._recompute
 
     @recompute.setter
@@ -140,15 +140,16 @@ class Executor:
             unit.choose_residence(residence)
 
     def expect_weight(self, total: float) -> None:
-        """Say what the weights of the next step's microbatches sum to, about.
+        """Set the approximate sum of the weights of the next step's microbatches.
 
-        The loss is scaled by a power of two near that, so that gradients are as large as those of
-        one device: in fp16 larger ones would overflow. From then on each step goes by the last.
+        The loss is divided by a power of two near that sum, so that gradients are as large as on
+        one device. In fp16 larger gradients would overflow. Later steps use the sum of the step
+        before.
         """
         self._total_weight = max(self._total_weight, total)
 
     def forget_order(self) -> None:
-        """Trace the order of visits anew in the next step."""
+        """Forget the order of visits: the next step is traced."""
         self._visits.forget()
 
     @property
@@ -162,16 +163,16 @@ class Executor:
         return self.hooks.inside_microbatch
 
     def reshard(self) -> None:
-        """Free whatever is gathered: before anything reads or changes the shards."""
+        """Free all gathered units; call it before code reads or changes the shards."""
         for unit in self.units:
             unit.free()
 
     def attach(self, observer: Observer) -> None:
-        """Tell an observer of every instruction from now on."""
+        """Call an observer for every instruction from now on."""
         self._observers = (*self._observers, observer)
 
     def detach(self, observer: Observer) -> None:
-        """Tell it no more; nothing happens if it is not attached."""
+        """Stop calling an observer; nothing happens if it is not attached."""
         self._observers = tuple(other for other in self._observers if other is not observer)
 
     def is_observed_by(self, observer: Observer) -> bool:
@@ -199,12 +200,12 @@ class Executor:
         """Pass all microbatches through all units and run the losses' backward.
 
         Args:
-            calls: This rank's microbatches; may be empty. Other ranks may have other numbers.
+            calls: This rank's microbatches; may be empty. Their number may differ between ranks.
             loss_factor: Factor of every loss in addition to its weight (a gradient scaler's).
-            note: Numbers to send to all ranks with the exchange that ends the forward; equally
-                many on every rank.
-            failure: What this rank has failed with before the step: it only communicates, and
-                all ranks raise.
+            note: Returns numbers to send to all ranks with the exchange that ends the forward.
+                Every rank must return equally many.
+            failure: This rank's failure before the step. The rank then only communicates, and all
+                ranks raise.
 
         Raises:
             RemoteRankError: If another rank failed; this rank's own failure is raised as it is.
@@ -219,7 +220,7 @@ class Executor:
         if self.arena is not None:
             self.failure.guarded(self.arena.start)  # may allocate
         self._run(self._traced() if visits is None else self._step.program.forward)
-        # not kept: results hold graphs, which end with whoever asked for them
+        # no reference stays here: results hold graphs, which must die with the caller's references
         outcome, self._outcome = self._outcome, ForwardOutcome((), (), 0.0)
         return outcome
 
@@ -259,15 +260,15 @@ class Executor:
         )
 
     def backward(self, divisor: float = 1.0) -> None:
-        """Carry the gradients through all units and set them on the sharded parameters.
+        """Run the backward of all units and set the gradients of the sharded parameters.
 
         Args:
-            divisor: Gradients are divided by it (steps that are accumulated before an update).
+            divisor: Divides the gradients (number of steps accumulated before an update).
         """
         step = self._step
         step.gradient_scale = step.loss_factor / (step.loss_scale * self._total_weight * divisor)
         self.hooks.in_backward = True
-        # hooks may have freed what the forward has left gathered (checkpoints, samples)
+        # hooks may have freed units that the forward left gathered (checkpoints, samples)
         for unit in gathered_after(step.program.forward):
             self._gather(Instruction(Operation.GATHER, unit))
         self._run(step.program.backward)
@@ -295,18 +296,18 @@ class Executor:
         doing: str,
         note: Callable[[], Sequence[float]] = tuple,
     ) -> ForwardOutcome:
-        """Run one step without gradients, gathering units as ranks ask for them.
+        """Run one step without gradients, gathering units as ranks request them.
 
-        Ranks may call units differently often (text generation): while one is still running, the
-        others keep communicating.
+        The number of unit calls may differ between ranks (text generation). While one rank is
+        still running, the others keep communicating.
 
         Args:
             call: This rank's step; None on a rank without samples.
-            doing: For messages.
+            doing: Description of the step for messages.
             note: As in :meth:`forward`.
 
         Returns:
-            The result, if this rank had a step, and the notes; weights are not asked for.
+            The result, if this rank had a step, and the notes; the weights are empty.
         """
         calls = [] if call is None else [call]
         microbatches = [Microbatch(call.step, self.accelerator, recompute=False) for call in calls]
@@ -373,7 +374,7 @@ class Executor:
             observer.issued(instruction, unit.works[0])
 
     def _arm(self, instruction: Instruction) -> None:
-        # before anyone waits for the unit: zeroing hides some of its gather
+        # comes before the wait for the unit: zeroing overlaps with its gather
         self.failure.with_memory(self.units[instruction.unit].arm)
 
     def _forward(self, instruction: Instruction) -> None:
@@ -397,7 +398,11 @@ class Executor:
         call.on_pause()
 
     def _leave(self, instruction: Instruction, found: Visit | None, expected: Visit | None) -> None:
-        """Note that this rank's microbatches are not where the order says, or refuse that."""
+        """Record that this rank's microbatches have left the order.
+
+        Raises:
+            UnitUseError: If they have not all left it in the same way.
+        """
         step, index = self._step, instruction.microbatch
         if index == 0:
             if instruction.operation is Operation.FORWARD:
@@ -427,7 +432,7 @@ class Executor:
         step.with_loss.add(index)
         loss, weight = step.calls[index].weight_of(microbatch.result)
         step.weights[index] = weight
-        if weight:  # else its loss may be 0/0: a mean over no tokens
+        if weight:  # without weight the loss may be 0/0: a mean over no tokens
             with self.hooks.backward():
                 microbatch.backward_of_loss(loss * (weight * step.loss_scale))
 
@@ -471,7 +476,7 @@ class Executor:
     def _free(self, instruction: Instruction) -> None:
         self.units[instruction.unit].free(self._wait)
 
-    # -- agreeing -----------------------------------------------------------------------------
+    # -- agreement between ranks --------------------------------------------------------------
 
     def _agree(self, instruction: Instruction) -> None:
         if self.hooks.in_backward:
@@ -509,7 +514,7 @@ class Executor:
         self._outcome = ForwardOutcome(results, tuple(step.weights), total, notes)
 
     def _end_backward(self) -> None:
-        """Give gradients to the parameters that any rank used, or raise on all ranks."""
+        """Set the gradients of parameters that at least one rank used, or raise on all ranks."""
         step = self._step
         self._finish_reduce(None)
         self.hooks.in_backward = False
@@ -532,7 +537,7 @@ class Executor:
             start = end
 
     def _give_up(self, doing: str) -> None:
-        """Leave nothing gathered or armed behind, then raise on all ranks."""
+        """Free and disarm all units, then raise on all ranks."""
         failure = self.failure.take()
         self.failure.abandon()
         self._reducing = None
@@ -553,7 +558,10 @@ class Executor:
         return self._by_mode(instructions, visits)
 
     def _trace_again(self, doing: str) -> None:
-        """Go on where all ranks have left the known order; raise where they have not."""
+        """Trace the step from the place where all ranks have left the known order.
+
+        Raises on all ranks if they have not left it at one place.
+        """
         step = self._step
         try:
             position = self._visits.agree_on_divergence(
@@ -572,13 +580,13 @@ class Executor:
             self._discovered(visits), position, len(step.calls), step.has_returned
         )
         self._run(self._by_mode(instructions, visits))
-        # what leaves a unit other than as its output is looked for from a step's beginning only
+        # the check for tensors that leave a unit other than as outputs needs a whole traced step
         self._visits.forget()
 
     def _by_mode(
         self, instructions: Iterator[Instruction], visits: Sequence[Visit]
     ) -> Iterator[Instruction]:
-        """The passes that a compiled program has, over one that is still being discovered."""
+        """Apply the passes of a compiled program to instructions while they are discovered."""
         if not self._reshard_after_forward:
             instructions = without_frees(instructions)
         if self.arena is not None:
@@ -586,7 +594,7 @@ class Executor:
         return instructions
 
     def _discovered(self, visits: list[Visit]) -> Iterator[Visit]:
-        """Find the order while running it: before each gather all ranks say where they are."""
+        """Yield visits as ranks reach them: before each gather all ranks exchange positions."""
         step = self._step
         while True:
             self.failure.guarded(self._check_parked)
@@ -601,7 +609,7 @@ class Executor:
             visits.append(visit)
             yield visit
         if any(not microbatch.finished for microbatch in step.microbatches):
-            self.failure.abandon()  # another rank has failed, which the exchange to come will tell
+            self.failure.abandon()  # another rank has failed; the next exchange reports it
 
     def _check_parked(self) -> None:
         self._visits.check_parked(self._step.parked)

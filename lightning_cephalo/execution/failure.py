@@ -1,9 +1,9 @@
-"""What a rank does when its part of a step fails, so that no other rank waits forever.
+"""Handles a failure of this rank in a step, so that no other rank waits forever.
 
 [Note: failures]
-Nothing that a user's code does on one rank may leave the others waiting. A rank whose microbatch
-raises drops its microbatches and goes on communicating in the agreed order, as a rank without data
-does; at the next exchange (end of forward, end of backward) all ranks learn of it and raise.
+An error in the user's code on one rank must not leave other ranks waiting. A rank whose microbatch
+raises drops its microbatches. It goes on communicating in the agreed order, like a rank without
+data. The next exchange (end of forward, end of backward) informs all ranks, and all raise.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _DOING = {
 
 
 class Failure:
-    """Holds what this rank has failed with in a step, and where it is.
+    """Holds this rank's error in a step, and its place in the step.
 
     Args:
         rank: This rank.
-        names: Of all units, by index.
+        names: Names of all units, by index.
 
     Attributes:
-        error: What it has failed with.
-        place: Where in the step it is, for messages.
-        planned_memory: What the plan counts on, as a sentence; may be empty.
+        error: This rank's error; None if it has not failed.
+        place: Current point of the step, for messages.
+        planned_memory: A sentence about the memory that the plan expects; may be empty.
     """
 
     def __init__(self, rank: int, names: Sequence[str]) -> None:
@@ -51,12 +51,15 @@ class Failure:
         self.planned_memory = ""
 
     def begin(self, microbatches: list[Microbatch], place: str) -> None:
-        """Begin a step with these microbatches; the list is emptied if it fails."""
+        """Begin a step with these microbatches; a failure empties the list."""
         self._microbatches, self._count = microbatches, len(microbatches)
         self.error, self.place = None, place
 
     def guarded(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function that does not communicate, unless this rank has failed already."""
+        """Call a function that does not communicate and note its failure.
+
+        Does nothing if this rank has failed already.
+        """
         if self.error is not None:
             return
         try:
@@ -65,16 +68,17 @@ class Failure:
             self.note(failure)
 
     def note(self, failure: BaseException) -> None:
-        """Take a failure: from now on this rank only communicates."""
+        """Store a failure: from now on this rank only communicates."""
         self.error = failure
         self.abandon()
         if is_out_of_memory(failure):
             self.error = self.out_of_memory(failure)
 
     def with_memory(self, function: Callable[[], None]) -> None:
-        """Do this rank's part of a collective, which allocates before it communicates.
+        """Start this rank's part of a collective, which allocates before it communicates.
 
-        The others wait for it: a rank without memory for it gives up its microbatches instead.
+        Other ranks wait for the collective. So a rank that lacks the memory drops its microbatches
+        and tries again.
         """
         try:
             function()
@@ -89,7 +93,7 @@ class Failure:
             function()
 
     def abandon(self) -> None:
-        """Stop this rank's microbatches and drop what they keep."""
+        """Stop this rank's microbatches and drop all that they hold."""
         for microbatch in self._microbatches:
             try:
                 microbatch.abandon()
@@ -98,19 +102,19 @@ class Failure:
         self._microbatches.clear()
 
     def take(self) -> BaseException | None:
-        """Return the error, to be raised on all ranks, and forget it."""
+        """Return the error for raising it on all ranks, and clear it."""
         error, self.error = self.error, None
         return error
 
     def out_of_memory(self, failure: BaseException) -> OutOfMemoryInStepError:
-        """Return an error that says where in the step the memory ran out."""
-        # its frames hold the activations, whose memory the gathers to come may need
+        """Return an error that names the point of the step where the memory ran out."""
+        # its frames hold activations, whose memory later gathers may need
         traceback.clear_frames(failure.__traceback__)
         place = self.place if isinstance(self.place, str) else self._named(self.place)
         return explained(failure, self._rank, place, self.planned_memory)
 
     def explain(self, failure: Exception) -> Exception:
-        """Return the error to raise for what failed outside of a step's passes."""
+        """Return the error to raise for a failure outside of a step's forward and backward."""
         is_said = isinstance(failure, (OutOfMemoryInStepError, RemoteRankError))
         return failure if is_said or not is_out_of_memory(failure) else self.out_of_memory(failure)
 

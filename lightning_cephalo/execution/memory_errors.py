@@ -1,4 +1,4 @@
-"""What a rank says that ran out of memory in a step."""
+"""The error of a rank that runs out of memory in a step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _SIGNS = ("out of memory", "can't allocate memory", *OUT_OF_MEMORY_SIGNS)
 
 
 class OutOfMemoryInStepError(CephaloError, torch.OutOfMemoryError):
-    """A rank ran out of memory; the message says where, what was planned, and what would help."""
+    """A rank ran out of memory; the message gives the place, the plan's estimate and remedies."""
 
 
 def is_out_of_memory(failure: BaseException) -> bool:
-    """Whether a device, real or emulated, or the host had no memory left."""
+    """Whether a device (real or emulated) or the host ran out of memory."""
     if isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError":
         return True
     if isinstance(failure, dist.DistBackendError):
-        return False  # whatever was lacking: the communicator is broken, and no other try can help
+        return False  # whatever the cause, the communicator is broken: a retry cannot help
     text = str(failure)
     return isinstance(failure, RuntimeError) and any(sign in text for sign in _SIGNS)
 
@@ -28,13 +28,13 @@ def is_out_of_memory(failure: BaseException) -> bool:
 def explained(
     failure: BaseException, rank: int, place: str, planned: str
 ) -> OutOfMemoryInStepError:
-    """Return the error to raise in place of one that only says how many bytes were wanted.
+    """Return the error to raise in place of one that only names the requested bytes.
 
     Args:
-        failure: What was raised; its message has the bytes.
+        failure: The original error; its message has the bytes.
         rank: This rank.
-        place: Where in the step it was raised.
-        planned: What the plan counts on, as a sentence; may be empty.
+        place: The point of the step where it was raised.
+        planned: A sentence about the memory that the plan expects; may be empty.
     """
     error = OutOfMemoryInStepError(
         f"Rank {rank} ran out of memory in the {place}: {str(failure).rstrip('. ')}."

@@ -1,14 +1,20 @@
-"""One microbatch: its greenlet, its visits of units, what it keeps for the backward.
+"""Runs one microbatch in a greenlet and records its unit visits for the backward.
 
 [Note: cuts]
-The user's step runs in a greenlet of its own. Where it enters a unit it parks until the scheduler
-has gathered that unit. The autograd graph is cut there: a unit receives detached *leaves* instead
-of the tensors that need a gradient, and its outputs are leaves again for the code after it (the
-*glue*: residuals, embeddings, masks between units). Backward goes unit by unit: the outputs' leaves
-hold the gradients that came from later, the unit's own graph carries them to its input leaves, and
-the glue before it carries them on, once per tensor and summed over all its uses, when the visit
-that used it first has been passed. That makes residuals around units, encoder outputs that enter
-every decoder unit, and shared position biases exact.
+The user's step runs in a greenlet of its own. When it enters a unit, it parks until the scheduler
+has gathered that unit. The autograd graph is cut there. A unit receives detached *leaves* instead
+of the tensors that need a gradient. Its outputs become leaves for the code after it (the *glue*:
+residuals, embeddings, masks between units).
+
+The backward goes unit by unit:
+
+1. The leaves of a unit's outputs hold the gradients from later code.
+2. The unit's own graph carries them to the leaves of its inputs.
+3. The glue before the unit carries them on, once per tensor and summed over all uses of the tensor.
+   This happens after the backward of the visit that used the tensor first.
+
+So gradients are exact for residuals around units, for encoder outputs that enter every decoder
+unit, and for shared position biases.
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, Thr
 from lightning_cephalo.plan.program import NONE, Visit
 
 BEHIND_THE_LAST = Visit(NONE)
-"""Where a microbatch is parked of which only the loss is left."""
+"""The place of a microbatch that has passed the last unit; only its loss is left."""
 
 _MAX_PARKS_WHILE_STOPPING = 100
 _CHANGED_INPUT = (
@@ -49,7 +55,7 @@ _CHANGED_INPUT = (
 
 @dataclass
 class _Record:
-    """What one visit keeps for its backward."""
+    """The data that one visit retains for its backward."""
 
     body: Callable[..., Any]
     inputs: list[Any]
@@ -67,13 +73,14 @@ class Microbatch:
     """A run of the user's step over some samples.
 
     Args:
-        step: Calls the user's step and returns what it returns.
+        step: Calls the user's step and returns its result.
         accelerator: This rank's device.
-        recompute: Keep only what enters a unit and compute its inside again in the backward.
+        recompute: Whether to retain only the inputs of a unit and recompute the unit in the
+            backward.
         inside: As for :class:`~lightning_cephalo.execution.boundaries.Boundaries`.
-        arena: Where boundaries are kept; None: on the device.
-        last: Position of the last visit, behind which the step parks once more, so that its loss
-            is an instruction of its own; -1 where that is not known.
+        arena: Host memory for boundaries; None: they stay on the device.
+        last: Position of the last visit; -1 if it is unknown. The step parks once more after that
+            visit, so that its loss is an instruction of its own.
     """
 
     def __init__(
@@ -114,10 +121,10 @@ class Microbatch:
             self.parked = switched
 
     def abandon(self) -> None:
-        """Stop the step where it is and drop what it keeps."""
+        """Stop the step where it is and drop all that it holds."""
         before = ThreadState.capture(self._device_types)
         try:
-            # code that cleans up may call units again and park there
+            # the user's cleanup code may call units again and park there
             for _ in range(_MAX_PARKS_WHILE_STOPPING):
                 if self._greenlet.dead:
                     break
@@ -139,7 +146,7 @@ class Microbatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Pass a unit: park until it is gathered, then compute its body."""
+        """Visit a unit: park until it is gathered, then compute its body."""
         if self._recompute and torch.is_grad_enabled():
             args, kwargs = without_empty_caches(args, kwargs)
         flat, structure = flatten_call(args, kwargs)
@@ -156,8 +163,8 @@ class Microbatch:
         position = len(self._records)
         self._boundaries.drop_values()
         modes = self._park(Visit(unit, differentiable))
-        # autocast would keep casts of weights that are about to be freed, and without their graph
-        # where the forward runs without one
+        # autocast would cache casts of weights that are about to be freed, and would cache them
+        # without a graph where the forward runs without one
         torch.set_autocast_cache_enabled(False)
         try:
             if differentiable:
@@ -172,9 +179,9 @@ class Microbatch:
         return outputs
 
     def _park(self, place: Visit) -> ThreadState:
-        """Leave the greenlet until the scheduler goes on with it; return the modes here."""
+        """Switch to the scheduler until it resumes this greenlet; return this greenlet's modes."""
         modes = ThreadState.capture(self._device_types)
-        # inference mode is the thread's too; left on, the other microbatches would run in it
+        # inference mode belongs to the thread too; left on, other microbatches would run in it
         outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
         with outside or nullcontext():
             greenlet.getcurrent().parent.switch(place)
@@ -202,7 +209,7 @@ class Microbatch:
         if self._recompute:
             record.random, record.modes = RandomState(self._accelerator), modes
             versions, kept = buffers.versions(), buffers.save()
-            # whoever looks for tensors that leave otherwise needs their graph; it is dropped below
+            # the check for tensors that leave otherwise needs their graph, which is dropped below
             with torch.no_grad() if self._inside is None else nullcontext():
                 result = self._result_of(body, args, kwargs)
             record.buffers = buffers.changed_since(versions, kept)
@@ -238,17 +245,17 @@ class Microbatch:
     # -- between forward and backward, in the scheduler ---------------------------------------
 
     def offload(self, position: int) -> None:
-        """Move what entered a visit to the host; the user's code must be past its unit."""
+        """Move the inputs of a visit to the host; the user's code must have left its unit."""
         record = self._records[position]
         if self._arena is None or self.finished or record is None:
             return
-        if record.outputs is not None:  # a kept graph holds it anyway
+        if record.outputs is not None:  # a retained graph holds the inputs anyway
             return
         moved = [self._arena.offload(leaf) for leaf in self._boundaries.let_go(position)]
         record.away = [away for away in moved if away is not None]
 
     def fetch(self, position: int) -> None:
-        """Begin to copy back what entered a visit."""
+        """Begin to copy the inputs of a visit back to the device."""
         record = self._records[position]
         if self._arena is not None and record is not None:
             for away in record.away:
@@ -257,10 +264,10 @@ class Microbatch:
     # -- backward, in the scheduler -----------------------------------------------------------
 
     def backward_of_loss(self, loss: Tensor) -> None:
-        """Run the backward of the tail, down to the leaves of the last units.
+        """Run the backward of the loss, down to the leaves of the last units.
 
-        Graph buffers are freed as on one device unless the tail shares glue with units' inputs,
-        which is walked again later.
+        Graph buffers are freed as on one device, unless the loss shares glue with the inputs of
+        units: that glue is walked again later.
         """
         if not loss.requires_grad:
             raise UnitUseError(
@@ -273,12 +280,12 @@ class Microbatch:
         self._boundaries.drop_values()
 
     def backward_of_visit(self, position: int) -> None:
-        """Carry gradients through one visit and the glue before it."""
+        """Run the backward of one visit and of the glue before it."""
         record = self._records[position]
         self._records[position] = None
         if record is not None:
             self._through_body(record)
-            self._forget(record)  # no gradient has come: nothing was computed again
+            self._forget(record)  # without gradients the offloaded values were never restored
         self._boundaries.passed(position)
         self._boundaries.through_glue(position)
 

@@ -1,4 +1,4 @@
-"""What may watch a step: one small interface around the instructions of a program."""
+"""The interface of objects that observe the instructions of a step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_cephalo.plan.program import Instruction
 
 
 class Observer:
-    """Is told of every instruction that an :class:`~.executor.Executor` runs.
+    """Receives a call for every instruction that an :class:`~.executor.Executor` runs.
 
-    The executor, the units and the collectives know no observer by name; without any, none of this
-    is called. Every method does nothing unless it is overridden::
+    The executor, the units and the collectives depend on no particular observer, and need none.
+    Every method does nothing unless it is overridden::
 
         class Counter(Observer):
             def after(self, instruction):
@@ -22,21 +22,21 @@ class Observer:
     """
 
     def before(self, instruction: Instruction) -> None:
-        """The instruction is about to run; the unit that it computes with is there."""
+        """The instruction is about to run; the unit that it computes with is gathered."""
 
     def after(self, instruction: Instruction) -> None:
-        """The instruction has run; of a collective: it has begun."""
+        """The instruction has run; a collective has only begun."""
 
     def issued(self, instruction: Instruction, works: Sequence[Any]) -> None:
         """A collective is under way.
 
         Args:
             instruction: GATHER or REDUCE; between its ``before`` and its ``after``.
-            works: Handles of torch.distributed; none where a rank is alone.
+            works: Handles of torch.distributed; none where the world size is 1.
         """
 
     def before_wait(self, instruction: Instruction) -> None:
-        """The rank is about to wait for others, for the sake of this instruction."""
+        """The rank is about to wait for other ranks on behalf of this instruction."""
 
     def after_wait(self, instruction: Instruction) -> None:
-        """The rank goes on."""
+        """The wait is over."""

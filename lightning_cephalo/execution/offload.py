@@ -1,11 +1,13 @@
-"""Boundary activations in host memory, from a unit's forward to its backward.
+"""Holds boundary activations in host memory from a unit's forward to its backward.
 
-What enters a unit is kept for every microbatch of the batch until the unit's backward: for a large
-model a gigabyte per microbatch (docs/design/microbatches.md). It is copied out when its microbatch
-has gone on to the next unit, and fetched again behind the backward of two units later, so that the
-device holds those of two units. The memory on the host is allocated once, pinned where copies want
-that, and used from its beginning in every step. The bytes are copied as they are: results stay the
-same to the last bit.
+A unit's inputs are retained for every microbatch until the unit's backward. For a large model they
+take a gigabyte per microbatch (docs/design/microbatches.md).
+
+An input is copied out when its microbatch has gone on to the next unit. It is prefetched after the
+backward of the unit two visits later, so that the device holds the inputs of two visits.
+
+Host memory is allocated once, pinned where copies need that, and reused from its beginning in every
+step. Bytes are copied unchanged: results stay the same to the last bit.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _LEAST_CHUNK_BYTES = 2**24
 
 
 def powers_of_two(nbytes: int) -> list[int]:
-    """Powers of two, the largest first, that sum to so many bytes or little more."""
+    """Return powers of two, the largest first, that sum to ``nbytes`` or little more."""
     pieces: list[int] = []
     while (left := nbytes - sum(pieces)) > 0:
         pieces.append(max(_LEAST_CHUNK_BYTES, 2 ** (left.bit_length() - 1)))
@@ -35,7 +37,7 @@ def powers_of_two(nbytes: int) -> list[int]:
 
 
 def _power_from(nbytes: int) -> int:
-    """The least power of two that is no smaller."""
+    """Return the smallest power of two that is at least ``nbytes``."""
     return int(2 ** max(0, nbytes - 1).bit_length())
 
 
@@ -44,10 +46,10 @@ class OffloadedTensor:
     """A leaf whose values are in host memory.
 
     Attributes:
-        leaf: The tensor; while its values are away it has its shape and no memory.
-        host: The values.
-        returning: The values on the device again, or on their way there.
-        arrival: What to wait for until they are there; None if the copy is done already.
+        leaf: The tensor; while its values are offloaded it has its shape and no memory.
+        host: The values in host memory.
+        returning: The device copy of the values, complete or under way.
+        arrival: The pending copy to the device; None if no copy is pending.
     """
 
     leaf: Tensor
@@ -60,10 +62,10 @@ class HostArena:
     """Copies leaves to the host and back.
 
     Args:
-        accelerator: This rank's device. Where it pins host memory, that is allocated in pieces of
-            powers of two, which are kept: torch rounds up to such sizes and takes nothing back
-            (pytorch#95823). One piece of 33 GiB would take 64 of the host.
-        capacity_bytes: Most bytes to use.
+        accelerator: This rank's device. If it pins host memory, the arena allocates and keeps
+            pieces of powers of two: torch rounds up to such sizes and takes nothing back
+            (pytorch#95823). One piece of 33 GiB would take 64 GiB of the host.
+        capacity_bytes: Upper limit of the bytes to use.
     """
 
     def __init__(self, accelerator: Accelerator, capacity_bytes: float) -> None:
@@ -80,14 +82,14 @@ class HostArena:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of host memory that are allocated."""
+        """Allocated bytes of host memory."""
         return sum(chunk.numel() for chunk in self._chunks)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate so many bytes, in place of what was allocated before.
+        """Allocate ``nbytes`` in place of the earlier allocation.
 
         Raises:
-            HostMemoryError: If that is more than the capacity, or not to be had.
+            HostMemoryError: If that exceeds the capacity, or the host lacks the memory.
         """
         self._chunks = []
         for piece in powers_of_two(nbytes) if self._by_powers_of_two else [nbytes]:
@@ -96,15 +98,15 @@ class HostArena:
         self.start()
 
     def start(self) -> None:
-        """Begin a step: nothing of the last one is needed any more."""
+        """Begin a step and drop the contents of the last one."""
         self._leaving.clear()
         self._used_bytes = self._chunk = self._offset = 0
-        # what came piece by piece is had in one from now on
+        # replace pieces that grew one by one by a single one
         if len(self._chunks) > 1 and not self._by_powers_of_two:
             self.reserve(self.most_bytes)
 
     def offload(self, leaf: Tensor) -> OffloadedTensor | None:
-        """Copy a leaf's values out and take its memory; None if it has to stay as it is.
+        """Copy a leaf's values to the host and release its memory; None if it must stay as it is.
 
         Raises:
             HostMemoryError: If the host has no memory for it.
@@ -120,7 +122,7 @@ class HostArena:
         self._let_go_of_copied()
         copied = self._copies.start(host, values)
         if copied is not None:
-            # its memory may be used again only by work that waits for the copy
+            # only work that waits for the copy may reuse the memory
             self._leaving.append((values, copied))
         take_memory(leaf)
         return OffloadedTensor(leaf, host)
@@ -135,7 +137,7 @@ class HostArena:
         away.arrival = self._copies.start(away.returning, away.host)
 
     def restore(self, away: OffloadedTensor) -> None:
-        """Have the values in the leaf again."""
+        """Put the values back into the leaf."""
         self.prefetch(away)
         self._copies.wait(away.arrival)
         assert away.returning is not None
@@ -143,13 +145,13 @@ class HostArena:
         away.returning = away.arrival = None
 
     def discard(self, away: OffloadedTensor) -> None:
-        """Nobody will ask for the values: give back the memory that they may be on their way to."""
-        # it may be used again only by work that waits for the copy
+        """Drop the values, and release the device memory of a copy that may be under way."""
+        # only work that waits for the copy may reuse the memory
         self._copies.wait(away.arrival)
         away.returning = away.arrival = None
 
     def _let_go_of_copied(self) -> None:
-        # all but the last: the device would wait for a copy that has only just begun
+        # all but the last: else the device would wait for a copy that has only just begun
         while len(self._leaving) > 1:
             _, copied = self._leaving.popleft()
             self._copies.wait(copied)
@@ -177,7 +179,8 @@ class HostArena:
     def _growth_for(self, nbytes: int) -> int:
         if not self._by_powers_of_two:
             return max(nbytes, _LEAST_CHUNK_BYTES)
-        # as much again as there is: few pieces, of which each wastes less than a leaf at its end
+        # grow by at least half of the held bytes: few pieces, each of which wastes less than a
+        # leaf at its end
         return max(_power_from(nbytes), _LEAST_CHUNK_BYTES, _power_from(self.held_bytes) // 2)
 
     def _new_chunk(self, nbytes: int, least_bytes: int | None = None) -> Tensor:

@@ -1,4 +1,7 @@
-"""What must be as it was when a microbatch goes on, or when a unit is computed again."""
+"""Saves and restores the state around greenlet switches and recomputation.
+
+The state is torch's modes per thread, the random number generators, and buffers.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ _ATTENTION_ALLOWED = tuple(allowed for allowed, _ in ATTENTION_KERNELS)
 class ThreadState:
     """Modes that torch keeps per thread, not per greenlet.
 
-    Microbatches share a thread: each must find the modes that it left when it parked.
+    Microbatches share a thread. Each one must resume with the modes that it had when it parked.
 
     Attributes:
         grad_enabled: Whether autograd records.
         autocast: Per device type ``(type, enabled, dtype)``.
-        autocast_cache: Whether autocast keeps casted weights.
+        autocast_cache: Whether autocast caches cast weights.
         default_dtype: Dtype of new floating-point tensors.
-        attention: Which attention kernels are allowed (``sdpa_kernel`` around the model).
+        attention: Whether each attention kernel is allowed (``sdpa_kernel`` around the model).
     """
 
     grad_enabled: bool
@@ -66,19 +69,19 @@ class ThreadState:
 
 
 class RandomState:
-    """The random number generators that a unit may draw from: CPU and this rank's device."""
+    """Captures the random number generators of the CPU and of this rank's device."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._states = accelerator.random_states()
 
     def restore(self) -> None:
-        """Put the generators back to where they were."""
+        """Set the generators back to the captured states."""
         self._accelerator.restore_random_states(self._states)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draw the same numbers again, then go on as if nothing had been drawn."""
+        """Draw the same numbers again in a ``with`` block, then restore the current states."""
         now = RandomState(self._accelerator)
         self.restore()
         try:
@@ -89,7 +92,7 @@ class RandomState:
 
 @dataclass(frozen=True)
 class _SavedBuffer:
-    """A buffer and a copy of its value at some time."""
+    """A buffer and a copy of an earlier value."""
 
     module: nn.Module
     name: str
@@ -97,20 +100,20 @@ class _SavedBuffer:
 
 
 class ChangingBuffers:
-    """Buffers that a unit's forward changes (running statistics, counters).
+    """Tracks the buffers that a unit's forward changes (running statistics, counters).
 
-    Computing the forward again must start from the values that it started from, and must not
-    count a microbatch twice.
+    Recomputation must start from the buffer values of the first forward. It must not count a
+    microbatch twice.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = [inner for inner in module.modules() if inner._buffers]
-        # all may change until a forward has shown which do
+        # any module may change its buffers; the first forward shows which ones do
         self._suspects = list(self._modules)
         self._looked = False
 
     def versions(self) -> list[tuple[int, int]]:
-        """Identity and version of every buffer."""
+        """Return the id and version of every buffer."""
         return [
             (id(buffer), buffer._version)
             for inner in self._modules
@@ -119,20 +122,20 @@ class ChangingBuffers:
         ]
 
     def save(self) -> list[_SavedBuffer]:
-        """Copy the buffers that are known to change; all of them before the first forward."""
+        """Copy the buffers that are known to change; before the first forward, copy all."""
         return _copies(self._suspects)
 
     def changed_since(
         self, versions: list[tuple[int, int]], saved: list[_SavedBuffer]
     ) -> list[_SavedBuffer]:
-        """Return the values from before of the buffers of modules of which any has changed.
+        """Return the saved buffers of every module of which at least one buffer has changed.
 
-        All buffers of such a module count: batch normalisation changes its running mean without
-        raising the version, but counts its batches in a buffer beside it.
+        All buffers of such a module count. Batch normalisation changes its running mean without
+        raising the version, but also counts its batches in another buffer.
 
         Args:
-            versions: Of before the forward.
-            saved: Of before the forward.
+            versions: Result of :meth:`versions` before the forward.
+            saved: Result of :meth:`save` before the forward.
         """
         before = dict(versions)
         changed = [
@@ -145,7 +148,8 @@ class ChangingBuffers:
         ]
         if not self._looked:
             self._suspects, self._looked = changed, True
-        # of one that never changed before only the new values are left; at least it counts once
+        # a module that never changed before has no saved values: with its new values the
+        # microbatch at least counts only once
         surprises = [inner for inner in changed if not _is_in(inner, self._suspects)]
         self._suspects = [*self._suspects, *surprises]
         return [entry for entry in saved if _is_in(entry.module, changed)] + _copies(surprises)
@@ -153,7 +157,7 @@ class ChangingBuffers:
     @staticmethod
     @contextmanager
     def replayed(saved: list[_SavedBuffer]) -> Iterator[None]:
-        """Show the values from before the forward, then those of now again, untouched."""
+        """Show the saved values in a ``with`` block, then the current buffers again, untouched."""
         now = [(entry, entry.module._buffers[entry.name]) for entry in saved]
         for entry in saved:
             entry.module._buffers[entry.name] = entry.value

@@ -1,4 +1,4 @@
-"""A model under cephalo: its units, their shards, and the executor of its steps."""
+"""A sharded model: its units, their shards, and the executor that runs its steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from lightning_cephalo.sharding.unit import Unit
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """How units are chosen; see :func:`~lightning_cephalo.sharding.discovery.find_units`."""
+    """Options that choose the units of a model.
+
+    See :func:`~lightning_cephalo.sharding.discovery.find_units`.
+    """
 
     types: tuple[type[nn.Module] | str, ...] | None = None
     names: tuple[str, ...] | None = None
@@ -35,13 +38,13 @@ class ShardedModel:
     """Shards a model over the ranks and runs its steps.
 
     Args:
-        module: The model; its values on rank 0 count. Parameters may be on the meta device.
+        module: The model; every rank gets rank 0's values. Parameters may be on the meta device.
         groups: Process groups.
         accelerator: This rank's device.
-        fractions: Share of every rank.
-        units: How units are chosen.
+        fractions: Each rank's share of the state.
+        units: Options that choose the units.
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
-        recompute: Whether units are computed again in the backward.
+        recompute: Whether the backward recomputes units.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class ShardedModel:
         for members in members_of_units:
             members = initialise_members(module, members, materialise=context.rank == 0)
             self.units.append(Unit(members, divider, context))
-            if len(self.units) == 1:  # the root is held all along: it shares no memory
+            if len(self.units) == 1:  # the root stays gathered all step long: it shares no memory
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._move_buffers(compute_dtype)
@@ -82,7 +85,7 @@ class ShardedModel:
         self.executor.hooks.install()
 
     def _move_buffers(self, compute_dtype: torch.dtype | None) -> None:
-        """Put buffers on the device with rank 0's values."""
+        """Move buffers to the device and the compute dtype, with rank 0's values."""
         for inner in self.module.modules():
             for name, buffer in inner._buffers.items():
                 if buffer is None:
@@ -91,7 +94,7 @@ class ShardedModel:
                 if dtype is not None and dtype != buffer.dtype:
                     self._cast_buffers.append((inner, name, buffer.dtype))
                 inner._buffers[name] = buffer.to(self.device, dtype)
-            # metrics keep their state in plain attributes, which only their own `_apply` moves
+            # metrics hold their state in plain attributes, which only their own `_apply` moves
             if type(inner)._apply is not nn.Module._apply and not list(inner.parameters()):
                 inner.to(self.device)
         self.share_buffers(0)
@@ -121,54 +124,57 @@ class ShardedModel:
 
     @property
     def parameter_pools(self) -> tuple[BufferPool, ...]:
-        """What lends memory to gathered parameters."""
+        """The pools that lend memory to gathered parameters."""
         return tuple({id(f.context.buffers): f.context.buffers for f in self.flats}.values())
 
     @property
     def gradient_pools(self) -> tuple[BufferPool, ...]:
-        """What lends memory to full gradients."""
+        """The pools that lend memory to full gradients."""
         pools = [flat.context.gradient_buffers for flat in self.flats]
         return tuple({id(pool): pool for pool in pools}.values())
 
     @property
     def buffer_pools(self) -> tuple[BufferPool, ...]:
-        """Both of these."""
+        """The pools of parameters and of gradients."""
         return (*self.parameter_pools, *self.gradient_pools)
 
     def buffers(self) -> list[Tensor]:
-        """A tensor in each of their buffers."""
+        """Return an empty tensor on the storage of each pooled buffer."""
         return [b.view(0, torch.uint8) for pool in self.buffer_pools for b in pool.buffers]
 
     @property
     def gathered_bytes(self) -> int:
-        """Full buffers at the worst moment of a step, on every rank.
+        """Bytes of full buffers at the peak of a step, on every rank.
 
-        The root unit and the two largest others (in use and being fetched), with gradients: the
-        root's and two units' (landing and being reduced).
+        Parameters: the root unit and the two largest others (one in use, one being gathered).
+        Gradients: the root unit and two others (one accumulating, one being reduced).
         """
         return self.gathered_parameter_bytes + self.gathered_gradient_bytes
 
     @property
     def gathered_parameter_bytes(self) -> int:
-        """The full parameters among :attr:`gathered_bytes`."""
+        """The part of :attr:`gathered_bytes` that holds full parameters."""
         full = sorted((unit.full_bytes for unit in self.units[1:]), reverse=True)
         return self.units[0].full_bytes + sum(full[:2])
 
     @property
     def unresharded_bytes(self) -> int:
-        """Full parameters beside these where units stay gathered from forward to backward."""
+        """Bytes of full parameters in addition to :attr:`gathered_parameter_bytes`.
+
+        They count where units stay gathered from forward to backward.
+        """
         return sum(unit.full_bytes for unit in self.units) - self.gathered_parameter_bytes
 
     @property
     def gathered_gradient_bytes(self) -> int:
-        """The full gradients among :attr:`gathered_bytes`."""
+        """The part of :attr:`gathered_bytes` that holds full gradients."""
         gradients = sorted((unit.gradient_bytes for unit in self.units[1:]), reverse=True)
         return self.units[0].gradient_bytes + sum(gradients[:2])
 
     # -- shards -------------------------------------------------------------------------------
 
     def change_fractions(self, fractions: Sequence[float]) -> None:
-        """Move the shards to other fractions; collective; before optimizers are made."""
+        """Move the shards to other fractions; collective. Call it before optimizers are created."""
         self.release_buffers()
         self.fractions = tuple(fractions)
         divider = Divider(fractions)
@@ -176,7 +182,7 @@ class ShardedModel:
             unit.change_fractions(divider)
 
     def release_buffers(self) -> None:
-        """Free what is gathered, and the memory for it: whole parameters are about to be held."""
+        """Free gathered parameters and all pooled memory, to make room for full parameters."""
         self.executor.reshard()
         for unit in self.units:
             unit.release()
@@ -184,11 +190,11 @@ class ShardedModel:
             pool.release()
 
     def sharded_parameters(self) -> dict[int, str]:
-        """Identity and name of every parameter that an optimizer may hold."""
+        """Return the name of every parameter that an optimizer may hold, by the parameter's id."""
         return {id(p): name for unit in self.units for name, p in unit.named_sharded()}
 
     def restore_full(self) -> None:
-        """Give the module plain full parameters on the CPU again, without cuts; collective."""
+        """Remove the hooks and restore plain full parameters on the CPU; collective."""
         self.release_buffers()
         self.executor.hooks.uninstall()
         for unit in self.units:
@@ -200,7 +206,7 @@ class ShardedModel:
         self.module.cpu()
 
     def abandon(self) -> None:
-        """Remove the cuts without communicating, after a failure."""
+        """Remove the hooks without communicating, after a failure."""
         self.executor.hooks.uninstall()
 
 
@@ -209,7 +215,7 @@ def to_full(value: Tensor, wanted: bool) -> Tensor | None:
 
     Args:
         value: A DTensor, or a plain tensor that every rank holds.
-        wanted: Whether this rank wants it; others only take part.
+        wanted: Whether this rank gets the result; other ranks take part and get None.
     """
     if isinstance(value, DTensor):
         with torch.no_grad():

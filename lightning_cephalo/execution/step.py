@@ -1,4 +1,4 @@
-"""One step on one rank: what goes into it, how far it is, and what comes out of it."""
+"""Inputs, progress and results of one step on one rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class MicrobatchCall:
-    """What the executor needs of one microbatch.
+    """The functions with which the executor runs one microbatch.
 
     Attributes:
         step: Calls the user's step.
-        weight_of: Takes what the step returned, gives ``(loss, weight)``: the microbatch's share
-            of the gradient is ``weight / total weight of all ranks``.
-        on_resume: Called each time before the step goes on.
-        on_pause: Called each time after it has parked or returned.
+        weight_of: Maps the step's return value to ``(loss, weight)``. The microbatch's share of
+            the gradient is ``weight / total weight of all ranks``.
+        on_resume: Called each time before the step resumes.
+        on_pause: Called each time after the step has parked or returned.
     """
 
     step: Callable[[], Any]
@@ -36,13 +36,13 @@ class MicrobatchCall:
 
 @dataclass(frozen=True)
 class ForwardOutcome:
-    """What the forward of one step gave.
+    """Results of the forward of one step.
 
     Attributes:
-        results: What each of this rank's microbatches returned.
-        weights: Their weights.
-        total_weight: Of all microbatches of all ranks.
-        notes: What ``note`` gave on every rank.
+        results: Return value of each of this rank's microbatches.
+        weights: Weights of these microbatches.
+        total_weight: Sum of the weights of all microbatches of all ranks.
+        notes: The numbers that ``note`` returned on every rank.
     """
 
     results: tuple[Any, ...]
@@ -53,11 +53,11 @@ class ForwardOutcome:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where the microbatches of a rank have left the known order of visits.
+    """The point where the microbatches of a rank have left the known order of visits.
 
     Attributes:
-        position: In that order.
-        place: Where they are instead; None: at the end of the step.
+        position: Position in that order.
+        place: The visit where they are instead; None: the end of the step.
     """
 
     position: int
@@ -66,23 +66,23 @@ class Divergence:
 
 @dataclass
 class Step:
-    """How far this rank is in one step.
+    """Progress of this rank in one step.
 
     Attributes:
-        calls: Of this rank's microbatches.
-        microbatches: Their runs; none are left after a failure.
-        trainable: By unit, whether it wants gradients.
-        weights: What the microbatches weigh, once their losses are known.
-        visits: The order by which the step runs; while it is traced, what is known of it.
+        calls: Calls of this rank's microbatches.
+        microbatches: Runs of these microbatches; empty after a failure.
+        trainable: Per unit, whether it needs gradients.
+        weights: Weights of the microbatches, once their losses are known.
+        visits: The order of the step; while the step is traced, the part found so far.
         is_traced: Whether the order is discovered while the step runs.
-        divergence: Where the microbatches have left the order.
-        program: What this rank does; its forward is of no use while the step is traced.
-        loss_factor: Factor of every loss that the gradients keep until the optimizer's step (a
-            gradient scaler's).
+        divergence: The point where the microbatches have left the order.
+        program: This rank's program; its forward is unused while the step is traced.
+        loss_factor: Factor of every loss (a gradient scaler's); gradients carry it until the
+            optimizer's step.
         loss_scale: Factor of every loss in addition to its weight.
         gradient_scale: Factor of all gradients when they are reduced.
         with_loss: Microbatches whose loss has been computed.
-        used: By unit that has been reduced: which parameters got a gradient on this rank.
+        used: Per reduced unit, whether each parameter got a gradient on this rank.
     """
 
     calls: Sequence[MicrobatchCall]
@@ -100,16 +100,16 @@ class Step:
     used: dict[int, list[bool]] = field(default_factory=dict)
 
     def has_returned(self, visit: int, microbatch: int) -> bool:
-        """Whether only the loss is left of a microbatch."""
+        """Whether a microbatch's step has returned and only its loss remains."""
         if not self.microbatches or microbatch in self.with_loss:
             return False
         return self.microbatches[microbatch].finished
 
     def has_left(self, position: int) -> bool:
-        """Whether the microbatches have left the order in front of this visit, or before."""
+        """Whether the microbatches have left the order at this visit or at an earlier one."""
         return self.divergence is not None and self.divergence.position <= position
 
     @property
     def parked(self) -> list[Visit | None]:
-        """Where this rank's microbatches are; None: at the end of the step."""
+        """The visits at which this rank's microbatches are parked; None: the end of the step."""
         return [microbatch.parked for microbatch in self.microbatches]

@@ -1,7 +1,7 @@
 """Intercepts calls of units' ``forward`` and of the modules that hold the root unit's parameters.
 
-A unit's ``forward`` is replaced on the instance, and not by wrapping the module, so that no name in
-a state dict moves.
+A unit's ``forward`` is replaced on the instance. Wrapping the module would change the names in the
+state dict.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lightning_cephalo.sharding.unit import Unit
 
 
 class UnitHooks:
-    """What happens when a unit is called: inside of a microbatch's step, or outside of one.
+    """Handles calls of units, inside of a microbatch's step or outside of one.
 
     Args:
         units: All units; the root unit first.
 
     Attributes:
-        in_backward: Whether a backward is under way, in which no unit may be called.
+        in_backward: Whether a backward is running; no unit may be called then.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -41,7 +41,7 @@ class UnitHooks:
         self._forwards: list[_UnitForward] = []
 
     def install(self) -> None:
-        """Cut the model at its units; parameters of the root unit come when they are asked for."""
+        """Replace the units' forwards, and gather the root unit before its modules are called."""
         for index, unit in enumerate(self._units[1:], start=1):
             self._forwards.append(_UnitForward(unit.module, partial(self._enter, index)))
         root = self._units[ROOT]
@@ -80,7 +80,7 @@ class UnitHooks:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward that is part of a forward pass: the loss's."""
+        """Mark, in a ``with`` block, a backward that runs within the forward pass: the loss's."""
         self.in_backward = True
         try:
             yield
@@ -97,7 +97,7 @@ class UnitHooks:
             self._outside_depth += 1
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Show the shards again after a call outside of a step: callbacks read or change them."""
+        """Restore the shards after a call outside of a step: callbacks read or change them."""
         if self._in_step or not self._outside_depth:
             return
         self._outside_depth -= 1
@@ -112,7 +112,7 @@ class UnitHooks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Called in place of a unit's forward."""
+        """Run in place of a unit's forward."""
         unit = self._units[index]
         if self.in_backward:
             raise UnitUseError(
@@ -127,7 +127,7 @@ class UnitHooks:
     def _outside(
         self, unit: Unit, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A forward outside of a step (a callback that samples): every rank must do it."""
+        """Run a forward outside of a step (a callback that samples); every rank must run it."""
         self._before_root(unit.module, args)
         unit.wait_gather()
         try:
@@ -142,7 +142,7 @@ _Enter = Callable[[Callable[..., Any], ChangingBuffers, tuple[Any, ...], dict[st
 
 
 class _UnitForward:
-    """Stands in for the forward of one unit until it is removed.
+    """Replaces the forward of one unit until it is removed.
 
     Args:
         module: The unit's module.
@@ -153,9 +153,9 @@ class _UnitForward:
         self._module = module
         self._enter = enter
         self._buffers = ChangingBuffers(module)
-        # modules wrapped by torch.compile keep their forward on the instance too
+        # modules wrapped by torch.compile also have a forward on the instance
         self._replaced = module.__dict__.get("forward")
-        # `module.compile()` would trace into the scheduler: the cut goes outside of it
+        # `module.compile()` would trace into the scheduler: the cut must be outside of it
         self._compiled = module._compiled_call_impl
         self._body = module.forward if self._compiled is None else self._compiled_body
         if self._compiled is not None and (module._forward_hooks or module._forward_pre_hooks):
@@ -189,7 +189,7 @@ class _UnitForward:
             self._module.forward = self._replaced
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the module's own forward."""
         self._restore_forward()
         self._module._compiled_call_impl = self._compiled
 

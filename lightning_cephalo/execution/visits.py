@@ -1,4 +1,4 @@
-"""The order in which microbatches visit units: traced once, then replayed and checked.
+"""Traces the order in which microbatches visit units, then replays and checks it.
 
 ::
 
@@ -6,13 +6,16 @@
        ^                                        |
        +--- all ranks leave it at one place ----+
 
-While a step is traced, all ranks say before each visit where their microbatches are, and gather
-what they ask for; nothing is prefetched. From the next step on the order is known, and a program is
-compiled from it. Where microbatches leave it, their rank goes on communicating by the program, and
-says so in the exchange that ends the forward: if all ranks with data have left it at one place, the
-step is traced from there on; else all ranks raise.
+While a step is traced, all ranks exchange the positions of their microbatches before each visit.
+Then they gather the requested unit; nothing is prefetched. From the next step on the order is
+known, and a program is compiled from it.
 
-Orders are kept by which units want gradients: freezing some changes who is reduced, not the code.
+If microbatches leave the order, their rank still communicates as the program says. It reports the
+divergence in the exchange that ends the forward. If all ranks with data have left the order at one
+place, the step is traced from there on. Otherwise all ranks raise.
+
+Orders are stored per set of trainable units: freezing a unit changes which units are reduced, not
+the user's code.
 """
 
 from __future__ import annotations
@@ -25,12 +28,15 @@ from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.program import Program, Visit, compile_step
 from lightning_cephalo.ranks.control import ControlGroup
 
-# what a rank says instead of the unit that it is parked at
+# sent in place of a unit's index
 NO_DATA, FINISHED, FAILED = -1.0, -2.0, -3.0
 
 
 def where(*, failed: bool, parked: Sequence[Visit | None]) -> tuple[float, float]:
-    """Where this rank is, as numbers for an exchange: unit or one of the above, differentiable."""
+    """Return this rank's position for an exchange: the unit or a code, and differentiable or not.
+
+    The codes are ``NO_DATA``, ``FINISHED`` and ``FAILED``.
+    """
     if failed:
         return FAILED, 0.0
     if not parked:
@@ -42,10 +48,10 @@ def where(*, failed: bool, parked: Sequence[Visit | None]) -> tuple[float, float
 
 
 class Visits:
-    """Knows the order of visits, and compares where microbatches and ranks are.
+    """Stores the order of visits and compares the positions of microbatches and ranks.
 
     Args:
-        names: Of all units, by their index.
+        names: Names of all units, by index.
 
     Attributes:
         last: The order of the last training step.
@@ -58,17 +64,17 @@ class Visits:
         self.last: tuple[Visit, ...] = ()
 
     def known(self, trainable: tuple[bool, ...]) -> tuple[Visit, ...] | None:
-        """The order with these units trainable; None: it must be traced."""
+        """Return the order with these units trainable; None: it must be traced."""
         return self._known.get(trainable)
 
     def learn(self, trainable: tuple[bool, ...], visits: Sequence[Visit]) -> None:
-        """Take the order of a step that has reached its end."""
+        """Store the order of a step that has reached its end."""
         self.last = self._known[trainable] = tuple(visits)
 
     def forget(self) -> None:
-        """Trace the next step."""
+        """Forget all orders: the next step is traced."""
         self._known.clear()
-        self._programs.clear()  # where orders change often they would add up
+        self._programs.clear()  # else programs pile up where orders change often
 
     def program(
         self,
@@ -79,7 +85,7 @@ class Visits:
         reshard_after_forward: bool,
         offload_boundaries: bool,
     ) -> Program:
-        """Return the checked program of such a step; see :func:`~.program.compile_step`."""
+        """Return the checked program of a step; see :func:`~.program.compile_step`."""
         key = (
             tuple(visits),
             microbatches,
@@ -98,7 +104,8 @@ class Visits:
                 )
                 for count in (microbatches, 0)
             )
-            # the same on all ranks: whose collectives come in its order, come in one order
+            # the program without data is the same on all ranks: if each rank's collectives match
+            # it, they match one another
             check([program, without_data])
             self._programs[key] = program
         return self._programs[key]
@@ -106,7 +113,7 @@ class Visits:
     # -- where microbatches are ---------------------------------------------------------------
 
     def check_parked(self, parked: Sequence[Visit | None]) -> None:
-        """Raise UnitUseError if this rank's microbatches are not all at one place."""
+        """Raise UnitUseError unless all of this rank's microbatches are at the same place."""
         if len(set(parked)) > 1:
             names = [f"microbatch {i}: {self._name(visit)}" for i, visit in enumerate(parked)]
             raise self._differ(names[1:], names[0])
@@ -121,10 +128,10 @@ class Visits:
         """Return the visit that all ranks with data are at; None at the end or after a failure.
 
         Args:
-            said: :func:`where` of every rank.
+            said: Result of :func:`where` on every rank.
 
         Raises:
-            UnitUseError: If ranks are at different places; on all of them.
+            UnitUseError: If ranks are at different places; raised on all ranks.
         """
         wanted = {(unit, flag) for unit, flag in said if unit != NO_DATA}
         if any(unit == FAILED for unit, _ in wanted):
@@ -145,16 +152,17 @@ class Visits:
         parked: Sequence[Visit | None],
         expected: Sequence[Visit],
     ) -> int:
-        """Return the position from which on all ranks trace the step again; collective.
+        """Return the position from which all ranks trace the step again; collective.
 
         Args:
-            control: Exchanges between ranks.
-            own: Where this rank has left the order.
-            parked: Where its microbatches are; empty on a rank without data.
+            control: Exchanges messages between ranks.
+            own: The point where this rank has left the order.
+            parked: Positions of its microbatches; empty on a rank without data.
             expected: The order.
 
         Raises:
-            UnitUseError: If not all ranks with data have left it at one place; on all of them.
+            UnitUseError: If ranks with data have not all left the order at one place; raised on
+                all ranks.
         """
         position = len(expected) if own is None else own.position
         place = where(failed=False, parked=parked)

@@ -1,1 +1,1 @@
-"""Processes and their groups: start, control messages, crash reports."""
+"""Starts the processes and groups of a run; carries control messages and crash reports."""

@@ -1,7 +1,7 @@
-"""Small messages between the processes of all ranks, on a CPU group of their own.
+"""Exchanges small messages between the processes of all ranks, on a CPU group of their own.
 
-They keep ranks from waiting for one another forever. Whatever goes wrong on one rank travels with
-the next message, from which all ranks learn of it and raise together.
+The messages keep ranks from waiting for other ranks forever. An error on one rank travels with the
+next message. All ranks learn of it from that message and raise together.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class ControlGroup:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order.
 
-        A number, or a list of numbers that is equally long on all ranks, travels as float64 and
-        comes back as such. Anything else is pickled, which takes longer. All ranks give the same
-        kind of value.
+        A number travels and returns as float64. So does a list of numbers, which must be equally
+        long on all ranks. Other values are pickled, which takes longer. All ranks must pass the
+        same kind of value.
         """
         if isinstance(value, (int, float)):
             return [row[0] for row in self._gather_numbers([value])]
@@ -99,7 +99,7 @@ class ControlGroup:
         return max(self.gather(number))
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this."""
         self.gather(0.0)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -111,11 +111,11 @@ class ControlGroup:
         return values[0]
 
     def together(self, doing: str, function: Callable[[], Any]) -> Any:
-        """Return what a function returns; if it fails on any rank, raise on all of them.
+        """Call a function and return its result; if it fails on any rank, raise on all ranks.
 
         Args:
-            doing: What the function does, for the message: "reading the plan".
-            function: Does not communicate.
+            doing: Description of the function for the message: "reading the plan".
+            function: The function; it must not communicate.
 
         Raises:
             BaseException: This rank's own failure as it is.
@@ -135,7 +135,7 @@ class ControlGroup:
 
         Args:
             failure: This rank's failure, or None.
-            doing: What this rank was doing; the message on other ranks repeats it.
+            doing: Description of this rank's activity; the message on other ranks repeats it.
 
         Raises:
             BaseException: This rank's own failure as it is.

@@ -1,9 +1,9 @@
 """Publishes a failing rank's error so that ranks that lose the connection can report it.
 
-Code that runs outside of a step (a callback, the dataset, a hook) may fail on one rank alone, while
-the others wait in some collective. When its process ends, the process group says that a connection
-was closed, and nothing more. So the failing rank leaves its message in two other processes first,
-where the others read it.
+Code outside of a step (a callback, the dataset, a hook) may fail on one rank alone, while the
+other ranks wait in a collective. When the failing process ends, the process group only reports a
+closed connection. So the failing rank first stores its message in the processes of the first and
+the last rank, where the other ranks read it.
 
 Alternatives considered: the default process group's own store lives on rank 0 and dies with it;
 files do not reach other hosts.
@@ -27,10 +27,10 @@ _PATIENCE = timedelta(seconds=2)
 
 @dataclass
 class CrashReport:
-    """Two small servers, on the first and on the last rank, which hold a failing rank's message.
+    """Stores a failing rank's message on two small servers, on the first and on the last rank.
 
     Attributes:
-        control: Knows which failures all ranks have raised together.
+        control: Knows the failure that all ranks have raised together.
         addresses: Rank, host and port of the servers.
     """
 
@@ -65,7 +65,10 @@ class CrashReport:
         return isinstance(exception, RemoteRankError) or exception is self.control.raised
 
     def on_exception(self, exception: BaseException) -> None:
-        """Publish this rank's failure; if it is a lost connection, add the other rank's message."""
+        """Publish this rank's failure; add the other rank's message to a lost connection's error.
+
+        Does nothing with a failure that all ranks raise.
+        """
         if self.is_common(exception):
             return
         if isinstance(exception, RuntimeError) and any(s in str(exception) for s in SIGNS_OF_LOSS):
@@ -76,7 +79,7 @@ class CrashReport:
             if rank != self.rank:
                 try:
                     _connect(host, port).set(_KEY, message)
-                except Exception:  # that rank has gone too: nothing is left to publish to
+                except Exception:  # that rank has ended too: no server is left there
                     continue
 
     def _explain(self, exception: BaseException) -> None:
@@ -84,7 +87,7 @@ class CrashReport:
             "Another rank has gone: its process ended or was killed (perhaps it was out of memory)."
             " Its own output says more."
         )
-        # its own first, which cannot have gone
+        # this rank's own server first: it is certainly alive
         for rank, host, port in sorted(self.addresses, key=lambda a: a[0] != self.rank):
             try:
                 own = self._own if rank == self.rank else None
@@ -92,12 +95,12 @@ class CrashReport:
                 if store.check([_KEY]):
                     message = store.get(_KEY).decode(errors="replace")
                     break
-            except Exception:  # that rank is the one that has gone
+            except Exception:  # that rank is the one that has ended
                 continue
         exception.args = (f"{message}\nThis rank then lost its connection: {exception}",)
 
 
 def _connect(host: str, port: int) -> dist.TCPStore:
-    # a store would try again and again to reach a process that has gone
+    # a store would retry again and again to reach a process that has ended
     socket.create_connection((host, port), _PATIENCE.total_seconds()).close()
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)

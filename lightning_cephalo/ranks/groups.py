@@ -12,11 +12,11 @@ from lightning_cephalo.ranks.control import ControlGroup
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a run; made once, used by every stage of the Trainer.
+    """The process groups of a run; created once, used by every stage of the Trainer.
 
     Attributes:
         gather: Gathers parameters.
-        reduce: Reduces gradients; a group of its own, so that it overlaps gathers.
+        reduce: Reduces gradients; a separate group lets reduces overlap with gathers.
         control: Carries small messages between processes, on the CPU.
     """
 
@@ -26,10 +26,10 @@ class Groups:
 
     @classmethod
     def create(cls, timeout: datetime.timedelta) -> Groups:
-        """Make the groups; collective.
+        """Create the groups; collective.
 
         Args:
-            timeout: Of collectives.
+            timeout: Timeout of collectives.
         """
         control = dist.new_group(backend="gloo", timeout=timeout)
         return cls(

@@ -1,4 +1,4 @@
-"""Starts the processes of a run, connects them, and ends what connects them."""
+"""Starts the processes of a run, connects them, and ends their connections."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from lightning_cephalo.ranks.crash_report import CrashReport
 from lightning_cephalo.ranks.groups import Groups
 
 # [Note: private names of Lightning] The launchers, the connection and the number of threads are
-# those of Lightning's own strategies, which has no public names for them. They are used in this
-# file only; tests/lightning/test_launchers.py fails when they change.
+# those of Lightning's own strategies. Lightning has no public names for them. Only this file uses
+# them; tests/lightning/test_launchers.py fails when they change.
 
 _LEAVING_S = 0.02
 _ABORT_S = 10.0
 
 
 class HoldsGroups(Protocol):
-    """What refers to process groups, and can let go of them."""
+    """An object that refers to process groups and can drop these references."""
 
     def forget_groups(self) -> None:
-        """Let go of everything that refers to a process group."""
+        """Drop every reference to a process group."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's connection to those of the other ranks.
+    """The connection of this process to the processes of the other ranks.
 
     Attributes:
         groups: The process groups.
@@ -65,12 +65,12 @@ class Ranks:
 
     @property
     def control(self) -> ControlGroup:
-        """Messages between ranks."""
+        """The group for messages between ranks."""
         return self.groups.control
 
     @classmethod
     def create(cls, timeout: timedelta) -> Ranks:
-        """Make the groups over processes that are connected; collective."""
+        """Create the groups over connected processes; collective."""
         groups = Groups.create(timeout)
         return cls(groups, CrashReport.create(groups.control))
 
@@ -81,12 +81,12 @@ class Ranks:
 def make_launcher(
     strategy: Any, start_method: str, environment: ClusterEnvironment
 ) -> _Launcher | None:
-    """Return what starts the other ranks; None where an external launcher does.
+    """Return the launcher of the other ranks; None if an external launcher starts them.
 
     Args:
         strategy: The strategy of the ranks.
         start_method: "popen", "spawn", "fork" or "forkserver".
-        environment: Tells which rank this is.
+        environment: Knows this process's rank.
     """
     if start_method != "popen":
         return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
@@ -96,23 +96,24 @@ def make_launcher(
 
 
 def limit_threads(start_method: str, processes_on_host: int) -> None:
-    """Share the cores among the ranks of this host.
+    """Divide the cores among the ranks of this host.
 
-    Lightning's launchers do this, but children of "popen" have none: without it every rank would
-    use every core. Lightning also writes an environment variable, which would outlive this run.
+    Lightning's launchers do this, but children of "popen" have no launcher. Without this function
+    each of these ranks would use every core. Lightning also writes an environment variable, which
+    would outlive this run.
     """
     if start_method == "fork":
-        # OpenMP's threads do not survive a fork: where the script (a notebook) has computed on
-        # several before, a rank that wanted them would wait forever
+        # OpenMP's threads do not survive a fork: if the script (a notebook) has used several
+        # threads before, a rank that needs them would wait forever
         torch.set_num_threads(1)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(_suggested_max_num_threads(processes_on_host))
 
 
 def set_world_ranks(environment: ClusterEnvironment, num_nodes: int, num_processes: int) -> None:
-    """Tell a cluster environment, and what acts on rank 0 only, which rank this is.
+    """Set this process's rank in the cluster environment and in Lightning's rank-zero helpers.
 
-    Environments of external launchers ignore it and keep the launcher's numbers, as nodes may
+    Environments of external launchers ignore the numbers and keep the launcher's, because nodes may
     differ in size.
     """
     first = environment.node_rank() * num_processes
@@ -131,9 +132,9 @@ def connect(
     """Connect this process to the others; collective.
 
     Args:
-        environment: Tells which rank this is, and where the others are.
-        backend: Of collectives; None: by the device.
-        timeout: Of collectives.
+        environment: Knows this process's rank and the address of the main process.
+        backend: Backend of collectives; None: the default of the device.
+        timeout: Timeout of collectives.
         device: This rank's device.
 
     Returns:
@@ -157,7 +158,7 @@ def connect(
 
 
 def barrier(device: torch.device) -> None:
-    """Return when every rank has come here; immediately where there are no others."""
+    """Wait until every rank has called this; return immediately without other ranks."""
     if not _distributed_is_initialized():
         return
     if backend_of().barrier_names_device:
@@ -167,7 +168,7 @@ def barrier(device: torch.device) -> None:
 
 
 def broadcast(value: Any, source: int) -> Any:
-    """Return the object of rank ``source``; the same where there are no other ranks."""
+    """Return the object of rank ``source``; without other ranks, return the value itself."""
     if not _distributed_is_initialized():
         return value
     values = [value]
@@ -179,13 +180,15 @@ def broadcast(value: Any, source: int) -> Any:
 
 
 def abort_groups() -> None:
-    """End all process groups without waiting for what is under way, which may never end.
+    """Abort all process groups without waiting for pending collectives, which may never end.
 
-    A rank that fails alone leaves others in a collective. To destroy groups that run on the device,
-    or to empty its cache, as Lightning does next, would wait for kernels that wait for that rank
-    (pytorch/torchtitan#1342). All communicators must be aborted together (pytorch#119797).
+    A rank that fails alone leaves other ranks in a collective, whose kernels wait for that rank.
+    Lightning afterwards empties the device's cache and destroys the groups. If the groups run on
+    the device, both wait for these kernels (pytorch/torchtitan#1342). All communicators must be
+    aborted together (pytorch#119797).
 
-    Private: nothing public aborts all groups. In a thread, as that may itself wait forever.
+    Private API: no public function aborts all groups. It runs in a thread, because it may itself
+    wait forever.
     """
     if _distributed_is_initialized():
         thread = threading.Thread(target=distributed_c10d._abort_process_group, daemon=True)
@@ -196,8 +199,8 @@ def abort_groups() -> None:
 def leave_at_exit(holder: HoldsGroups) -> None:
     """Destroy the process groups before the interpreter ends.
 
-    Lightning does not do this for gloo. A thread of gloo that lets go of a tensor while the
-    interpreter ends aborts the process (pytorch #190489): its threads must end before.
+    Lightning does not do this for gloo. A gloo thread that releases a tensor while the interpreter
+    ends aborts the process (pytorch #190489). Its threads must therefore end earlier.
     """
     atexit.register(_leave, weakref.ref(holder))
 

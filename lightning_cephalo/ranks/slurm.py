@@ -1,4 +1,4 @@
-"""SLURM with nodes of different size, which Lightning's own environment refuses."""
+"""Supports SLURM jobs on nodes of different sizes, which Lightning's own environment rejects."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from lightning_cephalo.accelerator.host import tasks_per_node
 
 
 class UnevenSLURMEnvironment(SLURMEnvironment):
-    """Ranks of an srun whose nodes have different numbers of tasks.
+    """SLURM environment of an srun whose nodes have different numbers of tasks.
 
-    ``Trainer(strategy="cephalo", plugins=[UnevenSLURMEnvironment()], ...)`` under ``srun --nodes=2
-    --ntasks=3`` or a heterogeneous job. ``devices`` is the number of this node's tasks, which
-    ``"auto"`` finds on nodes whose GPUs all take part; ``num_nodes`` that of all nodes.
+    Use ``Trainer(strategy="cephalo", plugins=[UnevenSLURMEnvironment()], ...)`` under ``srun
+    --nodes=2 --ntasks=3`` or in a heterogeneous job. ``devices`` is the number of this node's
+    tasks; ``"auto"`` finds it on nodes whose GPUs all take part. ``num_nodes`` is the number of all
+    nodes.
     """
 
     @staticmethod
     def _validate_srun_variables() -> None:
-        """Private: Lightning's refuses ``--ntasks`` without ``--ntasks-per-node``, which says
-        nothing of use where nodes differ.
+        """Skip a check of Lightning; overrides a private method.
+
+        Lightning's check rejects ``--ntasks`` without ``--ntasks-per-node``, which is of no use
+        where nodes differ.
         """
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise ValueError if the Trainer's settings are not those of srun on this node."""
+        """Raise ValueError if the Trainer's settings differ from those of srun on this node."""
         tasks = tasks_per_node()
         if tasks is None:
             return

@@ -1,1 +1,1 @@
-"""Uneven shards: where flats are cut, who holds what, gathers and reduces."""
+"""Uneven shards: cuts the flats, places the slices on ranks, gathers and reduces them."""

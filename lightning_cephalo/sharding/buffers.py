@@ -1,8 +1,8 @@
-"""Memory that units take turns to be gathered into, so that a step allocates none of it anew.
+"""Pools of memory that units share in turn, so that a step allocates no new memory for them.
 
-A unit's full parameters live for as long as the unit is in use; the next unit's take their place.
-Giving the memory back to the allocator in between would cost page faults on the CPU, and with a
-caching allocator leave it to chance whether the next block of that size is found in one piece.
+A unit's full parameters live as long as the unit is in use. The next unit's parameters reuse their
+memory. Returning the memory to the allocator in between would cost page faults on the CPU. A
+caching allocator might not find a block of that size in one piece again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 class Buffer:
-    """A piece of memory that one flat at a time may use.
+    """A piece of memory that one flat may use at a time.
 
     Attributes:
         storage: The memory.
@@ -27,7 +27,7 @@ class Buffer:
 
 
 class BufferPool:
-    """Lends buffers, and keeps what comes back: as many as were ever lent at once."""
+    """Lends buffers and keeps returned ones: as many as were ever lent at the same time."""
 
     def __init__(self) -> None:
         self._idle: list[Buffer] = []
@@ -44,10 +44,10 @@ class BufferPool:
         return sum(buffer.storage.nbytes() for buffer in self.buffers)
 
     def take(self, nbytes: int, device: torch.device) -> Buffer:
-        """Lend a buffer of at least so many bytes: the smallest that will do.
+        """Lend the smallest idle buffer of at least ``nbytes``.
 
-        Where none will do the largest idle one is replaced: units of several sizes soon share
-        buffers of the largest.
+        If none is large enough, a new buffer replaces the largest idle one. So units of several
+        sizes soon share buffers of the largest size.
 
         Raises:
             torch.OutOfMemoryError: If there is no memory for a new one.
@@ -70,5 +70,5 @@ class BufferPool:
         self._idle.append(buffer)
 
     def release(self) -> None:
-        """Let go of the idle buffers."""
+        """Drop the idle buffers."""
         self._idle.clear()

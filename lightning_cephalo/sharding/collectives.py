@@ -1,10 +1,13 @@
-"""Gather and reduce slices of unequal sizes: two functions, one road per kind of backend.
+"""Gathers and reduces slices of unequal sizes, with one method per kind of backend.
 
-gloo on CPUs: every rank receives from and sends to every other, for a gather straight into its
-slice, for a reduce into rows that are summed in rank order, hence deterministic. gloo on other
-devices, whose tensors it does not send: one asynchronous broadcast per rank, and an all-to-all.
-Backends that run on the device (NCCL): the single-tensor operations when the slices are equal, the
-list forms otherwise. Padding to the largest slice was measured 3 to 13 times slower than sends:
+- gloo on CPUs: every rank receives from and sends to every other rank. A gather receives straight
+  into place. A reduce receives rows and sums them in rank order, so that it is deterministic.
+- gloo on other devices, whose tensors it does not send: a gather is one asynchronous broadcast per
+  rank, a reduce is an all-to-all.
+- Backends that run on the device (NCCL): the single-tensor operations for equal slices, the list
+  forms otherwise.
+
+Padding to the largest slice was measured 3 to 13 times slower than sends:
 docs/design/collectives.md.
 """
 
@@ -26,7 +29,7 @@ Wait = Callable[[Any], None]
 
 
 def wait_for(work: Any) -> None:
-    """Wait, and tell nobody."""
+    """Wait for a handle without notifying observers."""
     work.wait()
 
 
@@ -36,14 +39,14 @@ class Pending:
 
     Attributes:
         works: Handles of torch.distributed.
-        finish: What is left to do locally once they are done.
+        finish: Local work that remains once the handles are done.
     """
 
     works: list[Any] = field(default_factory=list)
     finish: Callable[[], None] | None = None
 
     def wait(self, wait: Wait = wait_for) -> None:
-        """Block until the result may be used, or make the current stream wait on a device's own.
+        """Block until the result may be used; on a device only the current stream waits.
 
         Args:
             wait: Waits for one handle.
@@ -64,15 +67,15 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _alias(new: str, old: str) -> Callable[..., Any]:
-    """torch 2.13 renames the single-tensor collectives and deprecates the names that 2.11 has."""
+    """Return a collective by its torch 2.13 name, else by its 2.11 name, which 2.13 deprecates."""
     return getattr(dist, new, None) or getattr(dist, old)
 
 
 class Transfer:
     """A send or a receive of gloo.
 
-    Unlike a collective's its handle does not tell when it is done, and must not be waited for
-    twice: whoever wants to know waits in a thread of its own, and others wait for that.
+    Unlike the handle of a collective, its handle does not report completion, and must not be waited
+    for twice. An observer therefore waits in a thread of its own, and other waits share that one.
     """
 
     def __init__(self, work: Any) -> None:
@@ -80,14 +83,14 @@ class Transfer:
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Block until it is done."""
+        """Block until the transfer is done."""
         with self._lock:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
 
     def when_done(self, note: Callable[[], None]) -> None:
-        """Call ``note`` in another thread as soon as it is done."""
+        """Call ``note`` in another thread as soon as the transfer is done."""
 
         def watch() -> None:
             self.wait()
@@ -99,11 +102,11 @@ class Transfer:
 def _exchange(
     outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> list[Any]:
-    """Start sending ``outgoing`` to and receiving ``incoming`` from all others, by their rank.
+    """Start to send ``outgoing`` to and receive ``incoming`` from all other ranks, by rank.
 
-    Receives come first: gloo announces each of them to its sender on the connection that the data
-    uses. Behind a slice on its way out the announcement waits, and a link then carries one
-    direction after the other; broadcasts in one group did that, at twice the time on slow links.
+    Receives start first: gloo announces each receive to its sender on the connection of the data.
+    An announcement would otherwise queue behind an outgoing slice. A link would then carry one
+    direction after the other: broadcasts in one group did, and took twice the time on slow links.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     others = [(rank + step) % world_size for step in range(1, world_size)]
@@ -157,10 +160,10 @@ def reduce_slices(
     scale: float = 1.0,
     accumulate: bool = False,
 ) -> Pending:
-    """Sum ``full`` over the ranks and leave ``scale`` times this rank's slice in ``output``.
+    """Sum ``full`` over the ranks and write ``scale`` times this rank's slice to ``output``.
 
     Args:
-        full: 1-d tensor of ``sum(sizes)`` elements; must live until the result is waited for.
+        full: 1-d tensor of ``sum(sizes)`` elements; must live until the wait for the result ends.
         sizes: Elements of every rank, in group order; zeros allowed.
         group: The process group.
         output: 1-d tensor of this rank's size.
@@ -211,7 +214,10 @@ def reduce_slices(
 
 
 def summands_received(group: dist.ProcessGroup) -> int:
-    """Ranks whose summands of this rank's slice a reduce receives, to be added up here."""
+    """Return the number of summands that a reduce receives for this rank's slice.
+
+    It is 1 where the backend itself adds up, else the number of ranks.
+    """
     return 1 if backend_of(group).runs_on_device else dist.get_world_size(group)
 
 

@@ -1,7 +1,7 @@
-"""Find the units of a module: which modules are gathered together.
+"""Finds the units of a module: the blocks whose parameters are gathered together.
 
-By default every element of every run of same-typed blocks (``nn.ModuleList`` or
-``nn.Sequential``: encoder and decoder layers), plus the root unit with everything else.
+By default each block in a run of same-typed blocks is a unit (``nn.ModuleList`` or
+``nn.Sequential``: encoder and decoder layers). The root unit holds everything else.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-# A run that is tiny beside the largest one (two heads beside forty blocks) is not worth a gather
-# of its own, and such modules are the ones that not every microbatch visits.
+# A run that is tiny next to the largest one (two heads next to forty blocks) is not worth a gather
+# of its own. Such modules are also the ones that some microbatches skip.
 SMALLEST_RUN_SHARE = 0.1
 
 
@@ -23,9 +23,9 @@ class Owner:
     """A place where a module holds a parameter.
 
     Attributes:
-        module: The module that owns it.
-        attribute: Its name there.
-        name: Its full name from the top module.
+        module: The module that owns the parameter.
+        attribute: The parameter's name in that module.
+        name: The parameter's full name from the top module.
     """
 
     module: nn.Module
@@ -35,7 +35,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class UnitMembers:
-    """One unit as found: the module to cut at and the parameters it gathers.
+    """The module and the parameters of one unit.
 
     Attributes:
         name: Full name of the module; "" for the root unit.
@@ -58,14 +58,14 @@ def find_units(
     Args:
         module: The whole model.
         unit_types: Classes, or names of classes, whose instances are units.
-        unit_names: Full names of modules that are units. Both given: the union.
+        unit_names: Full names of modules that are units. If both are given, their union counts.
 
     Returns:
-        The root unit, then the units in order of definition. A parameter that several units
-        share (tied weights) or that lies outside of any belongs to the root unit.
+        The root unit, then the units in order of definition. The root unit holds parameters
+        outside of all units, and those that several units share (tied weights).
 
     Raises:
-        ValueError: If a name or type matches nothing, or units lie inside one another.
+        ValueError: If a name or type matches nothing, or a unit lies inside another unit.
     """
     if unit_types is None and unit_names is None:
         chosen = _repeated_blocks(module)
@@ -96,7 +96,7 @@ def _repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _runs(prefix: str, module: nn.Module) -> Iterable[list[tuple[str, nn.Module]]]:
-    """Yield the outermost runs of two or more neighbours of one type."""
+    """Yield the outermost runs of two or more neighbouring modules of one type."""
     inside: set[int] = set()
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         run: list[tuple[str, nn.Module]] = []
@@ -169,7 +169,7 @@ def _divide_parameters(module: nn.Module, chosen: dict[str, nn.Module]) -> list[
     parameters: dict[int, nn.Parameter] = {}
     units_of: dict[int, set[str]] = {}
 
-    # every path to every module: a module that sits inside a unit and outside of it is shared
+    # follow every path to every module: a module inside and outside of a unit is shared
     seen: set[int] = set()
     for module_name, inner in module.named_modules(remove_duplicate=False):
         enclosing = next(

@@ -1,21 +1,24 @@
-"""One flat: parameters laid end to end, held in slices by the ranks, gathered for use.
+"""A flat: parameters laid end to end, sharded in slices over the ranks, gathered for use.
 
 [Note: the tensors of a flat]
 ``shard``       this rank's slice, in full precision, persistent: the master copy.
-``sharded``     per parameter a DTensor view of ``shard``: what optimizers and users see.
-``full``        all of it in compute dtype; it has memory only while gathered.
-``parameters``  per parameter a view of ``full``, the same object always: what the forward uses.
-``grad_full``   this rank's gradient of everything; it exists only while armed. Autograd
+``sharded``     per parameter a DTensor view of ``shard``, for optimizers and users.
+``full``        all parameters in compute dtype; it has memory only while gathered.
+``parameters``  per parameter a view of ``full``, always the same object, for the forward.
+``grad_full``   this rank's gradient of all parameters; it exists only while armed. Autograd
                 accumulates in place into views of it, so nothing is copied in before a reduce.
 ``grad_shard``  the reduced gradient of this rank's slice; ``sharded[i].grad`` are views of it.
 
 [Note: residence]
-``full`` and ``grad_full`` usually borrow their memory from a pool, and other flats have it next:
-the :class:`Residence` POOLED. Two other kinds of flats have storage of their own for ``full``. A
-graph that is kept from forward to backward points into ``full`` and must find the parameters there
-again: the storage of an OWN flat shrinks to nothing in between. A RESIDENT flat is gathered from
-the forward to the backward, and hooks may free it in between. All RESIDENT flats are whole at the
-same time anyway, so their storage stays allocated.
+:class:`Residence` says where ``full`` has its memory:
+
+- POOLED, the usual case: borrowed from a pool, like the memory of ``grad_full``. Other flats borrow
+  the same memory later.
+- OWN: a storage of the flat, which shrinks to nothing between forward and backward. A graph that is
+  retained from forward to backward points into ``full`` and must find the parameters there again.
+- RESIDENT: a storage of the flat, which stays allocated. The flat is gathered from the forward to
+  the backward, and hooks may free it in between. All RESIDENT flats are gathered at the same time
+  anyway.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spe
 
 
 class Residence(Enum):
-    """Where the gathered parameters of a flat have their memory; see the note above."""
+    """Kinds of memory for the gathered parameters of a flat; see [Note: residence]."""
 
     POOLED = "pooled"
     OWN = "own"
@@ -53,16 +56,16 @@ class Residence(Enum):
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """Where flats live and how their ranks talk.
+    """The device, process groups and memory pools of flats.
 
     Attributes:
         device: This rank's device.
         mesh: One-dimensional mesh over all ranks.
         gather_group: Group of the gathers.
-        reduce_group: Group of the reduces; its own, so that both can be under way at once.
+        reduce_group: Group of the reduces; a separate group lets gathers and reduces overlap.
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         buffers: Lends the memory of gathered parameters.
-        gradient_buffers: Lends that of their gradients.
+        gradient_buffers: Lends the memory of full gradients.
     """
 
     device: torch.device
@@ -85,7 +88,7 @@ class ShardingContext:
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the persistent copy: at least fp32 for floating-point parameters."""
+    """Return the dtype of the persistent copy: at least fp32 for floating-point parameters."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -93,9 +96,9 @@ class Flat:
     """Parameters of one dtype that are gathered and reduced together.
 
     Args:
-        originals: The parameters with their values on rank 0 (other ranks' values are ignored).
+        originals: The parameters; rank 0's values count, those of other ranks are ignored.
         layout: Cuts between the ranks; None keeps a copy on every rank (0-d parameters, which
-            have no rows to share).
+            have no rows to shard).
         context: Device, mesh and groups.
     """
 
@@ -167,7 +170,7 @@ class Flat:
         ]
 
     def _faces(self, shard: torch.Tensor) -> list[DTensor]:
-        """Show a slice as one DTensor per parameter."""
+        """Return one DTensor per parameter, as views of a slice."""
         rank, faces = self.context.rank, []
         for index, (shape, spec) in enumerate(zip(self.shapes, self._specs, strict=True)):
             if self.layout is None:
@@ -184,15 +187,15 @@ class Flat:
         return faces
 
     def master(self) -> torch.Tensor:
-        """Gather the master copy of everything; blocking, on every rank."""
+        """Gather the master copy of all parameters; blocking and collective."""
         if self.layout is None or self.context.world_size == 1:
             return self.shard.clone()
         return all_gather_rows(self.shard, self.sizes, self.context.gather_group)
 
     def change_layout(self, layout: FlatLayout | None) -> None:
-        """Move every rank's slice to another layout; collective. Makes new ``sharded``.
+        """Move every rank's slice to another layout; collective. Creates a new ``sharded``.
 
-        Must not be called while an optimizer holds the old ``sharded`` parameters.
+        No optimizer may hold the old ``sharded`` parameters.
         """
         master = self.master()
         self._set_layout(layout)
@@ -203,21 +206,21 @@ class Flat:
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter wants a gradient now; users may freeze and unfreeze."""
+        """Whether any parameter needs a gradient now; users may freeze and unfreeze."""
         return any(parameter.requires_grad for parameter in self.sharded)
 
     @property
     def is_lent(self) -> bool:
-        """Whether the memory of ``full`` is a pool's now."""
+        """Whether ``full`` uses memory of a pool now."""
         return self._full_buffer is not None
 
     def gather(self) -> Pending:
-        """Give ``full`` memory and begin to fill it."""
+        """Allocate or borrow memory for ``full`` and begin to fill it."""
         with torch.inference_mode(False), torch.no_grad():
             if self._full_buffer is None and self.full.untyped_storage().nbytes() == 0:
                 self._find_memory()
-            # saved tensors of a kept graph point into `full`; refilling it with equal values is
-            # sound
+            # saved tensors of a retained graph point into `full`; refilling it with equal values
+            # is sound
             with torch.autograd._unsafe_preserve_version_counter(self.full):
                 self.full[self._start : self._end].copy_(self.shard)
             for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
@@ -240,7 +243,7 @@ class Flat:
         self._point_to(views)
 
     def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The whole, and each parameter in it."""
+        """Return a view of all memory, followed by a view of each parameter."""
         parts = zip(memory.split(self._numels), self.shapes, strict=True)
         return [memory, *(part.view(shape) for part, shape in parts)]
 
@@ -250,7 +253,7 @@ class Flat:
             parameter.data = view
 
     def free(self) -> None:
-        """Let go of the memory of ``full``, except where the flat is RESIDENT."""
+        """Free the memory of ``full``, except for a RESIDENT flat."""
         if self._full_buffer is None:
             if self.residence is not Residence.RESIDENT:
                 self.release()
@@ -260,12 +263,12 @@ class Flat:
         self.context.buffers.give(buffer)
 
     def release(self) -> None:
-        """Give the memory of ``full`` back that is its own; nothing may be gathered."""
+        """Free the flat's own storage of ``full``; ``full`` must not borrow a pool's memory."""
         assert self._full_buffer is None
         self.full.untyped_storage().resize_(0)
 
     def plain_parameters(self) -> list[nn.Parameter]:
-        """Full parameters on the CPU, in the dtype they came in; collective."""
+        """Return full parameters on the CPU in their original dtype; collective."""
         master = self.master().to("cpu", self.original_dtype)
         return [
             _like_parameter(part.view(shape).clone(), sharded)
@@ -286,8 +289,8 @@ class Flat:
         views = self._grad_views_in.get(buffer)
         if views is None:
             whole, *parts = self._views(buffer.view(self.numel, dtype))
-            # `.data` gives each view a version counter of its own: it rises when, and only
-            # when, a gradient lands, which tells unused parameters without a hook
+            # `.data` gives each view a version counter of its own, which rises only when a
+            # gradient lands: this finds unused parameters without a hook
             views = self._grad_views_in[buffer] = [whole, *(part.data for part in parts)]
         self.grad_full, self._grad_views = views[0], views[1:]
         self.grad_full.zero_()
@@ -308,7 +311,7 @@ class Flat:
     def reduce(self, scale: float) -> Pending:
         """Begin to sum ``grad_full`` over the ranks, times ``scale``, into ``grad_shard``.
 
-        Adds to gradients that the optimizer's parameters still hold (accumulation over steps).
+        Adds to gradients that the sharded parameters still hold (accumulation over steps).
         """
         assert self.grad_full is not None
         for parameter in self.parameters:
@@ -357,14 +360,14 @@ class Flat:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that this rank's part of a reduce is received into; see ``reduce_slices``."""
+        """Bytes of the buffer into which this rank receives a reduce; see ``reduce_slices``."""
         if self.layout is None or self.context.world_size == 1:
             return 0
         summands = summands_received(self.context.reduce_group)
         return summands * (self._end - self._start) * self.master_dtype.itemsize
 
     def disarm(self) -> None:
-        """Let go of ``grad_full``; call when its reduce has been waited for."""
+        """Give back the memory of ``grad_full``; call it after the wait for its reduce."""
         for parameter in self.parameters:
             parameter.grad = None
         self.grad_full, self._grad_views = None, []
@@ -373,13 +376,13 @@ class Flat:
             self.context.gradient_buffers.give(buffer)
 
     def forget_gradient(self) -> None:
-        """Release ``grad_shard``; the next reduce makes it again."""
+        """Release ``grad_shard``; the next reduce creates it again."""
         for parameter in self.sharded:
             parameter.grad = None
         self.grad_shard, self._grad_faces = None, []
 
     def publish(self, used: Sequence[bool]) -> None:
-        """Set ``.grad`` of the sharded parameters that any rank used; others keep theirs."""
+        """Set ``.grad`` of the sharded parameters that any rank used; leave it for the others."""
         for parameter, face, is_used in zip(self.sharded, self._grad_faces, used, strict=True):
             if is_used and parameter.requires_grad:
                 parameter.grad = face
@@ -393,7 +396,7 @@ def _like_parameter(data: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
 
 
 def divide_flat(shapes: Sequence[tuple[int, ...]], divider: Divider) -> FlatLayout | None:
-    """Layout of parameters of these shapes; None for scalars, which every rank keeps."""
+    """Return the layout of parameters of these shapes; None for scalars: every rank holds them."""
     if any(len(shape) == 0 for shape in shapes):
         return None
     return divider.divide(shapes)

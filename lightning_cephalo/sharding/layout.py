@@ -1,19 +1,19 @@
-"""Where the cuts of a flat fall: pure arithmetic, no tensors and no communication.
+"""Computes the cuts of a flat: pure arithmetic, no tensors and no communication.
 
-A *flat* is several parameters laid end to end. ``W`` ranks share it in ``W`` consecutive slices
+A *flat* is several parameters laid end to end. ``W`` ranks hold it in ``W`` consecutive slices
 whose sizes follow the plan's state fractions. Every cut is moved to the nearest *row* edge of the
-parameter that it falls into (a row is ``parameter[i]``), so that each rank's part of a parameter
-is a whole number of rows and can be shown to an optimizer as a tensor sharded along dimension 0.
+parameter that it falls into (a row is ``parameter[i]``). Each rank's part of a parameter is thus a
+whole number of rows, which an optimizer sees as a tensor sharded along dimension 0.
 
-Two parameters, ``(4, 3)`` and ``(5,)``, shared 3:1 between two ranks (17 elements, the cut wanted
-at 12.75, the nearest row edge at 13)::
+Example: two parameters, ``(4, 3)`` and ``(5,)``, sharded 3:1 between two ranks. The flat has 17
+elements, the exact cut is 12.75, and the nearest row edge is 13::
 
     elements   0  1  2 | 3  4  5 | 6  7  8 | 9 10 11 | 12 | 13 | 14 | 15 | 16
     rows       0         1         2         3          0    1    2    3    4
     rank       0         0         0         0          0  # 1    1    1    1
 
-The rounding error of a cut is carried to the next flat, so that over a whole model the shares
-agree with the plan to about one row (docs/design/flats.md).
+The rounding error of a cut is carried to the next flat. Over a whole model the shares therefore
+match the plan to about one row (docs/design/flats.md).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Slot:
 
     Attributes:
         shape: The parameter's shape; never empty (0-d parameters are replicated, not sharded).
-        offset: Its first element in the flat.
+        offset: Index of its first element in the flat.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class FlatLayout:
 
     Attributes:
         slots: The parameters in order, without gaps.
-        cuts: ``world_size + 1`` element offsets, from 0 to ``numel``, never falling.
+        cuts: ``world_size + 1`` element offsets, non-decreasing from 0 to ``numel``.
     """
 
     slots: tuple[Slot, ...]
@@ -91,7 +91,7 @@ class Divider:
     """Cuts flats one after another and carries each cut's rounding error to the next.
 
     Args:
-        fractions: Share of every rank, each 0 to 1, summing to 1.
+        fractions: Each rank's share, from 0 to 1; the sum is 1.
     """
 
     def __init__(self, fractions: Sequence[float]) -> None:
@@ -102,10 +102,10 @@ class Divider:
         """Lay parameters of these shapes end to end and cut them.
 
         Args:
-            shapes: Shapes of at least one dimension each.
+            shapes: Shapes with at least one dimension each.
 
         Raises:
-            ValueError: If a shape is that of a scalar.
+            ValueError: If a shape has no dimension (a scalar).
         """
         slots: list[Slot] = []
         offset = 0
@@ -128,7 +128,7 @@ class Divider:
 
 
 def _cumulative(fractions: Sequence[float]) -> list[float]:
-    """Running sums, exactly 1 from the last rank with a share on: ranks behind it hold nothing."""
+    """Return running sums, exactly 1 from the last rank with a share on: later ranks hold none."""
     last = max(index for index, fraction in enumerate(fractions) if fraction > 0.0)
     sums = list(itertools.accumulate(fractions))
     return [1.0 if index >= last else min(total, 1.0) for index, total in enumerate(sums)]

@@ -1,4 +1,4 @@
-"""Parameters on the meta device get their values one unit at a time, on rank 0 only."""
+"""Initialises parameters on the meta device one unit at a time, on rank 0 only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_cephalo.sharding.discovery import UnitMembers
 
 
 def initialise_members(top: nn.Module, members: UnitMembers, *, materialise: bool) -> UnitMembers:
-    """Give the meta parameters of one unit values, by their modules' own initialisation.
+    """Initialise the meta parameters of one unit by their modules' own initialisation.
 
     Args:
         top: The whole model (Hugging Face models initialise through their top module).
@@ -21,10 +21,11 @@ def initialise_members(top: nn.Module, members: UnitMembers, *, materialise: boo
         materialise: Whether this rank's values count; other ranks only need shapes.
 
     Returns:
-        The unit with real parameters where ``materialise``; unchanged if none was on meta.
+        The unit with real parameters if ``materialise``; unchanged if none was on meta.
 
     Raises:
-        RuntimeError: If a module has meta parameters and no ``reset_parameters``.
+        RuntimeError: If a module has meta parameters or buffers and no ``reset_parameters``, and no
+            enclosing Hugging Face model initialises it.
     """
     modules = {
         id(owner.module): owner.module
@@ -40,7 +41,7 @@ def initialise_members(top: nn.Module, members: UnitMembers, *, materialise: boo
             _initialise_buffers(top)
         return members
     for module in modules.values():
-        # buffers are needed on every rank; parameters where they count
+        # every rank needs the buffers; only ranks that materialise need the parameters
         buffers_only = not materialise
         _initialise(top, module, buffers_only)
     parameters = tuple(
@@ -88,7 +89,7 @@ def _initialise(top: nn.Module, module: nn.Module, buffers_only: bool) -> None:
 
 @contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Put what is on meta on the CPU, and leave other values (of a checkpoint) as they are."""
+    """Move meta tensors to the CPU, and preserve other values (of a checkpoint)."""
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     real = [
         (value, value.detach().clone())
@@ -107,7 +108,7 @@ def _kept(module: nn.Module) -> Iterator[None]:
 
 
 def on_cpu(value: torch.Tensor) -> torch.Tensor:
-    """Return an empty CPU tensor, or parameter with the same tags, for one on meta."""
+    """Return an empty CPU tensor for a meta tensor; a parameter keeps its tags."""
     empty = torch.empty_like(value, device="cpu", requires_grad=False)
     if isinstance(value, nn.Parameter):
         empty = nn.Parameter(empty, requires_grad=value.requires_grad)
@@ -124,7 +125,7 @@ def _run(module: nn.Module, reset: object, hugging_face: object) -> None:
 
 
 def _hugging_face_model(top: nn.Module, module: nn.Module) -> nn.Module | None:
-    """The innermost enclosing model that knows how to initialise ``module``."""
+    """Return the innermost enclosing model that can initialise ``module``."""
     found = None
     for candidate in top.modules():
         if hasattr(candidate, "_init_weights") and any(m is module for m in candidate.modules()):

@@ -1,8 +1,8 @@
-"""The DTensor face of a parameter whose rows lie unevenly on the ranks.
+"""Represents parameters with uneven rows per rank as DTensors.
 
 Optimizers, gradient clipping, checkpoints and parameter groups see every parameter as a DTensor of
-its original shape and name. ``Shard(0)`` assumes the layout of ``torch.chunk``; :class:`Rows` is a
-``Shard(0)`` that knows how many rows each rank really has.
+its original shape and name. ``Shard(0)`` assumes the layout of ``torch.chunk``. :class:`Rows` is a
+``Shard(0)`` that stores the actual rows of each rank.
 
 Private API: torch has no public way to describe uneven shards (pytorch#169320), so the methods
 below override ``Shard`` internals. ``tests/distributed/test_placement.py`` fails when they change.
@@ -25,9 +25,9 @@ from lightning_cephalo.sharding.collectives import all_gather_rows
 class Rows(Shard):
     """``Shard(0)`` with an explicit range of rows for every rank.
 
-    DTensor caches by placement how to redistribute and propagate: two parameters of one shape but
-    other rows must not be taken for one another, so rows count in equality and hash. DTensorSpec
-    also insists that what shards dimension 0 equals plain ``Shard(0)``; the hash still differs, so
+    DTensor caches redistribution and propagation by placement. Equality and hash therefore include
+    the rows: parameters of equal shape but different rows must not share an entry. DTensorSpec also
+    requires that a placement on dimension 0 equals plain ``Shard(0)``. The hash still differs, so
     that no cached entry of a plain shard is ever found for uneven rows.
 
     Args:
@@ -95,8 +95,8 @@ def row_spec(
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Wrap this rank's rows, without copying and without communication.
 
-    The constructor is the one that FSDP2 uses (``_from_local_no_grad``); the public
-    ``DTensor.from_local`` runs an autograd function and costs several times as much.
+    FSDP2 uses the same constructor (``_from_local_no_grad``). The public ``DTensor.from_local``
+    runs an autograd function and costs several times as much.
     """
     return DTensor(local, spec, requires_grad=False)
 
@@ -107,10 +107,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Show optimizer state with its parameter's rows.
+    """Return optimizer state with the rows of its parameter.
 
-    Tensors that DTensor derives (``grad + decay * p``, which SGD keeps as its momentum) hold the
-    right rows but say plain ``Shard(0)``: their ``full_tensor()`` would be wrong.
+    Tensors that DTensor derives (``grad + decay * p``, which SGD stores as its momentum) hold the
+    right rows but have the placement ``Shard(0)``. Their ``full_tensor()`` would be wrong.
     """
     if (
         isinstance(value, DTensor)
@@ -130,5 +130,5 @@ def with_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def default_mesh(device_type: str) -> DeviceMesh:
     """Build the one-dimensional mesh over all ranks."""
     assert dist.group.WORLD is not None
-    # `init_device_mesh` makes a group of its own where gloo serves a machine with other devices
+    # `init_device_mesh` would create another group where gloo serves a machine with other devices
     return DeviceMesh.from_group(dist.group.WORLD, device_type)

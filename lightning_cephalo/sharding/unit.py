@@ -1,4 +1,4 @@
-"""A unit: modules whose parameters are gathered together, used, and given back together."""
+"""A unit: modules whose parameters are gathered together, used, and freed together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider
 
-# 16 bytes in the narrowest dtype, of one byte
+# 16 bytes in the narrowest dtype, which has one byte
 _ALIGNED_NUMEL = 16
 
 
 class UnitState(enum.Enum):
-    """SHARDED -> (gather) -> GATHERING -> (wait) -> GATHERED -> (free) -> SHARDED."""
+    """State of a unit's parameters.
+
+    SHARDED -> (gather) -> GATHERING -> (wait) -> GATHERED -> (free) -> SHARDED.
+    """
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -27,14 +30,14 @@ class UnitState(enum.Enum):
 
 
 class Unit:
-    """The flats of one unit and the module attributes that show their parameters.
+    """The flats of one unit and the module attributes that refer to their parameters.
 
-    While sharded the modules hold the DTensor parameters, while gathered the full ones: names and
-    shapes are those of the user's model at any time.
+    While sharded, the modules hold the DTensor parameters; while gathered, the full ones. Names and
+    shapes are always those of the user's model.
 
     Args:
         members: The unit as found by :func:`~lightning_cephalo.sharding.discovery.find_units`.
-        divider: Decides where the flats are cut; carries rounding from unit to unit.
+        divider: Cuts the flats; carries rounding errors from unit to unit.
         context: Device, mesh and groups.
     """
 
@@ -52,7 +55,7 @@ class Unit:
         self._names: list[list[str]] = []
         self.flats: list[Flat] = []
         for indices in groups.values():
-            # those of odd sizes last, so that they leave the others aligned for fast kernels
+            # odd sizes go last, so that the other parameters stay aligned for fast kernels
             indices.sort(
                 key=lambda index: members.parameters[index][0].numel() % _ALIGNED_NUMEL > 0
             )
@@ -68,7 +71,7 @@ class Unit:
 
     @property
     def works(self) -> tuple[list[Any], list[Any]]:
-        """Handles of torch.distributed that are under way: of its gather, and of its reduce."""
+        """Pending handles of torch.distributed: those of the gather, and those of the reduce."""
         return (
             [work for pending in self._pending for work in pending.works],
             [work for pending in self._reducing for work in pending.works],
@@ -78,7 +81,7 @@ class Unit:
 
     @property
     def trainable(self) -> bool:
-        """Whether any of its parameters wants a gradient now."""
+        """Whether any of its parameters needs a gradient now."""
         return any(flat.trainable for flat in self.flats)
 
     @property
@@ -88,18 +91,18 @@ class Unit:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the full gradients while a backward is under way."""
+        """Bytes of the full gradients during a backward."""
         return sum(flat.numel * flat.master_dtype.itemsize for flat in self.flats if flat.trainable)
 
     @property
     def receiving_bytes(self) -> int:
-        """Bytes that a reduce under way receives into on this rank."""
+        """Bytes of the buffers into which this rank receives a reduce that is under way."""
         if not self._reducing:
             return 0
         return sum(flat.received_bytes for flat in self.flats if flat.trainable)
 
     def named_sharded(self) -> list[tuple[str, nn.Parameter]]:
-        """Name and DTensor of every parameter (once, under its first name)."""
+        """Return name and DTensor of every parameter (once, under its first name)."""
         return [
             (name, parameter)
             for names, flat in zip(self._names, self.flats, strict=True)
@@ -107,7 +110,7 @@ class Unit:
         ]
 
     def owning_modules(self) -> list[nn.Module]:
-        """Modules that hold any of its parameters themselves."""
+        """Return the modules that hold any of its parameters directly."""
         modules = {
             id(owner.module): owner.module
             for owners_of in self._owners
@@ -128,16 +131,16 @@ class Unit:
         self._show([flat.sharded for flat in self.flats])
 
     def start_gather(self) -> None:
-        """Begin to gather; nothing happens if that was done already."""
+        """Begin to gather; does nothing if the gather has already begun."""
         if self.state is not UnitState.SHARDED:
             return
-        # goes on where a call that found no memory has stopped: nothing is communicated twice
+        # resumes where a call without enough memory stopped: nothing is communicated twice
         for flat in self.flats[len(self._pending) :]:
             self._pending.append(flat.gather())
         self.state = UnitState.GATHERING
 
     def wait_gather(self, wait: Wait = wait_for) -> None:
-        """Have the full parameters in place: gather if needed and wait.
+        """Gather if needed, wait, and give the modules the full parameters.
 
         Args:
             wait: Waits for one handle of torch.distributed.
@@ -152,7 +155,7 @@ class Unit:
         self.state = UnitState.GATHERED
 
     def free(self, wait: Wait = wait_for) -> None:
-        """Give the full parameters back and show the sharded ones.
+        """Free the full parameters and give the modules the sharded ones.
 
         Args:
             wait: Waits for one handle of a gather that is under way.
@@ -168,26 +171,26 @@ class Unit:
         self.state = UnitState.SHARDED
 
     def change_fractions(self, divider: Divider) -> None:
-        """Move the shards to other fractions; collective; no optimizer may hold the old ones."""
+        """Move the shards to other fractions; collective. No optimizer may hold the old shards."""
         assert self.state is UnitState.SHARDED, self
         for flat in self.flats:
             flat.change_layout(divide_flat(flat.shapes, divider))
         self._show_sharded()
 
     def restore_full(self) -> None:
-        """Show plain full parameters on the CPU; collective. The unit is of no use afterwards."""
+        """Give the modules plain full parameters on the CPU; collective. Ends the unit's use."""
         assert self.state is UnitState.SHARDED, self
         self._show([flat.plain_parameters() for flat in self.flats])
 
     def choose_residence(self, residence: Residence) -> None:
-        """Say where the full parameters have their memory; see ``flat.py``."""
+        """Choose the memory of the full parameters; see [Note: residence] in ``flat.py``."""
         for flat in self.flats:
             flat.residence = residence
         if residence is not Residence.RESIDENT and self.state is UnitState.SHARDED:
             self.release()
 
     def release(self) -> None:
-        """Give back the memory that is held for the full parameters."""
+        """Free the flats' own storage of the full parameters."""
         assert self.state is UnitState.SHARDED, self
         for flat in self.flats:
             flat.release()
@@ -195,13 +198,13 @@ class Unit:
     # -- gradients ----------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Prepare the trainable parameters' gradients: zeroed, to be accumulated into."""
+        """Prepare zeroed gradients of the trainable parameters for accumulation."""
         for flat in self.flats:
             if flat.trainable:
                 flat.arm()
 
     def used(self) -> list[bool]:
-        """Per trainable flat and parameter, whether this rank has put a gradient there."""
+        """Per trainable flat and parameter, whether a gradient has landed on this rank."""
         return [used for flat in self.flats if flat.trainable for used in flat.used()]
 
     def start_reduce(self, scale: float) -> None:
@@ -211,7 +214,7 @@ class Unit:
             self._reducing.append(flat.reduce(scale))
 
     def wait_reduce(self, wait: Wait = wait_for) -> None:
-        """Have this rank's slice of the summed gradients and release the full ones.
+        """Wait for this rank's slice of the summed gradients and free the full gradients.
 
         Args:
             wait: Waits for one handle of torch.distributed.
@@ -223,7 +226,7 @@ class Unit:
             flat.disarm()
 
     def publish(self, used: Sequence[bool]) -> None:
-        """Set ``.grad`` where any rank used the parameter; in the order of :meth:`used`."""
+        """Set ``.grad`` where any rank used the parameter; flags in the order of :meth:`used`."""
         start = 0
         for flat in self.flats:
             if flat.trainable:
@@ -233,6 +236,6 @@ class Unit:
 
 
 def _show_to_recurrent(module: nn.RNNBase, attribute: str, parameter: nn.Parameter) -> None:
-    """LSTM, GRU and RNN compute with a list of their own of the parameters."""
+    """Update the list of parameters with which LSTM, GRU and RNN compute."""
     if attribute in module._flat_weights_names:
         module._flat_weights[module._flat_weights_names.index(attribute)] = parameter
