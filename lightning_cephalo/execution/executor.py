@@ -270,7 +270,8 @@ class Executor:
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
         for unit in gathered_after(step.program.forward):
-            self._gather(Instruction(Operation.GATHER, unit))
+            if self.units[unit].state is UnitState.SHARDED:
+                self._execute(Instruction(Operation.GATHER, unit))
         self._run(step.program.backward)
 
     @contextmanager

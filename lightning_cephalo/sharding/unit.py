@@ -22,6 +22,8 @@ class UnitState(enum.Enum):
     """State of a unit's parameters.
 
     SHARDED -> (gather) -> GATHERING -> (wait) -> GATHERED -> (free) -> SHARDED.
+
+    Freeing a GATHERING unit waits for its gather first.
     """
 
     SHARDED = "sharded"

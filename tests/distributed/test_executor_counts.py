@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ from toys import UNEVEN, WIDTH, Base, Block, assert_idle, make_batch, mean_loss
 
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.execution.executor import Executor
+from lightning_cephalo.execution.observer import Observer as StepObserver
 from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.sharding.collectives import Pending
 
 # -- collectives and buffers --------------------------------------------------------------------
@@ -36,7 +40,7 @@ class Deep(Base):
 
 
 class Observer:
-    """Counts a executor's collectives; looks at the storages whenever one begins or ends."""
+    """Counts an executor's collectives; looks at the storages whenever one begins or ends."""
 
     def __init__(self, executor: Executor) -> None:
         self.gathers: Counter[int] = Counter()
@@ -149,6 +153,47 @@ def _discovers(rank: int) -> None:
     assert observer.gathers == {0: 1, **dict.fromkeys(range(1, 6), 2), 6: 1}
     assert observer.reduces == dict.fromkeys(range(7), 1)
     assert observer.most_full <= 2
+
+
+class Nesting(StepObserver):
+    """Notes which gathers begin, and refuses any that is not announced as an instruction."""
+
+    def __init__(self) -> None:
+        self.running: Instruction | None = None
+        self.gathers: list[Instruction] = []
+
+    def before(self, instruction: Instruction) -> None:
+        self.running = instruction
+
+    def issued(self, instruction: Instruction, works: Sequence[Any]) -> None:
+        assert instruction == self.running
+        if instruction.operation is Operation.GATHER:
+            self.gathers.append(instruction)
+
+    def after(self, instruction: Instruction) -> None:
+        self.running = None
+
+
+def _freed_between(rank):
+    model = Deep()
+    executor = make_executor(model, (0.5, 0.5), recompute=True)
+    batch = make_batch(4)
+    call = MicrobatchCall(lambda: mean_loss(model, batch), lambda loss: (loss, 4.0))
+    for _ in range(2):  # the second by the known order
+        observer = Nesting()
+        with executor.observed_by(observer):
+            executor.forward([call])
+            before = list(observer.gathers)
+            executor.reshard()
+            executor.backward()
+    again = [instruction.unit for instruction in observer.gathers[len(before) :]]
+    assert_idle(executor)
+    return again
+
+
+def test_units_that_hooks_free_in_between_are_gathered_by_instructions():
+    # those that the forward leaves gathered come first, then all others
+    assert run_ranks(2, _freed_between)[0] == [0, 6, 5, 4, 3, 2, 1]
 
 
 def test_the_first_step_gathers_no_more_often_than_later_ones():
