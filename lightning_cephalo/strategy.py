@@ -106,7 +106,8 @@ class CephaloStrategy(ParallelStrategy):
         profile_budget_s: Seconds that measuring may take, approximately.
         remeasure: Measure even if an earlier start of the same job on the same devices has.
         verbose: Whether rank 0 prints the plan before and the prediction after training.
-        trace: Where to write a timeline of the fifth step of every rank: JSON for Perfetto.
+        trace: Where to write a timeline of the fifth step of every rank, up to 64: JSON for
+            Perfetto.
         accelerator: Given by Lightning, like the next four.
         parallel_devices: Devices of this node.
         cluster_environment: Gives the rank of this process.

@@ -272,7 +272,6 @@ def measure_or_load(job: Job, model: ShardedModel, trainer: Trainer) -> Problem:
                 trainer=trainer,
                 device=device,
                 loader=job.loaders.source,
-                layouts=job.layouts,
                 step=partial(_step_of_user, module),
                 context=trainer.precision_plugin.train_step_context,
                 global_batch_size=job.global_batch_size,

@@ -75,7 +75,6 @@ def measure(
     trainer: Trainer,
     device: Device,
     loader: Any,
-    layouts: Sequence[Any],
     step: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
     global_batch_size: int,
@@ -92,7 +91,6 @@ def measure(
         device: This rank's device.
         loader: The user's DataLoader, or all of them as
             :class:`~lightning_cephalo.preparation.prepare.Loaders`.
-        layouts: How the batches of each dataloader can be cut.
         step: The user's training step on one batch.
         context: The precision plugin's context of a training step.
         global_batch_size: Samples of a step over all ranks.

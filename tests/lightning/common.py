@@ -16,28 +16,11 @@ import torch
 from launch import RankFailure as RankFailure
 from launch import run_ranks
 from lightning.pytorch import LightningModule, Trainer
+from plans import GLOBAL_BATCH, PLANS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo import CephaloStrategy, Plan, RankPlan
-
-GLOBAL_BATCH = 8
-
-
-def plan_of(microbatches: tuple[tuple[int, ...], ...], fractions: tuple[float, ...]) -> Plan:
-    ranks = zip(microbatches, fractions, strict=True)
-    return Plan(ranks=tuple(RankPlan(microbatch_sizes=m, state_fraction=f) for m, f in ranks))
-
-
-# all of them share out GLOBAL_BATCH samples
-PLANS = {
-    "one": plan_of(((4, 4),), (1.0,)),
-    "even": plan_of(((2, 2), (2, 2)), (0.5, 0.5)),
-    "3:1": plan_of(((3, 3), (2,)), (0.75, 0.25)),
-    "no state": plan_of(((4,), (2, 2)), (0.0, 1.0)),
-    "no data": plan_of(((4, 4), ()), (0.2, 0.8)),
-    "three": plan_of(((2, 2), (3,), (1,)), (0.6, 0.4, 0.0)),
-}
+from lightning_cephalo import CephaloStrategy
 
 
 def strategy(plan: str, **options: Any) -> CephaloStrategy:

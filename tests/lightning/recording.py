@@ -13,25 +13,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from plans import GLOBAL_BATCH, PLANS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+from lightning_cephalo import CephaloStrategy, Plan
 
-
-def plan_of(*ranks: tuple[tuple[int, ...], float]) -> Plan:
-    return Plan(ranks=tuple(RankPlan(microbatch_sizes=m, state_fraction=f) for m, f in ranks))
-
-
-# all deal a global batch of 8
-PLANS = {
-    "even": plan_of(((2, 2), 0.5), ((2, 2), 0.5)),
-    "3:1": plan_of(((3, 3), 0.75), ((2,), 0.25)),
-    "idle last": plan_of(((3, 3, 2), 0.2), ((), 0.8)),
-    "idle first": plan_of(((), 0.5), ((4, 4), 0.5)),
-    "three": plan_of(((2, 1), 0.6), ((4,), 0.4), ((1,), 0.0)),
-}
-GLOBAL_BATCH = 8
+RECORDED = ("even", "3:1", "idle last", "idle first", "three")
 
 
 @dataclass

@@ -22,15 +22,8 @@ import torch.distributed as dist
 from common import in_ranks
 from launch import SOON_S, RankFailure
 from lightning.pytorch import Callback, Trainer
-from recording import (
-    PLANS,
-    Recorder,
-    assert_same_weights,
-    loader,
-    make_trainer,
-    plan_of,
-    samples,
-)
+from plans import PLANS, plan_of
+from recording import Recorder, assert_same_weights, loader, make_trainer, samples
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_cephalo import CephaloStrategy, Plan

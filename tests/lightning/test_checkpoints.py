@@ -8,7 +8,6 @@ import os
 import pytest
 import torch
 from common import (
-    PLANS,
     Net,
     assert_same_optimizer_state,
     assert_same_tensors,
@@ -21,6 +20,7 @@ from common import (
 )
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from plans import PLANS
 
 # fp32: the sums of a step are taken in another order than on one device, and AdamW divides by the
 # root of tiny second moments

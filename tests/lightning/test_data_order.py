@@ -11,15 +11,14 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
+from plans import GLOBAL_BATCH, PLANS, plan_of
 from recording import (
-    GLOBAL_BATCH,
-    PLANS,
+    RECORDED,
     Recorder,
     assert_same_weights,
     hook_indices,
     joined,
     loader,
-    plan_of,
     run,
     samples,
 )
@@ -97,7 +96,7 @@ def test_every_step_has_the_samples_of_one_device(order: str, plan: str, tmp_pat
     assert_same_weights(together, alone)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", RECORDED)
 def test_full_steps_follow_the_plans_microbatches(plan: str, tmp_path: Path) -> None:
     ranks = run("fit", plan, Recorder(tmp_path), loader(plan))
     for rank, planned in zip(ranks, PLANS[plan].ranks, strict=True):

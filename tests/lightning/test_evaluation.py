@@ -10,8 +10,8 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import BasePredictionWriter
+from plans import PLANS
 from recording import (
-    PLANS,
     Record,
     Recorder,
     assert_same_weights,

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import PLANS, Net, assert_same_tensors, by_plan, loader, trainer, values_of
+from common import Net, assert_same_tensors, by_plan, loader, trainer, values_of
 from launch import run_script
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from plans import PLANS
 
 from lightning_cephalo import CephaloStrategy, UnevenSLURMEnvironment
 from lightning_cephalo.accelerator import host

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
+from plans import PLANS
 from recording import (
-    PLANS,
+    RECORDED,
     Record,
     Recorder,
     assert_same_weights,
@@ -83,7 +84,7 @@ class MeanLoss(Logger):
         self.log("val_both", loss, on_step=True, on_epoch=True, sync_dist=True)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", RECORDED)
 def test_a_synchronised_mean_is_the_global_one_everywhere(plan: str, tmp_path: Path) -> None:
     alone, together = MeanLoss(tmp_path), MeanLoss(tmp_path)
     data = lambda p: (loader(p), loader(p, 13))  # noqa: E731
@@ -149,7 +150,7 @@ class Reduced(Logger):
         return losses.mean()
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", RECORDED)
 def test_sum_maximum_and_minimum_are_over_all_samples(plan: str, tmp_path: Path) -> None:
     (wanted,) = run("fit", None, Reduced(tmp_path), loader(None), max_epochs=2)
     ranks = run("fit", plan, Reduced(tmp_path), loader(plan), max_epochs=2)
@@ -177,7 +178,7 @@ class Counts(Logger):
         return loss
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", RECORDED)
 def test_a_batch_size_of_ones_own_weighs_the_value(plan: str, tmp_path: Path) -> None:
     (wanted,) = run("fit", None, Counts(tmp_path), loader(None), max_epochs=2)
     ranks = run("fit", plan, Counts(tmp_path), loader(plan), max_epochs=2)
@@ -206,7 +207,7 @@ class Conditional(Logger):
         return loss
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", RECORDED)
 def test_keys_that_only_some_ranks_log_keep_their_own_values(plan: str, tmp_path: Path) -> None:
     ranks = run("fit", plan, Conditional(tmp_path), loader(plan), max_epochs=2)
     for rank in ranks:
@@ -260,7 +261,7 @@ class Metrics(Logger):
         self.val_ranking.reset()
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", RECORDED)
 def test_torchmetrics_are_those_of_one_device(plan: str, tmp_path: Path) -> None:
     # 17 in validation: some rank has one more, another none in the last step
     (wanted,) = run("fit", None, Metrics(tmp_path), loader(None), loader(None, 17), max_epochs=2)
@@ -363,7 +364,7 @@ class Tokens(Logger):
 
 
 @pytest.mark.parametrize("per_microbatch", [False, True])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", RECORDED)
 def test_token_means_are_those_of_one_device(
     plan: str, per_microbatch: bool, tmp_path: Path
 ) -> None:

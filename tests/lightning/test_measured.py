@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from common import PLANS, Net, RankFailure, in_ranks, loader, trainer
+from common import Net, RankFailure, in_ranks, loader, trainer
+from plans import PLANS
 from virtual_time import VirtualHost, virtual_rank
 
 from lightning_cephalo import CephaloStrategy

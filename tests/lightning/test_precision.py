@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from common import (
-    PLANS,
     Net,
     assert_same_tensors,
     by_plan,
@@ -21,6 +20,7 @@ from common import (
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from plans import PLANS
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo import CephaloStrategy, Plan

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from common import PLANS, Net, in_ranks, loader, plan_of, trainer, values_of
+from common import Net, in_ranks, loader, trainer, values_of
 from lightning.pytorch import Callback, Trainer
+from plans import PLANS, plan_of
 
 from lightning_cephalo import CephaloStrategy, Plan
 from lightning_cephalo.common.errors import UnsupportedError
 
 # as "3:1" deals samples and shares, in other microbatches
-OTHER_MICROBATCHES = plan_of(((2, 2, 2), (1, 1)), (0.75, 0.25))
-OTHER_FRACTIONS = plan_of(((3, 3), (2,)), (0.4, 0.6))
+OTHER_MICROBATCHES = plan_of(((2, 2, 2), 0.75), ((1, 1), 0.25))
+OTHER_FRACTIONS = plan_of(((3, 3), 0.4), ((2,), 0.6))
 
 
 class Applies(Callback):

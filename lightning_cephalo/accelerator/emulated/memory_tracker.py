@@ -94,7 +94,6 @@ class MemoryTracker(TorchDispatchMode):
         self._depth = 0
         self._process = 0
         self._is_paused = False
-        self._eager: Any = None
 
     @property
     def current_bytes(self) -> int:

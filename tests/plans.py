@@ -1,0 +1,25 @@
+"""Plans that several tests train by."""
+
+from __future__ import annotations
+
+from lightning_cephalo.plan import Plan, RankPlan
+
+GLOBAL_BATCH = 8
+
+
+def plan_of(*ranks: tuple[tuple[int, ...], float]) -> Plan:
+    """A plan from each rank's microbatch sizes and share of the state."""
+    return Plan(ranks=tuple(RankPlan(microbatch_sizes=m, state_fraction=f) for m, f in ranks))
+
+
+# all of them deal GLOBAL_BATCH samples
+PLANS = {
+    "one": plan_of(((4, 4), 1.0)),
+    "even": plan_of(((2, 2), 0.5), ((2, 2), 0.5)),
+    "3:1": plan_of(((3, 3), 0.75), ((2,), 0.25)),
+    "no state": plan_of(((4,), 0.0), ((2, 2), 1.0)),
+    "no data": plan_of(((4, 4), 0.2), ((), 0.8)),
+    "idle first": plan_of(((), 0.5), ((4, 4), 0.5)),
+    "idle last": plan_of(((3, 3, 2), 0.2), ((), 0.8)),
+    "three": plan_of(((2, 1), 0.6), ((4,), 0.4), ((1,), 0.0)),
+}
