@@ -1,11 +1,11 @@
-"""What `torch.compile` of each block does to a step, under cephalo and on one device.
+"""Measures the effect of `torch.compile` of each block on a step, under cephalo and on one device.
 
     python benchmarks/compiled.py [--ranks 2] [--rounds 8] [--microbatches 4]
 
-Two models with the same weights train side by side in the same processes, a step of one after a
-step of the other; the blocks of one are compiled (inductor). Their gradients are compared first.
-Printed is the median of the round-by-round ratio of step times, eager over compiled: above 1,
-compiling helps. The same is done without cephalo on one rank, to tell what is there to be won.
+Two models with the same weights train side by side in the same processes, in alternating steps. The
+blocks of one are compiled (inductor). Their gradients are compared first. Prints the median of the
+round-by-round ratio of step times, eager over compiled: above 1, compiling helps. The same
+measurement without cephalo on one rank shows how much there is to gain.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _make(compiled: bool, width: int, length: int) -> ByteGPT:
 
 
 def _alternated(steps: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-    """Ratio of the first's time to the second's, round by round."""
+    """Return the ratio of the first step's time to the second's, round by round."""
     ratios = []
     for index in range(rounds + 2):
         times_s = [0.0, 0.0]
@@ -59,7 +59,7 @@ def _alternated(steps: Sequence[Callable[[], None]], rounds: int) -> list[float]
                 dist.barrier()
             times_s[which] = time.perf_counter() - start_s
         ratios.append(times_s[0] / times_s[1])
-    return ratios[2:]  # the first compile
+    return ratios[2:]  # the first rounds compile
 
 
 def _alone(rank: int, parts: list[Part], width: int, length: int, rounds: int) -> list[float]:

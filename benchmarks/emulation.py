@@ -1,11 +1,11 @@
-"""How well emulated devices keep their rates on this machine, by its own clock.
+"""Measures how well emulated devices keep their rates on this machine, by its own clock.
 
     python benchmarks/emulation.py [--speeds 2 1] [--rounds 6]
 
-The tests hold the emulation's rules on virtual time. Here real matrix products are done by ranks
-that really wait: printed is the median over rounds of what a rank took over what its rate says,
+The tests check the emulation's rules on virtual time. Here ranks compute real matrix products and
+really wait. Prints, for each rank, the median over rounds of its time over the time by its rate:
 alone, in lock step with equal work, in lock step with work by speed, and with a broadcast under
-way. The figures are about 1.00 on a machine that does nothing else.
+way. The figures are about 1.00 on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ Step = Callable[[EmulatedDevice, int], None]
 
 
 def _products(count: int) -> None:
-    # averages of equal numbers: subnormal numbers would take some processors ten times as long
+    # products average equal numbers and never become subnormal, which is ten times as slow on some
+    # processors
     left = right = torch.full((WIDTH, WIDTH), 1 / WIDTH)
     for _ in range(count):
         left = left @ right

@@ -1,9 +1,9 @@
-"""Fit the efficiencies of lightning_cephalo/offline/estimate to published profiles. Say how far off
-estimates are: on a device that the fit did not see, and on a model that it did not see.
+"""Fits the efficiencies of lightning_cephalo/offline/estimate to published profiles.
 
     python benchmarks/estimates.py [folder with model_latencies.json]
 
-Prints the rows of lightning_cephalo/offline/estimate/efficiencies.py.
+Prints the rows of lightning_cephalo/offline/estimate/efficiencies.py. Also prints the errors of
+estimates on devices and on models that the fit did not see.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_cephalo.plan.curves import Curves
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/cephalo-profiles"
 LARGEST = 16  # microbatch size
-LINE = 4  # where only a line is published: it was fitted to so many sizes
+LINE = 4  # number of sizes that a published line was fitted to, if only the line is published
 LONG = {"fp32": "float32", "fp16": "float16"}
 
 
@@ -53,7 +53,7 @@ def _eager(*sizes: int) -> dict:
     return _wide(*sizes) | {"attn_implementation": "eager"}
 
 
-# Shapes as the release's own models have them (the folder models/ of benson-guo/cephalo).
+# Shapes of the release's own models (the folder models/ of benson-guo/cephalo).
 MODELS = {
     "deepspeedgpt_1.3b": ("gpt2", _gpt(2048, 128)),
     "deepspeedgpt_2.7b": ("gpt2", _gpt(2560, 80)),
@@ -73,7 +73,7 @@ MODELS = {
 
 
 def measurements(folder: Path, models: Sequence[str] = tuple(MODELS)) -> list[Measurement]:
-    """Every curve of these models: measured points, or lines through measured points."""
+    """Return every curve of these models: measured points, or lines through measured points."""
     profiles = read_published(folder)
     found = []
     for entry in profiles.entries():
@@ -85,8 +85,8 @@ def measurements(folder: Path, models: Sequence[str] = tuple(MODELS)) -> list[Me
             sizes = min(LARGEST, profiles.times(model, device, dtype, length, 1).measured_sizes)
             row = profiles.latencies[model][device][str(length)][LONG[dtype]]
             if not sizes and isinstance(row[0], list):
-                sizes = LINE  # only a line is published of the forward, and one of the backward
-            if sizes:  # else one line of both together
+                sizes = LINE  # published: one line for the forward and one for the backward
+            if sizes:  # else the only line is that of both together
                 times = profiles.times(model, device, dtype, length, sizes)
                 curves = Curves(device, times.forward_s, times.backward_s)
                 found.append(Measurement(find_device(device), work, curves))
@@ -106,7 +106,7 @@ def _work(model: str, kind: str, shape: dict, length: int, dtype: str) -> ModelW
 def left_out(
     found: Sequence[Measurement], part: Callable[[Measurement], str], *, pooled: bool
 ) -> dict[tuple[str, str], list[float]]:
-    """Errors on every part (a device, a model) by a fit to the others: (device, kind) -> errors."""
+    """Fit without each part (a device, a model) in turn; return its errors by (device, kind)."""
     errors: dict[tuple[str, str], list[float]] = {}
     for name in dict.fromkeys(part(entry) for entry in found):
         others = fit([entry for entry in found if part(entry) != name])
@@ -121,7 +121,7 @@ def left_out(
 
 
 def error_of(errors: Sequence[float]) -> Error:
-    """Median and 90 % of them."""
+    """Return the median and the 90 % quantile of the errors."""
     return Error(*(round(float(np.quantile(errors, share)), 2) for share in (0.5, 0.9)))
 
 
@@ -133,13 +133,13 @@ def main() -> None:
         found = measurements(parser.parse_args().folder)
     points = sum(2 * entry.curves.largest_microbatch_size for entry in found)
     print(f"{len(found)} curves, {points} points, of {len(MODELS)} models")
-    # by chip: a V100 of 32 GB says all of one of 16 GB
+    # by chip: the curves of a V100 of 32 GB predict those of a V100 of 16 GB
     by_device = left_out(found, lambda entry: entry.device.name.split()[0], pooled=True)
     by_model = left_out(found, lambda entry: entry.work.model, pooled=False)
     rows = []
     for entry in fit(found):
         keys = [key for key in by_device if key[1] == entry.kind and entry.device in ("", key[0])]
-        # a device of its own fit is judged on models left out, the pool on devices left out
+        # a device's own fit is judged on models left out, the pool on devices left out
         errors = by_model if entry.device else by_device
         error = error_of([value for key in keys for value in errors[key]])
         rows.append(

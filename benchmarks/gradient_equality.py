@@ -1,12 +1,12 @@
-"""How far losses, gradients and updates are from those of one device.
+"""Compares losses, gradients and updates with those of one device.
 
     python benchmarks/gradient_equality.py
 
-Every model of the tests' zoo, under every plan, with and without recomputation, and with units that
-stay gathered from forward to backward: three AdamW steps with clipping on gloo ranks against the
-same steps in one process, in fp32. Printed is the largest
-relative error over the three steps: of the loss, of the whole gradient (norm of the difference
-over the norm), of the clipped norm, and of all parameters at the end.
+Runs every model of the tests' zoo under every plan, with and without recomputation, and with units
+that stay gathered from forward to backward. Three AdamW steps with clipping on gloo ranks are
+compared with the same steps in one process, in fp32. Prints the largest relative error over the
+three steps: of the loss, of the whole gradient (norm of the difference over the norm), of the
+clipped norm, and of all parameters at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-# what is compared, and how, is the tests' own
+# models, plans and the comparison come from the tests
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "distributed"))
 
 from harness import ALLOCATIONS

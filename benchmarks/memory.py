@@ -1,10 +1,10 @@
-"""What even sharding cannot hold, we train: two emulated ranks with memories 3:1.
+"""Trains a model that even sharding cannot hold, on two emulated ranks with memories 3:1.
 
     python benchmarks/memory.py
 
-The same model under Lightning's own even sharding (FSDP2, one sample per rank) and under cephalo
-(four), each in two ranks whose emulated devices refuse what they cannot hold, as a GPU does.
-Printed are every rank's memory, what the plan predicts, and the most that was held.
+The same model runs under Lightning's own even sharding (FSDP2, one sample per rank) and under
+cephalo (four), each in two ranks. The emulated devices refuse allocations above their memory, as a
+GPU does. Prints every rank's memory, the plan's prediction, and the measured peak.
 """
 
 from __future__ import annotations

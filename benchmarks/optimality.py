@@ -1,10 +1,11 @@
-"""Whether the planner finds the optimum: random small problems against every plan there is.
+"""Checks that the planner finds the optimum: random small problems against brute force.
 
     python benchmarks/optimality.py [--problems 2000] [--seed 0]
 
-For each problem: the same optimum as brute force, a plan that breaks no cap and no batch and is
-longer than the optimum by no more than the thousandth that may be spent on headroom, and never a
-refusal where brute force finds a plan, or the other way round. Exits with 1 if any of that fails.
+For each problem the planner must find the same optimum as brute force. Its plan must keep all caps
+and the batch. It may exceed the optimum by at most the thousandth that is allowed for headroom. The
+planner must refuse exactly the problems for which brute force finds no plan. Exits with 1 if any of
+these checks fails.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-# what is compared with is the tests' own
+# brute force comes from the tests
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "plan"))
 
 from plan_brute_force import least_step
@@ -28,7 +29,7 @@ _SAME = 1e-9
 
 
 def random_profile(random: np.random.Generator) -> RankProfile:
-    """A rank with wild curves: they fall, jump and repeat, as no real ones do."""
+    """Draw a rank with unrealistic curves, which fall, jump and repeat."""
     longest = int(random.integers(0, 5))
 
     def curve() -> list[float]:
@@ -51,7 +52,7 @@ def random_profile(random: np.random.Generator) -> RankProfile:
 
 
 def random_problem(random: np.random.Generator) -> Problem:
-    """One to three ranks, the third like the first, with every option of a problem."""
+    """Draw a problem of one to three ranks, the third like the first, with every option set."""
     ranks = [random_profile(random) for _ in range(random.integers(1, 3))]
     if random.random() < 0.5:
         ranks.append(ranks[0])
@@ -77,7 +78,7 @@ def random_problem(random: np.random.Generator) -> Problem:
 
 
 def fault(problem: Problem, expected_s: float | None) -> str | None:
-    """What is wrong with the planner's answer, or None."""
+    """Return the fault in the planner's answer, or None."""
     try:
         plan = solve(problem)
     except InfeasibleError as error:
@@ -101,7 +102,7 @@ def fault(problem: Problem, expected_s: float | None) -> str | None:
 
 
 def main() -> int:
-    """Print one line, and the first faults."""
+    """Print a summary line and the first faults."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

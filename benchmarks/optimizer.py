@@ -1,11 +1,11 @@
-"""What an optimizer's step costs over DTensors, and over this rank's rows as plain tensors.
+"""Measures an optimizer's step over DTensors, and over this rank's rows as plain tensors.
 
     python benchmarks/optimizer.py [--tensors 288] [--width 64] [--rounds 12]
 
 Two ranks share small matrices and vectors 3:1. One round is a step over DTensors and one over rows,
-side by side in the same processes, so that what this machine does to one it does to the other; both
-include what the strategy puts around a step. Printed are the slower rank's medians and the median
-of the round-by-round ratio: above 1, DTensors are slower.
+side by side in the same processes, so that other load on the machine affects both. Both include the
+strategy's own work around a step. Prints the slower rank's medians and the median of the
+round-by-round ratio: above 1, DTensors are slower.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What cephalo costs where there is nothing to gain: equal ranks, against even sharding (FSDP2).
+"""Measures cephalo's overhead on equal ranks, against even sharding (FSDP2).
 
     python benchmarks/overhead.py [--ranks 2] [--rounds 12] [--microbatches 1 4]
 
-Lightning's ModelParallelStrategy leaves sharding to torch's `fully_shard` and the step to plain
-autograd. Both are trained side by side in the same processes, a step of one after a step of the
-other, with the same microbatches and activations kept in both, so that what this shared machine
-does to one it does to the other. Printed are the medians over rounds and the median of the
-round-by-round ratio: above 1, cephalo is slower. The first line says what every `import torch` in
-the environment takes longer, for the names of the strategies.
+There is nothing to gain on equal ranks. Lightning's ModelParallelStrategy leaves sharding to
+torch's `fully_shard` and the step to plain autograd. Both train side by side in the same processes,
+in alternating steps, so that other load on the machine affects both. Both use the same microbatches
+and recompute no activations. Prints the medians over rounds and the median of the round-by-round
+ratio: above 1, cephalo is slower. The first line is the time that registering the strategies' names
+adds to every `import torch` in the environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
-# the ranks' launcher and the raw loop are those of the tests, the model is the main job's
+# the ranks' launcher and the raw loop come from the tests, the model from the main job
 sys.path[:0] = [str(ROOT / "tests" / "distributed"), str(ROOT / "examples")]
 
 from byte_gpt import ByteGPT  # noqa: E402
@@ -63,7 +63,7 @@ def _measure(
 
     def theirs() -> None:
         for index, part in enumerate(parts):
-            # what a user of accumulation writes: reduce with the last microbatch only
+            # as users write accumulation: reduce with the last microbatch only
             even.set_requires_gradient_sync(index == len(parts) - 1)
             (_loss(even, part) / len(parts)).backward()
         optimizers[1].step()

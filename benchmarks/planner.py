@@ -1,11 +1,11 @@
-"""How long a plan takes: clusters of growing size, solver start-up included, imports not.
+"""Measures the planning time on clusters of growing size, with solver start-up, without imports.
 
     python benchmarks/planner.py
 
-Prints seconds, gap and how near the plan is to the ideal sum of speeds, then the peak of this
-process's memory, and what the import of the solver takes once (apart from the times). Curves are
-made up (affine with a per cent of noise, as measured ones have), seeded, and the same on every
-machine.
+Prints seconds, gap and how near the plan is to the ideal sum of speeds. Then prints the peak memory
+of this process, and the time of importing the solver once, which the other times exclude. The
+curves are synthetic: affine with one per cent of noise, as in measurements. They are seeded and the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from lightning_cephalo.plan import Problem, RankProfile, solve
 
 _GIB = 2**30
-# Speed and memory of a rank relative to the slowest, roughly as cards of three generations.
+# Speed of a rank relative to the slowest, and memory in GiB: roughly cards of three generations.
 _KINDS = {
     "A6000": (4.7, 48),
     "A10G": (3.8, 22.5),
@@ -30,7 +30,7 @@ _KINDS = {
 
 
 def profile(name: str, seed: int, longest: int = 24, noise: float = 0.01) -> RankProfile:
-    """One rank: per microbatch a fixed cost and a cost per sample, with noise."""
+    """Make a rank with a fixed time per microbatch and a time per sample, with noise."""
     speed, memory = _KINDS[name]
     random = np.random.default_rng(seed)
     size = np.arange(1, longest + 1)
@@ -49,7 +49,9 @@ def profile(name: str, seed: int, longest: int = 24, noise: float = 0.01) -> Ran
 
 
 def problem(counts: dict[str, int], batch: int, *, distinct: bool, full: float) -> Problem:
-    """``counts`` ranks of each kind; ``distinct`` measures each apart; the state takes ``full`` of
+    """Make a problem of ``counts`` ranks of each kind.
+
+    With ``distinct``, every rank has curves of its own. The state takes the fraction ``full`` of
     all memory.
     """
     ranks, seed = [], 0
@@ -102,7 +104,7 @@ def main() -> None:
 
 
 def ideal(case: Problem) -> float:
-    """Seconds of a step if samples could be cut at will and every rank ran at its best size."""
+    """Return the seconds of a step with divisible samples and every rank at its best size."""
     speeds = 0.0
     for rank in case.ranks:
         size = np.arange(1, rank.largest_microbatch_size + 1)

@@ -1,26 +1,28 @@
-"""Predicted against measured: step, work and peak memory of every rank, for many models and plans.
+"""Compares predicted with measured step, work and peak memory, for many models and plans.
 
     python benchmarks/predictions.py [--quick] [--models "main job" t5 ...] [--steps 6]
         [--record FILE.md]
 
-Each model is trained in one set of emulated CPU ranks: measured once, then by the solver's plan and
-by plans that nobody would choose. "step" is the whole step with the optimizer's; "busy" the work of
-the rank where prediction and measurement differ most, without its waiting; "memory" likewise its
-peak, which has no noise. Ranks without work have no "busy". Exits with 1 if a median exceeds 5% or
-a figure 15%: on a busy machine those of time will.
+Each model trains in one set of emulated CPU ranks. It is measured once, then trained by the
+solver's plan and by deliberately bad plans. "step" is the whole step with the optimizer's. "busy"
+is the work, without waiting, of the rank where prediction and measurement differ most. "memory" is
+the peak of the rank where they differ most; it has no noise. Ranks without work have no "busy".
+Exits with 1 if a median exceeds 5% or a figure 15%. On a busy machine figures of time will exceed
+these.
 
-What is left between the two, and why:
+The remaining differences, and their reasons:
 
-- Time is predicted too long rather than too short. Profiling waits for the device at every unit, so
-  that the host's own work between operators shows where an operator is short (the root's part of
-  small microbatches); in a real step it hides behind work that was queued before. With a clock that
-  knows only the device's work the difference is below 1% (tests/profiling/test_work.py).
+- Time is predicted too long rather than too short. Profiling waits for the device at every unit.
+  If an operator is short (the root's part of small microbatches), the host's own work between
+  operators then shows. In a real step it hides behind work that was queued before. With a clock
+  that knows only the device's work the difference is below 1% (tests/profiling/test_work.py).
 - The optimizer is timed as torch's AdamW, in the slowest of all ranks; ``fused=True`` is quicker.
-- Memory is predicted too high where several microbatches are kept: the most that is kept and the
-  most that one microbatch takes inside a unit come at different moments, farther apart in two
-  stacks (t5) and with activations kept. It is too low by what the optimizer takes while it steps on
-  a rank without samples: the tensor it works on here, but a number for each parameter of the rank's
-  share on CUDA, where AdamW takes all tensors at once unless ``fused=True``.
+- Memory is predicted too high if several microbatches retain activations. The peak of retained
+  bytes and the peak of one microbatch inside a unit come at different times. They are farther apart
+  with two stacks (t5) and without recomputation.
+- Memory is predicted too low on a rank without samples, by the optimizer's temporary memory. That
+  is one tensor here. On CUDA it is one number for each parameter of the rank's share, because AdamW
+  takes all tensors at the same time unless ``fused=True``.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ import torch
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
-# the ranks' launcher is that of the tests, the main job's model an example's
+# the ranks' launcher comes from the tests, the main job's model from the examples
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("lightning", "distributed")]
 sys.path.insert(0, str(ROOT / "examples"))
 # forked ranks hang in OpenMP if this process has ever run it with several threads
@@ -54,7 +56,7 @@ _QUICK_MODELS = ("llama", "t5", "half-frozen gpt2")
 
 
 def main() -> int:
-    """Print a table for each model, and one for all; 1 where the promise is broken."""
+    """Print a table for each model and one for all; return 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,15 +1,20 @@
-"""The planner against the published one, on the profiles published with it.
+"""Compares the planner with the published one, on the profiles published with it.
 
     python benchmarks/published.py [FOLDER] [--rows] [--time-limit SECONDS]
 
-FOLDER holds the profiles (github.com/benson-guo/cephalo, folder data); they are no part of this
-repository. Prints (a) the published example, (b) what the published cost model predicts for four
-ways to plan, beside the figures known of it, (c) steps of ours against the published program's,
-both priced by our cost function within the same memory (0.75 of each device, 2 GiB of it
-overhead), for every published model with curves for the devices. Exits with 1 when a claim is
-broken: the example differs, a figure is off by more than 1 %, ours is slower than the published
-plan (by more than the thousandth that solve() gives for headroom), claims a bound above it, exceeds
-a rank, or is refused where an allocation exists.
+FOLDER holds the profiles (github.com/benson-guo/cephalo, folder data), which are not part of this
+repository. Prints three parts:
+
+(a) the published example
+(b) predictions of the published cost model for four ways to plan, against its known figures
+(c) steps of our plans against the published program's, for every published model with curves for
+    the devices; our cost function prices both within the same memory (0.75 of each device, 2 GiB of
+    it overhead)
+
+Exits with 1 if a claim is broken: the example differs, or a figure is off by more than 1 %. In (c)
+our plan must not be slower than the published one (by more than the thousandth that solve() gives
+for headroom), have a bound above it, or exceed a rank. It must not be refused if an allocation
+exists.
 """
 
 from __future__ import annotations
@@ -55,18 +60,18 @@ _KNOWN = {
     "deepspeedgpt_2.7b": ((2.88, 1.91, 1.91, 1.98), (4.83, _OOM, 3.83, _OOM)),
     "deepspeedllama_3b": ((3.01, _OOM, 2.29, _OOM), (5.23, _OOM, 4.46, _OOM)),
 }
-# what is left to balance in each of the four columns: batch, state, accumulation
+# what each of the four columns may balance: batch, state, accumulation
 _WAYS = ((True, True, True), (False, False, True), (False, True, True), (True, False, False))
 _TOLERANCE = 0.01
 _SAME = 1 + 1e-9
-# solve() counts plans within a thousandth as equally fast, and takes the one with more headroom.
+# solve() treats plans within a thousandth as equally fast and takes the one with more headroom.
 _EQUALLY_FAST = 1 + 1e-3
-# The problems of (c) count the published margins as capacity already.
+# The capacities in (c) already include the published margins.
 _WITHIN_CAPACITY = PublishedModel(memory_share=1.0)
 
 
 def example(profiles: PublishedProfiles) -> bool:
-    """(a) Whether the published example comes out."""
+    """Print (a); return whether it equals the published example."""
     problem = profiles.problem(
         model="deepspeedgpt_2.7b", dtype="fp16", devices=_FOUR, global_batch_size=64
     )
@@ -82,7 +87,7 @@ def example(profiles: PublishedProfiles) -> bool:
 
 
 def table(profiles: PublishedProfiles) -> bool:
-    """(b) Whether every figure known of the published model comes out."""
+    """Print (b); return whether it equals every known figure of the published model."""
     print("\n(b) samples/s in the published model, and the deviation from the known figure")
     print(f"{'':22} {'program':>15} {'even':>15} {'state balanced':>15} {'compute bal.':>15}")
     worst, right = 0.0, True
@@ -121,8 +126,10 @@ def _published_rate(problem: Problem, batch: bool, state: bool, accumulate: bool
 
 @dataclass(frozen=True)
 class Row:
-    """One problem of (c): a plan is None where there is none, and ``refused`` where the published
-    program's table is too large; ``ratio`` is published over ours.
+    """One problem of (c).
+
+    A plan is None if there is none. ``refused`` means that the published program's table is too
+    large. ``ratio`` is the published step over ours.
     """
 
     model: str
@@ -139,14 +146,14 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Step of the published plan over ours; None where one of them is missing."""
+        """Step of the published plan over ours; None if one of them is missing."""
         if self.ours is None or self.theirs is None:
             return None
         return (self.theirs.step_s or 0.0) / (self.ours.step_s or 1.0)
 
 
 def rows(profiles: PublishedProfiles, time_limit_s: float) -> Iterator[Row]:
-    """(c) Every model, cluster and batch that the profiles cover."""
+    """Yield the rows of (c): every model, cluster and batch that the profiles cover."""
     for devices, memory, batches in _CLUSTERS:
         for entry in profiles.entries():
             if entry.sequence_length != 512 or not set(devices) <= set(entry.devices):
@@ -202,7 +209,7 @@ def _compare(model: str, dtype: str, problem: Problem, time_limit_s: float) -> R
 
 
 def _broken(problem: Problem, ours: Plan | None, theirs: Plan | None) -> str:
-    """Which claim this problem breaks, or nothing."""
+    """Return the claim that this problem breaks, or an empty text."""
     if ours is None:
         return "refused, but an allocation exists" if theirs or exists(problem) else ""
     prediction = predict(problem, ours)
@@ -221,8 +228,10 @@ def _broken(problem: Problem, ours: Plan | None, theirs: Plan | None) -> str:
 
 
 def exists(problem: Problem) -> bool:
-    """Whether any allocation exists, without a solver. Nothing grows with a rank's batch here, so
-    the least memory is one rank running all samples one by one while the others hold state.
+    """Whether any allocation exists, without a solver.
+
+    No memory grows with a rank's batch here. So the least memory is that of one rank running all
+    samples one by one while the others hold state.
     """
     rooms = [rank.capacity_bytes - problem.gathered_bytes for rank in problem.ranks]
     if min(rooms) < 0 or problem.boundary_bytes or problem.equal_microbatches:
@@ -236,7 +245,7 @@ def exists(problem: Problem) -> bool:
 
 
 def comparison(profiles: PublishedProfiles, time_limit_s: float, show: bool) -> bool:
-    """(c) Whether ours is never worse; prints a summary for every cluster."""
+    """Print (c), a summary for every cluster; return whether our plan is never worse."""
     print("\n(c) step of the published plan over ours, both priced by our cost function")
     found = []
     for row in rows(profiles, time_limit_s):
@@ -287,7 +296,7 @@ def _shown(row: Row) -> str:
 
 
 def main() -> int:
-    """Print all three parts; 1 when a claim is broken."""
+    """Print all three parts; return 1 if a claim is broken."""
     beside = Path(__file__).resolve().parents[2] / "shared/data/cephalo-profiles"
     parser = argparse.ArgumentParser(description="Compare with the published planner.")
     parser.add_argument("folder", nargs="?", default=beside, help="the published profiles")

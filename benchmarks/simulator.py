@@ -1,11 +1,11 @@
-"""How far the simulated step is from the closed form of plan/cost.py, on random plans.
+"""Compares the simulated step with the closed form of plan/cost.py, on random plans.
 
     python benchmarks/simulator.py [--plans 300] [--seed 0]
 
-Prints the difference in per cent of the closed form by number of units, and the time that 1,024
-ranks take. Exits with 1 if a plan of 24 units or more differs by more than 3 %. Printed beside, not
-judged: fewer units, and ranks that are unlike in what their passes take relative to each other. No
-link contention. What is drawn is :func:`random_case`'s to say.
+Prints the difference in per cent of the closed form by number of units, and the time to simulate
+1,024 ranks. Exits with 1 if a plan of 24 units or more differs by more than 3 %. Plans of fewer
+units, and ranks whose passes differ much in relative length, are printed but not judged. There is
+no link contention. :func:`random_case` defines the distribution.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _BOUNDARY_BYTES = 16.0 * _MIB
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What the ranks' profiles have in common, as parts of a unit's forward of one sample.
+    """The common ratios of the ranks' profiles, relative to a unit's forward of one sample.
 
     Attributes:
-        backward: Its backward without recompute.
+        backward: A unit's backward without recompute.
         tail: The root's forward and backward.
         spread: A rank's own ratios are these times or divided by up to 1 + ``spread``.
     """
@@ -44,8 +44,10 @@ class Model:
     spread: float
 
     def profile(self, random: np.random.Generator) -> RankProfile:
-        """A rank of up to 5 times the slowest's speed, microbatches with a fixed cost and one per
-        sample, which can keep activations and offload boundaries.
+        """Draw a rank of up to 5 times the slowest speed.
+
+        A microbatch takes a fixed time and a time per sample. The rank can retain activations and
+        offload boundaries.
         """
         forward_s = 4e-3 / random.uniform(1, 5)
         backward, tail = (
@@ -64,7 +66,7 @@ class Model:
             kept_backward_s=forward_s * backward * size,
             kept_compute_bytes=compute_bytes,
             host_capacity_bytes=np.inf,
-            # a unit's boundaries travel in 2 to 100 % of its forward
+            # copying a unit's boundaries takes 2 to 100 % of its forward
             offload_bytes_per_s=_BOUNDARY_BYTES / (forward_s * random.uniform(0.02, 1)),
         )
 
@@ -72,10 +74,12 @@ class Model:
 def random_case(
     random: np.random.Generator, units: int, *, spread: float = _SPREAD
 ) -> tuple[Problem, Plan]:
-    """A problem and a plan of 2 to 12 ranks, each with its own speed and mode and up to 6
-    microbatches of up to 8 samples. Half of the plans share the samples by speed, half at random. A
-    unit's gather takes up to 1.5 times the slowest rank's forward of it, its reduce half to twice
-    the gather. One in three holds even shares.
+    """Draw a problem and a plan of 2 to 12 ranks.
+
+    Each rank has its own speed and mode, and microbatches of up to 8 samples. Half of the plans
+    share the samples by speed, with up to 12 microbatches on a rank. The others draw up to 6
+    microbatches at random. A unit's gather takes up to 1.5 times the slowest rank's forward of it,
+    its reduce half to twice the gather. Three in ten plans hold even shares.
     """
     model = Model(random.uniform(2, 2.3), random.uniform(0.5, 6), spread)
     ranks = int(random.integers(2, 13))
@@ -121,7 +125,7 @@ def random_case(
         reduce_s=reduce_s,
         even_gather_s=0.8 * gather_s,
         even_reduce_s=0.8 * reduce_s,
-        fill_s=gather_s + reduce_s,  # as profiles and estimates have it
+        fill_s=gather_s + reduce_s,  # as in profiles and estimates
         root_gather_s=gather_s * random.uniform(0, 2),
         root_reduce_s=reduce_s * random.uniform(0, 2),
         optimizer_s=forward_s * random.uniform(0, 1),
@@ -131,12 +135,12 @@ def random_case(
 
 
 def difference(problem: Problem, plan: Plan) -> float:
-    """The simulated step over the closed form's, less 1."""
+    """Return the simulated step over the closed form's, less 1."""
     return simulate(problem, plan).step_s / predict(problem, plan).step_s - 1
 
 
 def large_case(kinds: int) -> tuple[Problem, Plan]:
-    """1,024 ranks of so many kinds, 48 units, 4 microbatches each."""
+    """Return a problem and a plan of 1,024 ranks of ``kinds`` kinds, 48 units, 4 microbatches."""
     random = np.random.default_rng(0)
     model = Model(2.0, 3.0, _SPREAD)
     profiles = [model.profile(random) for _ in range(kinds)]
@@ -154,7 +158,7 @@ def large_case(kinds: int) -> tuple[Problem, Plan]:
 
 
 def main() -> int:
-    """Print both tables; 1 if the claim breaks."""
+    """Print both tables; return 1 if the claim is broken."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--plans", type=int, default=300, help="random plans per number of units")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,12 +1,11 @@
-"""Throughput on unequal ranks: cephalo beside what people use, and where the difference goes.
+"""Compares throughput on unequal ranks: cephalo against FSDP and DDP, with the losses of each.
 
     python benchmarks/throughput.py [--quick] [--speeds 3:1 ...] [--links fast slow]
         [--microbatches 1 8] [--rounds 8] [--record FILE.md FILE.json] [--figure FILE.png]
 
-One model, one global batch, fp32, the same emulated CPU ranks and links; the steps of all ways to
-train are taken in turn in the same processes. The slow link needs root (network namespaces); where
-it cannot be had, the rows are left out and the reason printed. docs/performance.md explains the
-table.
+All use one model, one global batch, fp32, and the same emulated CPU ranks and links. They take
+steps in turn in the same processes. The slow link needs root (network namespaces). If it is not
+available, its rows are left out and the reason is printed. docs/performance.md explains the table.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
-# the ranks' launcher and the raw loop are those of the tests, the model is the main job's
+# the ranks' launcher and the raw loop come from the tests, the model from the main job
 sys.path[:0] = [str(ROOT / "tests" / "distributed"), str(ROOT / "examples")]
 
 from launch import run_ranks  # noqa: E402
@@ -42,15 +41,15 @@ from lightning_cephalo.accelerator.emulated.rate import (  # noqa: E402
     usable_processors,
 )
 
-# Microbatches of one sample do fewer FLOPs per second than the block that is measured, and the
-# emulated ranks must not ask for more than the machine can do of them.
+# Microbatches of one sample reach fewer FLOPs per second than the measured block. The emulated
+# ranks must not ask for more than the machine can do of such microbatches.
 _SHARE_OF_MEASURED = 0.55
 
 
 def main() -> int:
-    """Print the table; 1 if nothing could be measured."""
+    """Print the table; return 1 if nothing could be measured."""
     options = _options()
-    # namespaces must not outlive us: make the signal an exception
+    # namespaces must not outlive this process: turn the signal into an exception
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     core_flops_per_s = (
         options.core_gflops * 1e9 or run_ranks(1, _core_flops_per_s, process_group=False)[0]
@@ -90,10 +89,10 @@ def _measure(
     core_flops_per_s: float,
     options: argparse.Namespace,
 ) -> list[Result]:
-    """All cases of one set of speeds and one link, in one process group.
+    """Measure all cases of one set of speeds and one link, in one process group.
 
     Raises:
-        LinkError: If the link cannot be had.
+        LinkError: If the link is not available.
     """
     chosen = tuple(
         cases.Case(speeds, link, count, cases.samples_per_microbatch(len(speeds), count))

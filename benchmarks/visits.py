@@ -1,12 +1,12 @@
-"""What passing a unit costs beside its compute: 48 units that do nothing, 8 microbatches.
+"""Measures the overhead of visiting a unit: 48 units that do nothing, 8 microbatches.
 
     python benchmarks/visits.py [--units 48] [--microbatches 8] [--rounds 15] [--ranks 1 2]
 
-A visit is one microbatch passing one unit once: parking, cutting the graph, keeping what the
-backward needs; then computing again, running the unit's backward and handing the gradients on.
-Beside it runs the same model without cephalo, one microbatch after the other (its forward twice
-where units are computed again), in turns, so that what is left over is what schedule and units
-cost. Times are processor times of the rank's thread, and wall times for one rank.
+A visit is one microbatch passing one unit once. The forward parks the microbatch, cuts the graph
+and saves tensors for the backward. The backward recomputes, runs the unit's backward and passes the
+gradients on. The same model runs in turns without cephalo, one microbatch after the other (its
+forward twice if units are recomputed). The difference is the overhead of schedule and units. Times
+are processor times of the rank's thread, and wall times for one rank.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def _measure(
                 _timed(clock, executor.backward),
                 _timed(clock, plain_backward),
             )
-            if index >= 2:  # the first finds the order of the units
+            if index >= 2:  # the first step traces the order of the units
                 found[name].append(times)
-    if profile:  # on all ranks, as they meet in every unit
+    if profile:  # on all ranks, as they synchronise in every unit
         with cProfile.Profile() as watched:
             for _ in range(rounds):
                 executor.forward(calls)
@@ -109,7 +109,7 @@ def _measure(
 
 
 def main() -> None:
-    """Print the cost of a visit, forward and backward."""
+    """Print the overhead of a visit, forward and backward."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--units", type=int, default=48)
     parser.add_argument("--microbatches", type=int, default=8)

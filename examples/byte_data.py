@@ -1,4 +1,4 @@
-"""The source code of this Python's standard library, as bytes: real text that every machine has."""
+"""The source code of Python's standard library, as bytes: real text that every machine has."""
 
 import sysconfig
 from pathlib import Path
@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-# not the library itself, or tables rather than code
+# tests, packages of others, and tables rather than code
 SKIPPED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -46,7 +46,7 @@ class RandomCrops(Dataset[tuple[Tensor, Tensor]]):
         return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        # a generator for each index: neither the workers nor the ranks can change what a sample is
+        # a generator for each index: samples depend neither on workers nor on ranks
         random = numpy.random.default_rng((self.seed, index))
         start = int(random.integers(len(self.text) - self.context))
         crop = self.text[start : start + self.context + 1].long()
@@ -54,9 +54,10 @@ class RandomCrops(Dataset[tuple[Tensor, Tensor]]):
 
 
 class StandardLibraryBytes(LightningDataModule):
-    """Crops of the standard library; every twentieth file is kept for validation.
+    """Crops of the standard library; every twentieth file is used for validation only.
 
-    ``batch_size`` has Lightning's usual meaning: the global batch is that times the ranks.
+    ``batch_size`` has Lightning's usual meaning: the global batch is ``batch_size`` times the
+    number of ranks.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class StandardLibraryBytes(LightningDataModule):
         self.validation = self.crops(kept_apart, self.validation_samples, self.seed + 1)
 
     def crops(self, text: bytes, length: int, seed: int) -> RandomCrops:
-        # bytearray: torch warns about memory that it could not write to
+        # bytearray: torch warns about memory that is not writable
         as_tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return RandomCrops(as_tensor, self.context, length, seed)
 

@@ -1,4 +1,4 @@
-"""A small GPT over bytes: ordinary PyTorch and Lightning, without a word of lightning-cephalo."""
+"""A small GPT over bytes: ordinary PyTorch and Lightning, without any use of lightning-cephalo."""
 
 import torch
 from lightning.pytorch import LightningModule
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each normalised before and added after."""
+    """Causal self-attention and a feed-forward layer, both pre-norm and residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Bytes ``(batch, length)`` in, logits of each next byte ``(batch, length, 256)`` out."""
+    """Maps bytes ``(batch, length)`` to logits of each next byte ``(batch, length, 256)``."""
 
     def __init__(self, width: int, depth: int, heads: int, context: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class ByteGPT(nn.Module):
 
     @staticmethod
     def initialize(module: nn.Module) -> None:
-        # as GPT-2: PyTorch's own defaults are too large for tied embeddings, and learn more slowly
+        # as in GPT-2: PyTorch's defaults are too large for tied embeddings and learn more slowly
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -101,9 +101,10 @@ class ByteLanguageModel(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
 
     def configure_model(self) -> None:
-        """Shard evenly under Lightning's ModelParallelStrategy, which leaves that to the module.
+        """Shard evenly under Lightning's ModelParallelStrategy.
 
-        Only the comparison needs this; the other strategies set no device mesh.
+        That strategy leaves sharding to the module. Only the comparison needs this; the other
+        strategies set no device mesh.
         """
         if self.device_mesh is None:
             return

@@ -1,7 +1,7 @@
-"""One training: ``python examples/job.py RUN_FOLDER/job.yaml``, the file that train.py writes.
+"""Runs one training: ``python examples/job.py RUN_FOLDER/job.yaml``, the file that train.py writes.
 
-A process of its own for each training: Lightning starts the other ranks by running this command
-again, and what it leaves in the environment (addresses, ranks) does not reach the next training.
+Each training has a process of its own. Lightning starts the other ranks by running this command
+again. Its environment variables (addresses, ranks) do not reach the next training.
 """
 
 import sys
@@ -19,7 +19,7 @@ def main(path: Path) -> None:
     folder = path.parent
     seed_everything(config.seed, verbose=False)
 
-    # the emulation comes first: it waits for the emulated device before the record reads a clock
+    # the emulation comes first, as it waits for the emulated device before the record reads a clock
     emulation = config.cluster.emulation
     callbacks = [] if emulation is None else [instantiate(emulation)]
     callbacks.append(RunRecord(folder, config.global_batch_size))

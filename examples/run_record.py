@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: the plan it trained with, and its figures."""
+"""Writes a run's plan and figures to its folder."""
 
 import json
 import statistics
@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 class RunRecord(Callback):
     """Times every step, and writes ``plan.yaml`` and ``metrics.json`` on rank 0.
 
-    A step lasts from the end of the last one (or of the validation between them) to its own end:
-    data, communication and optimizer included. The first ``warmup_steps`` are not counted.
+    A step lasts from the end of the previous step (or of the validation between them) to its own
+    end: data, communication and optimizer included. The first ``warmup_steps`` are not counted.
     """
 
     def __init__(self, folder: Path, global_batch_size: int, warmup_steps: int = 3) -> None:

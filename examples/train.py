@@ -5,8 +5,8 @@ python examples/train.py strategy=ddp global_batch_size=64      other choices
 python examples/train.py -m strategy=cephalo,fsdp2,ddp          one after the other
 python examples/train.py experiment=quick                       a named set of choices
 
-Each run has a folder (outputs/ or multirun/) with its configuration, its plan and its figures. A
-single run then trains the same model under Lightning's own even sharding and compares the two.
+Each run has a folder (outputs/ or multirun/) with its configuration, plan and figures. A single run
+then trains the same model under Lightning's own even sharding and compares the two.
 """
 
 import json
@@ -26,14 +26,14 @@ from rich.table import Table
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(config: DictConfig) -> float:
-    # as for Ctrl-C: unwind, and so end the training's processes too
+    # unwind as for Ctrl-C, which also ends the training's processes
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(HydraConfig.get().runtime.output_dir)
     console = Console()
     console.rule(f"{config.strategy._target_.rpartition('.')[2]} · {folder}")
     ours = train(config, folder)
 
-    # the jobs of a sweep are the comparison already
+    # the jobs of a sweep already are the comparison
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if config.comparison is not None and not is_sweep:
         other = even_sharding(config)
@@ -47,9 +47,9 @@ def main(config: DictConfig) -> float:
 
 
 def train(config: DictConfig, folder: Path) -> dict[str, Any]:
-    """Train in processes of their own; return the figures that job.py left in ``folder``.
+    """Train in separate processes; return the figures that job.py wrote to ``folder``.
 
-    Raises SystemExit with the training's exit status when it failed.
+    Raises SystemExit with the training's exit status if it failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, folder / "job.yaml", resolve=True)
@@ -65,7 +65,7 @@ def train(config: DictConfig, folder: Path) -> dict[str, Any]:
 
 
 def even_sharding(config: DictConfig) -> DictConfig:
-    """Return the same job with the other strategy, for only as long as its speed takes to see."""
+    """Return the same job with the other strategy and just enough steps to see its speed."""
     other = config.copy()
     with open_dict(other):
         other.strategy = config.comparison.strategy
@@ -75,7 +75,7 @@ def even_sharding(config: DictConfig) -> DictConfig:
 
 
 def compare(config: DictConfig, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return samples per second of both, their ratio, and the most that the speeds allow."""
+    """Return samples per second of both, their ratio, and the largest ratio that speeds allow."""
     emulation = config.cluster.emulation
     speeds = None if emulation is None else list(emulation.speeds)
     return {

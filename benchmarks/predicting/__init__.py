@@ -1,1 +1,1 @@
-"""Predicted against measured: what benchmarks/predictions.py runs and prints."""
+"""The parts of benchmarks/predictions.py: models, plans, measuring, and the report."""

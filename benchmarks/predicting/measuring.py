@@ -25,7 +25,7 @@ _TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the step, and of every rank; predicted or measured."""
+    """Figures of the step and of every rank; predicted or measured."""
 
     step_s: float
     busy_s: tuple[float, ...]
@@ -46,9 +46,9 @@ def run_rank(model: Model, steps: int, names: tuple[str, ...] = ()) -> list[Outc
     """Measure and train in this rank; every rank calls it.
 
     Args:
-        model: What to train.
-        steps: Of every plan.
-        names: Of plans beside the solver's; none: all.
+        model: The model to train.
+        steps: Steps of every plan.
+        names: Plans to run in addition to the solver's; empty: all.
     """
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "transformers"):
@@ -63,7 +63,7 @@ def run_rank(model: Model, steps: int, names: tuple[str, ...] = ()) -> list[Outc
 
 
 def _planned(model: Model, steps: int) -> tuple[Problem, CephaloStrategy]:
-    """Train by the solver's plan; returns what it was solved for."""
+    """Train by the solver's plan; returns its problem and the strategy."""
     problems: list[Problem] = []
     with_host_memory = planning.with_host_memory
 

@@ -1,6 +1,6 @@
-"""The model zoo of the tests in a size that emulated devices can keep time with, and the main job.
+"""The tests' model zoo in a size for which emulated devices keep their rates, and the main job.
 
-Wide enough that an operator's real time stays below its emulated one.
+The models are wide enough that an operator's real time stays below its emulated one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Model:
     """One model, its data, and the emulated ranks that train it.
 
     Attributes:
-        make: The LightningModule; the same weights every time.
-        data: So many samples.
-        speeds: Of the ranks.
+        make: Makes the LightningModule, with the same weights every time.
+        data: Makes a dataset of the given number of samples.
+        speeds: Relative speeds of the ranks.
         global_batch_size: Samples of a step.
         total_flops_per_s: Of all ranks together.
     """
@@ -41,7 +41,7 @@ class Model:
     total_flops_per_s: float = 2e10
 
     def loader(self, steps: int) -> DataLoader[Any]:
-        """Batches for so many steps."""
+        """Return batches for this number of steps."""
         torch.manual_seed(2)
         return DataLoader(self.data(self.global_batch_size * steps), self.global_batch_size)
 
@@ -53,7 +53,7 @@ class HuggingFace(LightningModule):
         super().__init__()
         torch.manual_seed(7)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # transformers warns of its own deprecations
+            warnings.simplefilter("ignore")  # transformers' own deprecations
             self.network = make().train()
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
@@ -65,7 +65,7 @@ class HuggingFace(LightningModule):
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Rows of a batch."""
+    """A dataset whose samples are the rows of these tensors."""
 
     def __init__(self, **columns: Tensor) -> None:
         self._columns = columns
@@ -198,7 +198,7 @@ def _t5() -> nn.Module:
 
 
 def _frozen_llama() -> nn.Module:
-    """Only the attention outputs learn, as in LoRA."""
+    """Make a Llama in which only the attention outputs learn, as in LoRA."""
     model = _llama()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("o_proj" in name)
@@ -206,7 +206,7 @@ def _frozen_llama() -> nn.Module:
 
 
 def _half_frozen_gpt2() -> nn.Module:
-    """No gradient reaches the embedding and the first block."""
+    """Make a GPT-2 in which no gradient reaches the embedding and the first block."""
     model = _gpt2()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in ("wte", "wpe", "h.0.")))

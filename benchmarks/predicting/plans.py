@@ -1,4 +1,4 @@
-"""Plans to predict and to train by: good ones and bad ones, for any number of ranks."""
+"""Plans to predict and to train with: good ones and bad ones, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ QUICK = ("by speed, even state", "state all on the last", "many microbatches", "
 
 @dataclass(frozen=True)
 class Case:
-    """A plan that is not the solver's, with its predictions."""
+    """A plan other than the solver's, with its predictions."""
 
     name: str
     plan: Plan
 
 
 def pieces(samples: int, size: int) -> tuple[int, ...]:
-    """Microbatches of ``size`` samples, the last one with what is left."""
+    """Return microbatches of ``size`` samples; the last one has the rest."""
     whole, rest = divmod(samples, size)
     return (size,) * whole + ((rest,) if rest else ())
 
 
 def ragged(samples: int) -> tuple[int, ...]:
-    """Microbatches of 3, 2 and 1 samples in turn."""
+    """Return microbatches of 3, 2 and 1 samples in turn."""
     found: list[int] = []
     while samples:
         found.append(min((3, 2, 1)[len(found) % 3], samples))
@@ -36,17 +36,17 @@ def ragged(samples: int) -> tuple[int, ...]:
 
 
 def even(samples: int, ranks: int) -> list[int]:
-    """Samples of every rank, the first ones with one more where they cannot be even."""
+    """Return the samples of every rank; the first ranks get one remaining sample each."""
     whole, rest = divmod(samples, ranks)
     return [whole + (rank < rest) for rank in range(ranks)]
 
 
 def cases(problem: Problem, speeds: Sequence[float]) -> list[Case]:
-    """All plans but the solver's.
+    """Return all plans except the solver's.
 
     Args:
         problem: Measured, with and without recomputation.
-        speeds: Of the ranks; they divide the global batch.
+        speeds: Relative speeds of the ranks; the global batch divides by their sum.
     """
     world, samples = len(speeds), problem.global_batch_size
     fair = [round(samples * speed / sum(speeds)) for speed in speeds]

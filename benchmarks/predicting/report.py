@@ -1,4 +1,4 @@
-"""Tables of what was predicted and measured."""
+"""Tables of predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.table import Table
 
 from .measuring import Outcome
 
-# What is promised of a quiet machine.
+# Largest median and largest single difference on a quiet machine.
 MEDIAN_BOUND, WORST_BOUND = 0.05, 0.15
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Measured over predicted, minus one; of ranks for which nothing was predicted, none."""
+    """Measured over predicted, minus one. Ranks without a prediction are left out."""
 
     step: float
     busy: tuple[float, ...]
@@ -24,7 +24,7 @@ class Differences:
 
     @classmethod
     def of(cls, outcome: Outcome) -> Differences:
-        """Of one plan."""
+        """Return the differences of one plan."""
         predicted, measured = outcome.predicted, outcome.measured
         return cls(
             measured.step_s / predicted.step_s - 1,
@@ -39,12 +39,12 @@ def _over(predicted: Sequence[float], measured: Sequence[float]) -> tuple[float,
 
 
 def worst(differences: Sequence[float]) -> float:
-    """The one farthest from 0."""
+    """Return the difference farthest from 0."""
     return max(differences, key=abs)
 
 
 def model_table(title: str, outcomes: Sequence[Outcome]) -> Table:
-    """One row for each plan."""
+    """Return a table with one row for each plan."""
     table = Table(title=title)
     table.add_column("plan")
     for heading in ("batches", "state %", "predicted", "measured", "step", "busy", "memory"):
@@ -70,7 +70,7 @@ class Summary:
 
     Attributes:
         quantity: Its name.
-        differences: With the model and plan of each.
+        differences: Each difference with its model and plan.
     """
 
     quantity: str
@@ -78,22 +78,22 @@ class Summary:
 
     @property
     def median(self) -> float:
-        """Of the differences' sizes."""
+        """Median of the differences' absolute values."""
         return median(abs(difference) for difference, _ in self.differences)
 
     @property
     def worst(self) -> tuple[float, str]:
-        """The one farthest from 0, and where."""
+        """The difference farthest from 0, with its model and plan."""
         return max(self.differences, key=lambda found: abs(found[0]))
 
     @property
     def holds(self) -> bool:
-        """Whether the promise is kept."""
+        """Whether median and worst difference are within the bounds."""
         return self.median <= MEDIAN_BOUND and abs(self.worst[0]) <= WORST_BOUND
 
 
 def summaries(outcomes: dict[str, Sequence[Outcome]]) -> list[Summary]:
-    """Step, work of every rank, and memory of every rank; outcomes by model."""
+    """Summarise the step, and every rank's work and memory; ``outcomes`` is by model."""
     found: dict[str, list[tuple[float, str]]] = {"step": [], "busy": [], "memory": []}
     for model, of_model in outcomes.items():
         for outcome in of_model:
@@ -105,7 +105,7 @@ def summaries(outcomes: dict[str, Sequence[Outcome]]) -> list[Summary]:
 
 
 def summary_table(found: Sequence[Summary]) -> Table:
-    """One row for each quantity."""
+    """Return a table with one row for each quantity."""
     table = Table(title="All models and plans")
     table.add_column("measured over predicted")
     for heading in ("figures", "median", "worst"):

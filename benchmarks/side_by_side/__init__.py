@@ -1,1 +1,1 @@
-"""What benchmarks/throughput.py is made of: cases, contenders, links, measuring, and the report."""
+"""The parts of benchmarks/throughput.py: cases, contenders, links, measuring, and the report."""

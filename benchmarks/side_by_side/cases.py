@@ -1,4 +1,4 @@
-"""Which cases there are, who runs them, and which samples each rank gets. Pure."""
+"""The cases, the contenders' names, and the samples of each rank. Pure."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Case:
     Attributes:
         speeds: Relative speed of every rank.
         link: ``"fast"`` or ``"slow"``.
-        microbatches: Of a rank in an even split.
-        samples: In each of those; no contender runs a larger microbatch.
+        microbatches: Microbatches of a rank in an even split.
+        samples: Samples in each of them; no contender runs a larger microbatch.
     """
 
     speeds: tuple[int, ...]
@@ -49,7 +49,7 @@ class Case:
         """Samples of every rank in proportion to speed, in whole samples.
 
         Raises:
-            ValueError: If a rank gets none: DDP cannot do without any.
+            ValueError: If a rank gets no sample, which DDP cannot run.
         """
         counts = deal(self.global_batch_size, self.speeds)
         if not all(counts):
@@ -65,8 +65,9 @@ class Case:
 
 
 def samples_per_microbatch(ranks: int, microbatches: int) -> int:
-    """Such that the global batch divides by every ratio of speeds, or nearly, and steps are long
-    enough to measure and short enough to repeat.
+    """Return a number of samples for which the global batch (nearly) divides by every speed ratio.
+
+    Steps are then also long enough to measure and short enough to repeat.
     """
     if microbatches > 1:
         return 1
@@ -74,7 +75,7 @@ def samples_per_microbatch(ranks: int, microbatches: int) -> int:
 
 
 def cut(total: int, largest: int) -> tuple[int, ...]:
-    """Sizes of the microbatches of a rank with so many samples: the largest that are allowed.
+    """Cut a rank's ``total`` samples into microbatches as large as allowed.
 
     Example:
         >>> cut(9, 6)

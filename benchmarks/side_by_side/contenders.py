@@ -1,10 +1,10 @@
-"""The ways to train one model on the same ranks, each as what its Lightning strategy does inside.
+"""The ways to train one model on the same ranks, each as its Lightning strategy trains inside.
 
-torch's objects instead of Trainers, so that the steps of all of them can be interleaved in one set
-of processes. Where a strategy leaves a choice, the baseline gets the better one: gradients are
-reduced with the last microbatch only, which Lightning's ``accumulate_grad_batches`` does for DDP
-but not for its FSDP and ModelParallel strategies (``ParallelStrategy.block_backward_sync``), and
-DDP's buckets have the size of a block, so that they overlap as 25 MB do in a large model.
+They are torch's objects instead of Trainers, so that their steps can be interleaved in one set of
+processes. If a strategy leaves a choice, the baseline gets the better one. Gradients are reduced
+with the last microbatch only. Lightning's ``accumulate_grad_batches`` does so for DDP but not for
+its FSDP and ModelParallel strategies (``ParallelStrategy.block_backward_sync``). DDP's buckets have
+the size of a block, so that they overlap as 25 MB do in a large model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Part = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Of the model that all train: a GPT over bytes, in fp32."""
+    """The size of the model that all contenders train: a GPT over bytes, in fp32."""
 
     width: int = 192
     depth: int = 4
@@ -53,7 +53,7 @@ class ModelSize:
     recompute: bool = False
 
     def make(self) -> ByteGPT:
-        """The same weights every time."""
+        """Make the model, with the same weights every time."""
         torch.manual_seed(0)
         return ByteGPT(self.width, self.depth, self.heads, self.length)
 
@@ -64,12 +64,12 @@ class Contender:
 
     Attributes:
         name: As in the table.
-        model: What it trains.
+        model: The model to train.
         backward: Forward and backward of this rank's microbatches, given the global batch size.
-        sharded: Whether a rank's gradients are a part of the whole or all of it.
+        sharded: Whether a rank holds only a part of the gradients.
         parts: This rank's microbatches.
         global_batch_size: Samples of all ranks.
-        optimizer: Of its parameters.
+        optimizer: The optimizer of its parameters.
     """
 
     name: str
@@ -81,27 +81,30 @@ class Contender:
     optimizer: torch.optim.Optimizer | None = None
 
     def prepare(self, parts: list[Part], global_batch_size: int) -> None:
-        """Take the microbatches of a case, and a new optimizer."""
+        """Set the microbatches of a case and make a new optimizer."""
         self.parts, self.global_batch_size = parts, global_batch_size
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def step(self) -> None:
-        """One training step."""
+        """Run one training step."""
         self.accumulate()
         self.update()
 
     def accumulate(self) -> None:
-        """Its gradients, reduced."""
+        """Run forward and backward of all microbatches, and reduce the gradients."""
         self.backward(self.parts, self.global_batch_size)
 
     def update(self) -> None:
-        """Its optimizer's part."""
+        """Run the optimizer's step and reset the gradients."""
         assert self.optimizer is not None
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient, between ``accumulate`` and ``update``; collective."""
+        """Return the norm of the whole gradient; collective.
+
+        Call it between ``accumulate`` and ``update``.
+        """
         total = torch.zeros((), dtype=torch.float64)
         for parameter in self.model.parameters():
             gradient = parameter.grad
@@ -119,7 +122,7 @@ def loss_of(model: nn.Module, part: Part) -> Tensor:
 
 
 def cephalo(size: ModelSize, ranks: int) -> tuple[Contender, ShardedModel]:
-    """Shared evenly until a plan says otherwise."""
+    """Make cephalo's contender. It is sharded evenly until a plan changes that."""
     model = size.make()
     groups = Groups.create(datetime.timedelta(seconds=300))
     even = [1 / ranks] * ranks
@@ -128,18 +131,18 @@ def cephalo(size: ModelSize, ranks: int) -> tuple[Contender, ShardedModel]:
     )
 
     def backward(parts: Sequence[Part], global_batch_size: int) -> None:
-        sharded_step(sharded.executor, model, loss_of, parts)  # weighs by samples itself
+        sharded_step(sharded.executor, model, loss_of, parts)  # weighs microbatches by samples
 
     return Contender(CEPHALO, model, backward, sharded=True), sharded
 
 
 def baselines(size: ModelSize, ranks: int) -> tuple[list[Contender], dict[str, str]]:
-    """All others, and of those that cannot run here the reasons."""
+    """Make all other contenders; return them, and the reasons why the rest cannot run here."""
     made, reasons = [], {}
     for name, make in _MAKERS.items():
         try:
             contender = make(name, size, ranks)
-            # what makes things when it first runs fails when it first runs
+            # a contender with lazy initialisation fails only when it first runs
             contender.prepare(
                 [{"tokens": torch.zeros(1, size.length + 1, dtype=torch.long)}], ranks
             )
@@ -155,7 +158,7 @@ def _fully_shard(name: str, size: ModelSize, ranks: int) -> Contender:
     model = size.make()
     _checkpoint(model, size)
     mesh = init_device_mesh("cpu", (ranks,))
-    # there is no limit to memory here, and this communicates less
+    # memory is not limited here, and without resharding there is less communication
     reshard = name != TUNED
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
@@ -172,8 +175,9 @@ def _fully_shard(name: str, size: ModelSize, ranks: int) -> Contender:
 
 
 def _tune(model: Any) -> None:
-    """What gloo lacks beside NCCL: without it a gather stops the compute, and a reduce moves twice
-    the bytes.
+    """Add two features that NCCL has and gloo lacks.
+
+    Without them a gather stops the compute, and a reduce moves twice the bytes.
     """
     # Private; the default leaves overlap to CUDA streams, which the CPU does not have.
     model._set_unshard_async_op(True)
@@ -186,7 +190,7 @@ def _tune(model: Any) -> None:
 
 
 class AllToAllReduceScatter(ReduceScatter):
-    """The reduce that cephalo uses on gloo, whose own is an all-reduce and a slice."""
+    """A reduce-scatter by an all-to-all and a sum. gloo's own is an all-reduce and a slice."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -249,8 +253,8 @@ def _reducing_last(name: str, model: Any, ranks: int, *, sharded: bool) -> Conte
 
 
 def _backward_of(model: nn.Module, part: Part, factor: float) -> None:
-    # torch divides by the number of ranks: with batches by speed the mean over ranks is not the
-    # mean over samples, so each microbatch counts by its samples
+    # torch divides by the number of ranks, but with batches by speed the mean over ranks is not the
+    # mean over samples: so each microbatch is weighted by its samples
     (loss_of(model, part) * (len(part["tokens"]) * factor)).backward()
 
 

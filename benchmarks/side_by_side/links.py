@@ -1,4 +1,4 @@
-"""A slow link: one network namespace per rank, joined by a bridge, each at so many Mbit/s.
+"""Slow links: one network namespace per rank, joined by a bridge, each with a limited rate.
 
 Needs root, ``ip`` and ``tc`` (iproute2), and the kernel's token bucket filter.
 """
@@ -16,18 +16,18 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET, <linux/sched.h>
 
 
 class LinkError(RuntimeError):
-    """Shaped links cannot be had here; the message says why."""
+    """Shaped links are not available here; the message gives the reason."""
 
 
 class ShapedHosts:
-    """Network namespaces that reach each other at a given rate, for as long as the block runs.
+    """Network namespaces that reach each other at a given rate, inside the block.
 
     Args:
-        hosts: How many.
-        mbit_per_s: Of every host, each way.
+        hosts: Number of namespaces.
+        mbit_per_s: Rate of every host, each way.
 
     Raises:
-        LinkError: On entering, where the machine does not allow it.
+        LinkError: On entering, if the machine does not allow it.
     """
 
     def __init__(self, hosts: int, mbit_per_s: float) -> None:
@@ -72,14 +72,15 @@ class ShapedHosts:
 
     def _remove(self) -> None:
         for name, cable in zip(self.names, self._cables, strict=True):
-            # a cable goes with its end in the namespace, but only when the last process there does
+            # a cable is deleted with its end in the namespace, but only after the last process
+            # there has ended
             subprocess.run(["ip", "link", "del", cable], capture_output=True)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
 
 
 def enter(name: str) -> None:
-    """Move this process into a namespace; before it has any thread beside the first.
+    """Move this process into a namespace; call it while the process has only its first thread.
 
     Raises:
         OSError: If it cannot.

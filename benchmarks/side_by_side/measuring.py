@@ -1,4 +1,4 @@
-"""One rank of a comparison: it builds every contender, plans, and times steps in turn."""
+"""Runs one rank of a comparison: builds every contender, plans, and times steps in turn."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ _TIMEOUT = datetime.timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Setup:
-    """What the ranks of one process group need to know.
+    """The settings of the ranks of one process group.
 
     Attributes:
-        cases: Of one set of speeds and one link.
-        flops_per_s: Of every rank's emulated device.
+        cases: All cases; they have one set of speeds and one link.
+        flops_per_s: Rate of every rank's emulated device.
         namespaces: The network namespace of every rank; empty: loopback.
-        folder: For the ranks to find each other.
-        model: What is trained.
+        folder: Folder of the store through which the ranks find each other.
+        model: Size of the model to train.
         rounds: Most rounds of a case.
-        least_rounds: Fewest, however long they take.
+        least_rounds: Fewest rounds, however long they take.
         case_s: Seconds for a case, if ``least_rounds`` fit.
     """
 
@@ -65,9 +65,9 @@ class Setup:
 
 
 def run_rank(rank: int, setup: Setup) -> list[RankRecord]:
-    """Measure all cases; called in a process of its own."""
+    """Measure all cases. Each rank calls it in a process of its own."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is for its namespaces
-    warnings.simplefilter("ignore")  # torch's deprecations of what it wraps itself
+    warnings.simplefilter("ignore")  # deprecations inside torch's own wrappers
     ranks = len(setup.flops_per_s)
     if setup.namespaces:
         links.enter(setup.namespaces[rank])
@@ -119,7 +119,7 @@ def _measure(
     rounds = min(setup.rounds, max(setup.least_rounds, int(setup.case_s / round_s)))
     times: dict[str, list[StepTimes]] = {contender.name: [] for contender in contenders}
     for index in range(rounds):
-        # each comes first, and after each other one, about equally often
+        # every contender is first, and follows every other one, about equally often
         first = index % len(contenders)
         for contender in contenders[first:] + contenders[:first]:
             times[contender.name].append(_timed(contender, device))
@@ -133,7 +133,7 @@ def _measure(
 def _timed(contender: Contender, device: EmulatedDevice) -> StepTimes:
     gc.collect()
     dist.barrier()
-    device.synchronize()  # what the barrier took is no part of the step
+    device.synchronize()  # the barrier's time is not part of the step
     busy_s, blocked_s = device.busy_s, device.blocked_s
     start_s = time.perf_counter()
     contender.step()
@@ -143,10 +143,10 @@ def _timed(contender: Contender, device: EmulatedDevice) -> StepTimes:
 
 
 def _warm_up(contenders: Sequence[Contender]) -> None:
-    """One step of each: what is made at first use is made, and all have the same gradient.
+    """Run one step of each contender, for lazy initialisation and to compare the gradients.
 
     Raises:
-        RuntimeError: If they have not. They would not do the same work.
+        RuntimeError: If the gradients differ, as the contenders would not do the same work.
     """
     norms = {}
     for contender in contenders:
@@ -178,7 +178,7 @@ def _prepare(
 def _profile(
     sharded: ShardedModel, device: EmulatedDevice, tokens: torch.Tensor, case: Case
 ) -> Problem:
-    """Measure as the strategy does; memory is left out, as there is no limit to it here."""
+    """Measure as the strategy does, except memory, which is not limited here."""
     clock = accelerator_of(CPU).clock  # the emulated device that this runs on
 
     def batch_of(size: int) -> Part:
@@ -232,7 +232,7 @@ def _profile(
 
 
 def _solved(problem: Problem, case: Case) -> Plan:
-    """The plan with microbatches no larger than those of the others."""
+    """Solve for the plan, with microbatches no larger than those of the other contenders."""
     curves = ("forward_s", "backward_s", "tail_s", "compute_bytes")
     ranks = tuple(
         replace(rank, **{name: getattr(rank, name)[: case.samples] for name in curves})

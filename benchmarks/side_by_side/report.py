@@ -31,14 +31,14 @@ CAPTION = (
     " columns: step time over cephalo's, median of rounds (quartiles); above 1 cephalo is ahead."
     " 'stay': by cephalo's plan units stay gathered from the forward to the backward."
 )
-# What is asked for at 3:1, and what steps on emulated devices vary by.
+# The claimed part of the ideal at 3:1, and the noise of steps on emulated devices.
 _NEAR_IDEAL, _NOISE = 0.95, 0.01
 _COLOURS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#009E73")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that the design promises, against one case."""
+    """A claim of the design, checked against one case."""
 
     text: str
     found: str
@@ -49,7 +49,7 @@ class Claim:
 
 
 def rows(results: Sequence[Result]) -> list[list[str]]:
-    """The table's cells, one row for each case."""
+    """Return the table's cells, one row for each case."""
     return [_row(result) for result in results]
 
 
@@ -71,7 +71,7 @@ def _row(result: Result) -> list[str]:
 
 
 def cell(shares: Sequence[float]) -> str:
-    """Percentages that sum to 100, such as ``"97 (0 2 1)"``, by largest remainder."""
+    """Format percentages that sum to 100, such as ``"97 (0 2 1)"``, by largest remainder."""
     exact = [share * 100 for share in shares]
     whole = [math.floor(part) for part in exact]
     order = sorted(range(len(exact)), key=lambda index: whole[index] - exact[index])
@@ -82,7 +82,7 @@ def cell(shares: Sequence[float]) -> str:
 
 
 def claims(results: Sequence[Result]) -> list[Claim]:
-    """What the design promises of these cases, and what was measured."""
+    """Return the design's claims about these cases, with the measured values."""
     found = []
     for result in results:
         case = result.case
@@ -116,7 +116,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """For the terminal."""
+    """Return the table for the terminal."""
     made = Table(title="Side by side", caption=CAPTION, caption_justify="left")
     for heading in HEADINGS:
         made.add_column(heading, justify="right")
@@ -126,7 +126,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def markdown(results: Sequence[Result], header: Sequence[str], notes: Sequence[str]) -> str:
-    """The record: how it was measured, the table, the claims, what could not run."""
+    """Return the record: conditions, table, claims, and contenders that could not run."""
     lines = [f"# {header[0]}", "", *header[1:], "", CAPTION, ""]
     lines += [f"| {' | '.join(HEADINGS)} |", "|" + "---|" * len(HEADINGS)]
     lines += [f"| {' | '.join(row)} |" for row in rows(results)]
@@ -137,7 +137,7 @@ def markdown(results: Sequence[Result], header: Sequence[str], notes: Sequence[s
 
 
 def dump(results: Sequence[Result], header: Sequence[str], notes: Sequence[str]) -> str:
-    """All figures in full, as JSON; seconds and samples per second."""
+    """Return all figures as JSON, in seconds and samples per second."""
     return json.dumps(
         {
             "header": list(header),
@@ -150,7 +150,7 @@ def dump(results: Sequence[Result], header: Sequence[str], notes: Sequence[str])
 
 
 def reasons(results: Sequence[Result]) -> list[str]:
-    """What could not run, and why; once each."""
+    """List the contenders that could not run, each once, with the reason."""
     found = [
         f"{name} did not run: {why}" for result in results for name, why in result.reasons.items()
     ]
@@ -158,7 +158,7 @@ def reasons(results: Sequence[Result]) -> list[str]:
 
 
 def figure(results: Sequence[Result], path: Path) -> None:
-    """Draw the share of the ideal that each reaches: a panel for each link and microbatch count.
+    """Draw the part of the ideal that each contender reaches, by link and microbatch count.
 
     Raises:
         ImportError: matplotlib is not installed.

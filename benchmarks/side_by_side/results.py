@@ -1,11 +1,11 @@
-"""From the ranks' records to a result: ideal, measured, and where the difference goes. Pure.
+"""Turns the ranks' records into results: ideal, measured, and the parts of the difference. Pure.
 
 [Note: where a step goes]
-The ideal step has every rank busy all the time: the global batch over the sum of the ranks' own
-speeds. The rank with the most work for its speed is busy for longer than that unless work is dealt
-out in proportion (``waiting_s``: what the others wait for it), stands idle in collectives
-(``communication_s``), and the rest (``overhead_s``) is time in which its host had given its device
-nothing to do. The four add up to the step.
+In the ideal step every rank is busy all the time. It takes the global batch over the sum of the
+ranks' own speeds. The rank with the most work for its speed is busy for longer than that, unless
+the work is in proportion to speed. This difference is ``waiting_s``: the others wait for that rank.
+``communication_s`` is its idle time in collectives. ``overhead_s`` is the rest: the rank's host had
+not given its device any work. The four add up to the step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class StepTimes:
     """One step on one rank, in seconds.
 
     Attributes:
-        step_s: From the common start until the rank's device has done all of it.
-        busy_s: Of that, the device's own work.
-        blocked_s: Of that, idle while the host was blocked: in a collective, that is.
+        step_s: From the common start until the rank's device has finished the step.
+        busy_s: The device's own work in that time.
+        blocked_s: The device's idle time while its host was blocked, which means in a collective.
     """
 
     step_s: float
@@ -38,13 +38,13 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank saw of one case.
+    """The measurements of one case on one rank.
 
     Attributes:
-        samples: This rank's samples of a step by each contender.
+        samples: This rank's samples in a step of each contender.
         times: Each contender's steps, one for each round.
         reasons: Why other contenders cannot run.
-        plan: Of cephalo.
+        plan: cephalo's plan.
     """
 
     samples: dict[str, int]
@@ -55,7 +55,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Split:
-    """Where one step goes, in seconds."""
+    """The parts of one step, in seconds."""
 
     ideal_s: float
     waiting_s: float
@@ -67,7 +67,7 @@ class Split:
         return self.ideal_s + self.waiting_s + self.communication_s + self.overhead_s
 
     def shares(self) -> tuple[float, float, float, float]:
-        """As parts of the step: reached of the ideal speed, and the three losses; they sum to 1."""
+        """Return the reached part of the ideal speed and the three losses, which sum to 1."""
         parts = (self.ideal_s, self.waiting_s, self.communication_s, self.overhead_s)
         step_s = self.step_s
         ideal, *losses = (part / step_s for part in parts)
@@ -76,7 +76,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A contender's steps over cephalo's, round by round; above 1 cephalo is ahead."""
+    """The ratio of a contender's steps to cephalo's, round by round; above 1 cephalo is ahead."""
 
     lower: float
     median: float
@@ -88,18 +88,18 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Result:
-    """One case.
+    """The result of one case.
 
     Attributes:
-        case: Which.
-        rounds: How many were measured.
+        case: The case.
+        rounds: Number of measured rounds.
         ideal_samples_per_s: The sum of the ranks' own speeds.
-        splits: Of the median round of every contender.
-        ratios: Of every contender but cephalo.
+        splits: The parts of every contender's median round.
+        ratios: The ratio of every contender except cephalo.
         reasons: Why the others could not run.
-        batches: Of every rank, by cephalo's plan.
-        stay_gathered: Whether units do, by that plan, from the forward to the backward.
-        state_fractions: Likewise.
+        batches: Samples of every rank in cephalo's plan.
+        stay_gathered: Whether units stay gathered from the forward to the backward in that plan.
+        state_fractions: Every rank's share of the state in that plan.
     """
 
     case: Case
@@ -113,17 +113,17 @@ class Result:
     state_fractions: tuple[float, ...]
 
     def best(self, names: Sequence[str]) -> str:
-        """The fastest of these by its median step."""
+        """Return the fastest of these contenders by its median step."""
         found = [name for name in names if name in self.splits]
         return min(found, key=lambda name: self.splits[name].step_s)
 
     def ratio_to_best(self, names: Sequence[str]) -> Ratio:
-        """Against the fastest of these."""
+        """Return the ratio of the fastest of these contenders."""
         return self.ratios[self.best(names)]
 
 
 def combine(case: Case, records: Sequence[RankRecord]) -> Result:
-    """Put the ranks' records of one case together."""
+    """Combine the ranks' records of one case."""
     # every contender computes the same for a sample; DDP runs the model as it is
     rates = [record.samples[DDP] / record.times[DDP][0].busy_s for record in records]
     ideal_s = case.global_batch_size / sum(rates)
@@ -153,9 +153,9 @@ def combine(case: Case, records: Sequence[RankRecord]) -> Result:
 
 
 def split(ranks: Sequence[StepTimes], ideal_s: float) -> Split:
-    """Where one step of all ranks goes; see the note of this module."""
+    """Split one step of all ranks into its parts; see the note of this module."""
     step_s = max(rank.step_s for rank in ranks)
-    # of those with as good as the most work, whoever stands idle least keeps the others waiting
+    # of the ranks with nearly the most work, the one with the least idle time delays the others
     most_s = max(rank.busy_s for rank in ranks)
     busiest = [rank for rank in ranks if rank.busy_s >= _AS_GOOD_AS * most_s]
     last = min(busiest, key=lambda rank: rank.blocked_s)
@@ -168,7 +168,7 @@ def split(ranks: Sequence[StepTimes], ideal_s: float) -> Split:
 
 
 def compare(theirs_s: Sequence[float], ours_s: Sequence[float]) -> Ratio:
-    """Steps over steps of the same rounds."""
+    """Return the ratio of two contenders' steps in the same rounds."""
     ratios = [a / b for a, b in zip(theirs_s, ours_s, strict=True)]
     if len(ratios) == 1:
         return Ratio(ratios[0], ratios[0], ratios[0])
@@ -177,6 +177,6 @@ def compare(theirs_s: Sequence[float], ours_s: Sequence[float]) -> Ratio:
 
 
 def _median_round(rounds: Sequence[Sequence[StepTimes]]) -> Sequence[StepTimes]:
-    """A round that was, so that its parts add up."""
+    """Return a real round, not a mean, so that its parts add up."""
     ordered = sorted(rounds, key=lambda ranks: max(rank.step_s for rank in ranks))
     return ordered[(len(ordered) - 1) // 2]

@@ -1,1 +1,4 @@
-"""Plans without a cluster: command line, simulation, estimates, figures. No floor imports it."""
+"""Planning without a cluster: command line, simulation, estimates, figures.
+
+No other part of the package imports this folder.
+"""

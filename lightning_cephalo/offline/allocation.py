@@ -1,4 +1,4 @@
-"""From an allocation to a checked plan: what every baseline ends with."""
+"""Turns an allocation into a checked plan: the last step of every baseline."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.solve import priced
 
-# Even shares of a full rank exceed it by rounding.
+# Rounding can push an even share slightly over the capacity of a full rank.
 _ROUNDING = 1 + 1e-9
 
 
 def checked_plan(
     problem: Problem, ranks: Sequence[RankPlan], *, backend: str, started_s: float
 ) -> Plan:
-    """The plan of this allocation with every prediction filled in.
+    """Return the plan of this allocation with every prediction filled in.
 
     Args:
-        problem: what there is.
+        problem: the problem that the allocation is for.
         ranks: microbatch sizes, state fraction and mode of every rank, in rank order.
-        backend: name of what chose it.
+        backend: name of the planner that chose the allocation.
         started_s: ``time.perf_counter()`` when choosing began.
 
     Raises:
-        InfeasibleError: a rank would hold more than it may, on the device or on the host, or ranks
-            run different numbers of microbatches where the problem wants equal ones.
+        InfeasibleError: a rank would exceed its device or host memory, or ranks run different
+            numbers of microbatches although the problem requires equal ones.
     """
     plan = dataclasses.replace(
         priced(problem, ranks, backend=backend), solve_s=time.perf_counter() - started_s
@@ -55,6 +55,6 @@ def checked_plan(
 
 
 def even_batches(problem: Problem) -> list[int]:
-    """The global batch dealt evenly; what remains goes to the first ranks, one sample each."""
+    """Deal the global batch evenly; the first ranks get one remaining sample each."""
     each, rest = divmod(problem.global_batch_size, len(problem.ranks))
     return [each + (index < rest) for index in range(len(problem.ranks))]

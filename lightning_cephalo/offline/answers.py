@@ -1,4 +1,4 @@
-"""What the command line answers: comparisons and summaries of simulations, as rows and tables."""
+"""Answers of the command line: comparisons and summaries of simulations, as rows and tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A simulated step beside the closed form's."""
+    """The times of a simulated step and of the closed form, and a summary of each rank."""
 
     predicted_s: float
     simulated_s: float
@@ -46,15 +46,15 @@ class Summary:
     ranks: tuple[RankSummary, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as values that JSON can hold."""
         return _finite(dataclasses.asdict(self))
 
 
 def with_device(cluster: Cluster, name: str) -> Cluster:
-    """The cluster with one more device in its first node.
+    """Return the cluster with one more device in its first node.
 
     Raises:
-        PlanError: an unknown device.
+        PlanError: the device is unknown.
     """
     device = find_device(name, cluster.own_devices, where="--add")
     first, *others = cluster.nodes
@@ -70,18 +70,20 @@ def compare(
     time_limit_s: float = 60.0,
     say: Callable[[str], Any] = lambda text: None,
 ) -> list[ComparisonRow]:
-    """Every baseline, ours with one more of each addition, and ours, which comes last.
+    """Compare the baselines with this planner.
+
+    The rows are every baseline, our plan with one more of each addition, and our plan last.
 
     Args:
-        asked: what to compare on.
+        asked: the scenario to compare on.
         additions: names of devices.
         time_limit_s: for each plan.
-        say: told what is being done.
+        say: called with a text before each step of the comparison.
 
     Raises:
         PlanError: an addition is unknown, or the problem came from a file and has no cluster.
-        InfeasibleError: neither ours nor an addition has a plan.
-        SolverError: likewise, as ours found none in time.
+        InfeasibleError: no plan exists, with or without an addition.
+        SolverError: no plan was found, and the solver ran out of time on the problem itself.
     """
     rows = []
     for name, baseline in BASELINES.items():
@@ -105,7 +107,7 @@ def compare(
 
 
 def row_or_reason(name: str, problem: Problem, make: Callable[[], Plan]) -> ComparisonRow:
-    """The row of a plan, or the reason why there is none."""
+    """Return the row of a plan, or a row with the reason why there is none."""
     try:
         return _row_of(name, problem, make())
     except (InfeasibleError, SolverError) as error:
@@ -120,17 +122,18 @@ def _row_of(name: str, problem: Problem, plan: Plan) -> ComparisonRow:
 
 
 def _reason(name: str, error: str) -> str:
-    """Why a row has no plan, without the name of the planner, which the row has already."""
+    """Say why a row has no plan. Leaves out the planner's name, which the row already has."""
     planner, separator, rest = error.partition(": ")
     if separator and (name.startswith(planner) or planner.startswith("published program")):
         error = rest
-    # ours says itself what binds; a rank may also lack a microbatch size, with memory to spare
+    # Our own message already names the limit. A rank may also lack a microbatch size while it has
+    # memory to spare.
     speaks_of_memory = "GiB" in error and "microbatch size" not in error
     return error if name.startswith(_OURS) or not speaks_of_memory else f"out of memory: {error}"
 
 
 def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
-    """Rows as a table; the last one is ours, and what others are compared with."""
+    """Return the rows as a table. The last row is ours; the others are compared with it."""
     best = rows[-1].samples_per_s
     table = Table(title="Comparison", caption_justify="left")
     table.add_column("allocation")
@@ -156,12 +159,12 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
 
 
 def row_as_dict(row: ComparisonRow) -> dict[str, Any]:
-    """For JSON."""
+    """Return the row as values that JSON can hold."""
     return _finite(dataclasses.asdict(row))
 
 
 def summarise(problem: Problem, plan: Plan, simulation: Simulation) -> Summary:
-    """The simulated step beside the closed form's, rank by rank."""
+    """Summarise a simulated step, rank by rank, with the closed form's time."""
     ranks = []
     for index, profile in enumerate(problem.ranks):
         timeline = simulation.timeline(index)
@@ -180,7 +183,7 @@ def summarise(problem: Problem, plan: Plan, simulation: Simulation) -> Summary:
 
 
 def simulation_table(summary: Summary) -> Table:
-    """One row for each run of ranks that are alike."""
+    """Return a table with one row for each run of consecutive equal ranks."""
     difference = summary.simulated_s / summary.predicted_s - 1 if summary.predicted_s else 0.0
     rate = summary.global_batch_size / summary.simulated_s if summary.simulated_s else 0.0
     table = Table(
@@ -213,7 +216,7 @@ def _share(part_s: float, whole_s: float) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same for JSON, which has no infinities."""
+    """Replace infinity by ``"inf"``, as JSON has no infinities."""
     if isinstance(value, dict):
         return {name: _finite(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

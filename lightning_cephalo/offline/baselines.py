@@ -1,9 +1,11 @@
-"""What users would do without a planner, priced by the same cost function: the rows that
-``cephalo compare`` sets beside :func:`~lightning_cephalo.plan.solve`.
+"""Baselines: allocations that users would choose without a planner.
 
-Every baseline takes a problem and returns a :class:`~lightning_cephalo.plan.Plan`, or raises
-InfeasibleError where it does not fit. Each rank runs its microbatches in its fastest mode that
-fits, and a batch is cut into near-equal microbatches.
+``cephalo compare`` shows them next to :func:`~lightning_cephalo.plan.solve`. The same cost function
+prices both.
+
+Every baseline takes a problem and returns a :class:`~lightning_cephalo.plan.Plan`. It raises
+InfeasibleError if its allocation does not fit. Each rank runs its microbatches in its fastest mode
+that fits, and a batch is cut into near-equal microbatches.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ Baseline = Callable[[Problem], Plan]
 
 
 def _either_way(baseline: Baseline) -> Baseline:
-    """Where units may stay gathered from forward to backward, the faster of both."""
+    """Run a baseline once per resharding choice of the problem, and keep its fastest plan."""
 
     @functools.wraps(baseline)
     def chosen(problem: Problem) -> Plan:
@@ -59,8 +61,10 @@ def _either_way(baseline: Baseline) -> Baseline:
 
 @_either_way
 def even(problem: Problem) -> Plan:
-    """Even batch and even state, as FSDP: all ranks run the same number of microbatches, the
-    fastest that fits every rank. Samples that remain go to the first ranks, one each.
+    """Split batch and state evenly, as FSDP does.
+
+    All ranks run the same number of microbatches: the fastest number that fits every rank. The
+    first ranks get one remaining sample each.
     """
     started = time.perf_counter()
     share = 1 / len(problem.ranks)
@@ -74,10 +78,11 @@ def even(problem: Problem) -> Plan:
 
 @_either_way
 def proportional(problem: Problem) -> Plan:
-    """Batch by speed and even state, as Whale and Poplar.
+    """Split the batch by speed and the state evenly, as Whale and Poplar do.
 
-    A rank's speed is its most samples per second beside an even share of the state; the batch is
-    dealt by largest remainder, and every rank accumulates as suits it.
+    A rank's speed is its highest rate in samples per second while it holds an even share of the
+    state. The batch is dealt by largest remainder. Every rank chooses its own number of
+    microbatches, unless the problem requires equal numbers.
     """
     started = time.perf_counter()
     share = 1 / len(problem.ranks)
@@ -98,7 +103,7 @@ def proportional(problem: Problem) -> Plan:
 
 @_either_way
 def state_by_memory(problem: Problem) -> Plan:
-    """Even batch, and the state by free memory: as :func:`even` otherwise."""
+    """Split the batch evenly and the state by free memory; otherwise as :func:`even`."""
     started = time.perf_counter()
     batches = even_batches(problem)
     limits = [profile.capacity_bytes for profile in problem.ranks]
@@ -122,8 +127,9 @@ def state_by_memory(problem: Problem) -> Plan:
 
 
 def compute_balance(problem: Problem, model: PublishedModel | None = None) -> Plan:
-    """The published program with even state and one microbatch per rank: only compute is balanced
-    ("compute balance only").
+    """Run the published program with even state and one microbatch per rank.
+
+    Only compute is balanced ("compute balance only").
     """
     return published(problem, model, even_state=True, accumulate_gradients=False)
 
@@ -143,13 +149,13 @@ def _fastest(
 
 
 def _beside_even_state(problem: Problem) -> list[float]:
-    """Bytes of every rank beside an even share of the state."""
+    """Return the bytes that an even share of the state leaves on every rank."""
     share = problem.state_bytes / len(problem.ranks)
     return [profile.capacity_bytes - share for profile in problem.ranks]
 
 
 def _speed(problem: Problem, profile: RankProfile, limit_bytes: float) -> float:
-    """Most samples per second of any one microbatch that fits."""
+    """Return the highest samples per second of any single microbatch that fits."""
     sizes = range(problem.minimum_microbatch_size, profile.largest_microbatch_size + 1)
     runs = (_run(problem, profile, size, [1], limit_bytes) for size in sizes)
     return max(
@@ -159,10 +165,10 @@ def _speed(problem: Problem, profile: RankProfile, limit_bytes: float) -> float:
 
 
 def _dealt(batch: int, speeds: Sequence[float]) -> list[int]:
-    """The batch in proportion to ``speeds`` in whole samples, by largest remainder."""
+    """Deal the batch in proportion to ``speeds``, in whole samples, by largest remainder."""
     total = sum(speeds)
     if not total:
-        # nobody can take any: the check of the runs says why
+        # no rank can take a sample: the check of the runs says why
         speeds, total = [1.0] * len(speeds), float(len(speeds))
     exact = [batch * speed / total for speed in speeds]
     dealt = [int(part) for part in exact]
@@ -175,7 +181,7 @@ def _dealt(batch: int, speeds: Sequence[float]) -> list[int]:
 def _equal_counts(
     problem: Problem, batches: Sequence[int], limits: Sequence[float], *, lean: bool = False
 ) -> Iterator[list[RankPlan]]:
-    """For every number of microbatches that all ranks with samples can run, what each runs."""
+    """Yield what each rank runs, for every count that all ranks with samples can run."""
     for count in range(1, min((batch for batch in batches if batch), default=0) + 1):
         runs = _runs(problem, batches, limits, [count], lean=lean)
         if runs is not None:
@@ -190,7 +196,7 @@ def _runs(
     *,
     lean: bool = False,
 ) -> list[RankPlan] | None:
-    """What each rank runs, or None when one of them cannot; ``counts`` None: any."""
+    """Return what each rank runs, or None if a rank cannot run; ``counts`` None: any count."""
     found: list[RankPlan | None] = [None] * len(batches)
     for kind in group_types(problem):
         known: dict[int, RankPlan | None] = {}
@@ -213,8 +219,9 @@ def _run(
     *,
     lean: bool = False,
 ) -> RankPlan | None:
-    """The fastest (``lean``: the smallest) way of one rank to run its batch within
-    ``limit_bytes``, without state; None when there is none.
+    """Return the fastest way for one rank to run its batch within ``limit_bytes``, without state.
+
+    With ``lean``, the way that needs the least memory. None if there is none.
     """
     if not batch:
         idle = RankPlan((), 0.0)
@@ -231,7 +238,7 @@ def _run(
         for mode in modes(problem, profile):
             run = rank_plan(profile, sizes, mode)
             on_host = host_need(problem, profile, mode).of(sizes)
-            # an inequality that both sides being infinite passes
+            # written so that it also holds if both sides are infinite
             if not on_host > profile.host_capacity_bytes and (
                 _bytes(problem, profile, run) <= limit_bytes
             ):
@@ -241,7 +248,7 @@ def _run(
 
 
 def _seconds(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
-    """Seconds of a step if this rank were alone and collectives free."""
+    """Return the seconds of a step if this rank were alone and collectives took no time."""
     forward, backward, tail = rank_work(problem, profile, run.microbatch_sizes, Mode.of(run))
     return problem.units * (forward + backward) + tail
 
@@ -251,7 +258,7 @@ def _bytes(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
 
 
 def _why_none(problem: Problem, batches: Sequence[int], limits: Sequence[float]) -> str:
-    """Which rank cannot run its batch, or that the state finds no place."""
+    """Name the rank that cannot run its batch, or say that the state does not fit."""
     for index, (profile, batch, limit) in enumerate(
         zip(problem.ranks, batches, limits, strict=True)
     ):
@@ -273,7 +280,7 @@ def _why_none(problem: Problem, batches: Sequence[int], limits: Sequence[float])
     )
 
 
-# By the name that a comparison shows.
+# Keys are the names that a comparison shows.
 BASELINES: MappingProxyType[str, Baseline] = MappingProxyType(
     {
         "even batch, even state (FSDP)": even,

@@ -1,8 +1,8 @@
-"""What figures are drawn on: their colours, titles and legends, and the file; needs matplotlib.
+"""Canvas of the figures: colours, titles, legends, and the file; needs matplotlib.
 
-Written as PNG or SVG by the suffix, whole or not at all, without a display and without pyplot's
-global state. Colours are those of Okabe and Ito (and a dark yellow), which colour-blind readers can
-tell apart.
+Figures are written as PNG or SVG, by the suffix. They need no display and leave pyplot's global
+state alone. A failed write leaves no partial file. Colours are those of Okabe and Ito (and a dark
+yellow), which colour-blind readers can distinguish.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _DPI = 150
 def empty_figure(
     path: str | PathLike[str], width: float, height: float, *, columns: int = 1
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure and its axes, beside each other.
+    """Return a figure and its axes, side by side.
 
     Args:
-        path: Where it is going to be written.
+        path: Where the figure will be written; its suffix is checked.
         width: In inches.
         height: In inches.
         columns: How many axes.
@@ -67,18 +67,18 @@ def empty_figure(
 
 
 def add_title(axes: Axes, title: str, below: str) -> None:
-    """Put a title over the axes, and what explains them below it."""
+    """Put a title over the axes, and an explanation below the title."""
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=20)
     axes.text(0, 1, below, transform=axes.transAxes, va="bottom", fontsize=9, color="#555555")
 
 
 def end_of_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[float, Annotation]]) -> float:
-    """Where the axis must end for the labels beside bars of these lengths to be inside of it."""
+    """Return the limit of the axis at which all labels next to their bars are inside."""
     figure.draw_without_rendering()  # the layout sets the width of the axes
     width_px = axes.get_window_extent().width
     gap_px = 15.0
     return max(
-        # no label takes more than four fifths, however narrow the axes
+        # a label counts for at most four fifths of the axes, however narrow they are
         at / max(0.2, 1 - (label.get_window_extent().width + gap_px) / width_px)
         for at, label in labels
     )
@@ -95,6 +95,6 @@ def add_legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
 
 
 def save(figure: Figure, path: str | PathLike[str]) -> None:
-    """Write the file whole or not at all, or raise PlanError naming it."""
+    """Write the file completely or not at all. Raises PlanError naming the file if that fails."""
     with files.replacing(Path(path)) as beside:
         figure.savefig(beside, dpi=_DPI, facecolor="white")

@@ -1,4 +1,7 @@
-"""``cephalo plan``, ``cephalo simulate``, ``cephalo compare``: answers before a GPU is rented."""
+"""The command line: ``cephalo plan``, ``cephalo simulate`` and ``cephalo compare``.
+
+It needs no GPU, so it can answer questions before one is rented.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: as in ``sys.argv[1:]``, which is the default.
 
     Returns:
-        The exit code: see ``--help``.
+        The exit code; ``--help`` lists them.
     """
     options = _parser().parse_args(arguments)
-    # Results go to standard output, everything else does not: it may be piped into a program.
+    # Only results go to standard output, which may be piped into a program.
     notes = Console(stderr=True, highlight=False)
     try:
         options.run(options, notes)
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SolverError as error:
         return _failed(notes, "No plan yet", error, UNSOLVED)
     except Exception:
-        # Python's own exit code for this is 1, which says here that nothing fits.
+        # Python would exit with 1, which means "nothing fits" here.
         traceback.print_exc()
         return UNEXPECTED
     return DONE
@@ -154,8 +157,10 @@ def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
 
 @contextmanager
 def _current_folder_first() -> Iterator[None]:
-    """Where ``--model package.module:Class`` is looked for, as by ``python -m``: an installed
-    script has its own folder there instead.
+    """Put the current folder first in ``sys.path``, as ``python -m`` does.
+
+    ``--model package.module:Class`` is imported from there. An installed script has its own folder
+    in that place instead.
     """
     sys.path.insert(0, "")
     try:
@@ -175,7 +180,10 @@ def _print_json(data: Any) -> None:
 
 @contextmanager
 def _status(notes: Console, doing: str) -> Iterator[Any]:
-    """A line that moves on a terminal, and nothing elsewhere; yields what changes its text."""
+    """Show an animated status line on a terminal, and nothing elsewhere.
+
+    Yields a function that changes its text.
+    """
     if not notes.is_terminal:
         yield lambda text: None
         return

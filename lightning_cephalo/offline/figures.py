@@ -1,6 +1,6 @@
 """Figures of simulations and comparisons; needs matplotlib (the extra ``plot``).
 
-How they look and how they are written: ``canvas.py``.
+``canvas.py`` defines their style and writes the files.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MEMORY_PARTS = (
     ("boundaries and kept activations", SKY),
     ("peak of a microbatch", PURPLE),
 )
-# Of a row's height 1, from its top: where a stream is drawn.
+# Top and height of each stream's bar in a row of height 1, measured from the row's top.
 _PLACES = {Stream.COMPUTE: (0.08, 0.44), Stream.COMMUNICATION: (0.54, 0.2)}
 _COPY_PLACE = (0.76, 0.16)
 
@@ -68,11 +68,11 @@ class ComparisonRow:
     """One allocation in a comparison.
 
     Attributes:
-        name: Such as ``"even"`` or ``"cephalo"``; the last row is drawn as ours.
-        step_s: Predicted time of a step; None where it cannot run.
-        samples_per_s: Predicted throughput; likewise.
-        memory: Per rank the bytes it needs and its capacity; None where that is not known.
-        reason: Why it cannot run, in a few words; empty where it can.
+        name: Such as ``"even"`` or ``"cephalo"``.
+        step_s: Predicted time of a step; None if the allocation cannot run.
+        samples_per_s: Predicted throughput; None if the allocation cannot run.
+        memory: Per rank, the bytes that it needs and its capacity; None if not known.
+        reason: Why the allocation cannot run, in a few words; empty if it can.
     """
 
     name: str
@@ -85,18 +85,18 @@ class ComparisonRow:
 def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLike[str]) -> None:
     """Draw the streams of every rank over one step.
 
-    Beyond 16 ranks, one row for all that do the same, such as "16 × V100"; beyond 16 of those, the
-    busiest.
+    Beyond 16 ranks, equal ranks share a row, such as "16 × V100". Beyond 16 such rows, only the
+    busiest are drawn.
 
     Args:
-        simulation: what to draw.
-        problem: what was simulated; its ranks' names are shown.
+        simulation: the simulation to draw.
+        problem: the simulated problem; the names of its ranks are shown.
         path: of the file, ending in ``.png`` or ``.svg``.
 
     Raises:
         ImportError: matplotlib is not installed.
-        PlanError: another suffix, the problem has another number of ranks, or the file cannot be
-            written.
+        PlanError: the suffix is another one, the problem has another number of ranks, or the file
+            cannot be written.
     """
     _check_ranks(simulation, len(problem.ranks), "the problem")
     rows, left_out = _rows(simulation, problem)
@@ -130,21 +130,21 @@ def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLi
 def memory_figure(
     simulation: Simulation, problem: Problem, plan: Plan, path: str | PathLike[str]
 ) -> None:
-    """Draw what fills every rank's memory, and its memory over one step.
+    """Draw the parts of every rank's memory, and its memory over one step.
 
     Ranks share rows and lines as in :func:`timeline_figure`. Bars are the prediction of
     ``plan/cost.py``, lines are simulated.
 
     Args:
         simulation: of the plan.
-        problem: what was simulated.
-        plan: what was simulated.
+        problem: the simulated problem.
+        plan: the simulated plan.
         path: of the file, ending in ``.png`` or ``.svg``.
 
     Raises:
         ImportError: matplotlib is not installed.
-        PlanError: another suffix, problem or plan have another number of ranks, or the file cannot
-            be written.
+        PlanError: the suffix is another one, problem or plan have another number of ranks, or the
+            file cannot be written.
     """
     _check_ranks(simulation, len(problem.ranks), "the problem")
     _check_ranks(simulation, len(plan.ranks), "the plan")
@@ -162,7 +162,7 @@ def memory_figure(
 
 
 def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) -> None:
-    """Draw the throughput of allocations beside each other; what cannot run is marked.
+    """Draw the throughput of allocations as bars; allocations that cannot run are marked.
 
     Args:
         rows: the allocations, from top to bottom; ours last.
@@ -170,7 +170,7 @@ def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) 
 
     Raises:
         ImportError: matplotlib is not installed.
-        PlanError: another suffix, no rows, or the file cannot be written.
+        PlanError: the suffix is another one, there are no rows, or the file cannot be written.
     """
     if not rows:
         raise PlanError("comparison_figure: expected at least one row to compare, but got none.")
@@ -181,7 +181,7 @@ def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) 
         colour = BLUE if index == len(rows) - 1 else SKY
         if row.samples_per_s is None:
             axes.barh(index, most, height=0.62, color="none", edgecolor=PALE, hatch="////")
-            # more lines would run into the next row; the whole reason is in the table
+            # more lines would run into the next row; the table has the whole reason
             text = textwrap.fill(
                 f"cannot run: {row.reason}".rstrip(": "), 70, max_lines=3, placeholder=" …"
             )
@@ -205,13 +205,14 @@ def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) 
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("predicted throughput (samples/s)")
     add_title(axes, "Allocations compared", "longer is better")
-    axes.set_xlim(0, 3 * most)  # wide, as the layout narrows axes that labels stick out of
+    # wide at first, as the layout narrows axes if labels extend beyond them
+    axes.set_xlim(0, 3 * most)
     axes.set_xlim(0, max(1.05 * most, end_of_labels(figure, axes, labels)))
     save(figure, path)
 
 
 def _rows(simulation: Simulation, problem: Problem) -> tuple[list[tuple[str, Timeline]], str]:
-    """Labels and timelines to draw, and what to say of those that are left out."""
+    """Return labels and timelines to draw, and a note on the rows that are left out."""
     if simulation.world_size <= _ROWS:
         ranks = range(simulation.world_size)
         return [
@@ -234,7 +235,7 @@ def _kind_label(timeline: Timeline, problem: Problem) -> str:
 def _draw_streams(
     axes: Axes, row: int, timeline: Timeline, step_s: float, scale: float
 ) -> set[Operation]:
-    """Draw one row and return what is in it."""
+    """Draw one row and return the operations in it."""
     places = dict(_PLACES)
     if timeline.copy_s:
         places[Stream.COPY] = _COPY_PLACE
@@ -246,7 +247,7 @@ def _draw_streams(
         axes.broken_barh([(0, step_s * scale)], (row + top, height), facecolors=PALE)
     for (stream, name), found in spans.items():
         top, height = places[stream]
-        # a seam between neighbours, where they are wide enough to leave something beside it
+        # a white seam between neighbours, but only where the bars are wider than the seam
         wide = sum(width for _, width in found) / len(found) > 0.004 * step_s * scale
         axes.broken_barh(
             found,
@@ -289,7 +290,7 @@ def _draw_memory_lines(
     step_s: float,
     scale: float,
 ) -> None:
-    """One line for all ranks that do the same: theirs would hide each other."""
+    """Draw one line for all equal ranks, as their lines would hide each other."""
     seconds, unit = _time_scale(step_s)
     kinds = {timeline.ranks: timeline for _, timeline in rows}
     styles = ((colour, style) for style in ("solid", "dashed") for colour in _LINES)
@@ -311,7 +312,7 @@ def _draw_memory_lines(
 
 
 def _memory_parts(problem: Problem, plan: Plan, rank: int) -> tuple[float, float, float, float]:
-    """Bytes of state, gathered buffers, boundaries and the peak, as ``plan/cost.py`` adds them."""
+    """Return the bytes of state, gathered buffers, boundaries and peak, as in ``plan/cost.py``."""
     problem = cost.as_planned(problem, plan)
     part, profile = plan.ranks[rank], problem.ranks[rank]
     need = cost.device_need(problem, profile, cost.Mode.of(part))

@@ -1,4 +1,4 @@
-"""From what a user asks on the command line to a problem."""
+"""Turns the options of the command line into a planning problem."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate import ModelWork
 
 _PUBLISHED_TOKENS = 512
-# Fields of a question that are called otherwise on the command line.
+# Fields of a question that have another name on the command line.
 _OPTIONS = {"global_batch_size": "batch_size", "tables": "table", "model_options": "model_option"}
-# Arguments of work_of() itself, which no --model-option can be, and the option to use instead.
+# Arguments of work_of() itself, which --model-option cannot set, and the option to use instead.
 _NOT_MODEL_OPTIONS = {
     "dtype": "--dtype",
     "sequence_length": "--sequence-length",
@@ -42,7 +42,9 @@ _NOT_MODEL_OPTIONS = {
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked: a saved problem, or a cluster, a model and a batch. None and empty: not said.
+    """The options of the command line: a saved problem, or a cluster, a model and a batch.
+
+    None and empty values mean that the option was not given.
 
     Attributes:
         problem: path of a saved problem.
@@ -54,7 +56,7 @@ class Question:
         sequence_length: tokens of a sample; None: the model's own.
         dtype: of computation; None: fp32.
         tables: paths of measured curves.
-        published: folder of profiles in the format of the paper's release, which has ``model``.
+        published: folder of profiles in the format of the paper's release; has ``model``.
         recompute: ``"on"``, ``"off"`` or ``"choose"``; None: ``"on"``.
         offload: whether the plan may move boundaries to host memory.
     """
@@ -75,10 +77,16 @@ class Question:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A problem, where its times are from, and what it was made of unless it was read from a file.
+    """A problem and the sources of its times.
 
-    ``subject`` says what is planned for in a line; ``problem_of`` makes the problem of the same
-    question on another cluster; ``left_out`` are messages on measured times that were not used.
+    Attributes:
+        problem: the planning problem.
+        subject: one line that names the model, dtype, length and batch.
+        sources: the source of each rank's times.
+        left_out: messages about measured times that were not used.
+        cluster: the cluster; None if the problem was read from a file.
+        problem_of: makes the problem of the same question on another cluster; None if the problem
+            was read from a file.
     """
 
     problem: Problem
@@ -89,7 +97,7 @@ class Scenario:
     problem_of: Callable[[Cluster], Problem] | None = None
 
     def lines(self) -> list[str]:
-        """What is planned for, and a line for each kind of device: where its times are from."""
+        """Return the subject, and one line per kind of device with the source of its times."""
         lines = [self.subject]
         for source in dict.fromkeys(self.sources):
             count = self.sources.count(source)
@@ -98,15 +106,15 @@ class Scenario:
         return lines
 
     def sources_as_dicts(self) -> list[dict[str, str]]:
-        """The sources, one for each rank, for JSON."""
+        """Return the sources, one for each rank, for JSON."""
         return [dataclasses.asdict(source) for source in self.sources]
 
 
 def read(question: Question) -> Scenario:
-    """Read or make the problem that was asked for.
+    """Read or build the problem of a question.
 
     Raises:
-        PlanError: something is missing, contradicts something else, or is not what is expected.
+        PlanError: an option is missing, contradicts another one, or has an invalid value.
     """
     if question.problem is not None:
         return _saved(question, question.problem)
@@ -183,7 +191,7 @@ def _saved(question: Question, path: Path) -> Scenario:
 def _subject(
     question: Question, model: str, sequence_length: int, *, is_class: bool = False
 ) -> str:
-    """What is planned for, such as ``gpt2, fp32, 1024 tokens (default), global batch 48``."""
+    """Describe the job, such as ``gpt2, fp32, 1024 tokens (default), global batch 48``."""
     tokens = f"{sequence_length} tokens"
     if question.sequence_length is None:
         tokens += " (default)"
@@ -198,7 +206,7 @@ def _subject(
 def _published(
     question: Question, cluster: Cluster, model: str, global_batch_size: int
 ) -> Scenario:
-    """A problem by published profiles alone: compute only, links and tail are not in them."""
+    """Build a problem from published profiles alone: they have no times of links or the tail."""
     own = question.model_options or question.tables or question.offload
     if own or question.recompute not in (None, "on"):
         raise PlanError(
@@ -227,7 +235,7 @@ def _published(
 
 
 def _near_misses(work: ModelWork) -> list[str]:
-    """Measured tables of a model of this name that are of another size, dtype or length."""
+    """List the measured tables of a model of this name with another size, dtype or length."""
     return [
         f"times of {table.model!r} that were measured at {table.dtype}, length "
         f"{table.sequence_length}{_size(table)}: this is {work.dtype}, length "
@@ -254,7 +262,7 @@ def _refuse_unused(tables: Sequence[CurveTable], work: ModelWork) -> None:
 
 
 def cluster_of(question: Question) -> Cluster:
-    """The cluster that is asked about, from its file or from a list of devices."""
+    """Return the cluster of a question, from its file or from a list of devices."""
     if (question.cluster is None) == (question.devices is None):
         raise PlanError(
             'Expected one of --cluster cluster.yaml and --devices "2x RTX 4090, RTX 3090", but '
@@ -273,8 +281,9 @@ def cluster_of(question: Question) -> Cluster:
 
 
 def _counted_device(text: str) -> tuple[Device, int]:
-    """``2x RTX 4090``, ``2xRTX 4090`` or ``2 RTX 4090``. A known name comes first, as some begin
-    with digits: ``1080 Ti``.
+    """Parse ``2x RTX 4090``, ``2xRTX 4090`` or ``2 RTX 4090``.
+
+    A known name takes precedence, as some names begin with digits: ``1080 Ti``.
     """
     found = re.fullmatch(r"(\d+)(?:\s*[xX×]\s*|\s+)(\S.*)", text)
     if found is None or lookup(text) is not None:

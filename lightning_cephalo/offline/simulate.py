@@ -1,32 +1,35 @@
-"""One training step of a plan, played instruction by instruction on a cluster that is not here.
+"""Simulates a training step of a plan, instruction by instruction, without the cluster.
 
-The programs of all ranks (plan/program.py) say what happens in which order; this file knows only
-how long each instruction takes and what it holds. Every rank has three streams: compute,
-communication, and copies of offloaded boundaries. Collectives are rendezvous: one starts when all
-ranks have issued it and their communication streams are free, and ends on all of them together.
-With three units and microbatches a and b::
+The programs of all ranks (plan/program.py) define the order of the instructions. This file knows
+only how long each instruction takes and how much memory it holds. Every rank has three streams:
+compute, communication, and copies of offloaded boundaries. A collective is a rendezvous. It starts
+when all ranks have issued it and their communication streams are free, and it ends on all ranks at
+the same time. With three units and microbatches a and b::
 
     communication  G0 G1  G2 ...   G3 ...                  G2 ...  R3 G1   R2 ... R1 R0
     compute               1a 1b    2a 2b    3a L 3b L      3a 3b   2a 2b   1a 1b        U
 
-A unit's boundaries are copied out behind its forward and fetched two units ahead of its backward;
-those of the last two units stay, as the backward starts there.
+A unit's boundaries are copied out after its forward and fetched two units ahead of its backward.
+The boundaries of the last two units stay on the device, as the backward starts there.
 
-Times and bytes of a microbatch are those of ``plan/cost.py``, whose closed form this checks. With G
-and R the gather and the reduce of a unit, F and B the forward and the backward of one and U units,
-the simulated step of equal ranks differs from the closed form by::
+Times and bytes of a microbatch come from ``plan/cost.py``; the simulation checks the closed form
+there. Let G and R be the times of a unit's gather and reduce, F and B those of its forward and
+backward, and U the number of units. The simulated step of equal ranks differs from the closed form
+by::
 
     min(G, F) + max(G, B) + max(R, B) + R - 2 max(G + R, B)          (two units or more)
 
-which is the fill and the drain of the pipeline: G + R where compute hides all communication (the
-first gather and the last reduce have nothing to hide behind), no less than -G where communication
-sets the pace. Ranks whose slowest pass is not the same gain a little more, as one is up to two
-units ahead of another where the passes meet. So a part of the step that falls as 1 / U: within 3 %
-from 24 units on as ``benchmarks/simulator.py`` draws them, a quarter for two units. No step is
-longer than the closed form and G + R.
+This is the fill and the drain of the pipeline. It is G + R where compute hides all communication,
+because nothing hides the first gather and the last reduce. It is no less than -G where
+communication sets the pace. If the slowest pass is not the same on all ranks, the step is a little
+shorter, because ranks are up to two units apart where the passes meet. As a part of the step, the
+difference falls as 1 / U: within 3 % from 24 units on for the problems of
+``benchmarks/simulator.py``, and a quarter for two units. No step is longer than the closed form
+plus G + R.
 
-The exchange of weights between the passes (AGREE) is not played: hosts meet there, not devices.
-``step_overhead_s`` is added as it is given, ``fill_s`` is not: it is what is played here.
+The exchange of weights between the passes (AGREE) is not simulated: it synchronises hosts, not
+devices. ``step_overhead_s`` is added as given. ``fill_s`` is not added, as the simulation replaces
+it.
 """
 
 from __future__ import annotations
@@ -61,21 +64,21 @@ _LINKED = frozenset({Operation.GATHER, Operation.REDUCE})
 
 
 def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
-    """Play ``steps`` training steps of a plan.
+    """Simulate ``steps`` training steps of a plan.
 
-    Ranks with equal profiles and equal plans are played once.
+    Ranks with equal profiles and equal plans are simulated once.
 
     Args:
-        problem: what there is.
-        plan: who does what; its predictions are not read.
+        problem: the problem that the plan is for.
+        plan: the plan to simulate; its predictions are not read.
         steps: how many steps the events cover.
 
     Raises:
         PlanError: ``steps`` is not a positive whole number, the plan is for another number of
-            ranks, or it says what was not profiled (a microbatch size, a mode).
+            ranks, or it uses a microbatch size or a mode that was not profiled.
     """
     steps = records.whole("steps", steps, minimum=1)
-    cost.predict(problem, plan)  # its complaints are ours
+    cost.predict(problem, plan)  # raises the PlanError for plans that do not match the problem
     problem = cost.as_planned(problem, plan)
     kinds: dict[tuple[object, ...], list[int]] = {}
     for rank, (profile, part) in enumerate(zip(problem.ranks, plan.ranks, strict=True)):
@@ -93,11 +96,11 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
 
 
 def programs_of(problem: Problem, plan: Plan) -> list[Program]:
-    """The program of every rank, for a model whose units are visited once each.
+    """Return the program of every rank, for a model that visits each unit once.
 
     Args:
-        problem: What there is; says how many units.
-        plan: Who does what.
+        problem: Gives the number of units.
+        plan: Gives the microbatches and modes of every rank.
     """
     problem = cost.as_planned(problem, plan)
     visits = [Visit(unit) for unit in range(1, problem.units + 1)]
@@ -125,7 +128,7 @@ def _play(problem: Problem, lanes: Sequence[_Lane], even: bool) -> float:
     }
     link_free_s = 0.0
     while True:
-        # the programs are checked: all lanes come to the same collective
+        # the programs are checked: all lanes reach the same collective
         reached = [lane.run_to_collective() for lane in lanes]
         if reached[0] is None:
             break
@@ -157,8 +160,10 @@ class _Microbatch:
 
 
 class _Change(NamedTuple):
-    """Of a rank's memory: boundaries, kept activations and host boundaries count unit-samples, so
-    that what is released is exactly what was kept.
+    """A change of a rank's memory.
+
+    Boundaries, retained activations and host boundaries are counted in unit-samples. Integers make
+    releases cancel allocations exactly.
     """
 
     time_s: float
@@ -206,7 +211,7 @@ class _Lane:
     # -- execution ----------------------------------------------------------------------------
 
     def run_to_collective(self) -> Instruction | None:
-        """Play instructions up to the next gather or reduce; None at the end of the backward."""
+        """Run up to the next gather or reduce and return it; None at the end of the backward."""
         for instruction in self._rest:
             if instruction.operation in _LINKED:
                 return instruction
@@ -218,7 +223,7 @@ class _Lane:
         microbatch = self._microbatches[instruction.microbatch]
         match instruction.operation:
             case Operation.FORWARD if instruction.unit != ROOT:
-                # the boundary takes the room of the one two visits before
+                # the boundary reuses the memory of the boundary from two visits before
                 room = (instruction.visit - UNITS_THAT_STAY, instruction.microbatch)
                 room_s = self._copied_s.pop(room, 0.0)
                 start_s = max(self._gathered_s[instruction.unit], room_s)
@@ -247,7 +252,7 @@ class _Lane:
             self._gathered_s[instruction.unit] = end_s
 
     def run_update(self, start_s: float) -> float:
-        """Play the optimizer's step and return when it ends."""
+        """Simulate the optimizer's step and return when it ends."""
         end_s = start_s + self._problem.optimizer_s
         self.record(Stream.COMPUTE, Instruction(Operation.UPDATE), start_s, end_s)
         return end_s
@@ -255,14 +260,14 @@ class _Lane:
     def record(
         self, stream: Stream, instruction: Instruction, start_s: float, end_s: float
     ) -> None:
-        """Note an event, if it took time."""
+        """Record an event, if it took time."""
         if end_s > start_s:
             self._events.append(Event(self._ranks[0], stream, instruction, start_s, end_s))
 
-    # -- what is found ------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------
 
     def timeline(self, step_s: float) -> Timeline:
-        """What was recorded, of a step that took ``step_s``."""
+        """Return the recorded timeline of a step that took ``step_s``."""
         busy_s = dict.fromkeys(Stream, 0.0)
         for event in self._events:
             busy_s[event.stream] += event.end_s - event.start_s
@@ -287,7 +292,11 @@ class _Lane:
         keep: int = 0,
         release: int = 0,
     ) -> None:
-        """Run it; ``keep`` samples' boundaries from its start on, ``release`` them at its end."""
+        """Run an instruction on the compute stream.
+
+        Boundaries of ``keep`` samples are held from its start on; those of ``release`` samples are
+        freed at its end.
+        """
         start_s = max(self.free_s, ready_s)
         self.free_s = start_s + seconds
         self.record(Stream.COMPUTE, instruction, start_s, self.free_s)
@@ -297,7 +306,7 @@ class _Lane:
         self._changes.append(_Change(self.free_s, -release, -released, peak_bytes=-peak_bytes))
 
     def _copy(self, instruction: Instruction) -> tuple[float, float]:
-        """Start as soon as the compute before is done; return start and end."""
+        """Copy as soon as the preceding compute is done; return start and end."""
         start_s = max(self.free_s, self._copy_free_s)
         copy_s = self._microbatches[instruction.microbatch].copy_s
         self._copy_free_s = start_s + copy_s
@@ -306,13 +315,13 @@ class _Lane:
         return start_s, self._copy_free_s
 
     def _memory(self) -> tuple[StepFunction, StepFunction]:
-        """Device and host memory over time."""
+        """Return device and host memory over time."""
         problem = self._problem
         state_bytes, gathered_bytes = self._base_bytes
         device, host = [(0.0, state_bytes + gathered_bytes)], [(0.0, 0.0)]
         boundaries = kept = on_host = 0
         peak_bytes = 0.0
-        # Stable: of changes at one time, the cause was noted before its effect.
+        # The sort is stable: of changes at the same time, a cause stays before its effect.
         for change in sorted(self._changes, key=lambda change: change.time_s):
             boundaries += change.boundaries
             kept += change.kept

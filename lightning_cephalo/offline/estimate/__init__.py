@@ -1,13 +1,13 @@
-"""What a cluster that is not here would need for a step: from measured curves, tables, datasheets.
+"""Estimates the times and memory of a step on a cluster without access to it.
 
-::
+The sources are measured curves, tables and datasheets::
 
     cluster = Cluster.load("cluster.yaml")
     work = work_of("gpt2", sequence_length=512, dtype="fp16", n_layer=24)
     estimate = build_problem(cluster, work, global_batch_size=64)
     plan = solve(estimate.problem)
 
-Names load on first use, as counting a model needs torch and reading a cluster does not.
+Names load on first use, because counting a model needs torch and reading a cluster does not.
 """
 
 from __future__ import annotations

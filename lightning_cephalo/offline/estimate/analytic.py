@@ -1,10 +1,10 @@
-"""Times from a datasheet: what a model asks, over what a device can do times how well it does it.
+"""Estimates times from a datasheet: the model's work over the device's peak rate and efficiency.
 
-Every operator is bound by arithmetic or by memory: matrix products (with attention) take
-``FLOPs / (compute efficiency x peak)``, all others ``bytes / (bandwidth efficiency x bandwidth)``,
-and a pass takes the sum, or longer where the CPU cannot launch so many operators in that time.
-The two efficiencies are fitted to measured curves. An estimate for ranking plans, not a promise:
-every result says how far such estimates were off on devices that the fit had not seen.
+Every operator is bound by arithmetic or by memory. Matrix products (with attention) take
+``FLOPs / (compute efficiency x peak)``, all others ``bytes / (bandwidth efficiency x bandwidth)``.
+A pass takes the sum, or longer if the CPU cannot launch its operators in that time. The two
+efficiencies are fitted to measured curves. The estimate serves to rank plans. Every result gives
+the error of such estimates on devices that the fit had not seen.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from lightning_cephalo.plan.curves import Curves
 if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate.work import ModelWork, Pass
 
-# torch's own time on a CPU to issue one operator, forward or backward: assumed, not measured.
+# torch's time on the CPU to issue one operator, forward or backward: assumed, not measured.
 LAUNCH_S = 5e-6
-# A device with measured curves may differ from the pool by as much as they say; this weak pull
-# keeps what its curves do not tell (such as bandwidth, from matrix products only) at the pool's.
+# Weight of the pull towards the pool. It is weak, so a device's own curves decide where they hold
+# information. Values that they leave open (such as bandwidth, with matrix products only) stay at
+# the pool's.
 _PULL = 0.1
 KINDS = ("fp32", "fp32 shared", "half")
 
 
 @dataclass(frozen=True)
 class Error:
-    """How far estimates were from measurements: ``|estimate / measured - 1|``.
+    """The error of estimates against measurements: ``|estimate / measured - 1|``.
 
     Attributes:
-        median: half of them were closer.
-        most: nine tenths of them were closer.
+        median: half of the estimates were closer.
+        most: nine tenths of the estimates were closer.
     """
 
     median: float
@@ -49,7 +50,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of a device's peaks that models reach.
+    """Fractions of a device's peak rates that models reach.
 
     Attributes:
         device: name of the device; "" for the pool of all.
@@ -57,7 +58,7 @@ class Efficiency:
             half of their fp32 units; ``"half"`` for all that run on matrix units.
         compute: of the peak FLOP/s, by matrix products.
         bandwidth: of the memory's bandwidth, by everything else.
-        error: None where it is not known.
+        error: None if it is not known.
     """
 
     device: str
@@ -79,8 +80,10 @@ class Measurement:
 def find_efficiency(
     device: Device, dtype: str, efficiencies: Sequence[Efficiency] | None = None
 ) -> Efficiency:
-    """That of the device or of one with the same chip where it was fitted, else that of the pool,
-    or PlanError.
+    """Return the efficiency fitted to the device, else to one with the same chip, else to the pool.
+
+    Raises:
+        PlanError: there is none of this kind, not even for the pool.
     """
     if efficiencies is None:
         from lightning_cephalo.offline.estimate.efficiencies import FITTED
@@ -98,14 +101,14 @@ def find_efficiency(
 
 
 def kind_of(device: Device, dtype: str) -> str:
-    """The kind of efficiency that matters on this device in this dtype."""
+    """Return the kind of efficiency that applies to this device in this dtype."""
     if dtype != "fp32":
         return "half"
     return "fp32 shared" if device.shares_fp32_units else "fp32"
 
 
 def pass_s(work: Pass, device: Device, dtype: str, efficiency: Efficiency, samples: float) -> float:
-    """Seconds of one pass over a microbatch of that many samples."""
+    """Return the seconds of one pass over a microbatch of ``samples``."""
     arithmetic = work.flops.at(samples) / (efficiency.compute * device.peak_flops_per_s(dtype))
     memory = work.moved_bytes.at(samples) / (efficiency.bandwidth * device.bandwidth_bytes_per_s)
     return max(arithmetic + memory, work.operators * LAUNCH_S)
@@ -119,10 +122,10 @@ def estimate(
     recompute: bool = True,
     efficiencies: Sequence[Efficiency] | None = None,
 ) -> Curves:
-    """Curves of a device that was never measured, labelled as an estimate with its error.
+    """Estimate the curves of a device without measurements. The label gives their error.
 
     Args:
-        work: what the model asks.
+        work: the model's work.
         device: its datasheet.
         largest_microbatch_size: length of the curves.
         recompute: whether ``backward_s`` runs the forward again.
@@ -152,8 +155,9 @@ def estimate(
 
 
 def compute_bytes(work: ModelWork, samples: int, *, recompute: bool = True) -> float:
-    """Peak beside state, gathered buffers and what is kept of every sample. Without recompute a
-    unit's activations are among what is kept.
+    """Return the peak without state, gathered buffers and retained activations.
+
+    Without recompute, the activations inside units are retained and do not count either.
     """
     unit = work.unit_peak_bytes.at(samples)
     if not recompute:
@@ -162,8 +166,10 @@ def compute_bytes(work: ModelWork, samples: int, *, recompute: bool = True) -> f
 
 
 def fit(measurements: Iterable[Measurement]) -> tuple[Efficiency, ...]:
-    """Efficiencies fitted to measured curves by least squares of log(estimate / measured): one for
-    all devices of a kind, and one for each. Curves count equally, whatever their length.
+    """Fit efficiencies to measured curves by least squares of log(estimate / measured).
+
+    The result holds one efficiency for all devices of a kind, and one for each device. Curves count
+    equally, whatever their length.
     """
     fitted = []
     measurements = tuple(measurements)
@@ -182,7 +188,7 @@ def fit(measurements: Iterable[Measurement]) -> tuple[Efficiency, ...]:
 
 
 def relative_errors(measurement: Measurement, efficiency: Efficiency) -> list[float]:
-    """``|estimate / measured - 1|`` of every point of both curves."""
+    """Return ``|estimate / measured - 1|`` of every point of both curves."""
     return [abs(math.expm1(log)) for log in _log_errors(measurement, efficiency)]
 
 
@@ -214,7 +220,7 @@ def _fit(
         return np.concatenate(rows)
 
     start = np.log([0.5, 0.5] if pool is None else [pool.compute, pool.bandwidth])
-    # a datasheet's boost clock may be exceeded a little; caches may exceed the memory's bandwidth
+    # a device may slightly exceed the datasheet's boost clock, and caches the memory's bandwidth
     bounds = (np.log([0.01, 0.01]), np.log([1.2, 3.0]))
     found = least_squares(residuals, start, bounds=bounds, loss="soft_l1")
     return Efficiency(device, kind, *np.exp(found.x).tolist())

@@ -1,4 +1,4 @@
-"""A :class:`~lightning_cephalo.plan.Problem` for a cluster that is not here."""
+"""Builds a :class:`~lightning_cephalo.plan.Problem` for a cluster without access to it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 # fp32 parameter, gradient and Adam's two moments
 STATE_BYTES_PER_PARAMETER = 16
-# Adam reads all four and writes all but the gradient
+# Adam reads all four values and writes all except the gradient
 _OPTIMIZER_BYTES_PER_PARAMETER = 28
 _GRADIENT_BYTES = 4
 _COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 # Larger microbatches are no faster per sample, and the solver's time grows with their number.
 LARGEST_MICROBATCH_SIZE = 64
-# Share of the PCIe rate that copies from pinned memory reach: assumed, not measured.
+# Fraction of the PCIe rate that copies from pinned memory reach: assumed, not measured.
 COPY_EFFICIENCY = 0.8
 
 
 @dataclass(frozen=True)
 class RankSource:
-    """Where one rank's times are from.
+    """The source of one rank's times.
 
     Attributes:
         device: name of the device.
         source: ``"measured"``, ``"table"`` or ``"estimate"``.
-        detail: which, and its error where it is known.
+        detail: which source, and its error if it is known.
     """
 
     device: str
@@ -48,12 +48,12 @@ class RankSource:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A problem and how far to trust it.
+    """A problem and the sources of its times.
 
     Attributes:
         problem: to solve.
         sources: one per rank, in rank order.
-        broken_files: messages on files of the cache that could not be read.
+        broken_files: messages about cache files that could not be read.
     """
 
     problem: Problem
@@ -76,27 +76,29 @@ def build_problem(
     uneven_factor: float = UNEVEN_FACTOR,
     efficiencies: Sequence[Efficiency] | None = None,
 ) -> Estimate:
-    """What a step of this model on this cluster needs, from the best that is known of each device:
-    measured curves of the cache, then ``tables``, then its datasheet.
+    """Build the planning problem of this model on this cluster.
+
+    The times of each device come from its best source: measured curves in the cache, then
+    ``tables``, then its datasheet.
 
     Args:
         cluster: devices and links.
         work: the model at one dtype and sequence length.
         global_batch_size: samples of one step over all ranks.
         tables: published or the user's own.
-        cache_folder: where measured tables are; default: the user's cache.
-        recompute: whether units are computed again in the backward.
-        choose_recompute: leave that to the plan, rank by rank; the trainer must know how.
+        cache_folder: folder of measured tables; default: the user's cache.
+        recompute: whether units are recomputed in the backward.
+        choose_recompute: leave that to the plan, rank by rank; the trainer must support it.
         choose_resharding: let the plan keep units gathered from the forward to the backward, as the
             trainer does by default.
-        allow_offload: let the plan move boundaries to host memory, where the cluster has any and
-            units are computed again.
-        largest_microbatch_size: no larger ones are considered.
-        uneven_factor: what uneven shards cost in collectives, over even ones.
+        allow_offload: let the plan move boundaries to host memory, if the cluster has any and
+            units are recomputed.
+        largest_microbatch_size: larger sizes are not considered.
+        uneven_factor: time of collectives with uneven shards over that with even ones.
         efficiencies: from :func:`~lightning_cephalo.offline.estimate.analytic.fit`.
 
     Raises:
-        PlanError: a device cannot compute in this dtype, or the values are not what is expected.
+        PlanError: a device cannot compute in this dtype, or a value is invalid.
     """
     cached = cached_tables(cache_folder)
     gathered = gathered_bytes(work)
@@ -130,7 +132,7 @@ def build_problem(
     compute = _COMPUTE_BYTES[work.dtype]
 
     def collective_s(nbytes: float) -> float:
-        # Cuts lie between rows, so that even shares of the state are hardly ever even slices.
+        # Cuts lie between rows, so even shares of the state are rarely even slices.
         return uneven_collective_s(cluster, nbytes, uneven_factor=uneven_factor)
 
     gather_s = collective_s(compute * work.unit_parameters)
@@ -160,23 +162,29 @@ def build_problem(
 
 
 def state_bytes(work: ModelWork) -> float:
-    """Bytes of training state, and of what one reduce receives into, as the profiler counts them
-    (NCCL).
+    """Return the bytes of training state and of one reduce's receive buffer.
+
+    The profiler counts the same (NCCL).
     """
     largest = max(work.largest_unit_parameters, work.root_parameters)
     return STATE_BYTES_PER_PARAMETER * work.parameters + _GRADIENT_BYTES * largest
 
 
 def gathered_bytes(work: ModelWork) -> float:
-    """Full buffers at the worst moment on every rank: the root and the two largest units,
-    parameters in the compute dtype and gradients in fp32.
+    """Return the most bytes of full buffers that every rank holds at the same time.
+
+    These are the root and two units of the largest size, with parameters in the compute dtype and
+    gradients in fp32.
     """
     full = work.root_parameters + min(2, work.units) * work.largest_unit_parameters
     return (_COMPUTE_BYTES[work.dtype] + _GRADIENT_BYTES) * full
 
 
 def unresharded_bytes(work: ModelWork) -> float:
-    """Full parameters beside these where units stay gathered from forward to backward."""
+    """Return the bytes of full parameters that come on top of :func:`gathered_bytes`.
+
+    They are held if units stay gathered from forward to backward.
+    """
     others = work.units * work.unit_parameters - min(2, work.units) * work.largest_unit_parameters
     return _COMPUTE_BYTES[work.dtype] * max(0.0, others)
 
@@ -203,7 +211,7 @@ def _profile(
         backward, peaks = kept_backward, kept_peaks
     capacity = cluster.capacity_bytes(rank.device)
     offload = allow_offload and recompute and rank.host_memory_bytes > 0
-    # boundaries that can leave the device do not bound the microbatch
+    # boundaries that can be offloaded do not limit the microbatch size
     room = capacity - fixed_bytes
     per_sample = 0.0 if offload else sample_bytes
     fits = sum(peaks[size - 1] + per_sample * size <= room for size in sizes)
@@ -224,7 +232,7 @@ def _profile(
 def _optimizer_s(
     cluster: Cluster, work: ModelWork, efficiencies: Sequence[Efficiency] | None
 ) -> float:
-    """Seconds of the slowest rank's Adam when state is shared out in proportion to memory."""
+    """Return the seconds of the slowest rank's Adam if state is shared in proportion to memory."""
     total = sum(rank.device.memory_bytes for rank in cluster.ranks)
     moved = _OPTIMIZER_BYTES_PER_PARAMETER * work.parameters
     return max(

@@ -1,6 +1,6 @@
-"""A cluster that is not here: its devices, how they sit in nodes, and the links between them.
+"""Describes a cluster: its devices, their nodes, and the links between them.
 
-Read from ``cluster.yaml``::
+It is read from ``cluster.yaml``::
 
     nodes:
       - {devices: {RTX 4090: 2, RTX 3090: 1}, link: 25 GB/s}
@@ -10,7 +10,7 @@ Read from ``cluster.yaml``::
       MyCard: {memory: 20 GiB, fp32: 30 TFLOP/s, fp16: 60 TFLOP/s, bandwidth: 600 GB/s}
 
 A link is a bandwidth each way, or ``{bandwidth: 25 GB/s, latency: 5 us}``. Ranks are numbered node
-by node, in the order written.
+by node, in the order of the file.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from lightning_cephalo.common.quantities import (
 from lightning_cephalo.common.records import Amount, Checked, Count, FileRecord, Positive
 from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
 
-# A collective's start inside a node and over a network: assumed, not measured.
+# Start-up time of a collective inside a node and over a network: assumed, not measured.
 NODE_LATENCY_S = 10e-6
 NETWORK_LATENCY_S = 30e-6
 
-# key in YAML -> field of Device, what it measures
+# key in YAML -> field of Device, dimension
 _DEVICE_KEYS: dict[str, tuple[str, Dimension]] = {
     "memory": ("memory_bytes", BYTES),
     "fp32": ("fp32_flops_per_s", FLOPS_PER_S),
@@ -54,7 +54,7 @@ _PCIE_BYTES_PER_S = 15.75e9  # third generation, sixteen lanes
 
 @dataclass(frozen=True)
 class Link(Checked):
-    """What joins ranks: bytes per second each way, and seconds before the first of them."""
+    """A link between ranks: bytes per second each way, and seconds before the first byte."""
 
     bandwidth_bytes_per_s: Positive
     latency_s: Amount = NODE_LATENCY_S
@@ -62,11 +62,11 @@ class Link(Checked):
 
 @dataclass(frozen=True)
 class NodeGroup(Checked):
-    """Nodes that are alike.
+    """A group of equal nodes.
 
     Attributes:
-        devices: each kind of device and how many of it one node has; one rank each.
-        count: how many such nodes.
+        devices: each kind of device and its number in one node; every device is one rank.
+        count: number of nodes.
         link: between ranks of one node; None: the slowest device's PCIe.
         host_memory_bytes: of one node; 0: unknown, nothing can be offloaded.
     """
@@ -85,12 +85,12 @@ class NodeGroup(Checked):
 
     @property
     def ranks_per_node(self) -> int:
-        """Devices of one node."""
+        """Number of devices in one node."""
         return sum(count for _, count in self.devices)
 
     @property
     def inner_link(self) -> Link:
-        """``link``, or what stands for it."""
+        """``link``, or else the slowest device's PCIe."""
         return self.link or Link(min(device.pcie_bytes_per_s for device, _ in self.devices))
 
 
@@ -115,13 +115,13 @@ class Cluster(FileRecord):
     """Devices in nodes.
 
     Attributes:
-        nodes: groups of nodes that are alike.
-        between_nodes: the link of every node to the others; needed where there are several nodes.
+        nodes: groups of equal nodes.
+        between_nodes: the link of every node to the others; required for several nodes.
         own_devices: devices described in the file itself.
         reserve: part of every device's memory that a plan leaves free.
 
     Raises:
-        PlanError: no nodes, or several and no link between them.
+        PlanError: there are no nodes, or several without a link between them.
     """
 
     kind = "cluster"
@@ -146,7 +146,7 @@ class Cluster(FileRecord):
 
     @property
     def node_count(self) -> int:
-        """How many nodes there are."""
+        """Number of nodes."""
         return sum(group.count for group in self.nodes)
 
     @property
@@ -163,11 +163,11 @@ class Cluster(FileRecord):
         return tuple(ranks)
 
     def capacity_bytes(self, device: Device) -> float:
-        """What a plan may fill of this device."""
+        """Return the bytes of this device's memory that a plan may use."""
         return device.memory_bytes * (1 - self.reserve)
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``cluster.yaml`` has it."""
+        """Return the mapping that ``cluster.yaml`` holds."""
         data: dict[str, Any] = {"nodes": [_group_dict(group) for group in self.nodes]}
         if self.between_nodes is not None:
             data["between_nodes"] = _link_value(self.between_nodes, NETWORK_LATENCY_S)
@@ -189,7 +189,7 @@ class Cluster(FileRecord):
 
     @staticmethod
     def _format_of(path: Path) -> str:
-        return "yaml"  # whatever the file is called
+        return "yaml"  # for every file name
 
 
 def _cluster(cls: type[Cluster], data: Any) -> Cluster:

@@ -1,8 +1,8 @@
-"""Seconds of collectives on a cluster that is not here: the lower bound that its links set.
+"""Estimates the seconds of collectives from a cluster's links, as a lower bound.
 
-A ring over all ranks passes every link once, so the slowest link decides: each sends all but its
-own part, ``(n - 1) / n`` of the bytes. The latency is that of a tree: as many hops as it has
-levels. Real collectives take longer where other traffic shares the link.
+A ring over all ranks passes every link once, so the slowest link decides. Each rank sends all
+except its own part, ``(n - 1) / n`` of the bytes. The latency is that of a tree: one hop per level.
+Real collectives take longer if other traffic shares the link.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import math
 
 from lightning_cephalo.offline.estimate.cluster import Cluster
 
-# Uneven shards against even ones: mean over gathers and reduces of two ranks on gloo
-# (1.3, 0.8, 1.1, 1.1, 1.1, 1.3, 1.1, 0.8: too noisy for more digits). Nothing was measured on
-# NCCL; the Cephalo paper says up to 1.25.
+# Time with uneven shards over that with even ones: mean over gathers and reduces of two ranks on
+# gloo (1.3, 0.8, 1.1, 1.1, 1.1, 1.3, 1.1, 0.8: too noisy for more digits). Nothing was measured on
+# NCCL; the Cephalo paper reports up to 1.25.
 UNEVEN_FACTOR = 1.1
 
 
 def even_collective_s(cluster: Cluster, nbytes: float) -> float:
-    """Seconds to gather (or to reduce and scatter) ``nbytes`` in all, from (into) even shards."""
+    """Return the seconds to all-gather, or reduce-scatter, ``nbytes`` in total with even shards."""
     ranks = sum(group.count * group.ranks_per_node for group in cluster.nodes)
     if ranks == 1:
         return 0.0
@@ -37,11 +37,11 @@ def even_collective_s(cluster: Cluster, nbytes: float) -> float:
 def uneven_collective_s(
     cluster: Cluster, nbytes: float, *, uneven_factor: float = UNEVEN_FACTOR
 ) -> float:
-    """As :func:`even_collective_s`, for uneven shards.
+    """Return the same as :func:`even_collective_s`, for uneven shards.
 
     Args:
-        cluster: what there is.
+        cluster: gives the links.
         nbytes: of the whole unit.
-        uneven_factor: what uneven shards cost over even ones.
+        uneven_factor: time with uneven shards over that with even ones.
     """
     return uneven_factor * even_collective_s(cluster, nbytes)

@@ -1,4 +1,7 @@
-"""Counts what a module does on fake tensors: no data, no memory of its own, no device."""
+"""Counts the operators, bytes and memory of a module on fake tensors.
+
+This needs no data, no device, and no memory for the tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from lightning_cephalo.accelerator.emulated.operators import bytes_in, describe,
 
 @dataclass
 class Tally:
-    """Running sums: FLOPs, bytes that operators without FLOPs read and write, operators."""
+    """Running sums: FLOPs, bytes moved by operators without FLOPs, and the number of operators."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -28,8 +31,9 @@ class Tally:
 
 @dataclass(frozen=True)
 class UnitCount:
-    """One unit for one batch: its forward, its backward (without recompute), and memory in bytes
-    beside its input, parameters and their gradients.
+    """The counts of one unit for one batch: its forward, its backward (without recompute), memory.
+
+    Memory is in bytes and excludes the unit's input, parameters and their gradients.
     """
 
     forward: Tally
@@ -55,7 +59,7 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # "prim" is a question to a fake tensor, not work
+        # "prim" operators query a fake tensor and do no work
         if self._paused or getattr(func, "namespace", "") == "prim":
             return func(*args, **kwargs)
         operator = self._operators.get(func)
@@ -106,8 +110,10 @@ class Counter(TorchDispatchMode):
 
 
 class ZeroValues(TorchDispatchMode):
-    """Answers 0 where a fake tensor is asked for its value: initialisers ask whether any value is
-    out of bounds (``trunc_normal_``), and what they make of it does not matter here.
+    """Returns 0 when code reads the value of a fake tensor.
+
+    Initialisers check whether any value is out of bounds (``trunc_normal_``). Their result does not
+    matter here.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,8 +123,9 @@ class ZeroValues(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """Leaves out dropout of attention weights, for which torch has no fused kernel on CPUs: devices
-    have one, and what they save is what these save without dropout.
+    """Removes dropout of attention weights, for which torch has no fused kernel on CPUs.
+
+    Devices have one. It saves the same tensors as the CPU kernel without dropout.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,8 +139,10 @@ class FusedAttention(TorchFunctionMode):
 
 
 class UnitStubs:
-    """Stands for the units of a model: each kind of call is counted once, by itself, and answered
-    with fresh leaves, as a unit's outputs are to the code between units.
+    """Replaces the forwards of a model's units by stubs that count.
+
+    Each kind of call is counted once, on its own. The stub returns fresh leaf tensors, as the
+    code between units sees them as outputs of a unit.
 
     Args:
         units: the modules.
@@ -141,7 +150,8 @@ class UnitStubs:
 
     Attributes:
         calls: the count of every call, in order.
-        boundary_bytes: what is kept of all calls' inputs; tensors that several share count once.
+        boundary_bytes: retained bytes of all calls' inputs; tensors that several calls share count
+            once.
     """
 
     def __init__(self, units: list[nn.Module], outside: Counter) -> None:
@@ -170,7 +180,7 @@ class UnitStubs:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and leaf.requires_grad and _key(leaf) not in self._kept:
-                    self._kept[_key(leaf)] = leaf  # alive, so that no other takes its key
+                    self._kept[_key(leaf)] = leaf  # kept alive, so no other tensor gets its key
                     self.boundary_bytes += bytes_in(leaf)
             inputs = tuple(_signature(leaf) for leaf in leaves)
             signature = (type(unit), shapes, str(spec), inputs)
@@ -208,8 +218,9 @@ def _count_unit(
 
 @contextmanager
 def set_aside_gradients(module: nn.Module) -> Iterator[None]:
-    """Give all parameters a gradient to add to, as the strategy does: these buffers are counted
-    elsewhere, and what lands in them is brief.
+    """Give all parameters a gradient buffer to add to inside the block, as the strategy does.
+
+    The buffers are counted elsewhere, so new gradients count only until they are added.
     """
     for parameter in module.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -221,8 +232,9 @@ def set_aside_gradients(module: nn.Module) -> Iterator[None]:
 
 
 def _grouped_flops(left: Tensor, right: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    # The products of experts, which torch's registry misses. Rows are dealt out among groups, so
-    # every row of `left` meets one matrix; in the gradient of the matrices the columns are.
+    # Matrix products of experts, which torch's registry lacks. Rows are divided among groups, so
+    # every row of `left` multiplies one matrix. In the gradient of the matrices, columns are
+    # divided.
     if left.ndim == 2 and right.ndim == 2:
         return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
     return 2 * out_val.numel() * left.shape[-1]

@@ -1,10 +1,11 @@
-"""Devices by name: what their public datasheets say. Nothing here was measured.
+"""Catalogue of devices, with figures from their public datasheets. Nothing here was measured.
 
-Rates are dense (no sparsity) and, for fp16, of matrix products that accumulate in fp32, as torch's
-do: on GeForce cards half of what accumulating in fp16 reaches. Devices without matrix units for
-fp16 (Pascal) have their fp32 rate there, as cuBLAS computes such products in fp32.
+Rates are dense (no sparsity). Rates for fp16 are those of matrix products that accumulate in fp32,
+as torch's do. On GeForce cards this is half the rate of accumulating in fp16. Devices without
+matrix units for fp16 (Pascal) list their fp32 rate for fp16, as cuBLAS computes such products in
+fp32.
 
-Memory is what the driver reports with ECC on where that is known, else the datasheet's.
+Memory is the driver's figure with ECC on if that is known, else the datasheet's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightning_cephalo.common.quantities import GIB
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 _MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|generation|graphics|[^a-z0-9]")
-# bytes per second and direction of sixteen lanes, after encoding
+# PCIe generation -> bytes per second and direction of sixteen lanes, after encoding
 _PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
 
 
@@ -29,16 +30,16 @@ class Device:
 
     Attributes:
         name: canonical.
-        memory_bytes: all of it.
-        fp32_flops_per_s: without matrix units, which torch leaves unused for fp32 by default.
-        tf32_flops_per_s: matrix units on fp32 numbers; None: it has none.
+        memory_bytes: total memory.
+        fp32_flops_per_s: without matrix units, which torch does not use for fp32 by default.
+        tf32_flops_per_s: matrix units on fp32 numbers; None: the device has none.
         fp16_flops_per_s: accumulating in fp32.
-        bf16_flops_per_s: None: it cannot.
+        bf16_flops_per_s: None: the device does not support bf16.
         bandwidth_bytes_per_s: of its memory.
         pcie_bytes_per_s: to the host, each way.
-        source: document that the figures are from.
+        source: document with the figures.
         aliases: other names.
-        like: name of a device with the same chip, whose efficiencies stand for its own; "": none.
+        like: name of a device with the same chip, whose efficiencies are used; "": none.
     """
 
     name: str
@@ -55,16 +56,17 @@ class Device:
 
     @property
     def shares_fp32_units(self) -> bool:
-        """Whether half of its fp32 units are the integer units too (GA10x, Ada, RTX Blackwell), so
-        that matrix products reach about half of the datasheet's fp32 rate. Told by matrix units
-        that are hardly faster than fp32; on A100 and H100 they are seven times as fast.
+        """Whether half of the fp32 units are also the integer units (GA10x, Ada, RTX Blackwell).
+
+        Matrix products then reach about half of the datasheet's fp32 rate. Such devices have matrix
+        units that are hardly faster than fp32; on A100 and H100 they are seven times as fast.
         """
         return self.tf32_flops_per_s is not None and (
             self.tf32_flops_per_s < 3 * self.fp32_flops_per_s
         )
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """The datasheet's rate of matrix products in ``dtype``, or PlanError."""
+        """Return the datasheet's rate of matrix products in ``dtype``, or raise PlanError."""
         rates = {
             "fp32": self.fp32_flops_per_s,
             "tf32": self.tf32_flops_per_s,
@@ -83,7 +85,7 @@ class Device:
 
 
 def same_name(one: str, other: str) -> bool:
-    """Whether two names are of one kind of device, however they are written."""
+    """Whether two names are spellings of the same kind of device."""
     if _key(one) == _key(other):
         return True
     found = lookup(one)
@@ -91,7 +93,7 @@ def same_name(one: str, other: str) -> bool:
 
 
 def lookup(name: str, own: Iterable[Device] = ()) -> Device | None:
-    """The device of that name, ``own`` ones first; None when there is none."""
+    """Return the device of that name, from ``own`` first; None if there is none."""
     key = _key(name)
     for device in (*own, *CATALOGUE):
         if key in {_key(known) for known in (device.name, *device.aliases)}:
@@ -100,7 +102,7 @@ def lookup(name: str, own: Iterable[Device] = ()) -> Device | None:
 
 
 def find_device(name: str, own: Iterable[Device] = (), *, where: str = "device") -> Device:
-    """As :func:`lookup`, or PlanError with the close names."""
+    """Return the same as :func:`lookup`, or raise PlanError with similar names."""
     own = tuple(own)
     found = lookup(name, own)
     if found is not None:
@@ -134,7 +136,7 @@ def _nvidia(
     *,
     like: str = "",
 ) -> Device:
-    """One row: GiB, TFLOP/s, GB/s, generation of PCIe."""
+    """Make one row of the catalogue from GiB, TFLOP/s, GB/s and the generation of PCIe."""
     return Device(
         name=name,
         memory_bytes=memory_gib * GIB,

@@ -1,8 +1,8 @@
-"""Efficiencies fitted to the profiles published with Cephalo (ICS 2025): 279 curves of 14 models on
-13 devices; their fp16 is autocast's.
+"""Efficiencies fitted to the profiles published with Cephalo (ICS 2025).
 
-Printed by ``python benchmarks/estimates.py`` on 2026-11-21: do not edit, fit again. The error of a
-device is that on models left out of the fit; the error of a pool ("") that on chips left out.
+The profiles are 279 curves of 14 models on 13 devices; their fp16 is autocast's. Printed by
+``python benchmarks/estimates.py`` on 2026-11-21: do not edit, fit again. A device's error is the
+error on models left out of the fit. The error of a pool ("") is the error on chips left out.
 """
 
 from __future__ import annotations

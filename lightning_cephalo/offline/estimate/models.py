@@ -1,4 +1,4 @@
-"""Models by name: a Hugging Face config, or a class that an import path names."""
+"""Finds models by name: a Hugging Face config, or the import path of a class."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.work import TORCH_DTYPES, ModelWork, count_work, loss_of
 
-# Of these a model without any is a mistake; transformers takes 0 and less.
+# Values below 1 are mistakes here, but transformers accepts them.
 _AT_LEAST_ONE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-# Arguments of every config that are kept under another name.
+# Arguments of every config that the config stores under another name.
 _OF_EVERY_CONFIG = ("attn_implementation", "num_labels")
 
 
@@ -33,22 +33,22 @@ def work_of(
     name: str | None = None,
     **arguments: Any,
 ) -> ModelWork:
-    """Count what a model asks of a device.
+    """Count the work and memory that a model needs.
 
     Args:
         model: a ``transformers`` config object; the path of a ``config.json`` or of a folder with
             one; a model type such as ``"gpt2"`` (its default config); or ``package.module:Class``
             (a LightningModule or another module).
-        sequence_length: tokens of a sample; default: the model's maximum. Images: their patches,
-            whatever is said here. For a class: the length of its token input, when it has no
-            ``example_input_array``.
+        sequence_length: tokens of a sample; default: the model's maximum, or 512 if its config
+            has none. Ignored for images, whose length is their number of patches. For a class:
+            the length of its token input (default: 512), if it has no ``example_input_array``.
         dtype: compute dtype.
         name: for tables; default: the model type, or the name of the class.
         arguments: overrides of the config, or arguments of the class.
 
     Raises:
-        PlanError: no such model, an argument that it does not take, a length below 1, or a model
-            that does not run on fake tensors.
+        PlanError: there is no such model, it does not take an argument, the length is below 1, or
+            the model does not run on fake tensors.
     """
     if sequence_length is not None:
         sequence_length = records.whole("sequence_length", sequence_length, minimum=1)
@@ -59,7 +59,7 @@ def work_of(
 
 
 def names_class(model: Any) -> bool:
-    """Whether :func:`work_of` takes this for the import path of a class."""
+    """Whether :func:`work_of` reads this as the import path of a class."""
     return isinstance(model, str) and ":" in model and not Path(model).exists()
 
 
@@ -109,8 +109,8 @@ def _config(model: Any, overrides: dict[str, Any]) -> Any:
 
 
 def _made(kind: Any, label: str, *settings: dict[str, Any]) -> Any:
-    """A config of this kind; later settings go before earlier ones."""
-    # by the config's own names: transformers checks no others, and lets them win
+    """Make a config of this kind; later settings override earlier ones."""
+    # by the config's own names: transformers checks only these, and they override aliases
     own = {kind.attribute_map.get(key, key): given[key] for given in settings for key in given}
     try:
         with _quiet():
@@ -154,7 +154,7 @@ def _listed(arguments: dict[str, Any]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what transformers says of a config that was cut down for counting."""
+    """Silence the warnings of transformers about a config that was cut down for counting."""
     logging = _transformers().logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -200,7 +200,7 @@ def _work_of_config(
     def build() -> nn.Module:
         try:
             return _auto_class(config).from_config(config)
-        except (PlanError, RuntimeError):  # RuntimeError: fake tensors, of which count_work tells
+        except (PlanError, RuntimeError):  # RuntimeError: fake tensors; count_work reports it
             raise
         except Exception as error:
             label = f"{config.model_type} with {changes}" if changes else config.model_type
@@ -265,7 +265,7 @@ def _work_of_class(
 
     def build() -> nn.Module:
         module = found(**arguments)
-        if hasattr(module, "configure_model"):  # where Lightning modules make what is large
+        if hasattr(module, "configure_model"):  # Lightning modules make large layers there
             module.configure_model()
         return module
 
@@ -279,7 +279,7 @@ def _work_of_class(
 
 
 def _repeated(example: Any, samples: int, dtype: torch.dtype) -> Any:
-    """The example with another number of samples in its first dimension."""
+    """Return the example with ``samples`` as its first dimension."""
     if isinstance(example, Tensor):
         kind = dtype if example.is_floating_point() else example.dtype
         return torch.zeros((samples, *example.shape[1:]), dtype=kind)

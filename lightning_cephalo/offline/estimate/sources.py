@@ -1,4 +1,4 @@
-"""Where a device's curves come from: measured, from a table, or estimated, in this order."""
+"""Finds a device's curves: measured, from a table, or estimated, in this order."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def curves_of(
     tables: Sequence[CurveTable] = (),
     efficiencies: Sequence[Efficiency] | None = None,
 ) -> Curves:
-    """The best curves that are known of a device, with recompute and nothing left empty.
+    """Return the best known curves of a device, with recompute and without empty fields.
 
-    What a table leaves out is filled in: ``tail_s`` from the estimate, scaled as the table's
-    forward is to the estimated one; ``compute_bytes`` from the operators alone, as bytes depend on
-    the model and hardly on the device.
+    Fields that a table lacks are estimated. ``tail_s`` is scaled by the ratio of the table's
+    forward to the estimated one. ``compute_bytes`` comes from the operators alone, as bytes depend
+    on the model and hardly on the device.
 
     Args:
-        device: what to find.
-        work: the model; tables count when model, dtype and sequence length are its own.
+        device: the device to find.
+        work: the model; a table counts if it matches model, dtype, sequence length and size.
         largest_microbatch_size: curves are cut to it; those of a table may be shorter.
-        measured: the cache.
+        measured: tables of the cache.
         tables: published or a user's; the first that has the device counts.
         efficiencies: for estimates.
     """

@@ -1,9 +1,10 @@
-"""What a model asks of a device, counted by torch on fake tensors: no data, no memory.
+"""Counts the work and memory that a model needs, by running it on fake tensors.
 
 The model is built, divided into units as the strategy divides it, and run forward and backward for
-batches of one and two samples; what is linear in the batch follows. Half precision is counted as
-the strategy gathers it: parameters and activations in that dtype (what autocast keeps in fp32 is
-not seen). Exact for the operators that torch runs on a CPU; a device may choose other kernels.
+batches of one and two samples. These give the linear dependence on the batch. Half precision is
+counted as the strategy gathers it: parameters and activations in that dtype. Operators that
+autocast runs in fp32 are not considered. Counts are exact for the operators that torch runs on a
+CPU; a device may choose other kernels.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ class Linear:
     per_sample: float
 
     def at(self, samples: float) -> float:
-        """The value for a microbatch of that many samples."""
+        """Return the value for a microbatch of ``samples``."""
         return self.fixed + self.per_sample * samples
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass over one microbatch costs a device.
+    """The work of one pass over one microbatch.
 
     Attributes:
         flops: of matrix products and attention; a multiply and an add are two.
         moved_bytes: read and written by all other operators, parameters included.
-        operators: kernels that are launched.
+        operators: number of launched kernels.
     """
 
     flops: Linear
@@ -67,26 +68,28 @@ class Pass:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """One model at one dtype and sequence length. Units that differ are averaged (T5's encoder and
-    decoder layers); ``unit_kinds`` says how many kinds there are.
+    """The work of one model at one dtype and sequence length.
+
+    Units that differ are averaged (T5's encoder and decoder layers); ``unit_kinds`` is the number
+    of kinds.
 
     Attributes:
         model: name, to find tables by.
         dtype: ``"fp32"``, ``"tf32"``, ``"fp16"`` or ``"bf16"``.
-        sequence_length: tokens of one sample; what it was counted at.
+        sequence_length: tokens of one sample in the counted batches.
         units: calls of units in one forward.
-        unit_kinds: kinds of them.
+        unit_kinds: number of different kinds of these calls.
         unit_parameters: mean number of parameters of a unit.
-        largest_unit_parameters: of the largest.
-        root_parameters: of everything outside of units.
+        largest_unit_parameters: parameters of the largest unit.
+        root_parameters: parameters outside of units.
         forward: one unit.
         backward: one unit, without recompute.
         tail: the root, forward and backward.
-        boundary_bytes: kept per sample and unit: the unit's input.
-        kept_bytes: kept per sample and unit beside it, when nothing is recomputed.
-        unit_peak_bytes: most bytes at once in a unit's forward and backward, beside its input,
-            parameters and gradients.
-        root_peak_bytes: the same of the root (logits and loss).
+        boundary_bytes: retained per sample and unit: the unit's input.
+        kept_bytes: retained per sample and unit in addition, if nothing is recomputed.
+        unit_peak_bytes: most bytes that a unit's forward and backward hold at the same time,
+            without its input, parameters and gradients.
+        root_peak_bytes: the same for the root (logits and loss).
     """
 
     model: str
@@ -107,7 +110,7 @@ class ModelWork:
 
     @property
     def parameters(self) -> float:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         return self.units * self.unit_parameters + self.root_parameters
 
 
@@ -120,18 +123,19 @@ def count_work(
     sequence_length: int,
     unit_types: Sequence[type[nn.Module] | str] | None = None,
 ) -> ModelWork:
-    """Count what a model asks.
+    """Count the work and memory that a model needs.
 
     Args:
         build: makes the module; called under ``FakeTensorMode``, so it takes no memory.
-        run: runs the module on a batch of that many samples and returns the loss; likewise.
+        run: runs the module on a batch of the given number of samples and returns the loss; also
+            called under ``FakeTensorMode``.
         model: name for tables.
         dtype: compute dtype.
         sequence_length: of a sample.
         unit_types: as for the strategy.
 
     Raises:
-        PlanError: the model needs values that fake tensors do not have, or an unknown dtype.
+        PlanError: the model needs values that fake tensors do not have, or the dtype is unknown.
     """
     if dtype not in TORCH_DTYPES:
         raise PlanError(f"dtype: expected one of {', '.join(TORCH_DTYPES)}, but got {dtype!r}.")
@@ -149,7 +153,7 @@ def count_work(
                 f"Measure it on a device instead, or give a table."
             ) from error
         sizes = [sum(p.numel() for p, _ in unit.parameters) for unit in members]
-    whole = not one.calls  # no unit found, or none called: the root is everything
+    whole = not one.calls  # no unit was found or called: the root is the whole model
     calls = max(1, len(one.calls))
     return ModelWork(
         model=model,
@@ -174,7 +178,7 @@ def count_work(
 
 @dataclass(frozen=True)
 class _Count:
-    """Everything of one batch."""
+    """The counts of one batch."""
 
     calls: list[UnitCount]
     tail: Tally
@@ -219,7 +223,10 @@ def _linear(one: float, two: float) -> Linear:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """As ``module.to(dtype)``, which torch refuses for fake tensors; tied parameters stay tied."""
+    """Cast like ``module.to(dtype)``, which torch refuses for fake tensors.
+
+    Tied parameters stay tied.
+    """
     made: dict[int, nn.Parameter] = {}
     for inner in module.modules():
         for name, parameter in inner._parameters.items():
@@ -235,8 +242,9 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a model or a training step returned; the sum of the first tensor of a model
-    that has none.
+    """Return the loss from the output of a model or a training step.
+
+    Without a loss, return the first tensor, or its sum if it is not a scalar.
     """
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, dict):

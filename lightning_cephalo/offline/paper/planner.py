@@ -1,22 +1,26 @@
-"""The published planner, restated from its facts to compare with: Guo, Anand, Chen, Daudjee,
-"Cephalo", ICS 2025, and the authors' release ``benson-guo/cephalo`` (``split_workload.py``).
+"""The published planner, reimplemented for comparisons.
+
+Sources: Guo, Anand, Chen, Daudjee, "Cephalo", ICS 2025, and the authors' release
+``benson-guo/cephalo`` (``split_workload.py``).
 
 Rank i runs n_i microbatches of one size m_i. In the published model, per unit and with recompute::
 
     F_i = n_i f_i(m_i)            B_i = F_i + n_i g_i(m_i) + (n_i - 1) * 10 ms
     t_i = max(s_i AG, F_i) + max(s_i (AG + RS), B_i)      T = units * max_i t_i
 
-s_i is 1.25 where m_i does not fit beside an even share of the state, else 1. A rank holds the peak
-of m_i and 2 GiB, within 0.75 of its capacity; all ranks together hold the state too, within 0.75 of
-all capacities. For every sum of the ranks' microbatch sizes, a dynamic program over ranks, batch
-and that sum finds the least T; of those sums the fastest one whose memory fits in all is taken.
+s_i is 1.25 if m_i does not fit together with an even share of the state, else 1. A rank holds the
+peak of m_i and 2 GiB, within 0.75 of its capacity. All ranks together hold these and the state,
+within 0.75 of the sum of capacities. For every sum of the ranks' microbatch sizes, a dynamic
+program over ranks, batch and that sum finds the least T. The plan is the fastest sum whose total
+memory fits.
 
-The release tabulates every combination. Here the table is cut to those that a bound on T allows,
-and the bound is raised until a plan lies within it: what is cut off is slower than that plan, so
-that the answer, ties included, is that of the whole table.
+The release tabulates every combination. Here the table holds only combinations below a bound on T,
+and the bound is raised until a plan lies within it. The excluded combinations are slower than that
+plan, so the answer, ties included, is that of the whole table.
 
-Two things differ. The release returns its first plan even where that one does not fit; here it is
-refused. And the state is shared by free memory, unless the release's own split is asked for.
+Two things differ. The release returns its first plan even if that one does not fit; here it raises
+InfeasibleError. And the state is shared by free memory, unless ``released_state_split`` asks for
+the release's own split.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.state import share_state
 
-# How far above the least conceivable T the table reaches, in turn.
+# Successive bounds of the table, as multiples of the least conceivable T.
 _REACHES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, np.inf)
 
 
@@ -55,7 +59,7 @@ class PublishedModel:
 
     Args:
         memory_share: part of a rank's capacity that a plan may use.
-        overhead_bytes: held by every rank beside state and compute; takes the place of the
+        overhead_bytes: held by every rank in addition to state and compute; replaces the
             problem's ``gathered_bytes``.
         uneven_factor: how much longer collectives take for a rank that needs an uneven share.
         between_microbatches_s: lost between two microbatches of a unit's backward.
@@ -67,12 +71,13 @@ class PublishedModel:
     between_microbatches_s: float = 0.010
 
     def step_s(self, problem: Problem, ranks: Sequence[RankPlan]) -> float:
-        """Seconds of a step of this allocation in the published model: U * max_i t_i, without
-        tail, optimizer and overhead.
+        """Return the seconds of a step of this allocation in the published model.
+
+        That is U * max_i t_i, without tail, optimizer and overhead.
 
         Raises:
-            PlanError: as :func:`~lightning_cephalo.plan.predict`, or a rank whose microbatches
-                differ in size, which the model does not know.
+            PlanError: as :func:`~lightning_cephalo.plan.predict`, or the microbatches of a rank
+                differ in size, which the model does not cover.
         """
         predict(problem, ranks)
         slowest = 0.0
@@ -93,7 +98,7 @@ class PublishedModel:
     def unit_s(
         self, problem: Problem, profile: RankProfile, size: int, count: int, *, uneven: bool
     ) -> float:
-        """t_i: seconds of one unit for ``count`` microbatches of ``size``."""
+        """Return t_i: the seconds of one unit for ``count`` microbatches of ``size``."""
         factor = self.uneven_factor if uneven else 1.0
         gather_s, reduce_s = (factor * seconds for seconds in collective_times(problem, even=True))
         forward = count * profile.forward_s[size - 1]
@@ -105,8 +110,9 @@ class PublishedModel:
     def fitting_sizes(
         self, problem: Problem, profile: RankProfile, *, even_state: bool = False
     ) -> int:
-        """The largest microbatch size up to which all fit, beside an even share of the state or
-        beside none; 0: none fits.
+        """Return the largest microbatch size up to which all sizes fit; 0 if none fits.
+
+        With ``even_state``, an even share of the state takes its part of the memory.
         """
         room = self.memory_share * profile.capacity_bytes - self.overhead_bytes
         if even_state:
@@ -124,18 +130,19 @@ def published(
     accumulate_gradients: bool = True,
     released_state_split: bool = False,
 ) -> Plan:
-    """The plan that the published program makes, priced by :func:`~lightning_cephalo.plan.predict`.
+    """Return the published program's plan, priced by :func:`~lightning_cephalo.plan.predict`.
 
-    Every rank takes at least one sample, as there. Sizes beyond a rank's curves are not available.
+    Every rank takes at least one sample, as in the release. Sizes beyond a rank's curves are not
+    available.
 
     Args:
-        problem: what there is; activations are recomputed, and offloaded where ranks can.
+        problem: the problem to plan; activations are recomputed, and offloaded if a rank can.
         model: the published constants; None: as released.
         even_batch: every rank gets the same batch; only state is balanced.
         even_state: every rank holds the same share; only compute is balanced.
         accumulate_gradients: False: one microbatch per rank.
-        released_state_split: share the state as the release does, with its mistake: it takes the
-            *number* of a rank's microbatches for their *size*.
+        released_state_split: share the state as the release does. This includes its mistake: it
+            uses the *number* of a rank's microbatches in place of their *size*.
 
     Raises:
         InfeasibleError: the program finds no plan, or the plan exceeds a rank's capacity.
@@ -232,7 +239,7 @@ def _rank_options(
 
 
 def _choose(problem: Problem, model: PublishedModel, options: Sequence[Options]) -> list[int]:
-    """The row of every rank's options that the published program chooses."""
+    """Return the row that the published program chooses from every rank's options."""
     capacity = model.memory_share * sum(profile.capacity_bytes for profile in problem.ranks)
     room = capacity - problem.state_bytes
     least = sum(float(own.memory_bytes.min()) for own in options)
@@ -244,7 +251,7 @@ def _choose(problem: Problem, model: PublishedModel, options: Sequence[Options])
         )
     start_s = least_seconds(problem, options)
     for reach in _REACHES:
-        # the factor keeps the options that set the bound
+        # the factor keeps the options whose time is the bound itself, despite rounding
         within = [own.seconds <= start_s * reach * (1 + 1e-12) for own in options]
         chosen = search(problem.global_batch_size, options, within, room)
         if chosen is not None:
@@ -256,8 +263,8 @@ def _choose(problem: Problem, model: PublishedModel, options: Sequence[Options])
 
 
 def _bare(problem: Problem, profile: RankProfile, size: int, count: int) -> RankPlan:
-    """The microbatches of one rank, without state, as the release runs them."""
-    # the leanest mode comes last: recomputed, and offloaded where the rank can
+    """Return the microbatches of one rank, without state, in the release's mode."""
+    # the mode that needs the least memory comes last: recomputed, and offloaded if the rank can
     mode = modes(problem, profile)[-1]
     sizes = (size,) * count
     if host_need(problem, profile, mode).of(sizes) > profile.host_capacity_bytes:
@@ -268,13 +275,15 @@ def _bare(problem: Problem, profile: RankProfile, size: int, count: int) -> Rank
 def _released_split(
     problem: Problem, model: PublishedModel, ranks: Sequence[RankPlan]
 ) -> list[float]:
-    """State fractions as the release shares them: an even share each, less what a rank is thought
-    not to have room for, which goes to the others in equal parts, the fullest first.
+    """Return state fractions as the release shares them.
+
+    Each rank starts with an even share. Bytes that a rank is estimated to have no room for move to
+    the other ranks in equal parts, the fullest first.
     """
     even = problem.state_bytes / len(ranks)
     room = []
     for profile, rank in zip(problem.ranks, ranks, strict=True):
-        # the mistake: the number of microbatches, where their size is meant
+        # the release's mistake: the number of microbatches in place of their size
         mistaken = min(len(rank.microbatch_sizes), profile.largest_microbatch_size)
         used = profile.compute_bytes[mistaken - 1] + model.overhead_bytes
         room.append(model.memory_share * profile.capacity_bytes - used - even)

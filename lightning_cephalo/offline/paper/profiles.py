@@ -1,7 +1,7 @@
-"""Import the profiles published with Cephalo (``benson-guo/cephalo``, MIT): times and memory of one
-layer, as JSON. They are read from a folder of the user's and never part of this package.
+"""Imports the profiles published with Cephalo (``benson-guo/cephalo``, MIT).
 
-The folder holds three files::
+They hold times and memory of one layer, as JSON. They are read from the user's folder and are not
+part of this package. The folder holds three files::
 
     model_latencies.json  [model][device][sequence length][dtype] = one of
         [[f slope, f intercept], [g slope, g intercept], f at sizes 1..k, g at sizes 1..k]   (ms)
@@ -10,8 +10,8 @@ The folder holds three files::
     model_memory.json     [cluster][model] = {parameters, profiled_compute_memory: {dtype: GiB}}
     model_stats.json      [model] = {num_layers, total_parameters, ...}
 
-The published backward g is without recompute; ours is with it, f + g, which is what the release
-adds too.
+The published backward g is without recompute. The backward here is with recompute, f + g, as the
+release also computes it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_cephalo.plan.curves import Curves, CurveTable
 # fp32 parameter, gradient, and both moments of Adam
 _STATE_BYTES_PER_PARAMETER = 16
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-# The release calls these GB, and compares them with GiB: GiB is what they are.
+# The release calls these GB but compares them with GiB, so they are GiB.
 _CAPACITY_GIB = {
     "a6000": 47.99,
     "l4": 22.5,
@@ -61,7 +61,7 @@ _CAPACITY_GIB = {
 
 @dataclass(frozen=True)
 class PublishedModelEntry:
-    """What is published of a model in one dtype at one sequence length: the devices' names."""
+    """The devices with published times of a model in one dtype at one sequence length."""
 
     model: str
     dtype: str
@@ -72,7 +72,8 @@ class PublishedModelEntry:
 @dataclass(frozen=True)
 class UnitTimes:
     """Seconds of one unit at microbatch sizes 1, 2, ...; the backward is with recompute.
-    ``measured_sizes`` of them were measured, the others are from the published line.
+
+    The first ``measured_sizes`` were measured, the others come from the published line.
     """
 
     forward_s: tuple[float, ...]
@@ -98,14 +99,14 @@ def read_published(folder: str | PathLike[str]) -> PublishedProfiles:
 
 @dataclass(frozen=True)
 class PublishedProfiles:
-    """The contents of the three files; entries are checked when they are asked for.
+    """The contents of the three files; entries are checked when they are used.
 
-    Names are those of the files (``"deepspeedgpt_2.7b"``, ``"l4"``); a device may also be written
-    as elsewhere in this package (``"L4"``, ``"V100 16GB"``), and dtypes are ``"fp32"``, ``"fp16"``
-    or ``"bf16"``, or as torch calls them.
+    Names are those of the files (``"deepspeedgpt_2.7b"``, ``"l4"``). A device may also be written
+    as elsewhere in this package (``"L4"``, ``"V100 16GB"``). Dtypes are ``"fp32"``, ``"fp16"`` or
+    ``"bf16"``, or torch's names.
 
-    Every method raises PlanError for a name that is not there and for entries that are no finite
-    numbers; the message names the field, what came, and what is known.
+    Every method raises PlanError for unknown names and for entries that are not finite numbers.
+    The message gives the field, the value, and the known names.
     """
 
     source: str
@@ -114,7 +115,7 @@ class PublishedProfiles:
     statistics: Mapping[str, Any]
 
     def entries(self) -> tuple[PublishedModelEntry, ...]:
-        """Every model, dtype and sequence length with times, and the devices that have them."""
+        """List every model, dtype and sequence length with times, and the devices with them."""
         found: dict[tuple[str, str, int], list[str]] = {}
         for model, by_device in self.latencies.items():
             where = self._where("model_latencies.json", model)
@@ -133,13 +134,13 @@ class PublishedProfiles:
     def times(
         self, model: str, device: str, dtype: str, sequence_length: int, largest: int
     ) -> UnitTimes:
-        """Seconds of one unit at microbatch sizes 1 to ``largest``.
+        """Return the seconds of one unit at microbatch sizes 1 to ``largest``.
 
-        Measured points are taken as they are, dips included: some are no noise (ViT-e on P40 takes
-        longer for 4 samples than for 5). The line holds beyond them, or where nothing was measured:
-        there no size takes less than a smaller or a measured one. A line with a negative intercept
-        may start below zero; sizes at which it is not positive take what the first positive one
-        takes.
+        Measured points are taken as they are, dips included, as some dips are not noise (ViT-e on
+        P40 takes longer for 4 samples than for 5). The line holds beyond them, or if nothing was
+        measured. On the line, no size takes less than a smaller or a measured one. A line with a
+        negative intercept may start below zero. Sizes with a time of zero or less get the time of
+        the first size with a positive one.
         """
         largest = records.whole("largest", largest, minimum=1)
         forward, backward, measured = self._lines(model, device, dtype, sequence_length)
@@ -151,10 +152,10 @@ class PublishedProfiles:
     def compute_bytes(
         self, model: str, dtype: str, largest: int, *, memory: str = "paper"
     ) -> tuple[float, ...]:
-        """Peak beside the state at microbatch sizes 1 to ``largest``, bytes; equal on all devices.
+        """Return the peak without the state at microbatch sizes 1 to ``largest``, in bytes.
 
-        Beyond the profiled sizes the curve goes on with the mean growth of the last (up to) five,
-        as in the release.
+        It is equal on all devices. Beyond the profiled sizes the curve continues with the mean
+        growth of the last (up to) five, as in the release.
         """
         entry = self._memory_entry(model, memory)
         where = f"{self._where('model_memory.json', memory)}[{model!r}]"
@@ -174,14 +175,14 @@ class PublishedProfiles:
         return tuple(GIB * point for point in extended[:largest])
 
     def units(self, model: str) -> int:
-        """Number of layers."""
+        """Return the number of layers."""
         expect_known(f"{self.source}: model_stats.json: model", model, self.statistics)
         where = self._where("model_stats.json", model)
         entry = as_mapping(where, self.statistics[model])
         return records.whole(f"{where}: num_layers", entry.get("num_layers"), minimum=1)
 
     def state_bytes(self, model: str, *, memory: str = "paper") -> float:
-        """Bytes of the training state: 16 per parameter, as counted for the memory profile."""
+        """Return the bytes of the training state: 16 per parameter of the memory profile."""
         where = f"{self._where('model_memory.json', memory)}[{model!r}]: parameters"
         parameters = self._memory_entry(model, memory).get("parameters")
         return _STATE_BYTES_PER_PARAMETER * records.real(where, parameters, above_minimum=True)
@@ -200,10 +201,10 @@ class PublishedProfiles:
         memory_share: float = 1.0,
         overhead_bytes: float = 2 * GIB,
     ) -> Problem:
-        """The planning problem of a cluster.
+        """Return the planning problem of a cluster.
 
         Tail, optimizer and boundary activations (which the release offloads) are not published and
-        count as nothing. Curves end where a rank's memory does.
+        count as zero. Curves end at the largest size that fits a rank's memory.
 
         Args:
             model: as in the files.
@@ -215,8 +216,9 @@ class PublishedProfiles:
             gather_s: of one unit.
             reduce_s: of one unit.
             memory_share: part of each device's memory that a rank may use; the release plans with
-                0.75 (and ``published()`` takes its own share of what is left here).
-            overhead_bytes: held by every rank beside state and compute; the release's is 2 GiB.
+                0.75 (and ``published()`` applies its own share to the result).
+            overhead_bytes: held by every rank in addition to state and compute; 2 GiB in the
+                release.
         """
         batch = records.whole("global_batch_size", global_batch_size, minimum=1)
         share = records.real("memory_share", memory_share, above_minimum=True)
@@ -229,7 +231,7 @@ class PublishedProfiles:
                     model, records.text("devices", name), dtype, sequence_length, batch
                 )
                 capacity = share * _capacity_bytes(name)
-                # a size is of use only if all smaller ones fit too
+                # a curve has no gaps: a size counts only if all smaller ones fit too
                 usable = sum(
                     peak <= capacity - overhead_bytes for peak in itertools.accumulate(peaks, max)
                 )
@@ -260,7 +262,7 @@ class PublishedProfiles:
         largest: int = 64,
         memory: str | None = None,
     ) -> CurveTable:
-        """The curves of every device that has this model, dtype and sequence length, as a table.
+        """Return a table with the curves of every device with this model, dtype and length.
 
         Args:
             model: as in the files.

@@ -1,4 +1,4 @@
-"""The entries of the paper's release of profiles: lines, measured points, and their checks."""
+"""Reads entries of the paper's released profiles: lines and measured points, with checks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
 
-# In the older form forward and backward are one line. Where both forms exist (GPT-1.3B fp16 on
-# A6000, L4 and P40) forward is 0.40 of it on each.
+# In the older form forward and backward are one line. On each device with both forms (GPT-1.3B fp16
+# on A6000, L4 and P40), forward is 0.40 of that line.
 _FORWARD_SHARE = 0.4
 
 
 @dataclass(frozen=True)
 class Line:
-    """Milliseconds by microbatch size: measured points, and a line beyond them."""
+    """Milliseconds by microbatch size: measured points first, then a line."""
 
     slope: float
     intercept: float
@@ -35,7 +35,7 @@ class Line:
 
 
 def read_lines(where: str, value: Any) -> tuple[Line, Line, int]:
-    """Forward, backward without recompute, and the number of measured sizes."""
+    """Return the forward, the backward without recompute, and the number of measured sizes."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = [value, 0.0]
     parts = records.items(where, value, of="lines and points")
@@ -68,7 +68,7 @@ def _slope_and_intercept(where: str, value: Any) -> tuple[float, float]:
             f"{where}: expected a slope and an intercept, but got {records.shortened(value)}."
         )
     slope = records.real(f"{where}: slope", parts[0], above_minimum=True)
-    # only its size is checked: intercepts may be negative
+    # only the absolute value is checked, as intercepts may be negative
     intercept = parts[1]
     records.real(f"{where}: size of the intercept", _size(intercept))
     return slope, float(intercept)

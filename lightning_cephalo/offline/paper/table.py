@@ -1,4 +1,4 @@
-"""The table of the published dynamic program: what ranks may run, and the fastest choice of it."""
+"""The published dynamic program: each rank's options, and the search for the fastest choice."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _MOST_UPDATES = 3e9
 
 @dataclass(frozen=True)
 class Options:
-    """What one rank may run, in the order in which the release tries it (by size, then count);
-    every array has shape (options,), and ``memory_bytes`` is peak and overhead.
+    """The options of one rank, in the release's order (by size, then count).
+
+    Every array has shape (options,). ``memory_bytes`` is peak plus overhead.
     """
 
     size: np.ndarray
@@ -28,7 +29,10 @@ class Options:
 
 
 def least_seconds(problem: Problem, options: Sequence[Options]) -> float:
-    """The least t at which the options of all ranks can sum to the global batch, memory aside."""
+    """Return the least t at which the options of all ranks can sum to the global batch.
+
+    Memory is ignored.
+    """
     batch = problem.global_batch_size
 
     def spans(limit_s: float) -> bool:
@@ -60,12 +64,12 @@ def least_seconds(problem: Problem, options: Sequence[Options]) -> float:
 def search(
     batch: int, options: Sequence[Options], within: Sequence[np.ndarray], room_bytes: float
 ) -> list[int] | None:
-    """The dynamic program over the options ``within`` reach: the chosen rows, or None."""
+    """Run the dynamic program over the options ``within`` reach; return the chosen rows or None."""
     rows = [np.flatnonzero(mask) for mask in within]
     largest = [int(own.batch[row].max()) for own, row in zip(options, rows, strict=True)]
     smallest = [int(own.batch[row].min()) for own, row in zip(options, rows, strict=True)]
     widest = [int(own.size[row].max()) for own, row in zip(options, rows, strict=True)]
-    # After i ranks the batch so far is at least ``low[i]`` and at most ``high[i]``.
+    # The first i ranks together take at least ``low[i]`` and at most ``high[i]`` samples.
     up_to, from_below = _sums(largest), _sums(smallest)
     low = [
         max(less, batch - up_to[-1] + more) for less, more in zip(from_below, up_to, strict=True)
@@ -105,7 +109,7 @@ def search(
             np.copyto(choice[into], option, where=better)
         times = table
         choices.append(choice)
-    # Faster sums first and, of equal ones, the smaller sum: the first that fits is the answer.
+    # By time, then by sum: the first that fits is the answer.
     for end in np.argsort(times[0], kind="stable"):
         if np.isinf(times[0, end]):
             return None
