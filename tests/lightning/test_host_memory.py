@@ -11,6 +11,7 @@ from profiled import GPT, fit, in_ranks, loader
 from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.plan import PlanError, Problem, RankProfile
+from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.preparation.limits import Cap, HostMemory, with_host_memory
 
 MODEL = {"width": 32, "depth": 16, "context": 64}
@@ -55,9 +56,20 @@ def trained(capacities=None, **strategy):
 
 def planned():
     capacities = (CAPACITY_BYTES, CAPACITY_BYTES)
-    refused = refusal(capacities=capacities, host_memory_cap=0)
+    measure = planning.measure
+    problems: list[Problem] = []
+
+    def measured_once(**arguments) -> Problem:
+        problems[:] = problems or [measure(**arguments)]
+        return problems[0]
+
+    planning.measure = measured_once
+    try:
+        plan, watch = trained(capacities)
+        refused = refusal(capacities=capacities, host_memory_cap=0)
+    finally:
+        planning.measure = measure
     assert "Memory binds" in refused, refused
-    plan, watch = trained(capacities)
     without = [replace(rank, offload=False, host_bytes=None) for rank in plan.ranks]
     _, expected = trained(plan=Plan(tuple(without)))
     return plan, watch.losses == expected.losses, watch.peak_bytes, watch.host_bytes

@@ -131,6 +131,26 @@ def test_the_optimum_of_brute_force_no_more_and_no_less(problem):
     assert expected * (1 - 1e-9) <= plan.step_s <= expected * (1.001 + 1e-9)
 
 
+@pytest.mark.parametrize("state_bytes", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("longest", [0, 1])
+def test_units_stay_gathered_only_where_every_rank_can_hold_them(state_bytes, longest):
+    """Also a rank that has no samples, whatever room the others have left."""
+    small, large = affine("small", 1.0, 10.0, longest), affine("large", 9.0, 500.0)
+    problem = Problem(
+        [small, large],
+        units=1,
+        gather_s=3.0,
+        state_bytes=state_bytes,
+        global_batch_size=1,
+        reshard_after_forward="auto",
+        unresharded_bytes=30.0,
+    )
+    assert checked(problem, solve(problem)).reshard_after_forward is True
+    roomy = dataclasses.replace(small, capacity_bytes=40.0)
+    other = dataclasses.replace(problem, ranks=[roomy, large])
+    assert checked(other, solve(other)).reshard_after_forward is False
+
+
 def fits(problem: Problem, **changes) -> bool:
     return least_step(dataclasses.replace(problem, **changes)) is not None
 

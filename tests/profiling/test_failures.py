@@ -103,7 +103,7 @@ def test_a_rank_out_of_memory_goes_on_without_larger_microbatches(megabytes, rec
 
 def test_a_model_that_no_rank_holds_whole_is_profiled_and_trained():
     def fits_only_shared():
-        model = GPT(width=64, depth=24, context=16)
+        model = GPT(width=64, depth=12, context=16)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         capacity = int(0.8 * 16 * parameters)
         trainer = fit(model, loader(), capacity_bytes=(capacity, capacity), max_steps=3)

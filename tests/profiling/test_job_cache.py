@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -70,9 +71,24 @@ def test_a_second_start_measures_nothing_says_so_and_has_the_same_plan(capfd):
     assert json.loads(path.read_text())["problem"]["global_batch_size"] == 8
 
 
+@pytest.fixture(scope="module")
+def cache_of_a_start(tmp_path_factory):
+    """What the first start of a job has written."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("first")
+        patch.setenv("LIGHTNING_CEPHALO_CACHE", str(folder))
+        in_ranks(2, started)
+    return folder
+
+
+@pytest.fixture
+def second_start(cache_of_a_start):
+    """A start has been before."""
+    shutil.copytree(cache_of_a_start, os.environ["LIGHTNING_CEPHALO_CACHE"], dirs_exist_ok=True)
+
+
 def measures_again(**options):
-    """Whether both ranks measure, after a start that has."""
-    in_ranks(2, started)
+    """Whether both ranks measure."""
     found = {measured for measured, _, _ in in_ranks(2, lambda: started(**options))}
     assert len(found) == 1
     return found.pop()
@@ -121,7 +137,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_job_is_measured(other):
+def test_another_job_is_measured(other, second_start):
     assert measures_again(**OTHERS[other])
 
 
@@ -137,7 +153,7 @@ def slower():
     return module
 
 
-def test_a_learning_rate_makes_no_other_job():
+def test_a_learning_rate_makes_no_other_job(second_start):
     assert not measures_again(make=slower)
 
 
@@ -184,8 +200,7 @@ def test_a_change_of_the_file_with_the_training_step_is_measured(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"measured": "today", "problem": {"ranks": 5}}'])
-def test_a_broken_file_is_told_of_and_replaced(capfd, content):
-    in_ranks(2, started)
+def test_a_broken_file_is_told_of_and_replaced(capfd, content, second_start):
     (path,) = files()
     path.write_text(content)
     capfd.readouterr()

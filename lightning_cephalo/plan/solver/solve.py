@@ -144,6 +144,9 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
     for reshard in problem.reshard_choices:
         for even in (False, True):
             asked = problem.resharding(reshard)
+            # a rank without samples holds these too, and no column says so
+            if any(rank.capacity_bytes < asked.fixed_bytes for rank in problem.ranks):
+                continue
             if even:
                 shared = _with_even_state(asked)
                 if shared is None:
