@@ -9,12 +9,15 @@ UNIT := tests/common tests/plan tests/accelerator tests/sharding tests/data test
 train: $(INSTALLED)
 	$(BIN)/python examples/train.py
 
+# several tests at the same time; the workers that are done take over from the others
+PARALLEL ?= -n auto --dist worksteal
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # no test here starts a process
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow and not processes" $(UNIT)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not processes" $(UNIT)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,6 +1,8 @@
 """What every test shares: slow tests go last, and tests that need a GPU are skipped without one."""
 
+import multiprocessing.process
 import os
+import subprocess
 
 import pytest
 import torch
@@ -25,6 +27,19 @@ def _cache_of_the_tests(tmp_path_factory):
         del os.environ["LIGHTNING_CEPHALO_CACHE"]
     else:
         os.environ["LIGHTNING_CEPHALO_CACHE"] = before
+
+
+@pytest.fixture(autouse=True)
+def _no_processes(request, monkeypatch):
+    """`make unit` selects tests that start no process: one that does needs the marker."""
+    if "not processes" not in request.config.option.markexpr:
+        return
+
+    def refuse(*_, **__):
+        raise AssertionError("a process is started: mark this test with `processes`")
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -116,6 +116,7 @@ def test_the_collate_pickles():
     assert collate([torch.tensor(i) for i in range(3)]).sizes == (2, 1)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dataset", [Numbers, Fetched, TolerantlyFetched, BadlyFetched, Augmented])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_idle_ranks_and_ragged_steps_work_with_every_way_of_fetching(dataset, workers):

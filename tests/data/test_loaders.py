@@ -109,6 +109,7 @@ def test_evaluation_of_a_custom_batch_sampler():
     assert steps_of(loaders) == [[[0, 1], [2, 3]], [[4, 5, 6], [7, 8, 9]], [[10], []]]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("custom", [False, True])
 @pytest.mark.filterwarnings("ignore:You are using a custom batch sampler")
@@ -142,6 +143,7 @@ def test_a_second_loader_is_dealt_by_the_same_shares():
     assert [tuple(map(len, step)) for step in steps_of(loaders)] == [(3, 1)] * 4
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_collating_per_microbatch_yields_lists_by_the_planned_sizes(workers):
     def make():

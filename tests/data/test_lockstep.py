@@ -55,6 +55,7 @@ def run(loaders_of_rank, world_size, *, batch_sizes=None, epochs=1, **options):
     return [loader for loader, _ in results], [passes for _, passes in results]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", [Stream, SizedStream])
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")

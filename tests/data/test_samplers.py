@@ -120,6 +120,7 @@ def test_full_steps_have_the_planned_sizes_and_idle_ranks_none(plan):
             assert not any(step[rank] for step in steps)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("plan", [(6, 2), (5, 3, 0)])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_shuffle_with_a_generator_gives_the_order_of_one_device_in_every_epoch(plan, workers):
@@ -139,6 +140,7 @@ def test_shuffle_with_a_generator_gives_the_order_of_one_device_in_every_epoch(p
         assert joined(steps_of(loaders, epoch)) == single_device(one)
 
 
+@pytest.mark.processes
 def test_persistent_workers_give_the_order_of_one_device_in_every_epoch():
     def make(batch_size):
         return DataLoader(
@@ -184,6 +186,7 @@ def test_custom_samplers_are_honoured(length):
     assert joined(steps_of(loaders)) == single_device(one)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_shuffle_without_a_generator_covers_all_samples_once_in_an_order_that_changes(workers):
     loaders = rebuilt_for_ranks(

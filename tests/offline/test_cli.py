@@ -397,6 +397,7 @@ class Blocks(torch.nn.Module):
 """
 
 
+@pytest.mark.processes
 def test_a_class_of_the_current_folder_is_found_by_an_installed_script(tmp_path):
     (tmp_path / "mymod.py").write_text(MODULE)
     (tmp_path / "helper_beside.py").write_text("WIDTH = 16\n")
@@ -470,15 +471,20 @@ def test_a_plan_of_other_ranks_is_not_simulated(capsys, tmp_path, problem):
     assert "The plan is for 3 ranks" in capsys.readouterr().err
 
 
-def test_help_is_for_newcomers():
-    command = [sys.executable, "-m", "lightning_cephalo.offline.cli"]
-    for arguments in ([], ["plan"], ["simulate"], ["compare"]):
-        said = subprocess.run(
-            [*command, *arguments, "--help"], capture_output=True, text=True, check=True
-        ).stdout
-        assert "exit codes: 0 done" in said and "70 an unexpected error" in said
-        assert "cephalo plan --devices" in said
-    wrong = subprocess.run([*command, "paln"], capture_output=True, text=True)
+@pytest.mark.parametrize("arguments", [[], ["plan"], ["simulate"], ["compare"]])
+def test_help_is_for_newcomers(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--help"])
+    assert ended.value.code == DONE
+    said = capsys.readouterr().out
+    assert "exit codes: 0 done" in said and "70 an unexpected error" in said
+    assert "cephalo plan --devices" in said
+
+
+@pytest.mark.processes
+def test_a_wrong_command_is_named_by_the_module():
+    command = [sys.executable, "-m", "lightning_cephalo.offline.cli", "paln"]
+    wrong = subprocess.run(command, capture_output=True, text=True)
     assert wrong.returncode == BAD_INPUT and "invalid choice: 'paln'" in wrong.stderr
 
 

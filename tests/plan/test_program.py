@@ -177,6 +177,7 @@ def test_offload_copies_behind_the_forward_and_fetches_two_visits_ahead():
     )
 
 
+@pytest.mark.processes
 def test_the_module_prints_the_programs_of_two_ranks():
     command = [sys.executable, "-m", "lightning_cephalo.plan"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -116,6 +116,7 @@ def problems(draw) -> Problem:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(problem=problems())
 def test_the_optimum_of_brute_force_no_more_and_no_less(problem):
@@ -768,6 +769,7 @@ def test_remedies_that_take_too_long_are_said_to_be_open(monkeypatch):
     assert "was not found out within 0 s" in message
 
 
+@pytest.mark.processes
 def test_importing_the_planner_does_not_import_the_solver():
     # Only the planner: what the package imports beside it is not judged here.
     code = (

@@ -140,6 +140,7 @@ def trainer_of(folder, emulation, **options):
     )
 
 
+@pytest.mark.processes
 def test_ddp_runs_at_the_pace_of_its_slowest_rank(tmp_path):
     strategy = DDPStrategy(start_method="fork", ddp_comm_hook=reduce)
     trainer = trainer_of(tmp_path, None, strategy=strategy, devices=2,
@@ -207,6 +208,7 @@ def test_an_exception_in_training_releases_the_device(tmp_path):
     assert active_device() is None
 
 
+@pytest.mark.processes
 def test_all_ranks_share_the_rate_that_rank_zero_measured(tmp_path):
     trainer = trainer_of(
         tmp_path, Emulation(speeds=(3, 1)), strategy="ddp_fork", devices=2, max_steps=1

@@ -187,6 +187,7 @@ def waits_are_counted():
         return False
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not waits_are_counted(), reason="this system does not count these waits")
 def test_a_thread_that_another_keeps_from_running_is_active():
     def share_a_processor(rank, processor, is_done):

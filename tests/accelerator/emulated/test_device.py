@@ -181,6 +181,7 @@ def child(queue, device):
     queue.put((active_device() is None, device._current_bytes))
 
 
+@pytest.mark.processes
 def test_a_process_forked_inside_the_block_is_not_on_the_device():
     context = multiprocessing.get_context("fork")
     with EmulatedDevice(capacity_bytes=1000) as device:
@@ -199,6 +200,7 @@ class Images(torch.utils.data.Dataset):
         return torch.zeros(1000)
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_data_loader_workers_do_not_fill_the_device():
     with EmulatedDevice(capacity_bytes=100) as device:
@@ -268,6 +270,7 @@ def each(steps):
     return [pytest.approx(step) for step in steps]
 
 
+@pytest.mark.processes
 def test_equal_work_in_lock_step_runs_at_the_pace_of_the_slow_rank(tmp_path):
     # a fast rank that gained time by waiting would need less and less for its own part
     fast, slow = on_virtual_ranks(tmp_path / "ranks", lock_step, (100, 100))
@@ -275,11 +278,13 @@ def test_equal_work_in_lock_step_runs_at_the_pace_of_the_slow_rank(tmp_path):
     assert slow == each([(0.2, 0.2)] * 6)
 
 
+@pytest.mark.processes
 def test_work_in_the_ratio_of_speeds_ends_together(tmp_path):
     for steps in on_virtual_ranks(tmp_path / "ranks", lock_step, (200, 100)):
         assert steps == each([(0.2, 0.2)] * 6)
 
 
+@pytest.mark.processes
 def test_collectives_in_flight_hide_under_compute_and_earn_nothing(tmp_path):
     # the host is done with its work long before the device is, and goes on with more; of the
     # transfers only the last one's time is seen
@@ -288,6 +293,7 @@ def test_collectives_in_flight_hide_under_compute_and_earn_nothing(tmp_path):
         assert steps == each([(100 * HOST_S, 2 * 100 * 0.002 + 0.04)] * 6)
 
 
+@pytest.mark.processes
 def test_a_collective_that_compute_does_not_hide_is_waited_for(tmp_path):
     ranks = on_virtual_ranks(tmp_path / "ranks", prefetched, (100, 100), transfer_s=0.3)
     for steps in ranks:
@@ -304,6 +310,7 @@ def many_collectives(host, device, count):
     return host.now_s - start_s
 
 
+@pytest.mark.processes
 def test_many_short_collectives_earn_nothing(tmp_path):
     ranks = on_virtual_ranks(
         tmp_path / "ranks", many_collectives, (200, 100), transfer_s=0.0009, steps=2
@@ -322,6 +329,7 @@ class Issued(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
+@pytest.mark.processes
 def test_a_collective_on_a_buffer_that_does_not_fit_is_refused_before_it_is_issued():
     def communicate(rank):
         with Issued() as issued, EmulatedDevice(capacity_bytes=4000) as device:

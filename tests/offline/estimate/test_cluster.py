@@ -118,6 +118,7 @@ def test_collectives_take_what_the_slowest_link_takes():
     assert even_collective_s(nodes, 1e9) == pytest.approx(7 / 8 + 50e-6)
 
 
+@pytest.mark.processes
 def test_reading_a_cluster_does_not_load_torch():
     code = (
         "import sys; from lightning_cephalo.offline.estimate import Cluster;"
