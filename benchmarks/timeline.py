@@ -24,11 +24,13 @@ from launch import run_ranks  # noqa: E402
 from lightning_cephalo.accelerator.marks import HostMarks  # noqa: E402
 from lightning_cephalo.execution.step import MicrobatchCall  # noqa: E402
 from lightning_cephalo.observe.recorder import Recorder  # noqa: E402
+from lightning_cephalo.plan.program import Operation  # noqa: E402
 from lightning_cephalo.plan.timeline import Event, Stream  # noqa: E402
 
 _WIDTH = 512
 _SAMPLES = 256
 _WARM_UP_STEPS = 5
+_SHORT_S = 1e-4
 _COLUMNS = (Stream.COMPUTE, Stream.COMMUNICATION, Stream.REDUCTION)
 _HEADS = ("compute", "gathers", "reduces")
 
@@ -85,6 +87,8 @@ def table(events: tuple[Event, ...], origin_s: float) -> list[str]:
     """One line for each event, in the column of its stream."""
     lines = [f"{'ms':>13}  " + "".join(f"{head:<12}" for head in _HEADS).rstrip()]
     for event in sorted(events, key=lambda each: each.start_s):
+        if event.operation is Operation.WAIT and event.end_s - event.start_s < _SHORT_S:
+            continue
         start, end = (f"{(at - origin_s) * 1e3:.1f}" for at in (event.start_s, event.end_s))
         indent = " " * 12 * _COLUMNS.index(event.stream)
         lines.append(f"{start:>5} - {end:>5}  {indent}{event.instruction}")

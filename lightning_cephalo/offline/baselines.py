@@ -272,10 +272,10 @@ def _why_none(problem: Problem, batches: Sequence[int], limits: Sequence[float])
             needs = f"needs {format_gib(_bytes(problem, profile, leanest))} for {batch} samples"
         return (
             f"rank {index} ({profile.name!r}) {needs}, and has {format_gib(max(limit, 0.0))} "
-            f"beside its share of the state. Let solve() choose batches and state."
+            f"next to its share of the state. Let solve() choose batches and state."
         )
     return (
-        f"no number of microbatches fits all {len(batches)} ranks beside the state of "
+        f"no number of microbatches fits all {len(batches)} ranks next to the state of "
         f"{format_gib(problem.state_bytes)}. Let solve() choose batches and state."
     )
 

@@ -224,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         "--memory-figure", type=Path, metavar="FILE", help="draw every rank's memory"
     )
     compare = _command(
-        commands, "compare", _compare, "this plan beside what people do without a planner"
+        commands, "compare", _compare, "this plan against what people do without a planner"
     )
     compare.add_argument(
         "--add",

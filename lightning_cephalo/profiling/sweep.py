@@ -308,7 +308,7 @@ def _useful(rate: float, rates: Sequence[float], global_batch_size: int) -> floa
 
 def _nobody(prober: Prober, smallest: int) -> str:
     return (
-        f"No rank has memory for a microbatch of {samples(smallest)} beside the model's"
+        f"No rank has memory for a microbatch of {samples(smallest)} in addition to the model's"
         f" {format_bytes(prober.model.gathered_bytes)} of gathered buffers. Use recompute=True,"
         " smaller units (unit_types=, unit_names=), a lower precision, or more or larger devices."
     )

@@ -114,7 +114,7 @@ def test_even_leaves_ranks_without_samples_when_there_are_too_few():
 
 
 def test_even_names_the_rank_that_does_not_fit():
-    with pytest.raises(InfeasibleError, match=r"rank 1 \('small'\) needs .* has 0.00 GiB beside"):
+    with pytest.raises(InfeasibleError, match=r"rank 1 \('small'\) needs .* has 0.00 GiB next"):
         even(problem([rank(capacity=100), rank("small", capacity=3)], 2, state=8))
 
 

@@ -201,10 +201,10 @@ def _options(
                 problem, model, profile, batch, even_state, accumulate_gradients
             )
         if not len(known[key].size):
-            beside = "an even share of the state and " if even_state else ""
+            next_to = "an even share of the state and " if even_state else ""
             raise InfeasibleError(
-                f"published program: rank {index} ({profile.name!r}) can run no microbatch beside "
-                f"{beside}{format_gib(model.overhead_bytes)} of overhead within "
+                f"published program: rank {index} ({profile.name!r}) can run no microbatch next to "
+                f"{next_to}{format_gib(model.overhead_bytes)} of overhead within "
                 f"{model.memory_share:.0%} of its {format_gib(profile.capacity_bytes)}, but "
                 f"every rank must take a sample there. Let solve() leave it without samples."
             )
@@ -221,7 +221,7 @@ def _rank_options(
     accumulate_gradients: bool,
 ) -> Options:
     largest = model.fitting_sizes(problem, profile, even_state=even_state)
-    beside_even = model.fitting_sizes(problem, profile, even_state=True)
+    with_even_state = model.fitting_sizes(problem, profile, even_state=True)
     most = batch or problem.global_batch_size
     rows = [
         (size, count)
@@ -231,7 +231,7 @@ def _rank_options(
     ]
     size, count = np.array(rows, dtype=int).reshape(-1, 2).T
     seconds = [
-        model.unit_s(problem, profile, own, copies, uneven=own > beside_even)
+        model.unit_s(problem, profile, own, copies, uneven=own > with_even_state)
         for own, copies in rows
     ]
     peaks = np.asarray(profile.compute_bytes)[size - 1] + model.overhead_bytes

@@ -130,8 +130,8 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
             for kind, samples in zip(types[:8], most, strict=False)
         )
         return (
-            f"Samples bind: the global batch is {batch}, but beside the gathered buffers all ranks "
-            f"together have memory for {total} samples ({on}), {batch - total} too few, "
+            f"Samples bind: the global batch is {batch}, but next to the gathered buffers all "
+            f"ranks together have memory for {total} samples ({on}), {batch - total} too few, "
             f"even without any state. {_remedies(room)}"
         )
     options = []
