@@ -10,7 +10,7 @@ train: $(INSTALLED)
 	$(BIN)/python examples/train.py
 
 # several tests at the same time; the workers that are done take over from the others
-PARALLEL ?= -n auto --dist worksteal
+PARALLEL ?= -n auto --maxprocesses 8 --dist worksteal
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL)
