@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "profiling")]
+FOLDERS = ("tests", "tests/distributed", "tests/lightning", "tests/profiling", "examples")
+sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 # forked ranks hang in OpenMP if this process has ever run it with several threads
 torch.set_num_threads(1)
 

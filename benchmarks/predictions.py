@@ -41,7 +41,7 @@ from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 # the ranks' launcher comes from the tests, the main job's model from the examples
-sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("lightning", "distributed")]
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("lightning", "distributed", ".")]
 sys.path.insert(0, str(ROOT / "examples"))
 # forked ranks hang in OpenMP if this process has ever run it with several threads
 torch.set_num_threads(1)

@@ -46,7 +46,9 @@ def trainer(plan: str | None, strategy_options: dict[str, Any] | None = None, **
     return Trainer(strategy=strategy(plan, **strategy_options or {}), devices=devices, **options)
 
 
-def in_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def in_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 150.0
+) -> list[Any]:
     """Return ``function(*args)`` of every rank, each run as torchrun would run a script."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -69,7 +71,7 @@ def in_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
 
-    return run_ranks(world_size, script, process_group=False)
+    return run_ranks(world_size, script, process_group=False, timeout_s=timeout_s)
 
 
 def by_plan(plan: str | None, function: Callable[..., Any], *args: Any) -> Any:
