@@ -77,8 +77,10 @@ class MemoryMeter:
     """
 
     def __init__(self, figures: MemoryFigures | None, tracker: MemoryTracker | None = None) -> None:
-        self._tracker = tracker or MemoryTracker() if figures is None else None
-        self._figures: MemoryFigures = figures or self._tracker  # type: ignore[assignment]
+        self._tracker: MemoryTracker | None = None
+        if figures is None:
+            figures = self._tracker = tracker or MemoryTracker()
+        self._figures = figures
 
     @property
     def is_free(self) -> bool:

@@ -1,6 +1,6 @@
 """Plans the work of one training step: problem, plan, cost model and solver.
 
-Pure: uses numpy and, in the solver only, cvxpy. Imports neither torch nor Lightning.
+Pure: uses numpy and, in the solver only, cvxpy and its scipy. Imports neither torch nor Lightning.
 """
 
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError

@@ -113,7 +113,7 @@ def test_modes_belong_to_the_microbatch():
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
-def test_an_abandoned_microbatch_cleans_up_even_where_it_visits_units():
+def test_an_abandoned_microbatch_ends_even_where_its_cleaning_up_visits_units():
     cleaned = []
 
     def step(visit):

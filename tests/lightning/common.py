@@ -7,14 +7,13 @@ the test process, and Lightning takes ranks and world size from the environment.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from launch import RankFailure as RankFailure
-from launch import run_ranks
+from launch import run_ranks, torchrun_environments
 from lightning.pytorch import LightningModule, Trainer
 from plans import GLOBAL_BATCH, PLANS
 from torch import Tensor, nn
@@ -50,21 +49,12 @@ def in_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 150.0
 ) -> list[Any]:
     """Return ``function(*args)`` of every rank, each run as torchrun would run a script."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    environments = torchrun_environments(world_size)
 
     def script(rank: int) -> Any:
-        os.environ.update(
-            TORCHELASTIC_RUN_ID="test",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            GROUP_RANK="0",
-            LOCAL_WORLD_SIZE=str(world_size),
-            # Lightning would give a lone rank all cores; OpenMP's threads, which the test process
-            # may have used, do not survive the fork, and a rank that wants them waits for ever
-            OMP_NUM_THREADS="1",
-        )
+        # Lightning would give a lone rank all cores; OpenMP's threads, which the test process may
+        # have used, do not survive the fork, and a rank that wants them waits forever
+        os.environ.update(environments[rank], OMP_NUM_THREADS="1")
         try:
             return function(*args)
         finally:

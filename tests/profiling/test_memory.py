@@ -46,59 +46,50 @@ class Peak(Callback):
         self.peak_bytes = active_device().peak_bytes
 
 
-RESHARDED = {
-    "one": ONE,
-    "four": FOUR,
-    "uneven": UNEVEN,
-    "all on the last": ALL_ON_THE_LAST,
-    "without data": WITHOUT_DATA,
+# parts of a plan, and whether units are resharded after the forward
+CASES = {
+    "one": (ONE, True),
+    "four": (FOUR, True),
+    "uneven": (UNEVEN, True),
+    "all on the last": (ALL_ON_THE_LAST, True),
+    "without data": (WITHOUT_DATA, True),
+    "four, staying": (FOUR, False),
+    "uneven, staying": (UNEVEN, False),
+    "without data, staying": (WITHOUT_DATA, False),
 }
-STAYING = {"four": FOUR, "uneven": UNEVEN, "without data": WITHOUT_DATA}
-OFFLOADED = {"kept": KEPT, "offloaded": OFFLOADING}
+OFFLOAD_CASES = {"kept": (KEPT, True), "offloaded": (OFFLOADING, True)}
 
 
 def predicted_and_held(recompute, precision, cases):
-    """Of this rank, for each case: parts of a plan, and whether it reshards after the forward."""
+    """Of this rank, for each case."""
     options = {"speeds": (1.0, 1.0), "precision": precision}
     data = loader(context=32, batch_size=8)
     problem = profile(GPT(**MODEL), data, strategy={"recompute": recompute}, **options)
     found = {}
-    for key, ranks, reshard in cases:
+    for name, (ranks, reshard) in cases.items():
         peak = Peak()
         plan = Plan(ranks=ranks, reshard_after_forward=reshard)
         strategy = {"recompute": recompute, "plan": plan}
         fit(GPT(**MODEL), data, strategy=strategy, callbacks=[peak], max_steps=2, **options)
         predicted = cost.predict(problem, plan).ranks[dist.get_rank()].memory_bytes
-        found[key] = (predicted, peak.peak_bytes)
+        found[name] = (predicted, peak.peak_bytes)
     return found
 
 
 @functools.cache
 def all_cases(recompute, precision):
     """What ranks predict and hold in all cases: most of the time goes into the one profile."""
-    cases = [(("resharded", name), ranks, True) for name, ranks in RESHARDED.items()]
-    if precision != "bf16-true":
-        cases += [(("staying", name), ranks, False) for name, ranks in STAYING.items()]
-    if recompute and precision == "32-true":
-        cases += [(("offloaded", name), ranks, True) for name, ranks in OFFLOADED.items()]
+    offloads = recompute and precision == "32-true"
+    cases = CASES | OFFLOAD_CASES if offloads else CASES
     return in_ranks(2, predicted_and_held, recompute, precision, cases)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("name", RESHARDED)
+@pytest.mark.parametrize("name", CASES)
 def test_predicted_bytes_are_never_less_than_held_and_within_a_tenth(recompute, precision, name):
     for rank in all_cases(recompute, precision):
-        predicted, held = rank["resharded", name]
-        assert held <= predicted <= 1.1 * held
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("name", STAYING)
-def test_bytes_of_units_that_stay_gathered_are_predicted(recompute, precision, name):
-    for rank in all_cases(recompute, precision):
-        predicted, held = rank["staying", name]
+        predicted, held = rank[name]
         assert held <= predicted <= 1.1 * held
 
 
@@ -166,10 +157,10 @@ def test_units_of_unequal_sizes_hold_no_more_after_a_validation(reshard):
 def test_bytes_of_an_offloading_rank_are_predicted_to_a_twentieth():
     first, last = all_cases(True, "32-true")
     for rank in (first, last):
-        for name in OFFLOADED:
-            predicted, held = rank["offloaded", name]
+        for name in OFFLOAD_CASES:
+            predicted, held = rank[name]
             assert held <= predicted <= 1.05 * held
     boundary = 32 * 64 * 4  # bytes of a sample's, of which there is one for each of six units
-    (_, all_held), (_, less_held) = (first["offloaded", name] for name in OFFLOADED)
+    (_, all_held), (_, less_held) = (first[name] for name in OFFLOAD_CASES)
     assert all_held - less_held >= 2 * 12 * boundary
-    assert last["offloaded", "kept"] == last["offloaded", "offloaded"]
+    assert last["kept"] == last["offloaded"]

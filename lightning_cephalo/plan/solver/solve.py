@@ -142,19 +142,16 @@ def _searched(problem: Problem, deadline: float) -> tuple[_Candidates, float]:
 
 def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
     for reshard in problem.reshard_choices:
-        for even in (False, True):
-            asked = problem.resharding(reshard)
-            # a rank without samples holds these too, and no column says so
-            if any(rank.capacity_bytes < asked.fixed_bytes for rank in problem.ranks):
+        asked = problem.resharding(reshard)
+        # a rank without samples holds these bytes too, and no column says so
+        if any(rank.capacity_bytes < asked.fixed_bytes for rank in problem.ranks):
+            continue
+        for variant, even in ((asked, False), (_with_even_state(asked), True)):
+            if variant is None:
                 continue
-            if even:
-                shared = _with_even_state(asked)
-                if shared is None:
-                    continue
-                asked = shared
-            search = Search(asked, group_types(asked), deadline)
+            search = Search(variant, group_types(variant), deadline)
             # if every plan's backward hides a gather too, keeping units gathered gains nothing
-            both_s = asked.gather_s + asked.reduce_s
+            both_s = variant.gather_s + variant.reduce_s
             if reshard != problem.reshard_choices[0] and search.backward_floor_s >= both_s:
                 continue
             yield _Variant(search, even)
