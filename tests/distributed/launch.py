@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SOON_S = 100.0
+SOON_S = 300.0
 """When ranks must have ended that wait for none that has failed: before :func:`run_ranks` ends
 them, long before the half hour after which collectives give up, and late enough for a machine that
 does much else."""
@@ -32,7 +32,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 150.0,
+    timeout_s: float = 450.0,
     process_group: bool = True,
 ) -> list[Any]:
     """Return ``function(rank, *args)`` of every rank; a hang or a failure is an AssertionError."""

@@ -23,7 +23,7 @@ from lightning_cephalo import CephaloStrategy
 
 
 def strategy(plan: str, **options: Any) -> CephaloStrategy:
-    options = {"verbose": False, "timeout": timedelta(seconds=100), **options}
+    options = {"verbose": False, "timeout": timedelta(seconds=400), **options}
     return CephaloStrategy(plan=PLANS[plan], global_batch_size=GLOBAL_BATCH, **options)
 
 
@@ -46,7 +46,7 @@ def trainer(plan: str | None, strategy_options: dict[str, Any] | None = None, **
 
 
 def in_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 150.0
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 450.0
 ) -> list[Any]:
     """Return ``function(*args)`` of every rank, each run as torchrun would run a script."""
     environments = torchrun_environments(world_size)
