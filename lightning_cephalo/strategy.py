@@ -33,6 +33,7 @@ from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.rows_arithmetic import RowsArithmetic
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
+from lightning_cephalo.adapters.termination import Termination
 from lightning_cephalo.data.cutting import (
     evaluation_samples,
     evaluation_weight,
@@ -178,6 +179,7 @@ class CephaloStrategy(ParallelStrategy):
         self._start_method = start_method
         self._num_nodes = 1
         self._samplers = SamplerTakeover()
+        self._termination = Termination()
         self._watch = Watch(trace)
         # from setup_environment() until the process ends, or until this rank fails alone on a
         # backend that must be aborted
@@ -391,6 +393,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._termination.begin(self._module.trainer)
         self.session.start_training(self.optimizers)
 
     @override
@@ -407,14 +410,21 @@ class CephaloStrategy(ParallelStrategy):
             for index, (piece, count) in enumerate(pieces)
         ]
         session.user_gathers.before_step("training", len(calls), failed=failure is not None)
-        factor = precision.loss_factor(self.precision_plugin)
+        scale_loss = precision.loss_scaler(self.precision_plugin)
         with self.precision_plugin.train_step_context():
-            outcome = session.model.executor.forward(calls, factor, log.note, failure)
+            outcome = session.model.executor.forward(
+                calls, scale_loss, partial(self._note, log), failure
+            )
+        self._termination.learn([row[-1] for row in outcome.notes])
         session.memory.after_forward()
         with self.precision_plugin.forward_context():
             session.logs.finish(log, outcome, outcome.weights, self.reduce)
         no_loss = partial(torch.zeros, (), device=self.root_device)
         return joined_result(outcome.results, outcome.weights, counts, no_loss)
+
+    def _note(self, log: StepLog) -> tuple[float, ...]:
+        """Return the numbers that every rank sends with the exchange of a step."""
+        return (*log.note(), self._termination.note())
 
     @override
     def backward(
@@ -456,14 +466,18 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self.session.share_changed_buffers()
+        self._begin_evaluation()
 
     @override
     def on_test_start(self) -> None:
-        self.session.share_changed_buffers()
+        self._begin_evaluation()
 
     @override
     def on_predict_start(self) -> None:
+        self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        self._termination.begin(self._module.trainer)
         self.session.share_changed_buffers()
 
     @override
@@ -496,7 +510,9 @@ class CephaloStrategy(ParallelStrategy):
 
         call = _call(step, samples, log) if samples else None
         session.user_gathers.before_step("evaluation", 1 if samples else 0)
-        outcome = session.model.executor.evaluate(call, f"running {name}", log.note)
+        note = partial(self._note, log)
+        outcome = session.model.executor.evaluate(call, f"running {name}", note)
+        self._termination.learn([row[-1] for row in outcome.notes])
         session.logs.finish(log, outcome, (log.weight,) if samples else (), self.reduce)
         return (outcome.results[0] if samples else None), samples
 
@@ -579,7 +595,7 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._ranks is None:
+        if self._ranks is None or self._termination.ends_with(exception):
             return
         crash_report = self._ranks.crash_report
         crash_report.on_exception(exception)
@@ -606,6 +622,7 @@ class CephaloStrategy(ParallelStrategy):
                 session.close()
         if trainer is not None:
             self._samplers.give_back(trainer)
+        self._termination.end()
         self._environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -1,11 +1,13 @@
-"""What every test shares: slow tests go last, and tests that need a GPU are skipped without one."""
+"""What every test shares: slow tests go last, and tests whose device is missing are skipped."""
 
 import multiprocessing.process
 import os
 import subprocess
 
 import pytest
+import simulated_cuda
 import torch
+from simulated_server import Server
 
 # Forked ranks hang in OpenMP if this process has ever run it with several threads.
 torch.set_num_threads(1)
@@ -42,9 +44,21 @@ def _no_processes(request, monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
 
 
+@pytest.fixture(scope="session")
+def simulated():
+    """Runs functions on ranks with simulated CUDA devices."""
+    server = Server()
+    yield server
+    server.close()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu") is not None:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    missing = {
+        "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
+        "simulated": simulated_cuda.unavailable(),
+    }
+    for item in items:
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker) is not None and reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -7,9 +7,14 @@ from lightning_cephalo.plan import Plan, RankPlan
 GLOBAL_BATCH = 8
 
 
-def plan_of(*ranks: tuple[tuple[int, ...], float]) -> Plan:
+def plan_of(
+    *ranks: tuple[tuple[int, ...], float], offload: bool = False, stay_gathered: bool = False
+) -> Plan:
     """A plan from each rank's microbatch sizes and share of the state."""
-    return Plan(ranks=tuple(RankPlan(microbatch_sizes=m, state_fraction=f) for m, f in ranks))
+    return Plan(
+        tuple(RankPlan(microbatch_sizes=m, state_fraction=f, offload=offload) for m, f in ranks),
+        reshard_after_forward=not stay_gathered,
+    )
 
 
 # all of them deal GLOBAL_BATCH samples

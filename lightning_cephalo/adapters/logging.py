@@ -29,9 +29,12 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.adapters.torchmetrics import metrics_of, prepare_states, states_of
 from lightning_cephalo.execution.step import ForwardOutcome
 from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.ranks.groups import Groups
+from lightning_cephalo.sharding.collectives import all_gather_rows
 
 
 class _Samples(int):
@@ -162,7 +165,7 @@ class StepLog:
         self,
         weights: Sequence[float],
         notes: Sequence[Sequence[float]],
-        control: ControlGroup,
+        ranks: _ValuesOfRanks,
         module: torch.nn.Module,
         sync: Callable[..., Any],
         total_weight: float | None = None,
@@ -172,7 +175,7 @@ class StepLog:
         Args:
             weights: Weights of this rank's microbatches.
             notes: :meth:`note` of every rank.
-            control: Messages between ranks.
+            ranks: Exchanges values between ranks.
             module: The LightningModule, which holds the torchmetrics objects that were logged.
             sync: Lightning's reduce function, for keys that this rank has not logged itself.
             total_weight: Weight of all microbatches of all ranks; None: the sum over the notes.
@@ -185,12 +188,12 @@ class StepLog:
             self._combine_metric(key, values, weights)
         differ = len({row[0] for row in notes}) > 1
         if differ:
-            self._agree_on_keys(control, module, sync)
+            self._agree_on_keys(ranks.control, module, sync)
         for key, combined in own.items():
             self._accumulate(key, combined, weight_of_sample)
         idle = any(not row[2] for row in notes)
         if differ or idle or any(row[1] for row in notes):
-            self._share(own, control, samples)
+            self._share(own, ranks, samples)
 
     def _combined(self, key: str, calls: Sequence[_Logged], weights: Sequence[float]) -> _Combined:
         values = torch.stack([call.value.detach().double().reshape(()) for call in calls])
@@ -247,23 +250,21 @@ class StepLog:
         if not metric.meta.on_epoch:
             metric.value = metric._forward_cache
 
-    def _share(self, own: dict[str, _Combined], control: ControlGroup, samples: float) -> None:
+    def _share(self, own: dict[str, _Combined], ranks: _ValuesOfRanks, samples: float) -> None:
         """Write the step's values over all ranks, for keys that synchronise or lack a value."""
         tensors = [key for key, metric in self._live().items() if metric.is_tensor]
         if not tensors:
             return
-        values = [own[key].value for key in tensors if key in own]
-        read = iter(torch.stack(values).tolist() if values else [])
-        numbers: list[float] = []
-        for key in tensors:
-            numbers += [1.0, next(read), own[key].weight] if key in own else [0.0] * 3
-        rows = control.gather(numbers)
+        missing = _Combined(torch.zeros((), dtype=torch.float64), -1.0, 0, True)
+        given = [own.get(key, missing) for key in tensors]
+        weights, values = ranks.gather([one.weight for one in given], [one.value for one in given])
         for index, key in enumerate(tensors):
-            held = [row[3 * index : 3 * index + 3] for row in rows if row[3 * index]]
+            held = [rank for rank, row in enumerate(weights) if row[index] >= 0.0]
             if not held:
                 continue
             metric = self._results[key]
-            value = _over_ranks(metric, [row[1] for row in held], [row[2] for row in held])
+            found = torch.stack([values[rank, index] for rank in held])
+            value = _over_ranks(metric, found, [weights[rank][index] for rank in held])
             if self._synced(key):
                 self._write(key, value)
             elif key not in own and not metric.meta.sync.should:
@@ -317,7 +318,8 @@ class StepLog:
             value = module.get_submodule(item.metric_attribute)
         else:
             neutral = {"max": float("-inf"), "min": float("inf")}
-            value = torch.tensor(neutral.get(item.options["reduce_fx"], 0.0), device=module.device)
+            number = neutral.get(item.options["reduce_fx"], 0.0)
+            value = torch.full((), number, device=module.device)  # no copy to wait for
         previous = self._results.batch_size, self._results.dataloader_idx
         self._results.dataloader_idx = item.dataloader_idx
         self._results.log(
@@ -333,12 +335,48 @@ class StepLog:
         metric._cephalo_borrowed = True
 
 
+class _ValuesOfRanks:
+    """Exchanges logged values between ranks; the host waits for no device.
+
+    Args:
+        groups: The process groups of the run.
+        accelerator: This rank's device.
+    """
+
+    def __init__(self, groups: Groups, accelerator: Accelerator) -> None:
+        self.control = groups.control
+        self._group = groups.gather
+        self._accelerator = accelerator
+
+    def gather(
+        self, weights: list[float], values: Sequence[Tensor]
+    ) -> tuple[list[list[float]], Tensor]:
+        """Return every rank's weights, and its values in a tensor of shape (ranks, values).
+
+        Args:
+            weights: Weights of this rank's values.
+            values: As many scalars in double precision.
+        """
+        ranks = self.control.world_size
+        if self._accelerator.computes_on_host:
+            numbers = self.control.gather([*weights, *torch.stack(list(values)).tolist()])
+            count = len(weights)
+            read = torch.tensor([row[count:] for row in numbers], dtype=torch.float64)
+            return [row[:count] for row in numbers], read
+        # a number that the host reads, it must wait for: the values stay on the device
+        device = self._accelerator.device
+        own = torch.stack([value.to(device, non_blocking=True) for value in values])
+        everyones = all_gather_rows(own[None], [1] * ranks, self._group)
+        return self.control.gather(weights), everyones
+
+
 class StepLogs:
     """Creates the log of each step, and combines it over microbatches and ranks.
 
     Args:
         module: The user's module.
-        control: Messages between ranks.
+        groups: The process groups of the run.
+        accelerator: This rank's device.
 
     Attributes:
         metrics: The module's torchmetrics objects, by their names.
@@ -346,11 +384,11 @@ class StepLogs:
             leaves tensors alone that Lightning would reduce.
     """
 
-    def __init__(self, module: Any, control: ControlGroup) -> None:
+    def __init__(self, module: Any, groups: Groups, accelerator: Accelerator) -> None:
         self.metrics = metrics_of(module)
         self.are_combining = False
         self._module = module
-        self._control = control
+        self._ranks = _ValuesOfRanks(groups, accelerator)
 
     def of_step(self, sample_counts: Sequence[int]) -> StepLog:
         """Return the log of a step whose microbatches have these numbers of samples."""
@@ -375,17 +413,18 @@ class StepLogs:
         try:
             # evaluation has no total weight: the notes hold the weights
             total = outcome.total_weight or None
-            log.finish(weights, outcome.notes, self._control, self._module, sync, total)
+            log.finish(weights, outcome.notes, self._ranks, self._module, sync, total)
         finally:
             self.are_combining = False
 
 
-def _over_ranks(metric: Any, values: Sequence[float], weights: Sequence[float]) -> Tensor:
-    numbers = torch.tensor(values, dtype=torch.float64)
+def _over_ranks(metric: Any, values: Tensor, weights: Sequence[float]) -> Tensor:
     if not metric.meta.is_mean_reduction:
-        return metric.meta.reduce_fx(numbers)
-    share = torch.tensor(weights, dtype=torch.float64)
-    return (numbers * share).sum() / share.sum() if share.any() else numbers.mean()
+        return metric.meta.reduce_fx(values)
+    if not any(weights):
+        return values.mean()
+    share = torch.tensor(weights, dtype=torch.float64).to(values.device, non_blocking=True)
+    return (values * share).sum() / sum(weights)
 
 
 def _options(meta: Any) -> dict[str, Any]:

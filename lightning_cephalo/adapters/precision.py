@@ -7,6 +7,7 @@ gradients. A gradient scaler needs one change: ranks must agree whether a step o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,7 +122,10 @@ def compute_dtype(plugin: lightning.Precision) -> torch.dtype | None:
     return plugin._desired_input_dtype if isinstance(plugin, lightning.HalfPrecision) else None
 
 
-def loss_factor(plugin: lightning.Precision) -> float:
-    """Return the factor of the gradient scaler for every loss; 1 without a scaler."""
+def loss_scaler(plugin: lightning.Precision) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return the gradient scaler's function that multiplies a loss; None without a scaler.
+
+    The factor stays on the device: reading it would make the host wait in every step.
+    """
     scaler: Any = getattr(plugin, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None else 1.0
+    return None if scaler is None else scaler.scale

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.common.errors import UnitUseError
@@ -193,7 +195,7 @@ class Executor:
     def forward(
         self,
         calls: Sequence[MicrobatchCall],
-        loss_factor: float = 1.0,
+        scale_loss: Callable[[Tensor], Tensor] | None = None,
         note: Callable[[], Sequence[float]] = tuple,
         failure: BaseException | None = None,
     ) -> ForwardOutcome:
@@ -201,7 +203,7 @@ class Executor:
 
         Args:
             calls: This rank's microbatches; may be empty. Their number may differ between ranks.
-            loss_factor: Factor of every loss in addition to its weight (a gradient scaler's).
+            scale_loss: Multiplies every loss in addition to its weight (a gradient scaler's).
             note: Returns numbers to send to all ranks with the exchange that ends the forward.
                 Every rank must return equally many.
             failure: This rank's failure before the step. The rank then only communicates, and all
@@ -213,7 +215,8 @@ class Executor:
         self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
         visits = self._visits.known(trainable)
-        self._begin(calls, trainable, visits, loss_factor)
+        self._begin(calls, trainable, visits)
+        self._step.scale_loss = scale_loss
         self._note = note
         if failure is not None:
             self.failure.note(failure)
@@ -229,7 +232,6 @@ class Executor:
         calls: Sequence[MicrobatchCall],
         trainable: tuple[bool, ...],
         visits: Sequence[Visit] | None,
-        loss_factor: float,
     ) -> None:
         last = NONE if visits is None else len(visits) - 1
         inside = self._inside_units() if visits is None else None
@@ -239,8 +241,7 @@ class Executor:
         ]
         step = self._step = Step(calls, microbatches, trainable, [0.0] * len(calls))
         self.failure.begin(microbatches, "beginning of the root unit")
-        step.loss_factor = loss_factor
-        step.loss_scale = loss_factor / 2.0 ** round(math.log2(max(self._total_weight, 1e-30)))
+        step.loss_scale = 0.5 ** round(math.log2(max(self._total_weight, 1e-30)))
         if visits is not None:
             self._replay(visits)
 
@@ -266,7 +267,7 @@ class Executor:
             divisor: Divides the gradients (number of steps accumulated before an update).
         """
         step = self._step
-        step.gradient_scale = step.loss_factor / (step.loss_scale * self._total_weight * divisor)
+        step.gradient_scale = 1.0 / (step.loss_scale * self._total_weight * divisor)
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
         for unit in gathered_after(step.program.forward):
@@ -434,8 +435,9 @@ class Executor:
         loss, weight = step.calls[index].weight_of(microbatch.result)
         step.weights[index] = weight
         if weight:  # without weight the loss may be 0/0: a mean over no tokens
+            loss = loss * (weight * step.loss_scale)
             with self.hooks.backward():
-                microbatch.backward_of_loss(loss * (weight * step.loss_scale))
+                microbatch.backward_of_loss(step.scale_loss(loss) if step.scale_loss else loss)
 
     def _offload(self, instruction: Instruction) -> None:
         self.failure.guarded(self._offload_of, instruction)

@@ -99,7 +99,8 @@ class HostArena:
 
     def start(self) -> None:
         """Begin a step and drop the contents of the last one."""
-        self._leaving.clear()
+        # a step that failed may have left copies under way
+        self._let_go_of_copied(but=0)
         self._used_bytes = self._chunk = self._offset = 0
         # replace pieces that grew one by one by a single one
         if len(self._chunks) > 1 and not self._by_powers_of_two:
@@ -119,7 +120,8 @@ class HostArena:
         if not torch.ops.aten.is_non_overlapping_and_dense(values):
             return None
         host = self._place(values)
-        self._let_go_of_copied()
+        # all but the last: else the device would wait for a copy that has only just begun
+        self._let_go_of_copied(but=1)
         copied = self._copies.start(host, values)
         if copied is not None:
             # only work that waits for the copy may reuse the memory
@@ -150,9 +152,8 @@ class HostArena:
         self._copies.wait(away.arrival)
         away.returning = away.arrival = None
 
-    def _let_go_of_copied(self) -> None:
-        # all but the last: else the device would wait for a copy that has only just begun
-        while len(self._leaving) > 1:
+    def _let_go_of_copied(self, but: int) -> None:
+        while len(self._leaving) > but:
             _, copied = self._leaving.popleft()
             self._copies.wait(copied)
 

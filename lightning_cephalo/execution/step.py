@@ -77,8 +77,8 @@ class Step:
         is_traced: Whether the order is discovered while the step runs.
         divergence: The point where the microbatches have left the order.
         program: This rank's program; its forward is unused while the step is traced.
-        loss_factor: Factor of every loss (a gradient scaler's); gradients carry it until the
-            optimizer's step.
+        scale_loss: Multiplies every loss (a gradient scaler's); gradients carry the factor until
+            the optimizer's step.
         loss_scale: Factor of every loss in addition to its weight.
         gradient_scale: Factor of all gradients when they are reduced.
         with_loss: Microbatches whose loss has been computed.
@@ -93,7 +93,7 @@ class Step:
     is_traced: bool = False
     divergence: Divergence | None = None
     program: Program = field(default_factory=lambda: Program((), ()))
-    loss_factor: float = 1.0
+    scale_loss: Callable[[Tensor], Tensor] | None = None
     loss_scale: float = 1.0
     gradient_scale: float = 1.0
     with_loss: set[int] = field(default_factory=set)

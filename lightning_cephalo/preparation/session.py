@@ -94,7 +94,7 @@ class Session:
             self._at_end.callback(SwitchedOffCaches(module).restore)
         self.plan = Plan(tuple(RankPlan((1,), fraction) for fraction in fractions))
         self.cutter = BatchCutter((), None, ())
-        self.logs = StepLogs(module, groups.control)
+        self.logs = StepLogs(module, groups, accelerator)
         self.user_gathers = UserGathers(groups.control, options.equal_microbatches)
         self.predictions = EmptyPredictions()
         self.optimizers: list[Optimizer] = []

@@ -40,10 +40,13 @@ class Pending:
     Attributes:
         works: Handles of torch.distributed.
         finish: Local work that remains once the handles are done.
+        tensors: What the collective reads and writes on a device. torch itself keeps it only until
+            the first wait, which may be that of an observer on another stream.
     """
 
     works: list[Any] = field(default_factory=list)
     finish: Callable[[], None] | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
 
     def wait(self, wait: Wait = wait_for) -> None:
         """Block until the result may be used; on a device only the current stream waits.
@@ -53,7 +56,7 @@ class Pending:
         """
         for work in self.works:
             wait(work)
-        self.works = []
+        self.works, self.tensors = [], ()
         if self.finish is not None:
             finish, self.finish = self.finish, None
             finish()
@@ -137,9 +140,9 @@ def gather_slices(full: torch.Tensor, sizes: Sequence[int], group: dist.ProcessG
         own = full[offsets[rank] : offsets[rank + 1]]
         if len(set(sizes)) == 1:
             gather = _alias("all_gather_single", "all_gather_into_tensor")
-            return Pending([gather(full, own, group=group, async_op=True)])
+            return Pending([gather(full, own, group=group, async_op=True)], tensors=(full,))
         slices = [full[a:b] for a, b in itertools.pairwise(offsets)]
-        return Pending([dist.all_gather(slices, own, group=group, async_op=True)])
+        return Pending([dist.all_gather(slices, own, group=group, async_op=True)], tensors=(full,))
     if full.is_cpu:
         slices = full.split(list(sizes))
         return Pending(_exchange([slices[dist.get_rank(group)]] * len(sizes), slices, group))
@@ -191,7 +194,7 @@ def reduce_slices(
             work = dist.reduce_scatter(
                 total, parts, op=dist.ReduceOp.SUM, group=group, async_op=True
             )
-        return Pending([work], lambda: deliver(total))
+        return Pending([work], lambda: deliver(total), (full, total))
 
     received = full.new_empty(world_size * own)
     rows = received.view(world_size, own)

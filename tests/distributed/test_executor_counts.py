@@ -424,7 +424,7 @@ def _tokens(rank: int) -> None:
             )
             for part in parts
         ]
-        outcome = executor.forward(calls, loss_factor=scale)
+        outcome = executor.forward(calls, partial(torch.mul, other=scale))
         executor.backward(divisor=4.0)
         assert outcome.total_weight == 4.0
         expected = token_loss(single, batch)

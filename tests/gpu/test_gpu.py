@@ -1,13 +1,14 @@
-"""On real GPUs: NCCL, CUDA streams, and 16-mixed with its gradient scaler. Skipped without one.
+"""NCCL, CUDA streams, and 16-mixed with its gradient scaler: on real GPUs, and on simulated ones.
 
-What each does is a script in interpreters of its own, as CUDA does not survive a fork; the script
-itself is tested on the CPU, in forks.
+On a real GPU each test runs a script in interpreters of its own, as CUDA does not survive a fork.
+On simulated GPUs the same script runs in forks, and nothing may be out of order there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import run_script, torchrun_environments
+from simulated_server import DEVICES, Server
 
 SCRIPT = Path(__file__).parent / "gpu_script.py"
 ONE = [[[3, 3, 2], 1.0]]
@@ -24,23 +26,79 @@ UNEVEN = [[[3, 3], 0.75], [[2], 0.25]]
 IDLE = [[[4, 4], 0.0], [[], 1.0]]
 
 
-def losses(folder: Path, ranks: int, *options: str, steps: int = 8) -> list[float]:
+class RealGpus:
+    """This machine's GPUs."""
+
+    is_real = True
+
+    @property
+    def count(self) -> int:
+        return torch.cuda.device_count()
+
+    def run(self, ranks: int, arguments: list[str]) -> None:
+        """Run the script on every rank."""
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+        start = launcher if ranks > 1 else []
+        run = subprocess.run(
+            [sys.executable, *start, str(SCRIPT), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=250,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+
+
+class SimulatedGpus:
+    """Devices of host memory, and a checker.
+
+    Args:
+        server: Runs functions on ranks that have them.
+    """
+
+    is_real, count = False, DEVICES
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def run(self, ranks: int, arguments: list[str]) -> None:
+        """Run the script on every rank; nothing may be out of order."""
+        environments = torchrun_environments(ranks)
+        for outcome in self._server.run(ranks, run_as_script, arguments, environments):
+            assert not outcome.findings, "\n".join(outcome.findings)
+
+
+def run_as_script(rank: int, arguments: list[str], environments: list[dict[str, str]]) -> None:
+    """Run the script in a rank that has simulated devices."""
+    os.environ.update(environments[rank], OMP_NUM_THREADS="1")
+    sys.argv = [str(SCRIPT), *arguments]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("real", marks=pytest.mark.gpu),
+        pytest.param("simulated", marks=pytest.mark.simulated),
+    ]
+)
+def gpus(request):
+    """The GPUs to run on."""
+    if request.param == "real":
+        return RealGpus()
+    return SimulatedGpus(request.getfixturevalue("simulated"))
+
+
+def losses(gpus, folder: Path, ranks: int, *options: str, steps: int = 8) -> list[float]:
     """The losses of every step, the same on all ranks."""
     folder.mkdir()
-    if "--accelerator" not in options:
-        run_script(SCRIPT, [folder, *options], torchrun_environments(ranks))
-        return said_losses(folder, ranks, steps)
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    start = launcher if ranks > 1 else []
-    run = subprocess.run(
-        [sys.executable, *start, str(SCRIPT), str(folder), *options],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    gpus.run(ranks, [str(folder), "--accelerator", "gpu", *options])
     return said_losses(folder, ranks, steps)
+
+
+def losses_on_the_cpu(folder: Path, ranks: int, *options: str) -> list[float]:
+    folder.mkdir()
+    run_script(SCRIPT, [folder, *options], torchrun_environments(ranks))
+    return said_losses(folder, ranks, steps=8)
 
 
 def said_losses(folder: Path, ranks: int, steps: int) -> list[float]:
@@ -83,89 +141,86 @@ def check_held(folder: Path, step: int | None) -> None:
 
 
 def test_the_script_itself_on_the_cpu(tmp_path):
-    wanted = losses(tmp_path / "one", 1, "--clip", "0.5")
+    wanted = losses_on_the_cpu(tmp_path / "one", 1, "--clip", "0.5")
     given = ["--clip", "0.5", "--share-one-device"]
     options = [*given, "--plan", json.dumps(UNEVEN), "--trace", "--offload"]
-    assert losses(tmp_path / "two", 2, *options) == pytest.approx(wanted, rel=1e-5)
+    assert losses_on_the_cpu(tmp_path / "two", 2, *options) == pytest.approx(wanted, rel=1e-5)
     check_times(tmp_path / "two", 2)
     check_held(tmp_path / "two", step=2)
-    assert losses(tmp_path / "solved", 2, *given, "--solve") == pytest.approx(wanted, rel=1e-5)
+    assert losses_on_the_cpu(tmp_path / "solved", 2, *given, "--solve") == pytest.approx(
+        wanted, rel=1e-5
+    )
     options = ["--clip", "0.5", "--plan", json.dumps(ONE), "--stay", "--no-syncs"]
-    assert losses(tmp_path / "stay", 1, *options) == pytest.approx(wanted, rel=1e-5)
+    assert losses_on_the_cpu(tmp_path / "stay", 1, *options) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("keep", [False, True], ids=["recompute", "kept"])
-def test_one_rank_on_nccl_equals_plain_lightning(tmp_path, keep):
-    wanted = losses(tmp_path / "plain", 1, "--accelerator", "gpu")
-    options = ["--accelerator", "gpu", "--plan", json.dumps(ONE), *(["--keep"] if keep else [])]
-    assert losses(tmp_path / "ours", 1, *options) == pytest.approx(wanted, rel=1e-5)
+def test_one_rank_on_nccl_equals_plain_lightning(gpus, tmp_path, keep):
+    wanted = losses(gpus, tmp_path / "plain", 1)
+    options = ["--plan", json.dumps(ONE), *(["--keep"] if keep else [])]
+    assert losses(gpus, tmp_path / "ours", 1, *options) == pytest.approx(wanted, rel=1e-5)
     check_held(tmp_path / "ours", step=None)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("option", ["--keep", "--offload", "--stay", None])
-def test_the_host_waits_for_the_device_nowhere_in_a_step(tmp_path, option):
-    options = ["--accelerator", "gpu", "--plan", json.dumps(ONE), "--clip", "0.5", "--no-syncs"]
-    losses(tmp_path / "ours", 1, *options, *([option] if option else []))
+def test_the_host_waits_for_the_device_nowhere_in_a_step(gpus, tmp_path, option):
+    options = ["--plan", json.dumps(ONE), "--clip", "0.5", "--no-syncs"]
+    losses(gpus, tmp_path / "ours", 1, *options, *([option] if option else []))
 
 
-@pytest.mark.gpu
-def test_a_plan_is_measured_solved_and_held(tmp_path):
-    alone = torch.cuda.device_count() < 2
-    options = ["--accelerator", "gpu", "--solve"]
+def test_a_plan_is_measured_solved_and_held(gpus, tmp_path):
+    alone = gpus.count < 2
+    options = ["--solve"]
     options += ["--backend", "gloo", "--share-one-device"] if alone else []
-    wanted = losses(tmp_path / "plain", 1, "--accelerator", "gpu")
-    assert losses(tmp_path / "ours", 2, *options) == pytest.approx(wanted, rel=1e-5)
+    wanted = losses(gpus, tmp_path / "plain", 1)
+    assert losses(gpus, tmp_path / "ours", 2, *options) == pytest.approx(wanted, rel=1e-5)
     check_held(tmp_path / "ours", step=None)
 
 
-@pytest.mark.gpu
-def test_offloading_changes_nothing(tmp_path):
-    options = ["--accelerator", "gpu", "--plan", json.dumps(ONE)]
-    wanted = losses(tmp_path / "kept", 1, *options)
-    assert losses(tmp_path / "moved", 1, *options, "--offload") == wanted
+def test_offloading_changes_nothing(gpus, tmp_path):
+    options = ["--plan", json.dumps(ONE)]
+    wanted = losses(gpus, tmp_path / "kept", 1, *options)
+    assert losses(gpus, tmp_path / "moved", 1, *options, "--offload") == wanted
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("option", ["--keep", "--offload", "--stay", None])
-def test_reserved_memory_is_flat_over_200_steps(tmp_path, option):
-    options = ["--accelerator", "gpu", "--plan", json.dumps(ONE), "--epochs", "50"]
+def test_reserved_memory_is_flat_over_many_steps(gpus, tmp_path, option):
+    epochs = 50 if gpus.is_real else 3  # a simulated device is slow, and has no fragments
+    options = ["--plan", json.dumps(ONE), "--epochs", str(epochs)]
     options += [option] if option else []
-    losses(tmp_path / "ours", 1, *options, steps=200)
+    losses(gpus, tmp_path / "ours", 1, *options, steps=4 * epochs)
     reserved = json.loads((tmp_path / "ours" / "0.json").read_text())["reserved_bytes"]
     assert set(reserved[5:]) == {reserved[-1]}
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_times_are_read_off_the_device(tmp_path, ranks):
-    alone = torch.cuda.device_count() < 2
-    options = ["--accelerator", "gpu", "--trace", "--plan", json.dumps([ONE, UNEVEN][ranks - 1])]
+def test_times_are_read_off_the_device(gpus, tmp_path, ranks):
+    alone = gpus.count < 2
+    options = ["--trace", "--plan", json.dumps([ONE, UNEVEN][ranks - 1])]
     options += ["--backend", "gloo", "--share-one-device"] if alone and ranks > 1 else []
-    losses(tmp_path / "ours", ranks, *options)
+    losses(gpus, tmp_path / "ours", ranks, *options)
     check_times(tmp_path / "ours", ranks)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_mixed_precision_follows_plain_lightning(tmp_path, precision):
-    options = ["--accelerator", "gpu", "--precision", precision]
-    wanted = losses(tmp_path / "plain", 1, *options)
-    found = losses(tmp_path / "ours", 1, *options, "--plan", json.dumps(ONE))
+def test_mixed_precision_follows_plain_lightning(gpus, tmp_path, precision):
+    options = ["--precision", precision]
+    wanted = losses(gpus, tmp_path / "plain", 1, *options)
+    found = losses(gpus, tmp_path / "ours", 1, *options, "--plan", json.dumps(ONE))
     # half precision rounds each microbatch where the whole batch would be rounded once
     assert found == pytest.approx(wanted, rel=2e-2)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("plan", [UNEVEN, IDLE], ids=["uneven", "idle rank, no state"])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_two_ranks_equal_one(tmp_path, plan, backend):
-    alone = torch.cuda.device_count() < 2
+def test_two_ranks_equal_one(gpus, tmp_path, plan, backend):
+    alone = gpus.count < 2
     if backend == "nccl" and alone:
         pytest.skip("NCCL wants a GPU for each rank")
-    options = ["--accelerator", "gpu", "--backend", backend, "--plan", json.dumps(plan)]
+    if backend == "gloo" and not gpus.is_real:
+        pytest.skip("gloo's collectives of device tensors are not simulated")
+    options = ["--backend", backend, "--plan", json.dumps(plan)]
     if alone:
         options.append("--share-one-device")
-    wanted = losses(tmp_path / "plain", 1, "--accelerator", "gpu")
-    assert losses(tmp_path / "ours", 2, *options) == pytest.approx(wanted, rel=1e-5)
+    wanted = losses(gpus, tmp_path / "plain", 1)
+    assert losses(gpus, tmp_path / "ours", 2, *options) == pytest.approx(wanted, rel=1e-5)

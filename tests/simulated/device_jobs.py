@@ -1,0 +1,148 @@
+"""What the ranks of these tests train, on whatever device they are told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from plans import GLOBAL_BATCH, plan_of
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cephalo import CephaloStrategy
+from lightning_cephalo.plan import Plan
+
+STEPS = 4
+
+
+class Encoder(pl.LightningModule):
+    """Three transformer layers and a head.
+
+    Args:
+        dropout: Of the layers; 0 where results are compared.
+        logged: Arguments for logging the loss.
+    """
+
+    def __init__(self, dropout: float = 0.0, **logged: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layer = [nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True) for _ in "abc"]
+        self.layers = nn.Sequential(*layer)
+        self.head = nn.Linear(16, 1)
+        self.logged = {"sync_dist": True, **logged}
+        self.losses: list[Tensor] = []
+        self.validated: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, **self.logged)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("validated", self._loss(batch), sync_dist=True)
+
+    def _loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.head(self.layers(x)).mean(1), y)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if "loss" in self.trainer.callback_metrics:
+            self.losses.append(self.trainer.callback_metrics["loss"].clone())
+
+    def on_validation_end(self) -> None:
+        self.validated.append(self.trainer.callback_metrics["validated"].clone())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Adam makes steps of full size of rounding noise where gradients are zero
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def data(samples: int = GLOBAL_BATCH * STEPS) -> DataLoader:
+    """Batches of the global size."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 5, 16, generator=generator)
+    return DataLoader(TensorDataset(x, x.sum((1, 2))[:, None] / 10), batch_size=GLOBAL_BATCH)
+
+
+def strategy(plan: Plan | None, **options: Any) -> CephaloStrategy:
+    """A quiet strategy; without a plan it measures and solves."""
+    return CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False, **options)
+
+
+def trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    """A quiet Trainer on this node's ranks."""
+    given: dict[str, Any] = {
+        "accelerator": "gpu",
+        "devices": int(os.environ["LOCAL_WORLD_SIZE"]),
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        **options,
+    }
+    return pl.Trainer(strategy=strategy, **given)
+
+
+def half(accelerator: str, scale: float) -> MixedPrecision:
+    """16-mixed with a scale to begin with."""
+    return MixedPrecision("16-mixed", accelerator, torch.amp.GradScaler(accelerator, scale))
+
+
+def train(
+    rank: int,
+    environments: list[dict[str, str]],
+    ranks: list[tuple[tuple[int, ...], float]] | str | None,
+    given: dict[str, Any],
+) -> dict[str, Any]:
+    """Train and return losses and a digest of the weights.
+
+    Args:
+        rank: This rank.
+        environments: What the launcher gives to each rank.
+        ranks: The plan's ranks; "solve": measured and solved; None: Lightning alone, on one device.
+        given: Under "plan", "strategy", "trainer", "model" and "data" options for each of them;
+            "scale" of 16-mixed; "compile" with this backend; "resume" from this checkpoint, and
+            "save" one.
+    """
+    os.environ.update(environments[rank], OMP_NUM_THREADS="1")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    options = dict(given.get("trainer", {}))
+    if "scale" in given:
+        options["plugins"] = [half("cuda", given["scale"])]
+    if ranks is None:
+        chosen: Any = "auto"
+    elif ranks == "solve":
+        chosen = strategy(None, **given.get("strategy", {}))
+    else:
+        plan = plan_of(*ranks, **given.get("plan", {}))
+        chosen = strategy(plan, **given.get("strategy", {}))
+    model = Encoder(**given.get("model", {}))
+    if "compile" in given:
+        for layer in model.layers:
+            layer.compile(backend=given["compile"])
+    used = trainer(chosen, **options)
+    loaders = [data(**given.get("data", {}))]
+    if "val_check_interval" in options:
+        loaders.append(data(GLOBAL_BATCH + 3))
+    used.fit(model, *loaders, ckpt_path=given.get("resume"))
+    if "save" in given:
+        used.save_checkpoint(given["save"])
+    found = {
+        "losses": [float(loss) for loss in model.losses],
+        "validated": [float(loss) for loss in model.validated],
+        "weights": float(sum(parameter.double().abs().sum() for parameter in model.parameters())),
+        "device": str(used.strategy.root_device),
+        "folder": sorted(path.name for path in Path(given["folder"]).iterdir())
+        if "folder" in given
+        else [],
+    }
+    scaler = getattr(used.precision_plugin, "scaler", None)
+    if scaler is not None:
+        found["scale"] = scaler.get_scale()
+    return found

@@ -1,0 +1,162 @@
+"""Runs functions on ranks with simulated devices, in forks of one interpreter that has them.
+
+The interpreter of the tests has imported torch, and a simulated device must be there before. So a
+second interpreter starts once, and forks the ranks of every test: a start costs seconds, a fork
+next to nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+DEVICES = 4
+_SERVE = "import simulated_server; simulated_server.serve()"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank did.
+
+    Attributes:
+        value: The function's result.
+        findings: What the checker found, in order.
+        waits: How often the host waited for the device, by what for and Python lines.
+        kernels: How often each operator, copy and collective was launched.
+    """
+
+    value: Any
+    findings: list[str]
+    waits: dict[str, int]
+    kernels: dict[str, int]
+
+
+class Server:
+    """The interpreter with simulated devices."""
+
+    def __init__(self) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (until close)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 450.0
+    ) -> list[Outcome]:
+        """Return ``function(rank, *args)`` of every rank, with what the checker found.
+
+        Args:
+            world_size: Number of ranks; each may use all devices.
+            function: A function at the top of a file, which is sent by file and name.
+            args: Further arguments.
+            timeout_s: When ranks that still run are killed.
+
+        Raises:
+            AssertionError: If a rank fails or hangs, with its traceback and what it printed.
+        """
+        start = self._log.seek(0, os.SEEK_END)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        known = inspect.getfile(function), function.__qualname__
+        _send(self._process.stdin, (world_size, known, args, timeout_s))
+        try:
+            is_done, value = _receive(self._process.stdout)
+        except EOFError:
+            is_done, value = False, "the interpreter with simulated devices has ended"
+        if not is_done:
+            self._log.seek(start)
+            printed = self._log.read().decode(errors="replace")[-6000:]
+            raise AssertionError(f"{value}\n\nranks printed:\n{printed}")
+        outcomes: list[Outcome] = value
+        return outcomes
+
+    def close(self) -> None:
+        """End the interpreter."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+        self._log.close()
+
+
+def _send(file: BinaryIO, value: Any) -> None:
+    data = pickle.dumps(value)
+    file.write(len(data).to_bytes(8, "little") + data)
+    file.flush()
+
+
+def _receive(file: BinaryIO) -> Any:
+    size = int.from_bytes(_exactly(file, 8), "little")
+    return pickle.loads(_exactly(file, size))
+
+
+def _exactly(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+# -- in the interpreter with simulated devices ----------------------------------------------------
+
+
+def serve() -> None:
+    """Start the devices, and run what comes in until the other side closes."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what ranks print goes to the log
+
+    import simulated_cuda
+
+    simulated_cuda.start(DEVICES)
+    import launch
+    import lightning.pytorch  # noqa: F401 (once, for all forks)
+    import torch
+
+    import lightning_cephalo  # noqa: F401
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            world_size, known, args, timeout_s = _receive(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            function = getattr(_module(known[0]), known[1])
+            value = launch.run_ranks(
+                world_size, _observed, function, args, timeout_s=timeout_s, process_group=False
+            )
+            _send(answers, (True, value))
+        except BaseException as error:
+            _send(answers, (False, f"{type(error).__name__}: {error}"))
+
+
+@functools.cache
+def _module(path: str) -> Any:
+    """Return a file of tests as a module; pytest gives its own a name that varies."""
+    spec = importlib.util.spec_from_file_location(os.path.basename(path)[:-3], path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _observed(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+    import simulated_cuda
+
+    simulated_cuda.clear()
+    value = function(rank, *args)
+    return Outcome(
+        value, simulated_cuda.findings(), simulated_cuda.waits(), simulated_cuda.kernels()
+    )

@@ -1,0 +1,89 @@
+"""A rank that fails on its device: all ranks end, and say which rank failed and why."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from device_jobs import Encoder, data, strategy, trainer
+from launch import torchrun_environments
+from plans import plan_of
+from test_training import UNEVEN
+
+pytestmark = pytest.mark.simulated
+
+STEP = 2
+
+
+class Failing(Encoder):
+    """Fails on one rank in the third step, in one of several ways."""
+
+    def __init__(self, failing_rank: int, way: str) -> None:
+        super().__init__()
+        self.failing_rank, self.way = failing_rank, way
+        self.layers[1].linear1.register_forward_pre_hook(self._in_a_unit)
+
+    @property
+    def _is_now(self) -> bool:
+        return self.global_rank == self.failing_rank and self.global_step == STEP
+
+    def _in_a_unit(self, *_: object) -> None:
+        if not self._is_now:
+            return
+        if self.way == "out of memory":
+            torch.empty(2**40, dtype=torch.uint8, device=self.device)
+        elif self.way == "a kernel's error":
+            raise torch.AcceleratorError(
+                "CUDA error: an illegal memory access was encountered", 700
+            )
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self._is_now and self.way == "an error of NCCL":
+            group = self.trainer.strategy._connection.groups.gather
+
+            def fails(*_: object, **__: object) -> None:
+                raise dist.DistBackendError("NCCL error: unhandled system error (ncclSystemError)")
+
+            group.allgather = group.all_gather_single = fails
+
+
+def fails(rank, environments, way, failing_rank):
+    os.environ.update(environments[rank], OMP_NUM_THREADS="1")
+    used = trainer(strategy(plan_of(*UNEVEN)))
+    model = Failing(failing_rank, way)
+    start_s = time.monotonic()
+    try:
+        used.fit(model, data())
+    except Exception as error:
+        return type(error).__name__, str(error), model.global_step, time.monotonic() - start_s
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("way", ["out of memory", "a kernel's error"])
+def test_in_a_unit(simulated, way, failing_rank):
+    environments = torchrun_environments(2)
+    outcomes = simulated.run(2, fails, environments, way, failing_rank)
+    name, said, step, _ = outcomes[failing_rank].value
+    assert step == STEP
+    if way == "out of memory":
+        assert name == "OutOfMemoryInStepError" and "CUDA out of memory" in said
+        assert "unit 'layers.1'" in said
+    else:
+        assert name == "AcceleratorError" and "illegal memory access" in said
+    name, said, step, _ = outcomes[1 - failing_rank].value
+    assert name == "RemoteRankError" and step == STEP
+    assert f"Rank {failing_rank}" in said
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_in_a_collective(simulated, failing_rank):
+    environments = torchrun_environments(2)
+    outcomes = simulated.run(2, fails, environments, "an error of NCCL", failing_rank)
+    name, said, _, _ = outcomes[failing_rank].value
+    assert name == "DistBackendError" and "ncclSystemError" in said
+    _, said, _, seconds = outcomes[1 - failing_rank].value
+    assert f"Rank {failing_rank} failed: DistBackendError: NCCL error" in said
+    assert seconds < 60

@@ -1,0 +1,156 @@
+"""Training on simulated CUDA devices over NCCL: one device's results, and nothing out of order."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from device_jobs import train
+from launch import torchrun_environments
+
+pytestmark = pytest.mark.simulated
+
+ONE = [((3, 3, 2), 1.0)]
+EVEN = [((2, 2), 0.5), ((2, 2), 0.5)]
+UNEVEN = [((3, 3), 0.75), ((2,), 0.25)]
+IDLE_WITHOUT_STATE = [((), 0.0), ((4, 4), 1.0)]
+IDLE_WITH_ALL_STATE = [((4, 4), 0.0), ((), 1.0)]
+FOUR = [((2, 1), 0.5), ((3,), 0.3), ((2,), 0.2), ((), 0.0)]
+
+
+def trained(simulated, ranks, *, environments=None, **given):
+    """What every rank found, after a look at what the checker found."""
+    environments = environments or torchrun_environments(len(ranks) if ranks else 1)
+    outcomes = simulated.run(len(environments), train, environments, ranks, given)
+    for outcome in outcomes:
+        assert not outcome.findings, "\n".join(outcome.findings)
+        losses = outcomes[0].value["losses"]
+        assert outcome.value["losses"] == pytest.approx(losses, rel=1e-6)
+    return [outcome.value for outcome in outcomes]
+
+
+def assert_equal(found, wanted, rel=1e-5):
+    for one in found:
+        assert one["losses"] == pytest.approx(wanted["losses"], rel=rel)
+        assert one["validated"] == pytest.approx(wanted["validated"], rel=rel)
+        assert one["weights"] == pytest.approx(wanted["weights"], rel=rel)
+
+
+@pytest.fixture(scope="module")
+def alone(simulated):
+    """Plain Lightning on one device."""
+    (found,) = trained(simulated, None)
+    assert len(found["losses"]) == 4 and found["device"] == "cuda:0"
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [ONE, EVEN, UNEVEN, IDLE_WITHOUT_STATE, IDLE_WITH_ALL_STATE, FOUR],
+    ids=["one", "even", "uneven", "idle without state", "idle with all state", "four"],
+)
+def test_plans(simulated, alone, ranks):
+    found = trained(simulated, ranks)
+    assert_equal(found, alone)
+    assert [one["device"] for one in found] == [f"cuda:{rank}" for rank in range(len(ranks))]
+
+
+@pytest.mark.parametrize("ranks", [ONE, UNEVEN, IDLE_WITH_ALL_STATE], ids=["1", "2", "idle"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"plan": {"offload": True}},
+        {"plan": {"stay_gathered": True}},
+        {"plan": {"offload": True, "stay_gathered": True}},
+        {"strategy": {"recompute": False}},
+    ],
+    ids=["offload", "stay", "offload and stay", "keep"],
+)
+def test_modes(simulated, alone, ranks, given):
+    assert_equal(trained(simulated, ranks, **given), alone)
+
+
+def test_a_trace(simulated, alone, tmp_path):
+    given = {"strategy": {"trace": tmp_path / "trace.json"}, "folder": str(tmp_path)}
+    found = trained(simulated, UNEVEN, **given)
+    assert_equal(found, alone)
+    assert "trace.json" in os.listdir(tmp_path)
+
+
+def test_a_plan_that_is_measured_and_solved(simulated, alone):
+    environments = torchrun_environments(2)
+    assert_equal(trained(simulated, "solve", environments=environments), alone)
+
+
+def test_nodes_with_different_numbers_of_devices(simulated, alone):
+    environments = torchrun_environments(3)
+    for rank, (node, local, size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
+        environments[rank] |= {
+            "GROUP_RANK": str(node),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(size),
+        }
+    ranks = [((2, 1), 0.5), ((3,), 0.3), ((2,), 0.2)]
+    found = trained(simulated, ranks, environments=environments)
+    assert_equal(found, alone)
+    assert [one["device"] for one in found] == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+# -- what users do --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 2},
+        {"val_check_interval": 1},
+        {"precision": "64-true"},
+    ],
+    ids=["clip by norm", "clip by value", "accumulate", "validate between steps", "double"],
+)
+def test_options_of_the_trainer(simulated, options):
+    (wanted,) = trained(simulated, None, trainer=options)
+    for given in ({}, {"plan": {"offload": True}}):
+        assert_equal(trained(simulated, UNEVEN, trainer=options, **given), wanted)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "16-true"])
+@pytest.mark.parametrize("ranks", [ONE, IDLE_WITH_ALL_STATE], ids=["one", "idle"])
+def test_half_precision_follows_one_device(simulated, precision, ranks):
+    options = {"precision": precision, "gradient_clip_val": 0.5}
+    given = {"scale": 2.0**10} if precision == "16-mixed" else {}
+    if given:
+        del options["precision"]
+    (wanted,) = trained(simulated, None, trainer=options, **given)
+    found = trained(simulated, ranks, trainer=options, **given)
+    # half precision rounds each microbatch where the whole batch would be rounded once
+    assert_equal(found, wanted, rel=3e-2)
+
+
+def test_overflow_skips_the_same_steps(simulated):
+    given = {"scale": 2.0**30}
+    (wanted,) = trained(simulated, None, **given)
+    assert wanted["scale"] < 2.0**30
+    for ranks in (ONE, UNEVEN, IDLE_WITH_ALL_STATE):
+        found = trained(simulated, ranks, **given)
+        assert [one["scale"] for one in found] == [wanted["scale"]] * len(ranks)
+        assert_equal(found, wanted, rel=1e-2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_blocks(simulated, alone, backend):
+    assert_equal(trained(simulated, UNEVEN, compile=backend), alone)
+
+
+def test_a_checkpoint_continues_under_another_plan(simulated, alone, tmp_path):
+    path = str(tmp_path / "half.ckpt")
+    first = trained(simulated, UNEVEN, trainer={"max_steps": 2}, save=path)
+    assert first[0]["losses"] == pytest.approx(alone["losses"][:2], rel=1e-5)
+    (whole,) = trained(simulated, None, trainer={"max_epochs": 2})
+    path = str(tmp_path / "epoch.ckpt")
+    trained(simulated, UNEVEN, save=path)
+    found = trained(simulated, FOUR, trainer={"max_epochs": 2}, resume=path)
+    assert found[0]["losses"] == pytest.approx(whole["losses"][4:], rel=1e-5)
+    assert found[0]["weights"] == pytest.approx(whole["weights"], rel=1e-5)
