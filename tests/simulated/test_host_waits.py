@@ -59,18 +59,26 @@ AND_THE_SCALER = {**ONLY_THE_THROTTLE, "aten::_local_scalar_dense in rows_arithm
 
 
 @pytest.mark.parametrize("ranks", [ONE, UNEVEN, IDLE_WITH_ALL_STATE], ids=["one", "two", "idle"])
+@pytest.mark.parametrize("sync_dist", [False, True])
+def test_only_the_throttle_waits(simulated, ranks, sync_dist):
+    for found in waits(simulated, ranks, model={"sync_dist": sync_dist}):
+        assert found == ONLY_THE_THROTTLE
+
+
 @pytest.mark.parametrize(
     "given",
     [
-        {"model": {"sync_dist": False}},
-        {},
         {"plan": {"offload": True}},
         {"strategy": {"recompute": False}},
         {"trainer": {"gradient_clip_val": 0.1}},
-        {"scale": 2.0**10},
     ],
-    ids=["plain", "sync_dist", "offload", "keep", "clip", "16-mixed"],
+    ids=["offload", "keep", "clip"],
 )
-def test_only_the_throttle_waits(simulated, ranks, given):
-    for found in waits(simulated, ranks, **given):
-        assert found == (AND_THE_SCALER if "scale" in given else ONLY_THE_THROTTLE)
+def test_no_mode_makes_the_host_wait(simulated, given):
+    for found in waits(simulated, UNEVEN, **given):
+        assert found == ONLY_THE_THROTTLE
+
+
+def test_16_mixed_waits_where_torch_itself_does(simulated):
+    for found in waits(simulated, UNEVEN, scale=2.0**10):
+        assert found == AND_THE_SCALER
