@@ -1,8 +1,10 @@
 """What every test shares: slow tests go last, and tests whose device is missing are skipped."""
 
+import contextlib
 import multiprocessing.process
 import os
 import subprocess
+import tempfile
 
 import pytest
 import simulated_cuda
@@ -47,9 +49,8 @@ def _no_processes(request, monkeypatch):
 @pytest.fixture(scope="session")
 def simulated():
     """Runs functions on ranks with simulated CUDA devices."""
-    server = Server()
-    yield server
-    server.close()
+    with tempfile.TemporaryFile() as log, contextlib.closing(Server(log)) as server:
+        yield server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,10 +1,22 @@
-"""Plans that several tests train by."""
+"""Plans that several tests train by, and the options of their Trainers."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from lightning_cephalo.plan import Plan, RankPlan
 
 GLOBAL_BATCH = 8
+
+QUIET: dict[str, Any] = {
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+"""Options of a Trainer that shows and writes nothing."""
 
 
 def plan_of(

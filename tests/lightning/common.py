@@ -15,7 +15,7 @@ import torch
 from launch import RankFailure as RankFailure
 from launch import run_ranks, torchrun_environments
 from lightning.pytorch import LightningModule, Trainer
-from plans import GLOBAL_BATCH, PLANS
+from plans import GLOBAL_BATCH, PLANS, QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,16 +29,7 @@ def strategy(plan: str, **options: Any) -> CephaloStrategy:
 
 def trainer(plan: str | None, strategy_options: dict[str, Any] | None = None, **options: Any):
     """A quiet Trainer on the CPU; ``plan`` None: on one device, without cephalo."""
-    options = {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        **options,
-    }
+    options = {"accelerator": "cpu", **QUIET, **options}
     if plan is None:
         return Trainer(strategy="auto", devices=1, **options)
     devices = len(PLANS[plan].ranks)

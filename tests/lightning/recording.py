@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from plans import GLOBAL_BATCH, PLANS
+from plans import GLOBAL_BATCH, PLANS, QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -118,16 +118,7 @@ def make_trainer(
     plan: str | Plan | None, strategy_options: dict[str, Any] | None = None, **options: Any
 ) -> Trainer:
     """A quiet Trainer: forked ranks under a plan, or one device when it is None."""
-    options = {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        **options,
-    }
+    options = {"accelerator": "cpu", **QUIET, **options}
     if plan is None:
         return Trainer(strategy="auto", devices=1, **options)
     defaults: dict[str, Any] = {

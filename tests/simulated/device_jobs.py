@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from plans import GLOBAL_BATCH, plan_of
+from plans import GLOBAL_BATCH, QUIET, plan_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -75,17 +75,8 @@ def strategy(plan: Plan | None, **options: Any) -> CephaloStrategy:
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
     """A quiet Trainer on this node's ranks."""
-    given: dict[str, Any] = {
-        "accelerator": "gpu",
-        "devices": int(os.environ["LOCAL_WORLD_SIZE"]),
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        **options,
-    }
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    given = {"accelerator": "gpu", "devices": devices, **QUIET, **options}
     return pl.Trainer(strategy=strategy, **given)
 
 

@@ -8,13 +8,13 @@ next to nothing.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import os
 import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -41,15 +41,19 @@ class Outcome:
 
 
 class Server:
-    """The interpreter with simulated devices."""
+    """The interpreter with simulated devices.
 
-    def __init__(self) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (until close)
+    Args:
+        log: A file for what the ranks print.
+    """
+
+    def __init__(self, log: BinaryIO) -> None:
+        self._log = log
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._log,
+            stderr=log,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
 
@@ -88,7 +92,6 @@ class Server:
         self._process.stdin.close()
         self._process.wait(30)
         self._process.stdout.close()
-        self._log.close()
 
 
 def _send(file: BinaryIO, value: Any) -> None:
@@ -121,10 +124,10 @@ def serve() -> None:
 
     simulated_cuda.start(DEVICES)
     import launch
-    import lightning.pytorch  # noqa: F401 (once, for all forks)
     import torch
 
-    import lightning_cephalo  # noqa: F401
+    for name in ("lightning.pytorch", "lightning_cephalo"):
+        importlib.import_module(name)  # once, for all forks
 
     torch.set_num_threads(1)
     while True:

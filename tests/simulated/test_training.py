@@ -55,7 +55,7 @@ def test_plans(simulated, alone, ranks):
     assert [one["device"] for one in found] == [f"cuda:{rank}" for rank in range(len(ranks))]
 
 
-@pytest.mark.parametrize("ranks", [ONE, IDLE_WITH_ALL_STATE], ids=["one", "idle"])
+@pytest.mark.parametrize("ranks", [ONE, UNEVEN, IDLE_WITH_ALL_STATE], ids=["1", "2", "idle"])
 @pytest.mark.parametrize(
     "given",
     [

@@ -420,9 +420,9 @@ def install() -> None:
     """Make "nccl" a backend of torch.distributed."""
     SimulatedNccl.__module__ = "torch.distributed.distributed_c10d"
     for module in (distributed_c10d, dist):
-        module.ProcessGroupNCCL = SimulatedNccl  # type: ignore[misc, assignment]
-        module.is_nccl_available = lambda: True  # type: ignore[assignment]
+        module.ProcessGroupNCCL = SimulatedNccl
+        module.is_nccl_available = lambda: True
     distributed_c10d._NCCL_AVAILABLE = True
     distributed_c10d.default_pg_nccl_timeout = _TIMEOUT
     torch.distributed.constants.default_pg_nccl_timeout = _TIMEOUT
-    torch.cuda.nccl.version = lambda: (2, 28, 3)  # type: ignore[assignment]
+    torch.cuda.nccl.version = lambda: (2, 28, 3)

@@ -218,7 +218,7 @@ def install(devices: int) -> None:
             for other, value in list(vars(module).items()):
                 if value is old:
                     setattr(module, other, new)
-    torch.UntypedStorage.resize_ = _resize_storage(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = _resize_storage(torch.UntypedStorage.resize_)
 
 
 def _resize_storage(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,7 +227,7 @@ def _resize_storage(plain: Callable[..., Any]) -> Callable[..., Any]:
             plain(self, nbytes)
             return self
         with torch.no_grad(), _disable_current_modes():
-            view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)  # type: ignore[call-overload]
+            view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
             operators().resize_storage(view, nbytes)
         return self
 
