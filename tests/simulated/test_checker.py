@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -177,6 +179,17 @@ def resizes_a_storage(_):
 
 def test_storages_give_memory_back(simulated):
     assert found(simulated, resizes_a_storage) == ((512, [5.0] * 4), [])
+
+
+def copies_deeply(_):
+    x = torch.arange(6.0, device="cuda").view(2, 3)[1:]
+    y = copy.deepcopy(x)
+    x.zero_()
+    return y.tolist(), y.device == x.device
+
+
+def test_tensors_are_copied_deeply(simulated):
+    assert found(simulated, copies_deeply) == (([[3.0, 4.0, 5.0]], True), [])
 
 
 # -- pinned memory --------------------------------------------------------------------------------

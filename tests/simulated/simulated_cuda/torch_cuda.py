@@ -219,6 +219,19 @@ def install(devices: int) -> None:
                 if value is old:
                     setattr(module, other, new)
     torch.UntypedStorage.resize_ = _resize_storage(torch.UntypedStorage.resize_)
+    torch.UntypedStorage.clone = _clone_storage(torch.UntypedStorage.clone)
+
+
+def _clone_storage(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+        if self.device.type != "cuda":
+            return plain(self)
+        # the CPU build makes no storage of a device by its type; copy.deepcopy asks for one
+        with torch.no_grad(), _disable_current_modes():
+            view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+            return view.clone().untyped_storage()
+
+    return clone
 
 
 def _resize_storage(plain: Callable[..., Any]) -> Callable[..., Any]:
