@@ -63,6 +63,7 @@ def random_problem(random: np.random.Generator) -> Problem:
         reduce_s=float(random.choice([0.0, 2.0])),
         even_gather_s=random.choice([None, 1.0]),
         even_reduce_s=random.choice([None, 1.0]),
+        padded_bytes=float(random.choice([0.0, 4.0])),
         state_bytes=float(random.uniform(0, 80)),
         global_batch_size=int(random.integers(1, 9 if len(ranks) < 3 else 6)),
         boundary_bytes=float(random.choice([0.0, 0.3, 1.0])),

@@ -6,10 +6,17 @@ import os
 import subprocess
 import tempfile
 
+import hypothesis
 import pytest
 import simulated_cuda
 import torch
 from simulated_server import Server
+
+# No verdict may depend on how fast a machine is.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # Forked ranks hang in OpenMP if this process has ever run it with several threads.
 torch.set_num_threads(1)

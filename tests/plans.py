@@ -20,12 +20,16 @@ QUIET: dict[str, Any] = {
 
 
 def plan_of(
-    *ranks: tuple[tuple[int, ...], float], offload: bool = False, stay_gathered: bool = False
+    *ranks: tuple[tuple[int, ...], float],
+    offload: bool = False,
+    stay_gathered: bool = False,
+    padded: bool | None = None,
 ) -> Plan:
     """A plan from each rank's microbatch sizes and share of the state."""
     return Plan(
         tuple(RankPlan(microbatch_sizes=m, state_fraction=f, offload=offload) for m, f in ranks),
         reshard_after_forward=not stay_gathered,
+        padded=padded,
     )
 
 

@@ -16,9 +16,10 @@ from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.discovery import find_units
-from lightning_cephalo.sharding.flat import Flat, ShardingContext
+from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.materialise import initialise_members
+from lightning_cephalo.sharding.padding import slot_numel
 from lightning_cephalo.sharding.placement import default_mesh
 from lightning_cephalo.sharding.unit import Unit
 
@@ -34,6 +35,19 @@ class UnitOptions:
     names: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True)
+class PaddedBytes:
+    """Bytes of the buffers in which padded slices travel, on every rank."""
+
+    gathers: int
+    reduces: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return self.gathers + self.reduces
+
+
 class ShardedModel:
     """Shards a model over the ranks and runs its steps.
 
@@ -45,6 +59,9 @@ class ShardedModel:
         units: Options that choose the units.
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         recompute: Whether the backward recomputes units.
+
+    Attributes:
+        padding: Whether nearly equal slices are padded.
     """
 
     def __init__(
@@ -70,6 +87,7 @@ class ShardedModel:
             groups.reduce,
             compute_dtype,
         )
+        self.padding = context.padding
         self.fractions = tuple(fractions)
         divider = Divider(fractions)
         self.units: list[Unit] = []
@@ -135,8 +153,9 @@ class ShardedModel:
 
     @property
     def buffer_pools(self) -> tuple[BufferPool, ...]:
-        """The pools of parameters and of gradients."""
-        return (*self.parameter_pools, *self.gradient_pools)
+        """The pools of parameters, of gradients and of padded slices."""
+        padded = self.padding.gathers, self.padding.reduces
+        return (*self.parameter_pools, *self.gradient_pools, *padded)
 
     def buffers(self) -> list[Tensor]:
         """Return an empty tensor on the storage of each pooled buffer."""
@@ -170,6 +189,31 @@ class ShardedModel:
         """The part of :attr:`gathered_bytes` that holds full gradients."""
         gradients = sorted((unit.gradient_bytes for unit in self.units[1:]), reverse=True)
         return self.units[0].gradient_bytes + sum(gradients[:2])
+
+    def padded_bytes(self) -> PaddedBytes:
+        """Return the bytes of the buffers in which even shares travel padded.
+
+        They are zero where the backend has no use for padding, or all slices of even shares are
+        equal, or padding would add too much.
+        """
+        world_size = len(self.fractions)
+        if not self.backend.runs_on_device or world_size == 1:
+            return PaddedBytes(0, 0)
+        divider = Divider([1.0 / world_size] * world_size)
+        gathers, reduces = [], []
+        for unit in self.units:
+            slots = [_slot(flat, divider) for flat in unit.flats]
+            padded = [(flat, slot) for flat, slot in zip(unit.flats, slots, strict=True) if slot]
+            gathers.append([world_size * slot * flat.dtype.itemsize for flat, slot in padded])
+            reduces.append(
+                [
+                    (world_size + 1) * slot * flat.master_dtype.itemsize
+                    for flat, slot in padded
+                    if flat.trainable
+                ]
+            )
+        # a unit is gathered while another waits for its gather; reduces do not overlap
+        return PaddedBytes(_lent_bytes(gathers, at_once=2), _lent_bytes(reduces, at_once=1))
 
     # -- shards -------------------------------------------------------------------------------
 
@@ -208,6 +252,21 @@ class ShardedModel:
     def abandon(self) -> None:
         """Remove the hooks without communicating, after a failure."""
         self.executor.hooks.uninstall()
+
+
+def _slot(flat: Flat, divider: Divider) -> int | None:
+    layout = divide_flat(flat.shapes, divider)
+    return None if layout is None else slot_numel(layout.sizes)
+
+
+def _lent_bytes(bytes_of_units: Sequence[Sequence[int]], at_once: int) -> int:
+    """Return the bytes of a pool that serves this many units at the same time.
+
+    Buffers of a pool grow to the largest size that is asked for.
+    """
+    largest = max((size for unit in bytes_of_units for size in unit), default=0)
+    counts = sorted((len(unit) for unit in bytes_of_units), reverse=True)
+    return largest * sum(counts[:at_once])
 
 
 def to_full(value: Tensor, wanted: bool) -> Tensor | None:

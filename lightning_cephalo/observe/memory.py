@@ -229,13 +229,15 @@ class TrainingMemory(Observer):
 
     def _gathered_bytes(self) -> int:
         # idle buffers count as well
-        lent = sum(pool.held_bytes for pool in self._model.parameter_pools)
+        pools = (*self._model.parameter_pools, self._model.padding.gathers)
+        lent = sum(pool.held_bytes for pool in pools)
         own = [flat.full for flat in self._model.flats if not flat.is_lent]
         return lent + distinct_bytes(own)
 
     def _gradient_bytes(self) -> int:
         received = sum(unit.receiving_bytes for unit in self._model.units)
-        return sum(pool.held_bytes for pool in self._model.gradient_pools) + received
+        pools = (*self._model.gradient_pools, self._model.padding.reduces)
+        return sum(pool.held_bytes for pool in pools) + received
 
     def _state_bytes(self) -> int:
         flats = self._model.flats

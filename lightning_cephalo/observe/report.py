@@ -245,6 +245,8 @@ def _outcome(plan: Plan) -> str | None:
     parts = []
     if plan.reshard_after_forward is False:
         parts.append("units stay gathered from forward to backward")
+    if plan.padded:
+        parts.append("slices of even shares are padded")
     if plan.step_s is not None:
         rate = plan.global_batch_size / plan.step_s if plan.step_s else math.inf
         parts.append(

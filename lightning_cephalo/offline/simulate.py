@@ -90,8 +90,7 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
         _Lane(problem, problem.ranks[ranks[0]], plan.ranks[ranks[0]], programs[ranks[0]], ranks)
         for ranks in kinds.values()
     ]
-    even = cost.shares_are_even([part.state_fraction for part in plan.ranks])
-    step_s = _play(problem, lanes, even)
+    step_s = _play(problem, lanes)
     return Simulation(step_s, steps, tuple(lane.timeline(step_s) for lane in lanes))
 
 
@@ -117,13 +116,12 @@ def programs_of(problem: Problem, plan: Plan) -> list[Program]:
     ]
 
 
-def _play(problem: Problem, lanes: Sequence[_Lane], even: bool) -> float:
+def _play(problem: Problem, lanes: Sequence[_Lane]) -> float:
     """Run the programs of all lanes, collective by collective, and return when the step ends."""
-    gather_s, reduce_s = cost.collective_times(problem, even=even)
     seconds = {
-        (Operation.GATHER, False): gather_s,
+        (Operation.GATHER, False): problem.gather_s,
         (Operation.GATHER, True): problem.root_gather_s,
-        (Operation.REDUCE, False): reduce_s,
+        (Operation.REDUCE, False): problem.reduce_s,
         (Operation.REDUCE, True): problem.root_reduce_s,
     }
     link_free_s = 0.0

@@ -14,8 +14,8 @@ tail_i are sums over rank i's microbatches.
 
 The maxima express overlap: while one unit computes, the next one is gathered and the previous one
 is reduced. G and R are the times for uneven shards, or for even ones if all ranks hold equal
-shares. If units stay gathered from the forward to the backward (FSDP's
-``reshard_after_forward=False``), the backward has only R to hide.
+shares (``Problem.with_even_shares``). If units stay gathered from the forward to the backward
+(FSDP's ``reshard_after_forward=False``), the backward has only R to hide.
 
 A rank holds its share of the state, the gathered buffers and the largest peak of its microbatches.
 It also holds what each microbatch retains, and one boundary per unit for each sample of its batch.
@@ -35,13 +35,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.plan.plan import Plan, RankPlan
+from lightning_cephalo.plan.plan import Plan, RankPlan, fractions_are_even
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.program import UNITS_THAT_STAY
 
 # With offload, the device holds the boundary values of these units and the gradients of one more.
 _UNITS_HELD = UNITS_THAT_STAY + 1
-_EVEN = 1e-9
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,9 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
     A plan that does not choose resharding takes the first of the problem's choices.
     """
     chosen = plan.reshard_after_forward
-    return problem.resharding(problem.reshard_choices[0] if chosen is None else chosen)
+    problem = problem.resharding(problem.reshard_choices[0] if chosen is None else chosen)
+    travels_evenly = plan.padded is not False or not problem.padded_bytes
+    return problem.with_even_shares() if plan.shares_are_even and travels_evenly else problem
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,8 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
     Args:
         problem: ranks and work of the step.
         ranks: a plan, or one :class:`RankPlan` per rank of the problem, in rank order. Without a
-            plan, units are resharded after the forward if the problem leaves that open.
+            plan, units are resharded after the forward if the problem leaves that open, and the
+            slices of even shares are padded if that is faster.
 
     Raises:
         PlanError: the number of ranks differs, a microbatch size was not profiled, or a rank's
@@ -205,6 +207,8 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
     """
     if isinstance(ranks, Plan):
         problem, ranks = as_planned(problem, ranks), ranks.ranks
+    elif fractions_are_even([rank.state_fraction for rank in ranks]):
+        problem = problem.with_even_shares()
     if len(ranks) != len(problem.ranks):
         raise PlanError(
             f"Expected one rank plan for each of the problem's {len(problem.ranks)} ranks, "
@@ -236,22 +240,17 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
         max(rank.forward_s for rank in predictions),
         max(rank.backward_s for rank in predictions),
         max(rank.tail_s for rank in predictions),
-        even=shares_are_even([rank.state_fraction for rank in ranks]),
     )
     return StepPrediction(step_s=step_s, ranks=tuple(predictions))
 
 
-def step_time(
-    problem: Problem, forward_s: float, backward_s: float, tail_s: float, *, even: bool = False
-) -> float:
+def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: float) -> float:
     """Return the seconds of a step, given the times of the slowest ranks.
 
-    ``forward_s`` and ``backward_s`` are per unit, ``tail_s`` is per step. ``even`` says whether all
-    ranks hold equal shares of the state.
+    ``forward_s`` and ``backward_s`` are per unit, ``tail_s`` is per step.
     """
-    gather_s, reduce_s = collective_times(problem, even=even)
-    forward = max(gather_s, forward_s)
-    backward = max(backward_collectives_s(problem, gather_s, reduce_s), backward_s)
+    forward = max(problem.gather_s, forward_s)
+    backward = max(backward_collectives_s(problem), backward_s)
     return problem.units * (forward + backward) + tail_s + fixed_time(problem)
 
 
@@ -261,29 +260,10 @@ def fixed_time(problem: Problem) -> float:
     return root + problem.fill_s + problem.optimizer_s + problem.step_overhead_s
 
 
-def collective_times(problem: Problem, *, even: bool) -> tuple[float, float]:
-    """Return the seconds to gather and to reduce one unit."""
-    if not even:
-        return problem.gather_s, problem.reduce_s
-    # Collectives for uneven shares also work for even ones, which thus never cost more.
-    gather_s, reduce_s = (
-        uneven_s if even_s is None else min(even_s, uneven_s)
-        for even_s, uneven_s in (
-            (problem.even_gather_s, problem.gather_s),
-            (problem.even_reduce_s, problem.reduce_s),
-        )
-    )
-    return gather_s, reduce_s
-
-
-def backward_collectives_s(problem: Problem, gather_s: float, reduce_s: float) -> float:
+def backward_collectives_s(problem: Problem) -> float:
     """Return the seconds of collectives that one unit's backward has to hide."""
-    return reduce_s if problem.reshard_after_forward is False else gather_s + reduce_s
-
-
-def shares_are_even(state_fractions: Sequence[float]) -> bool:
-    """Return whether all ranks hold equal shares of the state."""
-    return max(state_fractions) - min(state_fractions) <= _EVEN
+    gathers_again = problem.reshard_after_forward is not False
+    return problem.gather_s * gathers_again + problem.reduce_s
 
 
 def rank_work(

@@ -7,6 +7,7 @@ predictions are for tables and reports. They may be absent, as in a plan written
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from lightning_cephalo.common.records import (
 )
 
 _FRACTION_TOLERANCE = 1e-6
+_EVEN = 1e-9
 
 
 def _sizes(field: str, value: Any) -> tuple[int, ...]:
@@ -118,6 +120,8 @@ class Plan(FileRecord):
         backend: name of the solver.
         reshard_after_forward: True: units are freed after the forward and gathered again in the
             backward. False: they stay gathered in between. None: the strategy decides.
+        padded: whether the slices of equal shares are padded to equal sizes where that lets them
+            travel in faster collectives, in more memory. None: the strategy decides.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -132,6 +136,7 @@ class Plan(FileRecord):
     solve_s: Amount | None = None
     backend: Text | None = None
     reshard_after_forward: YesOrNo | None = None
+    padded: YesOrNo | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,6 +163,11 @@ class Plan(FileRecord):
         """Samples of one step over all ranks."""
         return sum(rank.batch_size for rank in self.ranks)
 
+    @property
+    def shares_are_even(self) -> bool:
+        """Whether all ranks hold equal shares of the state."""
+        return fractions_are_even([rank.state_fraction for rank in self.ranks])
+
     def check(self, *, world_size: int | None = None, global_batch_size: int | None = None) -> None:
         """Check the plan against values that only the run knows; None is not checked.
 
@@ -183,6 +193,11 @@ class Plan(FileRecord):
         data = super().to_dict()
         data["ranks"] = data.pop("ranks")
         return data
+
+
+def fractions_are_even(fractions: Sequence[float]) -> bool:
+    """Return whether these shares of the state are equal."""
+    return max(fractions) - min(fractions) <= _EVEN
 
 
 def _listed(values: list[Any], most: int = 16) -> str:

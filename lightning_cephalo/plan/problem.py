@@ -118,6 +118,8 @@ class Problem(FileRecord):
         step_overhead_s: time of a step that no other field covers.
         even_gather_s: ``gather_s`` when all ranks hold equal shares; None: the same.
         even_reduce_s: ``reduce_s`` when all ranks hold equal shares; None: the same.
+        padded_bytes: bytes of buffers in which equal shares travel that fast, on every rank: slices
+            of rows are not quite equal, and are padded there; 0: they travel as they are.
         root_gather_s: time to gather the root unit, before any compute.
         root_reduce_s: time to reduce the root unit, after all other work.
         fill_s: time that no compute hides: the first unit's gather and the last unit's reduce. A
@@ -152,6 +154,7 @@ class Problem(FileRecord):
     step_overhead_s: Amount = 0.0
     even_gather_s: Amount | None = None
     even_reduce_s: Amount | None = None
+    padded_bytes: Amount = 0.0
     root_gather_s: Amount = 0.0
     root_reduce_s: Amount = 0.0
     fill_s: Amount = 0.0
@@ -174,6 +177,25 @@ class Problem(FileRecord):
         asked = self.reshard_after_forward
         return (True, False) if asked == "auto" else (asked,)
 
+    def with_even_shares(self) -> Problem:
+        """Return this problem as a plan meets it in which all ranks hold equal shares.
+
+        Collectives for uneven shares also work for even ones, which thus never cost more time.
+        """
+        return replace(
+            self,
+            gather_s=_least(self.gather_s, self.even_gather_s),
+            reduce_s=_least(self.reduce_s, self.even_reduce_s),
+            even_gather_s=None,
+            even_reduce_s=None,
+            gathered_bytes=self.gathered_bytes + self.padded_bytes,
+            padded_bytes=0.0,
+        )
+
     def resharding(self, reshard_after_forward: bool) -> Problem:
         """Return this problem with ``reshard_after_forward`` chosen."""
         return replace(self, reshard_after_forward=reshard_after_forward)
+
+
+def _least(uneven_s: float, even_s: float | None) -> float:
+    return uneven_s if even_s is None else min(even_s, uneven_s)

@@ -152,6 +152,7 @@ class Session:
         executor.reshard_after_forward = job.options.reshard_after_forward.of_plan(
             plan.reshard_after_forward
         )
+        self.model.padding.is_on = plan.shares_are_even and plan.padded is not False
         # a lower bound: where weights are tokens, the total that measuring left is closer
         executor.expect_weight(plan.global_batch_size)
         executor.recompute = job.options.recompute.of_plan(own.recompute)

@@ -188,6 +188,7 @@ def measure(
         step_overhead_s=network.step_overhead_s,
         even_gather_s=network.even_gather_s if visits else None,
         even_reduce_s=even_reduce_s,
+        padded_bytes=network.padded_bytes,
         root_gather_s=network.root_gather_s,
         root_reduce_s=network.root_reduce_s,
         fill_s=network.fill_s,

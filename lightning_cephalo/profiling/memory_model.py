@@ -128,9 +128,13 @@ def _nbytes(tensor: Tensor) -> int:
 def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMemory, ...]:
     """Return every rank's predicted memory, by kind, under a plan made for this problem."""
     received = _receive_bytes(model)
-    gathered = model.gathered_parameter_bytes
-    if not cost.as_planned(problem, plan).reshard_after_forward:
+    planned = cost.as_planned(problem, plan)
+    gathered, gradients = model.gathered_parameter_bytes, model.gathered_gradient_bytes
+    if not planned.reshard_after_forward:
         gathered += model.unresharded_bytes
+    if planned.gathered_bytes > problem.gathered_bytes:
+        padded = model.padded_bytes()
+        gathered, gradients = gathered + padded.gathers, gradients + padded.reduces
     found = []
     for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
         need = cost.device_need(problem, profile, cost.Mode.of(rank))
@@ -139,7 +143,7 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
                 peak_bytes=rank.memory_bytes,
                 state_bytes=rank.state_fraction * (problem.state_bytes - received),
                 gathered_bytes=gathered,
-                gradients_bytes=model.gathered_gradient_bytes + rank.state_fraction * received,
+                gradients_bytes=gradients + rank.state_fraction * received,
                 boundaries_bytes=need.kept(rank.batch_size, len(rank.microbatch_sizes)),
                 inside_bytes=max(
                     (need.peaks[size - 1] for size in rank.microbatch_sizes), default=0.0

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.plan.plan import fractions_are_even
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.sharding.unit import Unit
 
 # Units that are timed apart from the root, repetitions, and the seconds after which these stop.
 # Units are much alike.
 _UNITS, _REPEATS, _LONG_S = 4, 5, 0.25
-# Shares that differ by less are even; times that differ by less are noise.
-_EVEN, _NOISE = 1e-9, 0.05
+# Times that differ by less are noise.
+_NOISE = 0.05
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class NetworkTimes:
         even_gather_s: Gather from even shards; None where these save too little time, or where a
             rank has no memory for them.
         even_reduce_s: Reduce into even shards; None likewise.
+        padded_bytes: Bytes of the buffers in which even shares travel that fast; 0 if they travel
+            as they are.
         root_gather_s: Gather of the root unit.
         root_reduce_s: Reduce of the root unit.
         exchange_s: One exchange of small messages.
@@ -36,6 +39,7 @@ class NetworkTimes:
     reduce_s: float
     even_gather_s: float | None
     even_reduce_s: float | None
+    padded_bytes: float
     root_gather_s: float
     root_reduce_s: float
     exchange_s: float
@@ -57,8 +61,8 @@ def measure_network(
     """Time the collectives of a step on the groups that the step uses; collective.
 
     Measures with the present shares. Where every rank has the memory, it also measures with shares
-    of the other kind, even or uneven. It leaves no gradients and nothing gathered behind, and
-    restores the shares.
+    of the other kind, even or uneven, and even ones padded where that can help. It leaves no
+    gradients and nothing gathered behind, and restores the shares.
 
     Args:
         model: The sharded model; has run a step.
@@ -67,21 +71,25 @@ def measure_network(
     """
     model.executor.reshard()
     root_gather_s, root_reduce_s = _unit_times(model, model.units[ROOT], clock)
-    first = _mean_times(model, clock)
-    second = None
     fractions = model.fractions
-    was_even = max(fractions) - min(fractions) < _EVEN
+    was_even = fractions_are_even(fractions)
+    first = _times(model, clock, was_even, capacity_bytes)
+    second = None
     other = _uneven(len(fractions)) if was_even else [1 / len(fractions)] * len(fractions)
     if model.units[1:] and len(fractions) > 1 and _have_room(model, other, capacity_bytes):
         model.change_fractions(other)
-        second = _mean_times(model, clock)
+        second = _times(model, clock, not was_even, capacity_bytes)
         model.change_fractions(fractions)
     even, uneven = (first, second or first) if was_even else (second, first)
+    even_gather_s = _saved(None if even is None else even.gather_s, uneven.gather_s)
+    even_reduce_s = _saved(None if even is None else even.reduce_s, uneven.reduce_s)
+    saves = even_gather_s is not None or even_reduce_s is not None
     return NetworkTimes(
-        gather_s=uneven[0],
-        reduce_s=uneven[1],
-        even_gather_s=_saved(even and even[0], uneven[0]),
-        even_reduce_s=_saved(even and even[1], uneven[1]),
+        gather_s=uneven.gather_s,
+        reduce_s=uneven.reduce_s,
+        even_gather_s=even_gather_s,
+        even_reduce_s=even_reduce_s,
+        padded_bytes=even.padded_bytes if even is not None and saves else 0.0,
         root_gather_s=root_gather_s,
         root_reduce_s=root_reduce_s,
         exchange_s=_exchange_time(model),
@@ -111,14 +119,40 @@ def _saved(even_s: float | None, uneven_s: float) -> float | None:
     return even_s if even_s is not None and even_s < (1 - _NOISE) * uneven_s else None
 
 
-def _mean_times(model: ShardedModel, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return the mean seconds of gathering and of reducing a unit other than the root."""
+@dataclass(frozen=True)
+class _Times:
+    """Mean seconds of gathering and of reducing a unit, and the bytes of padding that it takes."""
+
+    gather_s: float
+    reduce_s: float
+    padded_bytes: float = 0.0
+
+
+def _times(
+    model: ShardedModel, clock: Callable[[], float], even: bool, capacity_bytes: float
+) -> _Times:
+    """Return the times with the present shares, in the faster of the forms that they can have."""
+    times = _mean_times(model, clock)
+    padded_bytes = model.padded_bytes().total if even else 0
+    if not padded_bytes or not _have_room(model, model.fractions, capacity_bytes - padded_bytes):
+        return times
+    model.padding.is_on = True
+    padded = _mean_times(model, clock)
+    model.padding.is_on = False
+    model.release_buffers()
+    if padded.gather_s + padded.reduce_s >= times.gather_s + times.reduce_s:
+        return times
+    return replace(padded, padded_bytes=padded_bytes)
+
+
+def _mean_times(model: ShardedModel, clock: Callable[[], float]) -> _Times:
+    """Return the mean times of units other than the root."""
     units = _spread([unit for unit in model.units[1:] if unit.flats], _UNITS)
     times = [_unit_times(model, unit, clock) for unit in units]
     if not times:
-        return 0.0, 0.0
+        return _Times(0.0, 0.0)
     gathers, reduces = zip(*times, strict=True)
-    return statistics.fmean(gathers), statistics.fmean(reduces)
+    return _Times(statistics.fmean(gathers), statistics.fmean(reduces))
 
 
 def _spread(units: Sequence[Unit], count: int) -> list[Unit]:

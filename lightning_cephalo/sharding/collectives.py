@@ -4,11 +4,10 @@
   into place. A reduce receives rows and sums them in rank order, so that it is deterministic.
 - gloo on other devices, whose tensors it does not send: a gather is one asynchronous broadcast per
   rank, a reduce is an all-to-all.
-- Backends that run on the device (NCCL): the single-tensor operations for equal slices, the list
-  forms otherwise.
+- Backends that run on the device (NCCL): the single-tensor operations for equal slices, and for
+  nearly equal ones where the plan pads them; the list forms otherwise.
 
-Padding to the largest slice was measured 3 to 13 times slower than sends:
-docs/design/collectives.md.
+On gloo, padding was measured 3 to 13 times slower than sends: docs/design/collectives.md.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cephalo.accelerator.backends import backend_of
+from lightning_cephalo.sharding.padding import Padding, Slots
 
 Wait = Callable[[Any], None]
 """Waits for a handle of torch.distributed."""
@@ -126,21 +126,33 @@ def _exchange(
     return [Transfer(work) for work in works]
 
 
-def gather_slices(full: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Pending:
+def gather_slices(
+    full: torch.Tensor,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    padding: Padding | None = None,
+) -> Pending:
     """Fill ``full`` with every rank's slice; this rank's own slice is already in place.
 
     Args:
         full: 1-d tensor of ``sum(sizes)`` elements.
         sizes: Elements of every rank, in group order; zeros allowed.
         group: The process group.
+        padding: Whether nearly equal slices are padded, on backends that gain by it; None: not.
     """
     offsets = _offsets(sizes)
     if backend_of(group).runs_on_device:
         rank = dist.get_rank(group)
         own = full[offsets[rank] : offsets[rank + 1]]
+        gather = _alias("all_gather_single", "all_gather_into_tensor")
         if len(set(sizes)) == 1:
-            gather = _alias("all_gather_single", "all_gather_into_tensor")
             return Pending([gather(full, own, group=group, async_op=True)], tensors=(full,))
+        slot = None if padding is None else padding.slot_of(sizes)
+        if padding is not None and slot is not None:
+            slots = Slots(full, sizes, slot, padding.gathers)
+            slots.of(rank)[: sizes[rank]].copy_(own)
+            work = gather(slots.whole, slots.of(rank), group=group, async_op=True)
+            return Pending([work], lambda: slots.empty_into(full), (full, slots.whole))
         slices = [full[a:b] for a, b in itertools.pairwise(offsets)]
         return Pending([dist.all_gather(slices, own, group=group, async_op=True)], tensors=(full,))
     if full.is_cpu:
@@ -162,6 +174,7 @@ def reduce_slices(
     *,
     scale: float = 1.0,
     accumulate: bool = False,
+    padding: Padding | None = None,
 ) -> Pending:
     """Sum ``full`` over the ranks and write ``scale`` times this rank's slice to ``output``.
 
@@ -172,6 +185,7 @@ def reduce_slices(
         output: 1-d tensor of this rank's size.
         scale: Factor of the sum.
         accumulate: Add to ``output`` instead of overwriting it.
+        padding: As for :func:`gather_slices`.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     own = sizes[rank]
@@ -185,9 +199,21 @@ def reduce_slices(
             torch.mul(total, scale, out=output)
 
     if backend_of(group).runs_on_device:
+        reduce = _alias("reduce_scatter_single", "reduce_scatter_tensor")
+        slot = None if padding is None else padding.slot_of(sizes)
+        if padding is not None and slot is not None:
+            slots = Slots(full, sizes, slot, padding.reduces, more=1)
+            slots.fill(full)
+            (sums,) = slots.more
+            work = reduce(sums, slots.whole, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+            def take() -> None:
+                deliver(sums[:own])
+                slots.give_back()
+
+            return Pending([work], take, (slots.whole, sums))
         total = torch.empty_like(output)
         if len(set(sizes)) == 1:
-            reduce = _alias("reduce_scatter_single", "reduce_scatter_tensor")
             work = reduce(total, full, op=dist.ReduceOp.SUM, group=group, async_op=True)
         else:
             parts = list(full.split(list(sizes)))

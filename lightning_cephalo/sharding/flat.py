@@ -43,6 +43,7 @@ from lightning_cephalo.sharding.collectives import (
     summands_received,
 )
 from lightning_cephalo.sharding.layout import Divider, FlatLayout
+from lightning_cephalo.sharding.padding import Padding
 from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spec
 
 
@@ -66,6 +67,7 @@ class ShardingContext:
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         buffers: Lends the memory of gathered parameters.
         gradient_buffers: Lends the memory of full gradients.
+        padding: Whether nearly equal slices are padded.
     """
 
     device: torch.device
@@ -75,6 +77,7 @@ class ShardingContext:
     compute_dtype: torch.dtype | None = None
     buffers: BufferPool = field(default_factory=BufferPool)
     gradient_buffers: BufferPool = field(default_factory=BufferPool)
+    padding: Padding = field(default_factory=Padding)
 
     @property
     def rank(self) -> int:
@@ -229,7 +232,9 @@ class Flat:
             if self.layout is None or self.context.world_size == 1:
                 return Pending()
             with torch.autograd._unsafe_preserve_version_counter(self.full):
-                return gather_slices(self.full, self.sizes, self.context.gather_group)
+                return gather_slices(
+                    self.full, self.sizes, self.context.gather_group, self.context.padding
+                )
 
     def _find_memory(self) -> None:
         if self.residence is not Residence.POOLED or not self.numel:
@@ -337,6 +342,7 @@ class Flat:
                 self.grad_shard,
                 scale=scale,
                 accumulate=accumulate,
+                padding=self.context.padding,
             )
         return pending
 

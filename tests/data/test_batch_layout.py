@@ -6,7 +6,7 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
@@ -81,7 +81,6 @@ def learned(make):
     return BatchLayout.learn(make(3), make(2))
 
 
-@settings(deadline=None)  # the machine is shared
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4))
 def test_a_nested_batch_is_cut_where_the_samples_are(sizes):
     layout = learned(nested)

@@ -7,7 +7,7 @@ from itertools import count, islice
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulated_ranks import Numbers, joined, rebuilt_for_ranks, single_device, steps_of
 from torch.utils.data import (
@@ -395,7 +395,6 @@ def test_the_sampler_pickles_and_goes_on_the_same():
     assert list(copy) == list(sampler)
 
 
-@settings(deadline=None)  # the machine is shared
 @given(
     length=st.integers(0, 60),
     sizes=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any),

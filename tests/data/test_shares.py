@@ -1,7 +1,7 @@
 """Dealing is exact, proportional, and the same on every rank."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cephalo.data import deal, split_sizes
@@ -9,7 +9,6 @@ from lightning_cephalo.data import deal, split_sizes
 shares_of_ranks = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any)
 
 
-@settings(deadline=None)  # the machine is shared
 @given(st.integers(0, 500), shares_of_ranks)
 def test_deal_gives_every_sample_once_within_one_of_the_exact_share(total, shares):
     dealt = deal(total, shares)
@@ -21,7 +20,6 @@ def test_deal_gives_every_sample_once_within_one_of_the_exact_share(total, share
             assert count == 0
 
 
-@settings(deadline=None)  # the machine is shared
 @given(shares_of_ranks)
 def test_deal_of_the_planned_total_is_the_plan(shares):
     assert deal(sum(shares), shares) == tuple(shares)
@@ -44,7 +42,6 @@ def test_deal_refuses_what_cannot_be_dealt(total, shares):
         deal(total, shares)
 
 
-@settings(deadline=None)  # the machine is shared
 @given(st.integers(0, 200), st.lists(st.integers(0, 9), max_size=6).filter(any))
 def test_split_sizes_sum_to_the_count_and_never_exceed_the_planned_memory(count, sizes):
     split = split_sizes(count, sizes)

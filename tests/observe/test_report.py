@@ -72,6 +72,12 @@ def test_plan_table_says_where_units_stay_gathered() -> None:
         assert ("units stay gathered from forward to backward" in text) is is_shown
 
 
+def test_plan_table_says_where_slices_are_padded() -> None:
+    for said, is_shown in ((None, False), (False, False), (True, True)):
+        text = text_of(plan_table(replace(SOLVED, padded=said)))
+        assert ("slices of even shares are padded" in text) is is_shown
+
+
 def test_plan_table_of_a_solved_plan_shows_every_prediction() -> None:
     text = text_of(plan_table(SOLVED, units=10))
     memory = "3.0 GiB of 4.0 GiB (75%)"

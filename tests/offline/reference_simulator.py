@@ -25,8 +25,7 @@ class Reference:
 def reference_step(problem: Problem, plan: Plan) -> Reference:
     """Play one step."""
     problem = cost.as_planned(problem, plan)
-    even = cost.shares_are_even([part.state_fraction for part in plan.ranks])
-    gather_s, reduce_s = cost.collective_times(problem, even=even)
+    gather_s, reduce_s = problem.gather_s, problem.reduce_s
     lanes = [_Lane(problem, *pair) for pair in zip(problem.ranks, plan.ranks, strict=True)]
     link_s = 0.0
 

@@ -299,8 +299,8 @@ def test_events_of_a_stream_do_not_overlap_and_the_step_ends_with_the_last(seed,
 def test_a_stream_is_busy_for_the_work_that_it_has(seed, units):
     case, plan = random_case(seed, units)
     simulation = simulate(case, plan)
-    even = cost.shares_are_even([rank.state_fraction for rank in plan.ranks])
-    gather_s, reduce_s = cost.collective_times(case, even=even)
+    planned = cost.as_planned(case, plan)
+    gather_s, reduce_s = planned.gather_s, planned.reduce_s
     for rank, (profile, part) in enumerate(zip(case.ranks, plan.ranks, strict=True)):
         mode = cost.Mode.of(part)
         one_pass = [
@@ -363,8 +363,8 @@ def test_from_24_units_on_the_closed_form_is_within_3_per_cent(seed, units):
 @given(seeds, st.integers(1, 24))
 def test_no_step_is_longer_than_the_closed_form_and_the_fill(seed, units):
     case, plan = random_case(seed, units)
-    even = cost.shares_are_even([rank.state_fraction for rank in plan.ranks])
-    fill_s = sum(cost.collective_times(case, even=even))
+    planned = cost.as_planned(case, plan)
+    fill_s = planned.gather_s + planned.reduce_s
     longest_s = predict(case, plan.ranks).step_s + fill_s
     assert simulate(case, plan).step_s <= longest_s * (1 + 1e-12)
 

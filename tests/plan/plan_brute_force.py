@@ -73,7 +73,7 @@ def least_step(problem: Problem) -> float | None:
             steps = []
             if math.fsum(left) >= problem.state_bytes:
                 steps.append(step_time(problem, *slowest))
-            if min(left) >= problem.state_bytes / len(left):
-                steps.append(step_time(problem, *slowest, even=True))
+            if min(left) >= problem.state_bytes / len(left) + problem.padded_bytes:
+                steps.append(step_time(problem.with_even_shares(), *slowest))
             best = min([*steps, *([] if best is None else [best])], default=None)
     return best

@@ -108,6 +108,7 @@ def problems(draw) -> Problem:
         optimizer_s=draw(st.sampled_from([0.0, 1.0])),
         even_gather_s=draw(st.sampled_from([None, None, 1.0])),
         even_reduce_s=draw(st.sampled_from([None, None, 1.0])),
+        padded_bytes=draw(st.sampled_from([0.0, 0.0, 4.0])),
         root_reduce_s=draw(st.sampled_from([0.0, 0.5])),
         kept_bytes=draw(st.sampled_from([0.0, 0.5])),
         microbatch_bytes=draw(st.sampled_from([0.0, 0.0, 1.5])),
@@ -583,6 +584,28 @@ def test_even_shares_may_fill_a_rank_to_the_last_byte():
     plan = checked(problem, solve(problem))
     assert plan.ranks[0].state_fraction == 0.5
     assert plan.ranks[0].memory_bytes == 30
+
+
+def test_slices_of_even_shares_are_padded_where_that_was_measured_faster_and_fits():
+    def plan(padded_bytes: float, even_gather_s: float | None = 1.0) -> Plan:
+        problem = Problem(
+            [affine("alike", 1, 50)] * 2,
+            units=1,
+            gather_s=20.0,
+            even_gather_s=even_gather_s,
+            padded_bytes=padded_bytes,
+            state_bytes=60,
+            global_batch_size=2,
+        )
+        return checked(problem, solve(problem))
+
+    assert plan(padded_bytes=0).padded is False  # as they are, they were measured faster
+    padded, unpadded = plan(padded_bytes=5), plan(padded_bytes=15)
+    assert (padded.padded, padded.ranks[0].memory_bytes) == (True, 30 + 5 + 10)
+    assert padded.step_s < unpadded.step_s
+    # shares are even by chance, and there is no room for slots
+    assert (unpadded.padded, unpadded.ranks[0].memory_bytes) == (False, 30 + 10)
+    assert unpadded.shares_are_even
 
 
 def test_a_hair_of_time_is_given_for_headroom_between_even_and_uneven_shares():

@@ -61,6 +61,16 @@ class Encoder(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class PaddingSeen(pl.Callback):
+    """Bytes of padded slices after a step: gathers and reduces, held and counted on."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        model = trainer.strategy.session.model
+        counted = model.padded_bytes()
+        self.held = [model.padding.gathers.held_bytes, model.padding.reduces.held_bytes]
+        self.counted = [counted.gathers, counted.reduces]
+
+
 def data(samples: int = GLOBAL_BATCH * STEPS) -> DataLoader:
     """Batches of the global size."""
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +109,7 @@ def train(
         ranks: The plan's ranks; "solve": measured and solved; None: Lightning alone, on one device.
         given: Under "plan", "strategy", "trainer", "model" and "data" options for each of them;
             "scale" of 16-mixed; "compile" with this backend; "resume" from this checkpoint, and
-            "save" one.
+            "save" one; "padding" to look at that of the slices.
     """
     os.environ.update(environments[rank], OMP_NUM_THREADS="1")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -117,7 +127,8 @@ def train(
     if "compile" in given:
         for layer in model.layers:
             layer.compile(backend=given["compile"])
-    used = trainer(chosen, **options)
+    padding = PaddingSeen()
+    used = trainer(chosen, **options, callbacks=[padding] if "padding" in given else [])
     loaders = [data(**given.get("data", {}))]
     if "val_check_interval" in options:
         loaders.append(data(GLOBAL_BATCH + 3))
@@ -133,6 +144,8 @@ def train(
         if "folder" in given
         else [],
     }
+    if "padding" in given:
+        found["padding"] = padding.held, padding.counted
     scaler = getattr(used.precision_plugin, "scaler", None)
     if scaler is not None:
         found["scale"] = scaler.get_scale()

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.simulated
 
 ONE = [((3, 3, 2), 1.0)]
 EVEN = [((2, 2), 0.5), ((2, 2), 0.5)]
+EVEN_FOUR = [((2,), 0.25)] * 4
 UNEVEN = [((3, 3), 0.75), ((2,), 0.25)]
 IDLE_WITHOUT_STATE = [((), 0.0), ((4, 4), 1.0)]
 IDLE_WITH_ALL_STATE = [((4, 4), 0.0), ((), 1.0)]
@@ -20,13 +21,18 @@ FOUR = [((2, 1), 0.5), ((3,), 0.3), ((2,), 0.2), ((), 0.0)]
 
 def trained(simulated, ranks, *, environments=None, **given):
     """What every rank found, after a look at what the checker found."""
+    outcomes = outcomes_of(simulated, ranks, environments=environments, **given)
+    return [outcome.value for outcome in outcomes]
+
+
+def outcomes_of(simulated, ranks, *, environments=None, **given):
     environments = environments or torchrun_environments(len(ranks) if ranks else 1)
     outcomes = simulated.run(len(environments), train, environments, ranks, given)
     for outcome in outcomes:
         assert not outcome.findings, "\n".join(outcome.findings)
         losses = outcomes[0].value["losses"]
         assert outcome.value["losses"] == pytest.approx(losses, rel=1e-6)
-    return [outcome.value for outcome in outcomes]
+    return outcomes
 
 
 def assert_equal(found, wanted, rel=1e-5):
@@ -46,13 +52,38 @@ def alone(simulated):
 
 @pytest.mark.parametrize(
     "ranks",
-    [ONE, EVEN, UNEVEN, IDLE_WITHOUT_STATE, IDLE_WITH_ALL_STATE, FOUR],
-    ids=["one", "even", "uneven", "idle without state", "idle with all state", "four"],
+    [ONE, UNEVEN, IDLE_WITHOUT_STATE, IDLE_WITH_ALL_STATE, FOUR],
+    ids=["one", "uneven", "idle without state", "idle with all state", "four"],
 )
 def test_plans(simulated, alone, ranks):
     found = trained(simulated, ranks)
     assert_equal(found, alone)
     assert [one["device"] for one in found] == [f"cuda:{rank}" for rank in range(len(ranks))]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"strategy": {"recompute": False}}, {"plan": {"stay_gathered": True}}],
+    ids=["plain", "keep", "stay"],
+)
+def test_slices_of_even_shares_travel_in_single_tensors(simulated, alone, given):
+    for ranks in (EVEN, EVEN_FOUR) if given == {} else (EVEN,):
+        outcomes = outcomes_of(simulated, ranks, **given, padding=True)
+        assert_equal([outcome.value for outcome in outcomes], alone)
+        for outcome in outcomes:
+            # the head has 17 elements, too few to pad: they go as a list in both passes
+            assert outcome.kernels["nccl:reduce_scatter"] == 4
+            assert outcome.kernels["nccl:reduce_scatter_single"] == 4 * 3
+            held, counted = outcome.value["padding"]
+            assert 0 < held[0] <= counted[0] and 0 < held[1] <= counted[1]
+
+
+def test_a_plan_may_leave_padding_out(simulated, alone):
+    outcomes = outcomes_of(simulated, EVEN, plan={"padded": False}, padding=True)
+    assert_equal([outcome.value for outcome in outcomes], alone)
+    for outcome in outcomes:
+        assert outcome.kernels["nccl:reduce_scatter"] == 4 * 4
+        assert outcome.value["padding"][0] == [0, 0]
 
 
 @pytest.mark.parametrize("ranks", [ONE, UNEVEN, IDLE_WITH_ALL_STATE], ids=["1", "2", "idle"])

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,7 +38,6 @@ from lightning_cephalo.offline.paper.table import Options, least_seconds, search
 from lightning_cephalo.plan.cost import (
     Mode,
     backward_collectives_s,
-    collective_times,
     device_need,
     host_need,
     modes,
@@ -100,12 +99,13 @@ class PublishedModel:
     ) -> float:
         """Return t_i: the seconds of one unit for ``count`` microbatches of ``size``."""
         factor = self.uneven_factor if uneven else 1.0
-        gather_s, reduce_s = (factor * seconds for seconds in collective_times(problem, even=True))
+        even = problem.with_even_shares()
+        slowed = replace(even, gather_s=factor * even.gather_s, reduce_s=factor * even.reduce_s)
         forward = count * profile.forward_s[size - 1]
         between = (count - 1) * self.between_microbatches_s
         backward = count * profile.backward_s[size - 1] + between
-        collectives_s = backward_collectives_s(problem, gather_s, reduce_s)
-        return max(gather_s, forward) + max(collectives_s, backward)
+        collectives_s = backward_collectives_s(slowed)
+        return max(slowed.gather_s, forward) + max(collectives_s, backward)
 
     def fitting_sizes(
         self, problem: Problem, profile: RankProfile, *, even_state: bool = False

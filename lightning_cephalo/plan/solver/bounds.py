@@ -86,8 +86,7 @@ def time_bounds(problem: Problem, types: Sequence[RankType], largest: int) -> Ti
         for kind in range(4)
     ]
     forward = max(slowest[0], problem.gather_s)
-    collectives_s = backward_collectives_s(problem, problem.gather_s, problem.reduce_s)
-    backward = max(slowest[1], collectives_s)
+    backward = max(slowest[1], backward_collectives_s(problem))
     apart = problem.units * (forward + backward) + slowest[2]
     return TimeBounds(least, rates, (forward, backward, slowest[2]), max(apart, slowest[3]))
 

@@ -27,14 +27,13 @@ from lightning_cephalo.common.errors import PlanError, SolverError
 from lightning_cephalo.plan.cost import (
     PLAIN,
     Mode,
-    collective_times,
     device_need,
     fixed_time,
     modes,
     predict,
     rank_plan,
 )
-from lightning_cephalo.plan.plan import Plan, RankPlan
+from lightning_cephalo.plan.plan import Plan, RankPlan, fractions_are_even
 from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.columns import group_types
 from lightning_cephalo.plan.solver.infeasible import certainly_infeasible, refuse
@@ -162,19 +161,17 @@ def _with_even_state(problem: Problem) -> Problem | None:
 
     Returns None if that does not fit, or if even shares do not travel faster.
     """
-    gather_s, reduce_s = collective_times(problem, even=True)
+    even = problem.with_even_shares()
     share = problem.state_bytes / len(problem.ranks)
-    least = share + problem.fixed_bytes
+    least = share + even.fixed_bytes
     fits = all(least <= rank.capacity_bytes > share for rank in problem.ranks)
-    if not fits or not (gather_s < problem.gather_s or reduce_s < problem.reduce_s):
+    if not fits or not (even.gather_s < problem.gather_s or even.reduce_s < problem.reduce_s):
         return None
     ranks = tuple(
         dataclasses.replace(rank, capacity_bytes=rank.capacity_bytes - share)
         for rank in problem.ranks
     )
-    return dataclasses.replace(
-        problem, ranks=ranks, state_bytes=0.0, gather_s=gather_s, reduce_s=reduce_s
-    )
+    return dataclasses.replace(even, ranks=ranks, state_bytes=0.0)
 
 
 def _best_plan(problem: Problem, found: _Candidates, bound_s: float) -> Plan:
@@ -236,10 +233,14 @@ def _as_plan(problem: Problem, variant: _Variant, found: Found) -> Plan:
         rank_plan(profile, sizes, mode, fraction)
         for profile, (sizes, mode), fraction in zip(problem.ranks, runs, fractions, strict=True)
     ]
-    return priced(problem, bare, backend="cvxpy/HiGHS")
+    # shares that are even by chance may leave no room for padding
+    padded = variant.even and problem.padded_bytes > 0 if fractions_are_even(fractions) else None
+    return priced(problem, bare, backend="cvxpy/HiGHS", padded=padded)
 
 
-def priced(problem: Problem, ranks: Sequence[RankPlan], *, backend: str) -> Plan:
+def priced(
+    problem: Problem, ranks: Sequence[RankPlan], *, backend: str, padded: bool | None = None
+) -> Plan:
     """Return a plan of these parts, with every prediction filled in.
 
     The plan's ``reshard_after_forward`` is the one that the predictions assume.
@@ -249,11 +250,14 @@ def priced(problem: Problem, ranks: Sequence[RankPlan], *, backend: str) -> Plan
             the forward.
         ranks: microbatches, fractions and modes, in rank order.
         backend: name of what chose the parts.
+        padded: the plan's choice.
 
     Raises:
         PlanError: as :func:`~lightning_cephalo.plan.predict` and :class:`Plan` do.
     """
-    prediction = predict(problem, ranks)
+    reshard = problem.reshard_after_forward is not False
+    plan = Plan(tuple(ranks), backend=backend, reshard_after_forward=reshard, padded=padded)
+    prediction = predict(problem, plan)
     filled = tuple(
         dataclasses.replace(
             rank,
@@ -267,9 +271,4 @@ def priced(problem: Problem, ranks: Sequence[RankPlan], *, backend: str) -> Plan
         )
         for rank, profile, part in zip(ranks, problem.ranks, prediction.ranks, strict=True)
     )
-    return Plan(
-        filled,
-        step_s=prediction.step_s,
-        backend=backend,
-        reshard_after_forward=problem.reshard_after_forward is not False,
-    )
+    return dataclasses.replace(plan, ranks=filled, step_s=prediction.step_s)

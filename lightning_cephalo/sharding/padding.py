@@ -1,0 +1,115 @@
+"""Equal slots for slices that are nearly equal, so that they travel in single-tensor collectives.
+
+Cuts lie between rows, so even shares are slices that differ by a few rows. Single-tensor
+collectives take equal slices only. Lists of unequal slices are a group of one broadcast or one
+reduce per rank, which was found slower on GPUs (pytorch/pytorch#198344). So slices are copied into
+slots of the largest slice's size, and out of them, as ``fully_shard`` does. Whether that is faster
+is measured: docs/design/collectives.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_cephalo.sharding.buffers import Buffer, BufferPool
+
+# Slots may hold this much in all, relative to the slices: what is added travels too.
+_MOST = 1.05
+# Elements; 16 bytes in the narrowest dtype, the unit in which GPUs move memory fastest.
+_ALIGNED = 16
+
+
+class Padding:
+    """The choice whether slices are padded, and the memory of the slots.
+
+    Attributes:
+        is_on: Whether nearly equal slices are padded; may change between steps, on all ranks
+            together.
+        gathers: Lends the slots of gathers.
+        reduces: Lends the slots of reduces.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.gathers, self.reduces = BufferPool(), BufferPool()
+
+    def slot_of(self, sizes: Sequence[int]) -> int | None:
+        """Return the elements of a slot if these slices are to be padded, else None."""
+        return slot_numel(sizes) if self.is_on else None
+
+
+def slot_numel(sizes: Sequence[int]) -> int | None:
+    """Return the elements of a slot for slices of these sizes.
+
+    Returns None where the slices are equal already, or where slots would be much larger::
+
+        slot_numel([1000, 1010, 1000, 1005])   # 1024
+        slot_numel([3000, 1000])               # None
+    """
+    if len(set(sizes)) == 1:
+        return None
+    slot = -(-max(sizes) // _ALIGNED) * _ALIGNED
+    return slot if slot * len(sizes) <= _MOST * sum(sizes) else None
+
+
+class Slots:
+    """One slot per rank in a borrowed buffer.
+
+    Args:
+        like: 1-d tensor of all slices.
+        sizes: Elements of every rank's slice.
+        slot: Elements of a slot.
+        pool: Lends the buffer.
+        more: Number of slots in addition to those of the ranks.
+
+    Attributes:
+        whole: 1-d tensor of the ranks' slots.
+        more: 1-d tensors, the additional slots.
+    """
+
+    def __init__(
+        self,
+        like: torch.Tensor,
+        sizes: Sequence[int],
+        slot: int,
+        pool: BufferPool,
+        more: int = 0,
+    ) -> None:
+        self._sizes, self._pool = list(sizes), pool
+        count = len(sizes) + more
+        self._buffer: Buffer = pool.take(count * slot * like.element_size(), like.device)
+        slots = self._buffer.view(count * slot, like.dtype).split(slot)
+        self._slots = slots[: len(sizes)]
+        self.more = slots[len(sizes) :]
+        self.whole = self._buffer.view(len(sizes) * slot, like.dtype)
+
+    def of(self, rank: int) -> torch.Tensor:
+        """Return the slot of one rank."""
+        return self._slots[rank]
+
+    def fill(self, full: torch.Tensor) -> None:
+        """Copy all slices into their slots."""
+        _copy_all(self._slices(), full.split(self._sizes))
+        rests = (slot[size:] for slot, size in zip(self._slots, self._sizes, strict=True))
+        torch._foreach_zero_([rest for rest in rests if rest.numel()])
+
+    def empty_into(self, full: torch.Tensor) -> None:
+        """Copy all slices out of their slots, and give the buffer back."""
+        # `.data` has a version counter of its own: graphs that point into `full` stay valid
+        _copy_all(full.data.split(self._sizes), self._slices())
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Give the buffer back."""
+        self._pool.give(self._buffer)
+
+    def _slices(self) -> list[torch.Tensor]:
+        return [slot[:size] for slot, size in zip(self._slots, self._sizes, strict=True)]
+
+
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    # Private, as in torch's own fully_shard: one kernel for many slices, where copies one by one
+    # take a launch each. tests/sharding/test_padding.py fails when it changes.
+    torch._foreach_copy_(list(targets), list(sources))
