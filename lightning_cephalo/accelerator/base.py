@@ -85,6 +85,16 @@ class Copies(Protocol):
         """Make all work submitted from now on run after the copy; do nothing for None."""
 
 
+class Readback(Protocol):
+    """Numbers on their way from the device to the host."""
+
+    def add(self, number: Tensor) -> None:
+        """Start to copy a tensor of one element; the host does not wait."""
+
+    def finish(self) -> list[float]:
+        """Wait until the copies are done, not for later work, and return the numbers in order."""
+
+
 class Accelerator(ABC):
     """One rank's device: its clock, memory, queue of work, and copies to the host.
 
@@ -231,6 +241,10 @@ class Accelerator(ABC):
     @abstractmethod
     def copies(self) -> Copies:
         """Return an object that copies between device and host memory in its own queue."""
+
+    @abstractmethod
+    def readback(self) -> Readback:
+        """Return an object that copies single numbers to the host."""
 
     # -- random numbers -----------------------------------------------------------------------
 

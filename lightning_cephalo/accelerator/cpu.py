@@ -14,6 +14,7 @@ from lightning_cephalo.accelerator.base import (
     Device,
     EndOfWork,
     MemoryFigures,
+    Readback,
 )
 from lightning_cephalo.accelerator.host import host_share_bytes
 from lightning_cephalo.accelerator.marks import HostMarks, Marks
@@ -27,6 +28,19 @@ class HostCopies:
 
     def wait(self, arrival: None) -> None:
         pass
+
+
+class HostReadback:
+    """Numbers that are read when :meth:`add` returns."""
+
+    def __init__(self) -> None:
+        self._numbers: list[float] = []
+
+    def add(self, number: Tensor) -> None:
+        self._numbers.append(float(number))
+
+    def finish(self) -> list[float]:
+        return self._numbers
 
 
 class Cpu(Accelerator):
@@ -71,6 +85,9 @@ class Cpu(Accelerator):
 
     def copies(self) -> Copies:
         return HostCopies()
+
+    def readback(self) -> Readback:
+        return HostReadback()
 
     def random_states(self) -> tuple[Tensor, ...]:
         return (torch.get_rng_state(),)

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from lightning_cephalo.accelerator.backends import Backend
-from lightning_cephalo.accelerator.base import Accelerator, Copies, Device, EndOfWork, MemoryFigures
+from lightning_cephalo.accelerator.base import (
+    Accelerator,
+    Copies,
+    Device,
+    EndOfWork,
+    MemoryFigures,
+    Readback,
+)
 from lightning_cephalo.accelerator.marks import Marks, StreamMarks
 from lightning_cephalo.common.quantities import USABLE_SHARE
 
@@ -116,6 +123,9 @@ class TorchDevice(Accelerator):
     def copies(self) -> Copies:
         return StreamCopies(self.device)
 
+    def readback(self) -> Readback:
+        return StreamReadback(self.end_of_work)
+
     def random_states(self) -> tuple[Tensor, ...]:
         return torch.get_rng_state(), self._module.get_rng_state(self.device)
 
@@ -144,6 +154,30 @@ class StreamCopies:
     def wait(self, arrival: torch.Event | None) -> None:
         if arrival is not None:
             torch.accelerator.current_stream(self._device).wait_event(arrival)
+
+
+class StreamReadback:
+    """Numbers that are copied in the order of the device's work.
+
+    Args:
+        end_of_work: As :meth:`TorchDevice.end_of_work`.
+    """
+
+    def __init__(self, end_of_work: Callable[[], EndOfWork | None]) -> None:
+        self._end_of_work = end_of_work
+        self._numbers: list[Tensor] = []
+        self._end: EndOfWork | None = None
+
+    def add(self, number: Tensor) -> None:
+        on_host = torch.empty((), dtype=number.dtype, pin_memory=True)
+        on_host.copy_(number.detach().reshape(()), non_blocking=True)
+        self._numbers.append(on_host)
+        self._end = self._end_of_work()
+
+    def finish(self) -> list[float]:
+        if self._end is not None:
+            self._end.synchronize()
+        return [float(number) for number in self._numbers]
 
 
 class AllocatorFigures:

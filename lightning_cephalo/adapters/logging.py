@@ -203,11 +203,7 @@ class StepLog:
             return _Combined(reduce_fx(values), 1.0, samples, True)
         given = not all(isinstance(call.batch_size, _Samples) for call in calls)
         shares = [float(call.batch_size) if given else weights[call.microbatch] for call in calls]
-        weight = sum(shares)
-        if not weight:
-            return _Combined(values.mean(), 0.0, samples, given)
-        share = torch.tensor(shares, dtype=torch.float64).to(values.device, non_blocking=True)
-        return _Combined((values * share).sum() / weight, weight, samples, given)
+        return _Combined(_weighted_mean(values, shares), sum(shares), samples, given)
 
     def _combine_metric(self, key: str, values: dict[int, Any], weights: Sequence[float]) -> None:
         found = {
@@ -218,7 +214,9 @@ class StepLog:
         total = sum(weights[index] for index in found)
         if len(found) > 1 and total:
             self._results[key]._forward_cache = sum(
-                value.detach() * (weights[index] / total) for index, value in found.items()
+                value.detach() * (weights[index] / total)
+                for index, value in found.items()
+                if weights[index]
             )
 
     def _accumulate(self, key: str, combined: _Combined, weight_of_sample: float) -> None:
@@ -421,10 +419,20 @@ class StepLogs:
 def _over_ranks(metric: Any, values: Tensor, weights: Sequence[float]) -> Tensor:
     if not metric.meta.is_mean_reduction:
         return metric.meta.reduce_fx(values)
-    if not any(weights):
+    return _weighted_mean(values, weights)
+
+
+def _weighted_mean(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """Return the mean of 1-d values; plain if there is no weight.
+
+    A value without weight may be NaN (a mean over no tokens), which it stays if multiplied by 0.
+    """
+    chosen = [index for index, weight in enumerate(weights) if weight]
+    if not chosen:
         return values.mean()
-    share = torch.tensor(weights, dtype=torch.float64).to(values.device, non_blocking=True)
-    return (values * share).sum() / sum(weights)
+    known = torch.stack([values[index] for index in chosen])
+    share = torch.tensor([weights[index] for index in chosen], dtype=torch.float64)
+    return (known * share.to(values.device, non_blocking=True)).sum() / sum(weights)
 
 
 def _options(meta: Any) -> dict[str, Any]:

@@ -105,11 +105,13 @@ def _cut_alike(batch: Any, layout: BatchLayout, shares: Sequence[int]) -> list[t
     return list(zip(layout.split(batch, sizes), sizes, strict=True))
 
 
-def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float]:
+def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor]:
     """Return the loss and the weight from the result of ``training_step`` for one microbatch.
 
+    A weight on the device remains a tensor: reading it would wait for the device.
+
     Raises:
-        TypeError: If the result has no scalar loss, or a weight below 0.
+        TypeError: If the result has no scalar loss.
     """
     loss, weight = result, float(samples)
     if isinstance(result, Mapping):
@@ -121,7 +123,9 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float]:
             )
         loss = result["loss"]
         if "weight" in result:
-            weight = float(result["weight"])
+            weight = result["weight"]
+            if not isinstance(weight, Tensor) or weight.is_cpu or weight.numel() != 1:
+                weight = float(weight)
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"training_step returned {type(loss).__name__}, expected a tensor or a dict with"
@@ -132,8 +136,6 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float]:
             f"training_step returned a loss of shape {tuple(loss.shape)}, expected a scalar."
             " Return the mean over the samples of the batch it was given."
         )
-    if not weight >= 0.0:
-        raise TypeError(f"training_step returned the weight {weight}, expected 0 or more.")
     return loss.reshape(()), weight
 
 

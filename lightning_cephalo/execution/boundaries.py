@@ -13,7 +13,8 @@ the user's tensor no longer exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +171,34 @@ class Boundaries:
                 [entry.leaf.grad for entry in reached],
                 retain_graph=True,
             )
+
+
+@contextmanager
+def zeroed_where(loss: Tensor, condition: Tensor) -> Iterator[None]:
+    """Make all gradients zero, in backwards of this loss, where a bool on the device is true.
+
+    Multiplying by zero would not do: a loss of 0/0 has gradients of NaN.
+    """
+
+    def zeroed(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(None if each is None else _zeroed(each, condition) for each in gradients)
+
+    ends = [node for node in _nodes([loss.grad_fn]) if type(node).__name__ in _ENDS]
+    handles = [end.register_prehook(zeroed) for end in ends]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _zeroed(gradient: Tensor, condition: Tensor) -> Tensor:
+    dense = gradient if is_plain(gradient) else gradient.to_dense()
+    with torch.no_grad():
+        if dense.is_contiguous():
+            # in place: the head's gradient may be the largest tensor of all
+            return dense.masked_fill_(condition, 0.0)
+        return dense.masked_fill(condition, 0.0)
 
 
 def take_memory(leaf: Tensor) -> None:

@@ -20,7 +20,13 @@ from lightning_cephalo.execution.failure import Failure
 from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.offload import HostArena
-from lightning_cephalo.execution.step import Divergence, ForwardOutcome, MicrobatchCall, Step
+from lightning_cephalo.execution.step import (
+    Divergence,
+    ForwardOutcome,
+    MicrobatchCall,
+    Step,
+    checked_weight,
+)
 from lightning_cephalo.execution.unit_hooks import UnitHooks
 from lightning_cephalo.execution.visits import FAILED, FINISHED, Visits, where
 from lightning_cephalo.plan.program import (
@@ -87,6 +93,7 @@ class Executor:
         self._recompute, self._reshard_after_forward = recompute, True
         self._total_weight = 1.0
         self._step = Step((), [])
+        self._readback = accelerator.readback()
         self._outcome = ForwardOutcome((), (), 0.0)
         self._note: Callable[[], Sequence[float]] = tuple
         self._now = Instruction(Operation.AGREE)
@@ -241,6 +248,7 @@ class Executor:
         ]
         step = self._step = Step(calls, microbatches, trainable, [0.0] * len(calls))
         self.failure.begin(microbatches, "beginning of the root unit")
+        self._readback = self.accelerator.readback()
         step.loss_scale = 0.5 ** round(math.log2(max(self._total_weight, 1e-30)))
         if visits is not None:
             self._replay(visits)
@@ -433,11 +441,28 @@ class Executor:
             return
         step.with_loss.add(index)
         loss, weight = step.calls[index].weight_of(microbatch.result)
-        step.weights[index] = weight
-        if weight:  # without weight the loss may be 0/0: a mean over no tokens
-            loss = loss * (weight * step.loss_scale)
-            with self.hooks.backward():
-                microbatch.backward_of_loss(step.scale_loss(loss) if step.scale_loss else loss)
+        without_weight = None
+        if isinstance(weight, Tensor) and not loss.requires_grad:
+            weight = float(weight)  # a constant is right only if it has no weight
+        if isinstance(weight, Tensor):
+            weight = weight.detach().reshape(())
+            self._readback.add(weight)
+            step.unread.append(index)
+            without_weight = weight == 0
+        else:
+            step.weights[index] = checked_weight(weight)
+            if not weight:  # the loss may be 0/0: a mean over no tokens
+                return
+        loss = loss * (weight * step.loss_scale)
+        scaled = step.scale_loss(loss) if step.scale_loss else loss
+        with self.hooks.backward():
+            microbatch.backward_of_loss(scaled, without_weight)
+
+    def _read_weights(self) -> None:
+        """Read the weights that were on the device, while it runs the last loss's backward."""
+        step = self._step
+        for index, weight in zip(step.unread, self._readback.finish(), strict=True):
+            step.weights[index] = checked_weight(weight)
 
     def _offload(self, instruction: Instruction) -> None:
         self.failure.guarded(self._offload_of, instruction)
@@ -489,6 +514,7 @@ class Executor:
 
     def _end_forward(self) -> None:
         step, doing = self._step, "running training_step"
+        self.failure.guarded(self._read_weights)
         state = _FAILED if self.failure.error is not None else _WELL
         if state == _WELL and step.divergence is not None:
             state = _DIVERGED

@@ -32,7 +32,7 @@ from torch import Tensor
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.arguments import refuse_changed_containers, without_empty_caches
-from lightning_cephalo.execution.boundaries import Boundaries
+from lightning_cephalo.execution.boundaries import Boundaries, zeroed_where
 from lightning_cephalo.execution.call_tree import (
     CallStructure,
     Structure,
@@ -263,11 +263,16 @@ class Microbatch:
 
     # -- backward, in the scheduler -----------------------------------------------------------
 
-    def backward_of_loss(self, loss: Tensor) -> None:
+    def backward_of_loss(self, loss: Tensor, without_weight: Tensor | None = None) -> None:
         """Run the backward of the loss, down to the leaves of the last units.
 
         Graph buffers are freed as on one device, unless the loss shares glue with the inputs of
         units: that glue is walked again later.
+
+        Args:
+            loss: The loss times its weight.
+            without_weight: A bool on the device: true if the weight is 0, so that gradients are 0
+                even if the loss is 0/0.
         """
         if not loss.requires_grad:
             raise UnitUseError(
@@ -276,7 +281,9 @@ class Microbatch:
                 " the loss detached?"
             )
         self._boundaries.refuse_leaks(loss)
-        torch.autograd.backward([loss], retain_graph=self._boundaries.shares_glue(loss))
+        retain = self._boundaries.shares_glue(loss)
+        with zeroed_where(loss, without_weight) if without_weight is not None else nullcontext():
+            torch.autograd.backward([loss], retain_graph=retain)
         self._boundaries.drop_values()
 
     def backward_of_visit(self, position: int) -> None:

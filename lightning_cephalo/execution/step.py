@@ -23,15 +23,27 @@ class MicrobatchCall:
     Attributes:
         step: Calls the user's step.
         weight_of: Maps the step's return value to ``(loss, weight)``. The microbatch's share of
-            the gradient is ``weight / total weight of all ranks``.
+            the gradient is ``weight / total weight of all ranks``. A weight that is a tensor on the
+            device is read when the device has more work to do.
         on_resume: Called each time before the step resumes.
         on_pause: Called each time after the step has parked or returned.
     """
 
     step: Callable[[], Any]
-    weight_of: Callable[[Any], tuple[Tensor, float]]
+    weight_of: Callable[[Any], tuple[Tensor, float | Tensor]]
     on_resume: Callable[[], None] = _nothing
     on_pause: Callable[[], None] = _nothing
+
+
+def checked_weight(weight: float) -> float:
+    """Return a weight of ``training_step``.
+
+    Raises:
+        TypeError: If it is below 0, or not a number.
+    """
+    if not weight >= 0.0:
+        raise TypeError(f"training_step returned the weight {weight}, expected 0 or more.")
+    return weight
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,8 @@ class Step:
         calls: Calls of this rank's microbatches.
         microbatches: Runs of these microbatches; empty after a failure.
         trainable: Per unit, whether it needs gradients.
-        weights: Weights of the microbatches, once their losses are known.
+        weights: Weights of the microbatches, once they are known.
+        unread: Microbatches whose weights are on their way to the host, in the order of the copies.
         visits: The order of the step; while the step is traced, the part found so far.
         is_traced: Whether the order is discovered while the step runs.
         divergence: The point where the microbatches have left the order.
@@ -89,6 +102,7 @@ class Step:
     microbatches: list[Microbatch]
     trainable: tuple[bool, ...] = ()
     weights: list[float] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
     visits: Sequence[Visit] = ()
     is_traced: bool = False
     divergence: Divergence | None = None

@@ -17,7 +17,7 @@ from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.execution.step import MicrobatchCall, checked_weight
 from lightning_cephalo.plan.program import COMPUTE, ROOT, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
@@ -209,6 +209,7 @@ class _PhaseClock(Observer):
 
 def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:
     loss, weight = loss_and_weight(result, samples)
+    weight = checked_weight(float(weight))
     if weight and not bool(torch.isfinite(loss)):  # the mean over no tokens may be 0/0
         raise FloatingPointError(
             f"the loss is {loss.item()} before a single step was made. Check the data, the"

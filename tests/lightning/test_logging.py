@@ -10,6 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from common import (
+    Net,
+    assert_same_tensors,
+    by_plan,
+    dataset,
+    trainer,
+    values_of,
+)
 from lightning.pytorch.loggers import CSVLogger
 from plans import PLANS
 from recording import (
@@ -25,7 +33,8 @@ from recording import (
     run,
     samples,
 )
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 # said for every key that is logged per epoch without sync_dist, which is what is tested
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
@@ -439,6 +448,36 @@ def test_hooks_may_log_beside_the_steps(tmp_path: Path) -> None:
         assert [step["rank"] for step in rank.notes["step"]] == [0.5] * 6
         assert [step["start_step"] for step in rank.notes["step"]] == [0.0, 1.0, 2.0] * 2
         assert rank.notes["end"][0]["done"] == 4.0
+
+
+class SomeTokens(Net):
+    """Only some samples of a batch count; a microbatch may have none, and a loss of 0/0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, y = batch
+        counts = x[:, 1:2] >= 0
+        loss = ((self(x) - y) ** 2 * counts).sum() / counts.sum()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return {"loss": loss, "weight": counts.sum()}
+
+
+def _logged_losses(plan: str | None) -> tuple[list[float], dict[str, Tensor]]:
+    model = SomeTokens()
+    # the first samples of each global batch do not count: those of the first microbatch
+    data = TensorDataset(*dataset(32).tensors)
+    data.tensors[0][torch.arange(32) % 8 < 3, 1] = -1.0
+    data.tensors[0][torch.arange(32) % 8 >= 3, 1] = 1.0
+    trainer(plan, max_epochs=1).fit(
+        model, DataLoader(data, batch_size=8), DataLoader(dataset(8), batch_size=8)
+    )
+    return model.losses, values_of(model)
+
+
+def test_a_microbatch_without_weight_is_left_out_of_means() -> None:
+    wanted, weights = by_plan(None, _logged_losses)
+    found, found_weights = by_plan("3:1", _logged_losses)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert_same_tensors(found_weights, weights, 1e-5)
 
 
 def test_samples_are_found_where_the_collection_is_private(tmp_path: Path) -> None:

@@ -24,11 +24,13 @@ class Encoder(pl.LightningModule):
 
     Args:
         dropout: Of the layers; 0 where results are compared.
+        weighted: Samples without a target do not count, and the step returns how many do.
         logged: Arguments for logging the loss.
     """
 
-    def __init__(self, dropout: float = 0.0, **logged: Any) -> None:
+    def __init__(self, dropout: float = 0.0, weighted: bool = False, **logged: Any) -> None:
         super().__init__()
+        self.weighted = weighted
         torch.manual_seed(1)
         layer = [nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True) for _ in "abc"]
         self.layers = nn.Sequential(*layer)
@@ -37,10 +39,17 @@ class Encoder(pl.LightningModule):
         self.losses: list[Tensor] = []
         self.validated: list[Tensor] = []
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if not self.weighted:
+            loss = self._loss(batch)
+            self.log("loss", loss, **self.logged)
+            return loss
+        x, y = batch
+        counts = ~y.isnan()
+        errors = (self.head(self.layers(x)).mean(1) - y.nan_to_num()) ** 2
+        loss = (errors * counts).sum() / counts.sum()  # 0/0 where no sample has a target
         self.log("loss", loss, **self.logged)
-        return loss
+        return {"loss": loss, "weight": counts.sum()}
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("validated", self._loss(batch), sync_dist=True)
@@ -71,11 +80,13 @@ class PaddingSeen(pl.Callback):
         self.counted = [counted.gathers, counted.reduces]
 
 
-def data(samples: int = GLOBAL_BATCH * STEPS) -> DataLoader:
-    """Batches of the global size."""
+def data(samples: int = GLOBAL_BATCH * STEPS, without_target: int = 0) -> DataLoader:
+    """Batches of the global size, whose first samples have no target."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, 5, 16, generator=generator)
-    return DataLoader(TensorDataset(x, x.sum((1, 2))[:, None] / 10), batch_size=GLOBAL_BATCH)
+    y = x.sum((1, 2))[:, None] / 10
+    y[torch.arange(samples) % GLOBAL_BATCH < without_target] = torch.nan
+    return DataLoader(TensorDataset(x, y), batch_size=GLOBAL_BATCH)
 
 
 def strategy(plan: Plan | None, **options: Any) -> CephaloStrategy:

@@ -33,7 +33,7 @@ def counted(rank, environments, ranks, given):
         options["plugins"] = [half("cuda", given["scale"])]
     plan = plan_of(*ranks, **given.get("plan", {}))
     used = trainer(strategy(plan, **given.get("strategy", {})), max_epochs=2, **options)
-    used.fit(Watched(**given.get("model", {})), data())
+    used.fit(Watched(**given.get("model", {})), data(**given.get("data", {})))
     before, after = counts
     found = {}
     for line, count in after.items():
@@ -77,6 +77,12 @@ def test_only_the_throttle_waits(simulated, ranks, sync_dist):
 def test_no_mode_makes_the_host_wait(simulated, given):
     for found in waits(simulated, UNEVEN, **given):
         assert found == ONLY_THE_THROTTLE
+
+
+def test_weights_on_the_device_are_read_once_while_it_has_work(simulated):
+    given = {"model": {"weighted": True}, "data": {"without_target": 3}}
+    for rank, found in enumerate(waits(simulated, UNEVEN, **given)):
+        assert found == {**ONLY_THE_THROTTLE, "event in torch_device.py": 4}, rank
 
 
 def test_16_mixed_waits_where_torch_itself_does(simulated):

@@ -146,6 +146,15 @@ def test_options_of_the_trainer(simulated, options):
     assert_equal(trained(simulated, UNEVEN, trainer=options, plan={"offload": True}), wanted)
 
 
+@pytest.mark.parametrize("given", [{}, {"scale": 2.0**10}], ids=["full", "16-mixed"])
+def test_a_microbatch_without_weight_adds_nothing(simulated, given):
+    """Its loss is 0/0, and the host does not know when the backward begins."""
+    given = {"model": {"weighted": True}, "data": {"without_target": 3}, **given}
+    (wanted,) = trained(simulated, None, **given)
+    for ranks in (UNEVEN, IDLE_WITH_ALL_STATE):
+        assert_equal(trained(simulated, ranks, **given), wanted, 1e-2 if "scale" in given else 1e-5)
+
+
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "16-true"])
 @pytest.mark.parametrize("ranks", [ONE, IDLE_WITH_ALL_STATE], ids=["one", "idle"])
 def test_half_precision_follows_one_device(simulated, precision, ranks):
