@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -341,14 +342,18 @@ def _zero_weights(rank: int) -> None:
     single = copy.deepcopy(model)
     executor = make_executor(model, UNEVEN.fractions, True)
     parts = microbatches_of(make_batch(4), UNEVEN, rank)
-    for weight in (0.0, float("nan")):
+    wrong = "returned the weight nan"
+    for weight, error, message in (
+        (0.0, ValueError, "weights of all microbatches of this step sum to"),
+        (math.nan, TypeError if rank < 2 else RemoteRankError, wrong),  # rank 2 has no samples
+    ):
         calls = [
             MicrobatchCall(
                 lambda part=part: mean_loss(model, part), lambda loss, w=weight: (loss, w)
             )
             for part in parts
         ]
-        with pytest.raises(ValueError, match="weights of all microbatches of this step sum to"):
+        with pytest.raises(error, match=message):
             executor.forward(calls)
         assert_idle(executor)
         good_step(executor, model, single, rank)
