@@ -4,7 +4,7 @@ INSTALLED := .venv/.installed
 UNIT := tests/common tests/plan tests/accelerator tests/sharding tests/data tests/execution tests/observe \
 	tests/preparation tests/offline tests/test_floors.py tests/test_documents.py
 
-.PHONY: train test unit lint format figures performance
+.PHONY: train test unit lint format figures performance gpu-check
 
 train: $(INSTALLED)
 	$(BIN)/python examples/train.py
@@ -48,6 +48,10 @@ performance: $(INSTALLED)
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/predictions.py
 	$(BIN)/python benchmarks/throughput.py
+
+# what only hardware can show; one GPU is enough, two are better
+gpu-check: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu_check.py
 
 # torch goes first and alone: resolved together with its dependants, pip may prefer a newer CUDA build.
 $(INSTALLED): pyproject.toml constraints.txt

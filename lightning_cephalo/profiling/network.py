@@ -120,7 +120,7 @@ def _saved(even_s: float | None, uneven_s: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Times:
+class MeanTimes:
     """Mean seconds of gathering and of reducing a unit, and the bytes of padding that it takes."""
 
     gather_s: float
@@ -130,14 +130,14 @@ class _Times:
 
 def _times(
     model: ShardedModel, clock: Callable[[], float], even: bool, capacity_bytes: float
-) -> _Times:
+) -> MeanTimes:
     """Return the times with the present shares, in the faster of the forms that they can have."""
-    times = _mean_times(model, clock)
+    times = mean_times(model, clock)
     padded_bytes = model.padded_bytes().total if even else 0
     if not padded_bytes or not _have_room(model, model.fractions, capacity_bytes - padded_bytes):
         return times
     model.padding.is_on = True
-    padded = _mean_times(model, clock)
+    padded = mean_times(model, clock)
     model.padding.is_on = False
     model.release_buffers()
     if padded.gather_s + padded.reduce_s >= times.gather_s + times.reduce_s:
@@ -145,14 +145,14 @@ def _times(
     return replace(padded, padded_bytes=padded_bytes)
 
 
-def _mean_times(model: ShardedModel, clock: Callable[[], float]) -> _Times:
+def mean_times(model: ShardedModel, clock: Callable[[], float]) -> MeanTimes:
     """Return the mean times of units other than the root."""
     units = _spread([unit for unit in model.units[1:] if unit.flats], _UNITS)
     times = [_unit_times(model, unit, clock) for unit in units]
     if not times:
-        return _Times(0.0, 0.0)
+        return MeanTimes(0.0, 0.0)
     gathers, reduces = zip(*times, strict=True)
-    return _Times(statistics.fmean(gathers), statistics.fmean(reduces))
+    return MeanTimes(statistics.fmean(gathers), statistics.fmean(reduces))
 
 
 def _spread(units: Sequence[Unit], count: int) -> list[Unit]:

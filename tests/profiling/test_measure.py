@@ -69,18 +69,18 @@ def both_kinds_of_shares(capacity_bytes):
     from lightning_cephalo.profiling import network
 
     seen = []
-    timed = network._mean_times
+    timed = network.mean_times
 
     def recorded(model, clock):
         seen.append(model.fractions)
         even = len(set(model.fractions)) == 1
-        return network._Times(*((1.0, 2.0) if even else (3.0, 2.01)))
+        return network.MeanTimes(*((1.0, 2.0) if even else (3.0, 2.01)))
 
-    network._mean_times = recorded
+    network.mean_times = recorded
     try:
         problem = profile(GPT(), loader(), capacity_bytes=capacity_bytes)
     finally:
-        network._mean_times = timed
+        network.mean_times = timed
     return seen, problem.gather_s, problem.even_gather_s, problem.even_reduce_s
 
 

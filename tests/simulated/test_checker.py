@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -265,13 +266,20 @@ def waits_in_debug_mode(_):
     except RuntimeError as error:
         said = str(error)
     torch.ones(2).pin_memory().to("cuda", non_blocking=True)
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.ones(2).pin_memory().to("cuda", non_blocking=True)
+        values = [x.sum().item() for _ in range(2)]
     torch.cuda.set_sync_debug_mode("default")
-    return said, x.sum().item()
+    return said, [str(warning.message) for warning in warned], [*values, x.sum().item()]
 
 
-def test_the_sync_debug_mode_of_torch_raises(simulated):
-    (said, value), _ = found(simulated, waits_in_debug_mode)
-    assert "synchronizing CUDA operation" in said and value == 4.0
+def test_the_sync_debug_mode_of_torch_raises_and_warns(simulated):
+    (said, warned, values), _ = found(simulated, waits_in_debug_mode)
+    assert "synchronizing CUDA operation" in said
+    assert len(warned) == 2 and all("synchronizing CUDA operation" in each for each in warned)
+    assert values == [4.0] * 3
 
 
 # -- the rest of a device -------------------------------------------------------------------------

@@ -184,7 +184,9 @@ def _replacements(generators: tuple[torch.Generator, ...]) -> dict[str, Any]:
         "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_current_stream_capturing": lambda: False,
-        "set_sync_debug_mode": lambda mode: operators().set_waits_raise(mode in ("error", 2)),
+        "set_sync_debug_mode": lambda mode: operators().set_sync_debug_mode(
+            {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
+        ),
         "default_generators": generators,
     }
 

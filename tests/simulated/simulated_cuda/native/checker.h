@@ -99,7 +99,7 @@ class Checker {
 
   // -- options
   bool enabled = true;        // look for findings
-  bool waits_raise = false;   // torch.cuda.set_sync_debug_mode("error")
+  int64_t sync_debug_mode = 0;  // of torch.cuda: 1 warns, 2 raises
   int denials = 0;            // queries of an event that are answered "not yet"
 
   std::string name_of(Stream stream) const;

@@ -494,7 +494,7 @@ TORCH_LIBRARY(simulated, m) {
   m.def("launches() -> int", [] { return static_cast<int64_t>(checker().launches); });
   m.def("clear() -> ()", [] { checker().clear(); });
   m.def("set_enabled(bool on) -> ()", [](bool on) { checker().enabled = on; });
-  m.def("set_waits_raise(bool on) -> ()", [](bool on) { checker().waits_raise = on; });
+  m.def("set_sync_debug_mode(int mode) -> ()", [](int64_t mode) { checker().sync_debug_mode = mode; });
   m.def("set_denials(int count) -> ()",
         [](int64_t count) { checker().denials = static_cast<int>(count); });
   m.def("device_count() -> int", [] { return static_cast<int64_t>(device_count()); });
