@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.executor import Executor
@@ -17,7 +20,7 @@ from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.layout import Divider
-from lightning_cephalo.sharding.placement import default_mesh
+from lightning_cephalo.sharding.placement import default_mesh, local_part
 from lightning_cephalo.sharding.unit import Unit
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -60,6 +63,12 @@ def microbatches_of(
     return parts
 
 
+@functools.cache
+def _groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
+    """Of this rank's executors, one after the other: new ones take as long as a step."""
+    return dist.new_group(), dist.new_group(), dist.new_group()
+
+
 def make_executor(
     model: nn.Module,
     fractions: Sequence[float],
@@ -69,10 +78,11 @@ def make_executor(
     **discovery: Any,
 ) -> Executor:
     device = torch.device("cpu")
-    context = ShardingContext(device, default_mesh("cpu"), dist.new_group(), dist.new_group())
+    gather_group, reduce_group, control_group = _groups()
+    context = ShardingContext(device, default_mesh("cpu"), gather_group, reduce_group)
     divider = Divider(fractions)
     units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
-    executor = Executor(units, ControlGroup(dist.new_group()), accelerator_of(device), recompute)
+    executor = Executor(units, ControlGroup(control_group), accelerator_of(device), recompute)
     executor.reshard_after_forward = reshard
     executor.hooks.install()
     return executor
@@ -99,11 +109,24 @@ def sharded_step(
     return loss
 
 
+def full_tensors(faces: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Whole tensors of DTensors, in one exchange: one for each is most of a comparison's time."""
+    own = {name: local_part(face).numpy() for name, face in faces.items() if face is not None}
+    parts: list[dict[str, np.ndarray]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    whole: dict[str, Tensor | None] = dict.fromkeys(faces)
+    for name, local in own.items():
+        face = faces[name]
+        if face.placements != (Replicate(),):
+            local = np.concatenate([part[name] for part in parts])
+        whole[name] = torch.from_numpy(local.copy())
+        assert whole[name].shape == face.shape, name
+    assert all(part.keys() == own.keys() for part in parts)
+    return whole
+
+
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {
-        name: None if parameter.grad is None else parameter.grad.full_tensor()
-        for name, parameter in model.named_parameters()
-    }
+    return full_tensors({name: parameter.grad for name, parameter in model.named_parameters()})
 
 
 def relative_error(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,105 +13,148 @@ from harness import (
     Allocation,
     batch_size_of,
     full_gradients,
+    full_tensors,
     make_executor,
     microbatches_of,
     relative_error,
     sharded_step,
 )
 from launch import RankFailure, run_ranks
+from torch import Tensor, nn
 from zoo import ZOO, build, hugging_face_loss
 
+from lightning_cephalo.adapters.optimizer import clip_by_norm, local_update
 
-@pytest.fixture(scope="module", autouse=True)
-def models_imported_before_forking():
-    """transformers imports a model's code on first use, seconds in every forked rank."""
-    for name in ZOO:
-        build(name, 1)
+STEPS = 2
+"""The first finds the order of visits. The second follows it, with what the first has updated."""
+LARGEST_NORM = 0.5
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """Training on one device: the model and the batch before, and what came of every step."""
+
+    model: nn.Module
+    batch: dict[str, Tensor]
+    losses: list[float]
+    gradients: list[dict[str, Tensor | None]]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+
+
+@functools.cache
+def one_device(name: str, samples: int, steps: int) -> OneDevice:
+    untrained, batch = build(name, samples)
+    model = copy.deepcopy(untrained)
+    optimizer = adamw(model)
+    losses, gradients, norms = [], [], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = hugging_face_loss(model, batch)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        found = {key: parameter.grad for key, parameter in model.named_parameters()}
+        gradients.append({k: None if g is None else g.clone() for k, g in found.items()})
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)))
+        optimizer.step()
+    parameters = {key: parameter.detach() for key, parameter in model.named_parameters()}
+    return OneDevice(untrained, batch, losses, gradients, norms, parameters)
 
 
 def compare(
-    rank: int, name: str, allocation: Allocation, recompute: bool, reshard: bool = True
+    rank: int,
+    name: str,
+    allocation: Allocation,
+    recompute: bool,
+    reshard: bool = True,
+    steps: int = 3,
 ) -> dict[str, float]:
-    model, batch = build(name, batch_size_of(allocation))
-    single = copy.deepcopy(model)
+    expected = one_device(name, batch_size_of(allocation), steps)
+    model = copy.deepcopy(expected.model)
     executor = make_executor(model, allocation.fractions, recompute, reshard=reshard)
-    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    single_adamw = torch.optim.AdamW([p for p in single.parameters() if p.requires_grad], lr=1e-3)
-    parts = microbatches_of(batch, allocation, rank)
+    optimizer = adamw(model)
+    parts = microbatches_of(expected.batch, allocation, rank)
     errors = {"gradient": 0.0, "loss": 0.0, "norm": 0.0, "parameters": 0.0}
-    for _ in range(3):
+    for step in range(steps):
         loss = torch.tensor(sharded_step(executor, model, hugging_face_loss, parts))
         torch.distributed.all_reduce(loss)
-        expected = hugging_face_loss(single, batch)
-        expected.backward()
-        errors["loss"] = max(errors["loss"], abs(float(loss / expected.detach()) - 1))
+        errors["loss"] = max(errors["loss"], abs(float(loss) / expected.losses[step] - 1))
         found = full_gradients(model)
-        wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
-        errors["gradient"] = max(errors["gradient"], relative_error(found, wanted))
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        single_norm = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.5)
-        errors["norm"] = max(errors["norm"], abs(float(norm.full_tensor() / single_norm) - 1))
-        adamw.step()
-        single_adamw.step()
-        adamw.zero_grad()
-        single_adamw.zero_grad()
+        error = relative_error(found, expected.gradients[step])
+        errors["gradient"] = max(errors["gradient"], error)
+        # as the strategy does: over DTensors, a first call for each shape is most of a case's time
+        norm = clip_by_norm(model.parameters(), LARGEST_NORM)
+        errors["norm"] = max(errors["norm"], abs(float(norm) / expected.norms[step] - 1))
+        with local_update(optimizer):
+            optimizer.step()
+        optimizer.zero_grad()
     errors["parameters"] = relative_error(
-        {key: parameter.full_tensor() for key, parameter in model.named_parameters()},
-        {key: parameter.detach() for key, parameter in single.named_parameters()},
+        full_tensors(dict(model.named_parameters())), expected.parameters
     )
     return errors
 
 
-def _compare_all(rank: int, name: str, plans: list[str]) -> dict[tuple[str, bool], dict]:
-    cases = itertools.product(plans, (True, False))
-    return {(p, again): compare(rank, name, ALLOCATIONS[p], again) for p, again in cases}
+@dataclass(frozen=True)
+class Case:
+    """A plan, and per rank whether it recomputes."""
+
+    plan: str
+    recompute: tuple[bool, ...]
+    reshard: bool = True
+
+    def __str__(self) -> str:
+        modes = ["recompute" if again else "kept" for again in dict.fromkeys(self.recompute)]
+        return "-".join([self.plan, *modes, *(() if self.reshard else ("stay gathered",))])
+
+
+def everywhere(plan: str, recompute: bool, reshard: bool = True) -> Case:
+    return Case(plan, (recompute,) * ALLOCATIONS[plan].world_size, reshard)
+
+
+def cases_of(name: str) -> list[Case]:
+    """Every plan, with recompute and without in turn: each pair of model, plan and mode is there.
+
+    Every structure in ``test_executor.py`` has all modes. There is also a plan of which the ranks
+    choose recomputation each for itself.
+    """
+    first = list(ZOO).index(name) % 2 == 0
+    plans = [everywhere(p, (i % 2 == 0) == first) for i, p in enumerate(ALLOCATIONS)]
+    return [*plans, everywhere("3:1", first, reshard=False), Case("3:1", (True, False))]
+
+
+def _compare_all(rank: int, name: str, cases: list[Case]) -> dict[Case, dict[str, float]]:
+    return {
+        case: compare(rank, name, ALLOCATIONS[case.plan], case.recompute[rank], case.reshard, STEPS)
+        for case in cases
+    }
 
 
 @functools.cache
 def _errors(name: str, world_size: int) -> list[dict] | RankFailure:
-    """All plans of one number of ranks in one fork, which is most of the time of a case."""
-    plans = [key for key, plan in ALLOCATIONS.items() if plan.world_size == world_size]
+    """All cases of one number of ranks in one fork, which is most of the time of a case."""
+    cases = [case for case in cases_of(name) if len(case.recompute) == world_size]
+    for samples in {batch_size_of(ALLOCATIONS[case.plan]) for case in cases}:
+        one_device(name, samples, STEPS)  # once for all ranks; it also imports the model's code
     try:
-        return run_ranks(world_size, _compare_all, name, plans)
+        return run_ranks(world_size, _compare_all, name, cases)
     except RankFailure as failure:
         return failure
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "kept"])
-@pytest.mark.parametrize("allocation", ALLOCATIONS)
-@pytest.mark.parametrize("name", ZOO)
-def test_three_clipped_adamw_steps_equal_one_device(name, allocation, recompute):
-    found = _errors(name, ALLOCATIONS[allocation].world_size)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [pytest.param(name, case, id=f"{name}-{case}") for name in ZOO for case in cases_of(name)],
+)
+def test_clipped_adamw_steps_equal_one_device(name, case):
+    found = _errors(name, len(case.recompute))
     if isinstance(found, RankFailure):
         raise found
-    for errors in (of_rank[allocation, recompute] for of_rank in found):
+    for errors in (of_rank[case] for of_rank in found):
         assert errors["gradient"] <= 1e-5
         assert errors["loss"] <= 1e-5
         assert errors["norm"] <= 1e-5
         assert errors["parameters"] <= 1e-4, errors  # AdamW divides by tiny second moments
-
-
-def _compare_mixed(rank: int, name: str) -> dict[str, float]:
-    return compare(rank, name, ALLOCATIONS["3:1"], recompute=rank == 0)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_ranks_choose_recomputation_each_for_itself(name):
-    for errors in run_ranks(2, _compare_mixed, name):
-        assert errors["gradient"] <= 1e-5
-        assert errors["loss"] <= 1e-5
-
-
-def _compare_gathered(rank: int, name: str) -> list[dict[str, float]]:
-    allocation = ALLOCATIONS["3:1"]
-    return [compare(rank, name, allocation, again, reshard=False) for again in (True, False)]
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_units_that_stay_gathered_change_nothing(name):
-    for of_rank in run_ranks(2, _compare_gathered, name):
-        for errors in of_rank:
-            assert errors["gradient"] <= 1e-5
-            assert errors["loss"] <= 1e-5
-            assert errors["norm"] <= 1e-5
-            assert errors["parameters"] <= 1e-4
