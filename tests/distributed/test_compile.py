@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -33,7 +34,7 @@ class _Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.entry = nn.Linear(4, 8)
-        self.blocks = nn.ModuleList([_Block() for _ in range(3)])
+        self.blocks = nn.ModuleList([_Block() for _ in range(2)])
         self.head = nn.Linear(8, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -47,8 +48,9 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (model(batch["x"]) - batch["y"]).square().mean()
 
 
-def _train(rank: int, how: str, recompute: bool) -> tuple[float, int, float]:
-    warnings.simplefilter("ignore")  # the compiler's own
+def _train(how: str, recompute: bool, rank: int) -> tuple[float, int, float]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     model = _Network()
     single = copy.deepcopy(model)
@@ -73,11 +75,17 @@ def _train(rank: int, how: str, recompute: bool) -> tuple[float, int, float]:
     return error, compiled, float(difference.detach())
 
 
+def _train_all(rank: int) -> dict[tuple[str, bool], tuple[float, int, float]]:
+    warnings.simplefilter("ignore")  # the compiler's own
+    cases = itertools.product(("wrapped", "in place"), (True, False))
+    return {case: _train(*case, rank) for case in cases}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "kept"])
-@pytest.mark.parametrize("how", ["wrapped", "in place"])
-def test_compiled_blocks_train_exactly_and_are_really_compiled(how, recompute):
-    for error, compiled, difference in run_ranks(2, _train, how, recompute):
-        assert error <= 1e-5
-        assert compiled >= 1
-        assert difference <= 1e-6
+def test_compiled_blocks_train_exactly_and_are_really_compiled():
+    """Wrapped and in place, with recompute and without: the compiler's start is most of the time"""
+    for of_rank in run_ranks(2, _train_all):
+        for case, (error, compiled, difference) in of_rank.items():
+            assert error <= 1e-5, case
+            assert compiled >= 1, case
+            assert difference <= 1e-6, case

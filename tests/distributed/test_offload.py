@@ -29,10 +29,9 @@ TWO = Allocation(((2, 1, 2), (1, 2)), (0.7, 0.3))
 WIDTH = 64
 
 
-@pytest.fixture(scope="module", autouse=True)
-def models_imported_before_forking():
-    for name in ZOO:
-        build(name, 1)
+@pytest.fixture
+def llama_imported():
+    build("llama", 1)
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
@@ -78,6 +77,7 @@ def _gradients(rank: int, name: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_gradients_are_the_same_to_the_last_bit(name):
+    build(name, 1)  # imports the model's code, which takes each forked rank seconds
     for first, *later in run_ranks(2, _gradients, name):
         # of its two units with a backward one has an input without gradient, the other is the last
         assert (first > 0) == (name != "half-frozen gpt2")
@@ -182,7 +182,7 @@ def _kept(rank: int) -> int:
     return executor.arena.most_bytes
 
 
-def test_kept_graphs_hold_their_inputs_and_nothing_is_copied():
+def test_kept_graphs_hold_their_inputs_and_nothing_is_copied(llama_imported):
     assert run_ranks(2, _kept) == [0, 0]
 
 
@@ -193,7 +193,7 @@ def _too_small(rank: int) -> None:
     sharded_step(executor, model, hugging_face_loss, microbatches_of(batch, TWO, rank))
 
 
-def test_a_host_with_too_little_memory_stops_all_ranks():
+def test_a_host_with_too_little_memory_stops_all_ranks(llama_imported):
     with pytest.raises(RankFailure) as failure:
         run_ranks(2, _too_small)
     text = str(failure.value)
@@ -220,7 +220,7 @@ def _refused_later(rank: int) -> None:
     sharded_step(executor, model, hugging_face_loss, parts)
 
 
-def test_a_host_that_gives_no_memory_between_steps_stops_all_ranks():
+def test_a_host_that_gives_no_memory_between_steps_stops_all_ranks(llama_imported):
     with pytest.raises(RankFailure) as failure:
         run_ranks(2, _refused_later)
     text = str(failure.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launch import run_ranks
 from rich.console import Console
 
 from lightning_cephalo import Plan, Problem, RankProfile
@@ -19,7 +22,6 @@ from lightning_cephalo.offline.estimate import Curves, CurveTable, save_measured
 from lightning_cephalo.offline.figures import ComparisonRow
 from lightning_cephalo.plan import InfeasibleError, SolverError, predict
 
-SOURCE = Path(__file__).resolve().parents[2]
 TINY = ["--model-option", "n_layer=4", "--model-option", "n_embd=64", "--model-option", "n_head=2"]
 MINE = ["--devices", "2x RTX 4090, rtx3090"]
 ASKED = ["--model", "gpt2", *TINY, "--sequence-length", "64", "--batch-size", "24"]
@@ -401,19 +403,18 @@ class Blocks(torch.nn.Module):
 def test_a_class_of_the_current_folder_is_found_by_an_installed_script(tmp_path):
     (tmp_path / "mymod.py").write_text(MODULE)
     (tmp_path / "helper_beside.py").write_text("WIDTH = 16\n")
-    script = "import sys; from lightning_cephalo.offline.cli import main; sys.exit(main())"
-    asked = ["plan", *MINE, "--model", "mymod:Blocks", "--batch-size", "4"]
-    # as an installed script, which has no current folder to import from
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(SOURCE)}
-    ran = subprocess.run(
-        [sys.executable, "-c", script, *asked],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == DONE, ran.stderr
-    assert ran.stdout.splitlines()[0] == (
+
+    def script(rank: int) -> tuple[int, str]:
+        os.chdir(tmp_path)
+        # as an installed script has it, which does not import from the current folder
+        sys.path[:] = [folder for folder in sys.path if folder and Path(folder) != tmp_path]
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            asked = ["plan", *MINE, "--model", "mymod:Blocks", "--batch-size", "4"]
+            return main(asked), said.getvalue()
+
+    ((code, said),) = run_ranks(1, script, process_group=False)
+    assert code == DONE
+    assert said.splitlines()[0] == (
         "Blocks, fp32, 512 tokens (default) unless its example_input_array has others, "
         "global batch 4"
     )

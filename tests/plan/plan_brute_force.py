@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import (
-    Mode,
     device_need,
     host_need,
     modes,
@@ -16,7 +17,13 @@ from lightning_cephalo.plan.cost import (
     step_time,
 )
 
-Way = tuple[tuple[int, ...], Mode]
+
+class Way(NamedTuple):
+    """How a rank may take samples, computed once for all plans that it is part of."""
+
+    microbatches: int
+    left_bytes: float
+    work: Sequence[float]
 
 
 def partitions(total: int, sizes: list[int]) -> list[tuple[int, ...]]:
@@ -31,27 +38,28 @@ def partitions(total: int, sizes: list[int]) -> list[tuple[int, ...]]:
     ]
 
 
+def ways_of(problem: Problem, profile: RankProfile) -> dict[int, list[Way]]:
+    """By number of samples, every way in which a rank can take them within its capacities."""
+    sizes = list(range(problem.minimum_microbatch_size, profile.largest_microbatch_size + 1))
+    runs = [partitions(own, sizes) for own in range(problem.global_batch_size + 1)]
+    ways: dict[int, list[Way]] = {own: [] for own in range(len(runs))}
+    for mode in modes(problem, profile):
+        device = device_need(problem, profile, mode)
+        host = host_need(problem, profile, mode)
+        for own, run in ((own, run) for own, some in enumerate(runs) for run in some):
+            left = profile.capacity_bytes - device.of(run)
+            if left >= 0 and host.of(run) <= profile.host_capacity_bytes:
+                ways[own].append(Way(len(run), left, rank_work(problem, profile, run, mode)))
+    return ways
+
+
 def least_step(problem: Problem) -> float | None:
     """The shortest step of any feasible plan, or None when there is none."""
     if problem.reshard_after_forward == "auto":
         choices = [least_step(replace(problem, reshard_after_forward=c)) for c in (True, False)]
         return min((step for step in choices if step is not None), default=None)
     batch = problem.global_batch_size
-
-    def ways(profile: RankProfile) -> dict[int, list[Way]]:
-        sizes = list(range(problem.minimum_microbatch_size, profile.largest_microbatch_size + 1))
-        return {
-            own: [
-                (run, mode)
-                for run in partitions(own, sizes)
-                for mode in modes(problem, profile)
-                if device_need(problem, profile, mode).of(run) <= profile.capacity_bytes
-                and host_need(problem, profile, mode).of(run) <= profile.host_capacity_bytes
-            ]
-            for own in range(batch + 1)
-        }
-
-    options = [ways(profile) for profile in problem.ranks]
+    options = [ways_of(problem, profile) for profile in problem.ranks]
     best = None
     for split in itertools.product(range(batch + 1), repeat=len(options)):
         if sum(split) != batch:
@@ -59,17 +67,10 @@ def least_step(problem: Problem) -> float | None:
         for choice in itertools.product(
             *(own[part] for own, part in zip(options, split, strict=True))
         ):
-            if problem.equal_microbatches and len({len(run) for run, _ in choice}) > 1:
+            if problem.equal_microbatches and len({way.microbatches for way in choice}) > 1:
                 continue
-            left = [
-                profile.capacity_bytes - device_need(problem, profile, mode).of(run)
-                for profile, (run, mode) in zip(problem.ranks, choice, strict=True)
-            ]
-            work = [
-                rank_work(problem, profile, run, mode)
-                for profile, (run, mode) in zip(problem.ranks, choice, strict=True)
-            ]
-            slowest = [max(part) for part in zip(*work, strict=True)]
+            left = [way.left_bytes for way in choice]
+            slowest = [max(part) for part in zip(*(way.work for way in choice), strict=True)]
             steps = []
             if math.fsum(left) >= problem.state_bytes:
                 steps.append(step_time(problem, *slowest))

@@ -123,7 +123,9 @@ def problems(draw) -> Problem:
 def test_the_optimum_of_brute_force_no_more_and_no_less(problem):
     expected = least_step(problem)
     if expected is None:
-        with pytest.raises(InfeasibleError, match="bind"):
+        # without remedies: the next test but one looks for them, and at what they are
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(InfeasibleError, match="bind"):
+            patch.setattr(infeasible, "_TIME_S", 0.0)
             solve(problem)
         return
     plan = checked(problem, solve(problem))
