@@ -7,6 +7,7 @@ the test process, and Lightning takes ranks and world size from the environment.
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cephalo import CephaloStrategy
+
+# Ranks are forks of the test process: what is imported here none of them needs a second for.
+for solver in ("cvxpy", "highspy"):
+    import_module(solver)
 
 
 def strategy(plan: str, **options: Any) -> CephaloStrategy:

@@ -14,14 +14,15 @@ from lightning_cephalo.plan import PlanError, Problem, RankProfile
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.preparation.limits import Cap, HostMemory, with_host_memory
 
-MODEL = {"width": 32, "depth": 16, "context": 64}
-# State, gathered buffers and the boundaries of 32 samples are more than twice this, so that no plan
+MODEL = {"width": 32, "depth": 8, "context": 128}
+# State, gathered buffers and the boundaries of 12 samples are more than twice this, so that no plan
 # without host memory exists, whatever times the profile measures.
-CAPACITY_BYTES = 4_200_000
+CAPACITY_BYTES = 2_200_000
+STEPS = 3  # the first finds the order of units, the second goes by it, the third by its update
 PLAN = Plan(
     (
-        RankPlan((8, 8, 4), 0.5, offload=True),
-        RankPlan((12,), 0.5),
+        RankPlan((3, 3, 2), 0.5, offload=True),
+        RankPlan((4,), 0.5),
     )
 )
 
@@ -45,10 +46,10 @@ def trained(capacities=None, **strategy):
     watch = Watch()
     trainer = fit(
         GPT(**MODEL),
-        loader(samples=160, context=64, batch_size=16),
+        loader(samples=12 * STEPS, context=128, batch_size=6),
         capacity_bytes=capacities,
         callbacks=[watch],
-        max_steps=4,
+        max_steps=STEPS,
         strategy=strategy,
     )
     return trainer.strategy.plan, watch

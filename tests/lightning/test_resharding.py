@@ -16,10 +16,18 @@ from lightning_cephalo.emulation import active_device
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation import prepare as planning
 
-MODEL = {"width": 64, "depth": 6, "context": 32}
-BY_HAND = Plan((RankPlan((4, 4), 0.75), RankPlan((4, 4), 0.25)))
+MODEL = {"width": 64, "depth": 3, "context": 8}
+BY_HAND = Plan((RankPlan((2, 2), 0.75), RankPlan((2, 2), 0.25)))
 STAY = replace(BY_HAND, reshard_after_forward=False)
-IDLE = Plan((RankPlan((4, 4, 8), 0.5), RankPlan((), 0.5)), reshard_after_forward=False)
+IDLE = Plan((RankPlan((2, 2, 4), 0.5), RankPlan((), 0.5)), reshard_after_forward=False)
+STEPS = 3  # the first finds the order of units, the second goes by it, the third by its update
+TIGHT_BYTES = 2_800_000
+GIVEN_BACK, STAYED = [1, 2, 2], [1, 1, 1]
+"""Gathers of each unit in a step: the last one's backward follows its forward."""
+
+
+def batches():
+    return loader(samples=4 * 2 * STEPS, context=8, batch_size=4)
 
 
 class Watch(Callback):
@@ -55,10 +63,10 @@ def trained(capacities=None, **strategy):
     watch = Watch()
     trainer = fit(
         GPT(**MODEL),
-        loader(samples=64, context=32, batch_size=8),
+        batches(),
         capacity_bytes=capacities,
         callbacks=[watch],
-        max_steps=4,
+        max_steps=STEPS,
         strategy=strategy,
     )
     del watch.gathers[""]  # the root
@@ -83,46 +91,73 @@ def test_a_given_plan_says_whether_units_stay_and_the_strategy_where_it_does_not
     for resharded, stay, asked, overruled, kept in in_ranks(2, by_plan):
         assert resharded[0] == stay[0] == asked[0] == overruled[0]
         assert kept[0] == pytest.approx(stay[0], rel=1e-5)
-        assert resharded[1] == overruled[1] == [1, 2, 2, 2, 2, 2]
-        assert stay[1] == asked[1] == kept[1] == [1] * 6
+        assert resharded[1] == overruled[1] == GIVEN_BACK
+        assert stay[1] == asked[1] == kept[1] == STAYED
 
 
-def solved(gather_s, capacities, **strategy):
-    """The plan, gathers of each unit, and the peak, where gathers are taken to be that slow."""
-    measure = planning.measure
+class Solving:
+    """Solves for plans as if gathers were that slow, with what was measured once."""
 
-    def measured(**arguments) -> Problem:
-        return replace(measure(**arguments), gather_s=gather_s, even_gather_s=None)
+    def __init__(self, capacities: tuple[int, int] | None) -> None:
+        self.capacities = capacities
+        self.measured: Problem | None = None
 
-    planning.measure = measured
-    try:
-        plan, watch = trained(capacities, **strategy)
-    finally:
-        planning.measure = measure
-    return plan, sorted(watch.gathers.values()), watch.peak_bytes
+    def found(self, gather_s: float, **strategy):
+        """The plan, gathers of each unit, and the peak."""
+        measure = planning.measure
+
+        def measured(**arguments) -> Problem:
+            self.measured = self.measured or measure(**arguments)
+            return replace(self.measured, gather_s=gather_s, even_gather_s=None)
+
+        planning.measure = measured
+        try:
+            plan, watch = trained(self.capacities, remeasure=True, **strategy)
+        finally:
+            planning.measure = measure
+        return plan, sorted(watch.gathers.values()), watch.peak_bytes
+
+
+def where_memory_allows():
+    solving = Solving((40_000_000, 40_000_000))
+    return solving.found(10.0), solving.found(0.0)
+
+
+def where_memory_is_short():
+    return Solving((TIGHT_BYTES, TIGHT_BYTES)).found(10.0)
 
 
 def test_the_plan_keeps_units_gathered_where_gathers_take_longest_and_memory_allows():
-    roomy = (40_000_000, 40_000_000)
-    for rank, (plan, gathers, peak_bytes) in enumerate(in_ranks(2, solved, 10.0, roomy)):
+    for rank, (slow, quick) in enumerate(in_ranks(2, where_memory_allows)):
+        plan, gathers, peak_bytes = slow
         assert plan.reshard_after_forward is False
-        assert gathers == [1] * 6
+        assert gathers == STAYED
         assert peak_bytes <= plan.ranks[rank].memory_bytes
-    for plan, gathers, _ in in_ranks(2, solved, 0.0, roomy):
+        assert plan.ranks[rank].memory_bytes > TIGHT_BYTES
+        plan, gathers, _ = quick
         assert plan.reshard_after_forward is True
-        assert gathers == [1, 2, 2, 2, 2, 2]
-    for plan, gathers, _ in in_ranks(2, solved, 10.0, (4_500_000, 4_500_000)):
+        assert gathers == GIVEN_BACK
+    for plan, gathers, _ in in_ranks(2, where_memory_is_short):
         assert plan.reshard_after_forward is True
-        assert gathers == [1, 2, 2, 2, 2, 2]
+        assert gathers == GIVEN_BACK
+
+
+def asked():
+    solving = Solving(None)
+    return (
+        solving.found(0.0, reshard_after_forward=False),
+        solving.found(10.0, reshard_after_forward=True),
+    )
 
 
 def test_asked_for_it_is_so_and_not_asked_for_it_is_not():
-    for plan, gathers, _ in in_ranks(2, lambda: solved(0.0, None, reshard_after_forward=False)):
+    for stays, is_given_back in in_ranks(2, asked):
+        plan, gathers, _ = stays
         assert plan.reshard_after_forward is False
-        assert gathers == [1] * 6
-    for plan, gathers, _ in in_ranks(2, lambda: solved(10.0, None, reshard_after_forward=True)):
+        assert gathers == STAYED
+        plan, gathers, _ = is_given_back
         assert plan.reshard_after_forward is True
-        assert gathers == [1, 2, 2, 2, 2, 2]
+        assert gathers == GIVEN_BACK
 
 
 class Between(Watch):
@@ -135,24 +170,26 @@ class Between(Watch):
     def on_before_zero_grad(self, trainer, module, _) -> None:
         if self.doing == "samples":
             with torch.no_grad():
-                module.network(torch.zeros(1, 32, dtype=torch.long, device=module.device))
+                module.network(torch.zeros(1, 8, dtype=torch.long, device=module.device))
         if self.doing == "saves":
             trainer.save_checkpoint(self.folder / "between.ckpt")
 
 
-def between(folder: Path, plan: Plan, recompute: bool) -> list[list[float]]:
-    losses = []
+def between(folder: Path, plan: Plan, recompute: bool) -> list[tuple[list[float], list[float]]]:
+    """Losses, and sums of the weights that training ends with, for each thing that is done."""
+    found = []
     for doing in ("nothing", "samples", "saves"):
-        watch = Between(doing, folder)
+        watch, model = Between(doing, folder), GPT(**MODEL)
         fit(
-            GPT(**MODEL),
-            loader(samples=64, context=32, batch_size=8),
+            model,
+            batches(),
             callbacks=[watch],
             max_steps=2,  # the first finds the order of units, the second goes by it
             strategy={"plan": plan, "recompute": recompute},
         )
-        losses.append(watch.losses)
-    return losses
+        weights = [float(parameter.detach().sum()) for parameter in model.parameters()]
+        found.append((watch.losses, weights))
+    return found
 
 
 @pytest.mark.parametrize("recompute", [True, False])
