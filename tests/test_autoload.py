@@ -17,6 +17,13 @@ from lightning.pytorch.strategies import StrategyRegistry as registry
 print(*sorted(name for name in registry if name.startswith("cephalo")))
 """
 
+# a module of strategies whose registry refuses every name
+RAISES = """
+class StrategyRegistry(dict):
+    def register(*_, **__): raise ValueError
+StrategyRegistry = StrategyRegistry()
+"""
+
 COUNT_FINDERS = """
 import sys
 print(sum(type(finder).__name__ == "_RegisterAfterImport" for finder in sys.meta_path))
@@ -57,21 +64,17 @@ def stand_in(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_trainer_knows_the_names_in_a_script_that_only_imports_torch() -> None:
-    assert run_python("import torch" + PRINT_NAMES) == " ".join(NAMES)
-
-
-@pytest.mark.parametrize("first", ["import torch", "import lightning_cephalo"])
-def test_the_registry_knows_the_names_whatever_is_imported_first(
-    first: str, stand_in: Path
-) -> None:
-    assert run_python(first + PRINT_NAMES, stand_in) == " ".join(NAMES)
-
-
-def test_trainer_resolves_the_name_without_an_import_of_the_package() -> None:
-    resolved = run_python(
+def test_trainers_of_both_packages_know_the_names_without_an_import_of_this_one() -> None:
+    """The names of ``lightning.pytorch`` lead to the strategy, the other package's to an error."""
+    printed = run_python(
+        "from pytorch_lightning.strategies import StrategyRegistry as others\n"
+        + PRINT_NAMES
+        + "try:\n"
+        "    others.get('cephalo')\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
         "import sys\n"
-        "from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry\n"
+        "from lightning.pytorch.strategies import SingleDeviceStrategy\n"
         "class Stub(SingleDeviceStrategy):\n"
         "    def __init__(self, start_method):\n"
         "        super().__init__()\n"
@@ -79,13 +82,21 @@ def test_trainer_resolves_the_name_without_an_import_of_the_package() -> None:
         "import types\n"
         "module = types.ModuleType('lightning_cephalo.strategy')\n"
         "module.CephaloStrategy = Stub\n"
+        "assert module.__name__ not in sys.modules\n"
         "sys.modules[module.__name__] = module\n"
         "from lightning.pytorch import Trainer\n"
         "options = dict(logger=False, enable_checkpointing=False, accelerator='cpu')\n"
         "trainer = Trainer(strategy='cephalo', enable_progress_bar=False, **options)\n"
         "print(type(trainer.strategy).__name__)\n"
     )
+    names, error, resolved = printed.split("\n", 2)
+    assert names == " ".join(NAMES)
+    assert "import lightning.pytorch as pl" in error
     assert "made with popen\nStub" in resolved
+
+
+def test_the_registry_knows_the_names_when_the_package_is_imported_first(stand_in: Path) -> None:
+    assert run_python("import lightning_cephalo" + PRINT_NAMES, stand_in) == " ".join(NAMES)
 
 
 def test_plain_import_registers_when_torch_does_not_call_its_entry_points(stand_in: Path) -> None:
@@ -163,50 +174,48 @@ def test_two_hooks_of_this_kind_do_not_ask_each_other_forever(stand_in: Path) ->
     ) == " ".join(NAMES)
 
 
-def test_the_other_lightning_package_gets_an_error_that_says_what_to_import() -> None:
-    printed = run_python(
-        "from pytorch_lightning.strategies import StrategyRegistry\n"
-        "import torch\n"
-        "try:\n"
-        "    StrategyRegistry.get('cephalo')\n"
-        "except RuntimeError as error:\n"
-        "    print(error)\n"
-    )
-    assert "import lightning.pytorch as pl" in printed
-
-
 @pytest.mark.parametrize(
     "registry",
     [
         "",
         "StrategyRegistry = None",
-        "class StrategyRegistry(dict):\n"
-        "    def register(*_, **__): raise ValueError\n"
-        "StrategyRegistry = StrategyRegistry()",
+        RAISES,
     ],
     ids=["missing", "none", "raises"],
 )
-def test_an_unknown_lightning_breaks_neither_torch_nor_itself(
+def test_an_unknown_lightning_breaks_neither_this_package_nor_itself(
     stand_in: Path, registry: str
 ) -> None:
     (stand_in / "lightning" / "pytorch" / "strategies.py").write_text(registry)
-    both = "import lightning.pytorch.strategies\nimport torch, lightning_cephalo\nprint('fine')"
-    assert run_python(both, stand_in) == "fine"
-    assert run_python("import torch\n" + both, stand_in) == "fine"
+    lightning, own = "import lightning.pytorch.strategies\n", "import lightning_cephalo\n"
+    for both in (lightning + own, own + lightning):
+        assert run_python(both + "print('fine')", stand_in) == "fine"
 
 
-def test_torch_imports_without_lightning(tmp_path: Path) -> None:
-    (tmp_path / "lightning.py").write_text("raise ImportError('not installed')\n")
+def test_an_unknown_lightning_that_is_there_first_does_not_break_torch(stand_in: Path) -> None:
+    """Torch passes on what its entry points raise."""
+    (stand_in / "lightning" / "pytorch" / "strategies.py").write_text(RAISES)
+    both = "import lightning.pytorch.strategies\nimport torch, sys\n"
+    said = "print('lightning_cephalo' in sys.modules)"
+    assert run_python(both + said, stand_in) == "True"
+
+
+def test_torch_imports_without_lightning_which_may_come_later(stand_in: Path) -> None:
+    missing = stand_in / "missing"
+    missing.mkdir()
+    (missing / "lightning.py").write_text("raise ImportError('not installed')\n")
     printed = run_python(
-        "import torch, sys\n"
+        f"import sys\nsys.path.insert(0, {str(missing)!r})\n"
+        "import torch\n"
         "print('lightning' in sys.modules, 'lightning_cephalo' in sys.modules)\n"
         "try:\n"
         "    import lightning.pytorch\n"
         "except ImportError as error:\n"
-        "    print(error)\n",
-        tmp_path,
+        "    print(error)\n"
+        f"sys.path.remove({str(missing)!r})" + PRINT_NAMES,
+        stand_in,
     )
-    assert printed == "False True\nnot installed"
+    assert printed == "False True\nnot installed\n" + " ".join(NAMES)
 
 
 def test_the_shim_imports_nothing_but_the_standard_library() -> None:

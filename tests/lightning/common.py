@@ -7,9 +7,9 @@ the test process, and Lightning takes ranks and world size from the environment.
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
