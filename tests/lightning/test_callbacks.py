@@ -54,7 +54,7 @@ class _Watched(Net):
 def _fit_stopping(plan, monitor, min_delta):
     model = _Watched()
     stop = EarlyStopping(monitor, min_delta=min_delta, patience=1, verbose=False)
-    runs = trainer(plan, max_epochs=8, callbacks=[stop])
+    runs = trainer(plan, max_epochs=8, limit_train_batches=2, callbacks=[stop])
     runs.fit(model, loader(), loader(8))
     return runs.current_epoch, stop.stopped_epoch, values_of(model)
 
@@ -114,7 +114,7 @@ def _fit_sampling(plan):
     model = Net()
     samples, norms = _Samples(), _Norms()
     trainer(plan, max_epochs=2, callbacks=[samples, norms], gradient_clip_val=0.5).fit(
-        model, loader(), loader(8)
+        model, loader(14), loader(8)
     )
     return samples.outputs, norms.norms, values_of(model)
 
@@ -124,7 +124,7 @@ def test_callbacks_that_sample_and_log_norms_see_what_one_device_sees(plan):
     outputs, norms, values = by_plan(plan, _fit_sampling)
     wanted_outputs, wanted_norms, wanted = by_plan(None, _fit_sampling)
     torch.testing.assert_close(outputs, wanted_outputs, rtol=1e-4, atol=1e-4)
-    assert len(norms) == len(wanted_norms) == 8
+    assert len(norms) == len(wanted_norms) == 4
     for found, expected in zip(norms, wanted_norms, strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
     assert_same_tensors(values, wanted, TOLERANCE)
@@ -143,7 +143,8 @@ class _FreezesAfterSampling(_Samples):
 def _fit_freezing(plan):
     model = Net()
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=1e-2)
-    trainer(plan, max_epochs=3, callbacks=[_FreezesAfterSampling()]).fit(model, loader(), loader(8))
+    runs = trainer(plan, max_epochs=3, callbacks=[_FreezesAfterSampling()])
+    runs.fit(model, loader(14), loader(8))
     return values_of(model)
 
 
@@ -184,7 +185,7 @@ def _fit_with_display(plan, folder, bar):
         enable_progress_bar=True,
         enable_model_summary=True,
     )
-    runs.fit(model, loader(), loader(8))
+    runs.fit(model, loader(14), loader(8))
     return summary.counts, values_of(model)
 
 

@@ -91,7 +91,7 @@ def _fit(plan, saved, path, epochs=1):
     model = OnMeta()
     runs = trainer(plan, max_epochs=epochs)
     resume = {"ckpt_path": saved, "weights_only": True} if saved else {}
-    runs.fit(model, loader(), loader(8), **resume)
+    runs.fit(model, loader(14), loader(8), **resume)
     runs.save_checkpoint(path)
     return model.before, model.losses, values_of(model)
 
@@ -109,14 +109,13 @@ def test_values_do_not_depend_on_the_plan_and_training_goes_on_from_them(tmp_pat
     assert not torch.equal(before["blocks.1.up.weight"], before["blocks.0.up.weight"])
 
 
-@pytest.mark.parametrize("plan", ["3:1", "three"])
-def test_a_checkpoint_fills_a_model_on_meta_in_fit(tmp_path, plan):
+def test_a_checkpoint_fills_a_model_on_meta_in_fit(tmp_path):
     before, _, values = by_plan("one", _fit, None, tmp_path / "first.ckpt", 1)
-    loaded, losses, _ = by_plan(plan, _fit, tmp_path / "first.ckpt", tmp_path / "second.ckpt", 2)
+    loaded, losses, _ = by_plan("three", _fit, tmp_path / "first.ckpt", tmp_path / "second.ckpt", 2)
     assert_same_tensors(loaded, {name: values[name] for name in loaded}, 0.0)
     assert any(not torch.equal(before[name], values[name]) for name in before)
     _, whole, _ = by_plan("one", _fit, None, tmp_path / "whole.ckpt", 2)
-    torch.testing.assert_close(losses, whole[4:], **CLOSE)
+    torch.testing.assert_close(losses, whole[2:], **CLOSE)
 
 
 def _validate(plan, path):
@@ -213,8 +212,8 @@ class _HuggingFace(LightningModule):
 def _fit_hugging_face(plan, name):
     torch.manual_seed(9)
     model = _HuggingFace(name)
-    batch = ZOO[name][1](24)
-    rows = [{key: value[index] for key, value in batch.items()} for index in range(24)]
+    batch = ZOO[name][1](16)
+    rows = [{key: value[index] for key, value in batch.items()} for index in range(16)]
     trainer(plan).fit(model, torch.utils.data.DataLoader(rows, batch_size=8))
     return model.losses, values_of(model)
 

@@ -81,14 +81,20 @@ class _Fitted(Net):
 
 def _fit(plan, make):
     model = _Fitted(make)
-    runs = trainer(plan, limit_train_batches=3, precision="64-true")
+    runs = trainer(plan, limit_train_batches=3, limit_val_batches=0, precision="64-true")
     runs.fit(model, loader(), loader(8))
     return model.losses, values_of(model), runs.strategy.optimizer_state(runs.optimizers[0])
 
 
+# one for each way to update: over DTensors, and over local rows in a loop, together, in a kernel
+WITH_EMPTY_RANKS = ("RMSprop", "AdamW loop", "AdamW foreach", "AdamW fused", "Lion")
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_three_steps_equal_one_device(name):
-    losses, values, state = by_plan("three", _fit, OPTIMIZERS[name])
+    # in "three" a rank holds none of the state
+    plan = "three" if name in WITH_EMPTY_RANKS else "3:1"
+    losses, values, state = by_plan(plan, _fit, OPTIMIZERS[name])
     wanted_losses, wanted, wanted_state = by_plan(None, _fit, OPTIMIZERS[name])
     torch.testing.assert_close(losses, wanted_losses, rtol=TOLERANCE, atol=TOLERANCE)
     assert_same_tensors(values, wanted, TOLERANCE)
@@ -151,9 +157,8 @@ class _ByItsRows(torch.optim.SGD):
         return loss
 
 
-@pytest.mark.parametrize("plan", ["3:1", "three"])
-def test_an_unknown_optimizer_that_takes_means_of_gradients_equals_one_device(plan):
-    _, values, _ = by_plan(plan, _fit, _ByItsMean)
+def test_an_unknown_optimizer_that_takes_means_of_gradients_equals_one_device():
+    _, values, _ = by_plan("three", _fit, _ByItsMean)
     _, wanted, _ = by_plan(None, _fit, _ByItsMean)
     assert_same_tensors(values, wanted, TOLERANCE)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -54,18 +55,22 @@ class Watched(Net):
 
 def _fit(plan, options, strategy_options=None, samples=30):
     model = Watched()
-    runs = trainer(plan, strategy_options, max_epochs=2, **options)
+    runs = trainer(plan, strategy_options, max_epochs=1, **options)
     runs.fit(model, loader(samples), loader(8))
     return model.losses, values_of(model), model.seen, float(runs.callback_metrics["val"])
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
-@pytest.mark.parametrize("plan", ["3:1", "three"])
+@cache
+def _one_device(**options):
+    return by_plan(None, _fit, options)
+
+
+@pytest.mark.parametrize(("plan", "precision"), [("three", "32-true"), ("3:1", "64-true")])
 def test_full_precision_equals_one_device(plan, precision):
     # doubles leave only the order of summation, which is 1e-12 of a value here
     tolerance = 1e-12 if precision == "64-true" else TOLERANCE
     losses, values, seen, val = by_plan(plan, _fit, {"precision": precision})
-    wanted_losses, wanted, wanted_seen, wanted_val = by_plan(None, _fit, {"precision": precision})
+    wanted_losses, wanted, wanted_seen, wanted_val = _one_device(precision=precision)
     torch.testing.assert_close(losses, wanted_losses, rtol=tolerance, atol=1e-6)
     assert_same_tensors(values, wanted, tolerance)
     assert seen == wanted_seen
@@ -74,16 +79,13 @@ def test_full_precision_equals_one_device(plan, precision):
 
 # bfloat16 keeps 8 bits, so that a rounding is off by up to 2^-9 = 0.2 % of a value. Gradients of a
 # microbatch are rounded where those of the whole batch would be, at each of about ten operations in
-# a row: 2 % of a loss is what they may come to, and all that is asked of the losses of 8 steps.
+# a row: 2 % of a loss is what they may come to, and all that is asked of the losses of 4 steps.
 BFLOAT16 = 2e-2
 
 
-@pytest.mark.parametrize("plan", ["3:1", "three"])
-def test_bf16_mixed_keeps_full_precision_weights_and_follows_one_device(plan):
-    losses, values, seen, val = by_plan(plan, _fit, {"precision": "bf16-mixed"})
-    wanted_losses, wanted, wanted_seen, wanted_val = by_plan(
-        None, _fit, {"precision": "bf16-mixed"}
-    )
+def test_bf16_mixed_keeps_full_precision_weights_and_follows_one_device():
+    losses, values, seen, val = by_plan("3:1", _fit, {"precision": "bf16-mixed"})
+    wanted_losses, wanted, wanted_seen, wanted_val = _one_device(precision="bf16-mixed")
     torch.testing.assert_close(losses, wanted_losses, rtol=BFLOAT16, atol=0.0)
     assert val == pytest.approx(wanted_val, rel=BFLOAT16)
     assert {name: v.dtype for name, v in values.items()} == {n: v.dtype for n, v in wanted.items()}
@@ -139,7 +141,7 @@ def test_bf16_true_computes_in_bfloat16_and_updates_in_full_precision():
     losses, values, seen, val = by_plan("three", _fit, {"precision": "bf16-true"})
     # one device updates bfloat16 weights, which loses small updates: its losses are no reference
     # for ours, those of full-precision weights are
-    wanted_losses, wanted, _, wanted_val = by_plan(None, _fit, {"precision": "bf16-mixed"})
+    wanted_losses, wanted, _, wanted_val = _one_device(precision="bf16-mixed")
     torch.testing.assert_close(losses, wanted_losses, rtol=BFLOAT16, atol=0.0)
     assert val == pytest.approx(wanted_val, rel=BFLOAT16)
     assert seen["input"] is seen["weight"] is seen["output"] is torch.bfloat16
@@ -147,28 +149,30 @@ def test_bf16_true_computes_in_bfloat16_and_updates_in_full_precision():
     assert {name: v.dtype for name, v in values.items()} == {n: v.dtype for n, v in wanted.items()}
 
 
+BY_NORM = {"gradient_clip_val": 0.3}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("plan", "options"),
     [
-        {"gradient_clip_val": 0.3},
-        {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
-        {"accumulate_grad_batches": 3},
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "precision": "64-true"},
+        ("3:1", BY_NORM),
+        ("no data", BY_NORM),
+        ("3:1", {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
+        ("no data", {"accumulate_grad_batches": 3}),
+        ("3:1", {"accumulate_grad_batches": 2, "precision": "64-true", **BY_NORM}),
     ],
-    ids=["by norm", "by value", "three batches", "two batches, clipped"],
+    ids=["by norm", "by norm, no data", "by value", "three batches", "two batches, clipped"],
 )
-@pytest.mark.parametrize("plan", ["3:1", "no data"])
 def test_clipping_and_accumulating_equal_one_device(plan, options):
     # 30 samples are 4 batches, the last of 6: of three accumulated ones the last group has one
     losses, values, _, _ = by_plan(plan, _fit, options)
-    wanted_losses, wanted, _, _ = by_plan(None, _fit, options)
+    wanted_losses, wanted, _, _ = _one_device(**options)
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
     assert_same_tensors(values, wanted, TOLERANCE)
 
 
 def test_clipping_in_the_tests_above_does_clip():
-    clipped = by_plan(None, _fit, {"gradient_clip_val": 0.3})[0]
-    assert clipped != by_plan(None, _fit, {})[0]
+    assert _one_device(**BY_NORM)[0] != _one_device()[0]
 
 
 class _Scheduled(Net):
@@ -197,7 +201,7 @@ class _Scheduled(Net):
 
 def _fit_scheduled(plan, interval):
     model = _Scheduled(interval)
-    trainer(plan, max_epochs=3).fit(model, loader(), loader(8))
+    trainer(plan, max_epochs=3, limit_train_batches=2).fit(model, loader(), loader(8))
     return model.rates, model.losses
 
 
@@ -228,14 +232,20 @@ class _Thawed(Net):
 
 def _fit_freezing(plan):
     model = _Thawed()
-    trainer(plan, max_epochs=4, callbacks=[_Freezes()]).fit(model, loader(), loader(8))
+    runs = trainer(plan, max_epochs=4, limit_train_batches=2, callbacks=[_Freezes()])
+    runs.fit(model, loader(), loader(8))
     return model.losses, values_of(model)
 
 
+@pytest.fixture(scope="module")
+def frozen_on_one_device():
+    return by_plan(None, _fit_freezing)
+
+
 @pytest.mark.parametrize("plan", ["three", "no data"])
-def test_freezing_and_thawing_between_epochs_equals_one_device(plan):
+def test_freezing_and_thawing_between_epochs_equals_one_device(plan, frozen_on_one_device):
     losses, values = by_plan(plan, _fit_freezing)
-    wanted_losses, wanted = by_plan(None, _fit_freezing)
+    wanted_losses, wanted = frozen_on_one_device
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
     assert_same_tensors(values, wanted, TOLERANCE)
 
@@ -257,14 +267,13 @@ class _WithBackbone(Net):
 def _fit_finetuning(plan):
     model = _WithBackbone()
     unfreeze = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
-    runs = trainer(plan, max_epochs=3, callbacks=[unfreeze])
+    runs = trainer(plan, max_epochs=3, limit_train_batches=2, callbacks=[unfreeze])
     runs.fit(model, loader(), loader(8))
     return model.losses, values_of(model), len(runs.optimizers[0].param_groups)
 
 
-@pytest.mark.parametrize("plan", ["three"])
-def test_a_backbone_that_is_thawed_by_lightnings_callback_trains_on(plan):
-    losses, values, groups = by_plan(plan, _fit_finetuning)
+def test_a_backbone_that_is_thawed_by_lightnings_callback_trains_on():
+    losses, values, groups = by_plan("three", _fit_finetuning)
     wanted_losses, wanted, wanted_groups = by_plan(None, _fit_finetuning)
     assert groups == wanted_groups == 2
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)

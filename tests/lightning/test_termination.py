@@ -58,8 +58,14 @@ def ended(plan, ranks, place, folder):
     return ends.seen, signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=["first", "last", "both"])
+@pytest.mark.parametrize(
+    ("ranks", "place"),
+    [
+        *(((1,), place) for place in PLACES),
+        ((0,), "on_train_batch_start"),
+        ((0, 1), "on_before_backward"),
+    ],
+)
 def test_all_ranks_end_after_the_same_step(tmp_path, ranks, place):
     found = in_ranks(2, ended, "3:1", ranks, place, tmp_path)
     assert found[0] == found[1]
