@@ -121,7 +121,7 @@ def test_the_jobs_of_a_sweep_do_not_disturb_each_other(tmp_path: Path) -> None:
         "strategy=ddp,fsdp2",
         "cluster=this_machine",
         "cluster.accelerator=cpu",
-        "cluster.devices=2",
+        "cluster.devices=1",  # each rank is an interpreter, which takes seconds to start
         "steps=2",
         f"hydra.sweep.dir={tmp_path / 'sweep'}",
     )

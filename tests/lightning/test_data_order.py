@@ -85,12 +85,21 @@ ORDERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("plan", ["3:1", "idle first"])
-@pytest.mark.parametrize("order", ORDERS)
+# where the number of samples decides who has any in the last step
+WITH_IDLE_RANKS = ("divides", "one left over", "less than a batch", "shuffle")
+
+
+@pytest.mark.parametrize(
+    ("order", "plan"),
+    [
+        *((order, "3:1") for order in ORDERS),
+        *((order, "idle first") for order in WITH_IDLE_RANKS),
+    ],
+)
 def test_every_step_has_the_samples_of_one_device(order: str, plan: str, tmp_path: Path) -> None:
     alone, together = Recorder(tmp_path), Recorder(tmp_path)
-    wanted = joined(run("fit", None, alone, ORDERS[order](None), max_epochs=3))
-    ranks = run("fit", plan, together, ORDERS[order](plan), max_epochs=3)
+    wanted = joined(run("fit", None, alone, ORDERS[order](None), max_epochs=2))
+    ranks = run("fit", plan, together, ORDERS[order](plan), max_epochs=2)
     assert joined(ranks) == wanted
     assert hook_indices(ranks, "on_train_batch_start") == wanted
     assert_same_weights(together, alone)
@@ -98,9 +107,9 @@ def test_every_step_has_the_samples_of_one_device(order: str, plan: str, tmp_pat
 
 @pytest.mark.parametrize("plan", RECORDED)
 def test_full_steps_follow_the_plans_microbatches(plan: str, tmp_path: Path) -> None:
-    ranks = run("fit", plan, Recorder(tmp_path), loader(plan))
+    ranks = run("fit", plan, Recorder(tmp_path), loader(plan), limit_train_batches=2)
     for rank, planned in zip(ranks, PLANS[plan].ranks, strict=True):
-        for step in rank.steps[:2]:
+        for step in rank.steps:
             assert tuple(map(len, step)) == planned.microbatch_sizes
 
 
@@ -201,8 +210,17 @@ class Several(Recorder):
         ]
 
 
-@pytest.mark.parametrize("plan", ["3:1", "idle last"])
-@pytest.mark.parametrize("kind", ["dict", "list", "max_size_cycle", "min_size", "max_size"])
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("dict", "3:1"),
+        ("list", "idle last"),
+        ("max_size_cycle", "idle last"),
+        ("min_size", "3:1"),
+        ("max_size", "3:1"),
+        ("max_size", "idle last"),
+    ],
+)
 def test_several_loaders_are_dealt_each_in_its_own_order(
     kind: str, plan: str, tmp_path: Path
 ) -> None:
@@ -249,10 +267,9 @@ def test_transfer_hooks_see_one_ordinary_batch_of_the_ranks_samples(tmp_path: Pa
             assert isinstance(batch, tuple)
             return super().training_step(batch, batch_idx)
 
-    for plan in ("3:1", "idle last"):
-        ranks = run("fit", plan, Hooked(tmp_path), loader(plan))
-        for hook in ("before", "transfer", "after", "on_train_batch_start", "on_train_batch_end"):
-            assert hook_indices(ranks, hook) == joined(ranks), hook
+    ranks = run("fit", "idle last", Hooked(tmp_path), loader("idle last"))
+    for hook in ("before", "transfer", "after", "on_train_batch_start", "on_train_batch_end"):
+        assert hook_indices(ranks, hook) == joined(ranks), hook
 
 
 class Nested(Dataset[Any]):
@@ -350,10 +367,9 @@ def test_a_tokenizers_batch_encoding_stays_one(tmp_path: Path) -> None:
             assert isinstance(batch, BatchEncoding)
             return batch["index"], batch.x, batch.y
 
-    for plan in ("3:1", "idle last"):
-        data = DataLoader(samples(22), batch_size=4, collate_fn=encode)
-        ranks = run("fit", plan, Encoded(tmp_path), data)
-        assert joined(ranks) == [list(range(8)), list(range(8, 16)), list(range(16, 22))]
+    data = DataLoader(samples(22), batch_size=4, collate_fn=encode)
+    ranks = run("fit", "idle last", Encoded(tmp_path), data)
+    assert joined(ranks) == [list(range(8)), list(range(8, 16)), list(range(16, 22))]
 
 
 def time_major(rows: list[Any]) -> Any:
@@ -441,14 +457,14 @@ class OneCycle(Recorder):
         }
 
 
-@pytest.mark.parametrize("plan", ["3:1", "idle first", "three"])
+@pytest.mark.parametrize("plan", ["idle first", "three"])
 def test_the_number_of_steps_is_known_inside_configure_optimizers(
     plan: str, tmp_path: Path
 ) -> None:
     alone, together = OneCycle(tmp_path), OneCycle(tmp_path)
-    wanted = run("fit", None, alone, loader(None), max_epochs=3)
-    ranks = run("fit", plan, together, loader(plan), max_epochs=3)
-    assert {rank.notes["steps"][0] for rank in ranks} == {wanted[0].notes["steps"][0]} == {9}
+    wanted = run("fit", None, alone, loader(None), max_epochs=2)
+    ranks = run("fit", plan, together, loader(plan), max_epochs=2)
+    assert {rank.notes["steps"][0] for rank in ranks} == {wanted[0].notes["steps"][0]} == {6}
     assert joined(ranks) == joined(wanted)
     assert_same_weights(together, alone, tolerance=1e-5)
 

@@ -72,9 +72,15 @@ def assert_same_metrics(ranks: list[Record], wanted: Record) -> None:
             assert found == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["even", "three"])
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 17])
-@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize(
+    ("stage", "plan", "count"),
+    [
+        *(("validate", "three", count) for count in (1, 2, 5, 7)),
+        ("validate", "even", 17),
+        *(("test", "even", count) for count in (1, 3)),
+        ("test", "three", 17),
+    ],
+)
 def test_every_sample_is_evaluated_once(stage: str, count: int, plan: str, tmp_path: Path) -> None:
     data = DataLoader(samples(count), batch_size=2)
     (wanted,) = run(stage, None, Evaluated(tmp_path), data)
@@ -83,15 +89,15 @@ def test_every_sample_is_evaluated_once(stage: str, count: int, plan: str, tmp_p
     assert_same_metrics(ranks, wanted)
 
 
-@pytest.mark.parametrize("plan", ["3:1", "idle first", "three"])
 @pytest.mark.parametrize(
-    "options",
+    ("plan", "options"),
     [
-        {"num_sanity_val_steps": 2},
-        {"num_sanity_val_steps": -1, "limit_val_batches": 1.0},
-        {"val_check_interval": 2},
-        {"val_check_interval": 0.5, "limit_val_batches": 1},
-        {"check_val_every_n_epoch": 2},
+        ("three", {"num_sanity_val_steps": 2}),
+        ("idle first", {"num_sanity_val_steps": -1, "limit_val_batches": 1.0}),
+        ("3:1", {"val_check_interval": 2}),
+        ("idle first", {"val_check_interval": 2}),
+        ("three", {"val_check_interval": 0.5, "limit_val_batches": 1}),
+        ("3:1", {"check_val_every_n_epoch": 2}),
     ],
 )
 def test_validation_inside_training(options: dict[str, Any], plan: str, tmp_path: Path) -> None:
@@ -115,8 +121,9 @@ class TwoLoaders(Evaluated):
         self.log(f"only {dataloader_idx}", loss, sync_dist=True, add_dataloader_idx=False)
 
 
-@pytest.mark.parametrize("plan", ["even", "three"])
-@pytest.mark.parametrize("counts", [(7, 5), (1, 9), (2, 1)])
+@pytest.mark.parametrize(
+    ("plan", "counts"), [("even", (7, 5)), ("even", (1, 9)), ("three", (7, 5)), ("three", (2, 1))]
+)
 def test_several_dataloaders_are_evaluated_each(
     counts: tuple[int, int], plan: str, tmp_path: Path
 ) -> None:
@@ -147,8 +154,9 @@ class Predicting(Evaluated):
 
 
 @pytest.mark.filterwarnings("ignore:predict returned None")
-@pytest.mark.parametrize("plan", ["even", "three"])
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize(
+    ("plan", "count"), [("even", 1), ("even", 5), ("three", 2), ("three", 3), ("three", 7)]
+)
 def test_predictions_of_all_ranks_are_those_of_one_device(
     count: int, plan: str, tmp_path: Path
 ) -> None:
@@ -201,8 +209,7 @@ class Writer(BasePredictionWriter):
         path.write_text(json.dumps(indices))
 
 
-@pytest.mark.parametrize("counts", [(7,), (5,), (9, 5)])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("workers", "counts"), [(0, (7,)), (0, (5,)), (0, (9, 5)), (1, (9, 5))])
 def test_a_prediction_writer_gets_the_indices_of_its_predictions(
     workers: int, counts: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -15,8 +15,8 @@ from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.preparation.limits import Cap, HostMemory, with_host_memory
 
 MODEL = {"width": 32, "depth": 8, "context": 128}
-# State, gathered buffers and the boundaries of 12 samples take more than two ranks have, so that no plan
-# without host memory exists, whatever times the profile measures.
+# State, gathered buffers and the boundaries of 12 samples take a sixth more than two ranks have, so
+# that no plan without host memory exists, whatever times the profile measures.
 CAPACITY_BYTES = 2_200_000
 STEPS = 3  # the first finds the order of units, the second goes by it, the third by its update
 PLAN = Plan(

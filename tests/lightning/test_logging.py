@@ -159,7 +159,7 @@ class Reduced(Logger):
         return losses.mean()
 
 
-@pytest.mark.parametrize("plan", RECORDED)
+@pytest.mark.parametrize("plan", ["idle first", "three"])
 def test_sum_maximum_and_minimum_are_over_all_samples(plan: str, tmp_path: Path) -> None:
     (wanted,) = run("fit", None, Reduced(tmp_path), loader(None), max_epochs=2)
     ranks = run("fit", plan, Reduced(tmp_path), loader(plan), max_epochs=2)
@@ -187,7 +187,7 @@ class Counts(Logger):
         return loss
 
 
-@pytest.mark.parametrize("plan", RECORDED)
+@pytest.mark.parametrize("plan", ["idle last", "three"])
 def test_a_batch_size_of_ones_own_weighs_the_value(plan: str, tmp_path: Path) -> None:
     (wanted,) = run("fit", None, Counts(tmp_path), loader(None), max_epochs=2)
     ranks = run("fit", plan, Counts(tmp_path), loader(plan), max_epochs=2)
@@ -216,7 +216,7 @@ class Conditional(Logger):
         return loss
 
 
-@pytest.mark.parametrize("plan", RECORDED)
+@pytest.mark.parametrize("plan", ["idle first", "three"])
 def test_keys_that_only_some_ranks_log_keep_their_own_values(plan: str, tmp_path: Path) -> None:
     ranks = run("fit", plan, Conditional(tmp_path), loader(plan), max_epochs=2)
     for rank in ranks:
@@ -270,7 +270,7 @@ class Metrics(Logger):
         self.val_ranking.reset()
 
 
-@pytest.mark.parametrize("plan", RECORDED)
+@pytest.mark.parametrize("plan", ["idle last", "three"])
 def test_torchmetrics_are_those_of_one_device(plan: str, tmp_path: Path) -> None:
     # 17 in validation: some rank has one more, another none in the last step
     (wanted,) = run("fit", None, Metrics(tmp_path), loader(None), loader(None, 17), max_epochs=2)
@@ -304,12 +304,11 @@ class Integers(Logger):
 @pytest.mark.filterwarnings("ignore:You called .self.log.*needs to be floating")
 def test_integers_and_half_precision_can_be_logged(tmp_path: Path) -> None:
     (wanted,) = run("fit", None, Integers(tmp_path), loader(None))
-    for plan in ("3:1", "idle first"):
-        ranks = run("fit", plan, Integers(tmp_path), loader(plan))
-        assert_same_notes(ranks, wanted, ("step", "end"))
+    ranks = run("fit", "idle first", Integers(tmp_path), loader("idle first"))
+    assert_same_notes(ranks, wanted, ("step", "end"))
 
 
-@pytest.mark.parametrize("plan", [None, "3:1", "idle first"])
+@pytest.mark.parametrize("plan", [None, "idle first"])
 def test_a_logger_gets_every_key_once_per_step(plan: str | None, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="log", version=0)
     trainer = make_trainer(plan, logger=logger, log_every_n_steps=1, max_epochs=2)
@@ -372,8 +371,10 @@ class Tokens(Logger):
         }
 
 
-@pytest.mark.parametrize("per_microbatch", [False, True])
-@pytest.mark.parametrize("plan", RECORDED)
+@pytest.mark.parametrize(
+    ("plan", "per_microbatch"),
+    [("3:1", False), ("three", True), ("even", True), ("idle first", False), ("idle last", True)],
+)
 def test_token_means_are_those_of_one_device(
     plan: str, per_microbatch: bool, tmp_path: Path
 ) -> None:
