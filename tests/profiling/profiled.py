@@ -96,10 +96,15 @@ def fit(
     speeds: tuple[float, ...] | None = None,
     capacity_bytes: tuple[int | None, ...] | None = None,
     total_flops_per_s: float = 1e13,
+    is_time_shared: bool = True,
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trainer:
-    """Train in this rank with a quiet Trainer; every rank calls it."""
+    """Train in this rank with a quiet Trainer; every rank calls it.
+
+    ``is_time_shared`` says whether emulated ranks wait for each other in collectives; it costs a
+    fifth more, and only who looks at times needs it.
+    """
     callbacks = list(options.pop("callbacks", []))
     host = VirtualHost(tick_s=1e-9)
     is_emulated = speeds is not None or capacity_bytes is not None
@@ -119,7 +124,7 @@ def fit(
         **options,
     )
     with ExitStack() as stack:
-        if is_emulated:
+        if is_emulated and is_time_shared:
             stack.enter_context(SharedTime(host, _folders.next()))
         trainer.fit(module, data)
     return trainer
