@@ -131,7 +131,7 @@ def fit(
 
 
 def profile(module: LightningModule, data: Any, **options: Any) -> Problem:
-    """The problem that ``fit`` measures."""
+    """The problem that ``fit`` measures; nothing is trained unless ``max_steps`` says so."""
     problems: list[Problem] = []
     measure = planning.measure
 
@@ -141,7 +141,7 @@ def profile(module: LightningModule, data: Any, **options: Any) -> Problem:
 
     planning.measure = keeping
     try:
-        fit(module, data, **options)
+        fit(module, data, **{"max_steps": 0, **options})
     finally:
         planning.measure = measure
     return problems[0]
