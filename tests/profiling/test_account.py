@@ -1,9 +1,9 @@
 """What ranks hold while they train, by kind, against arithmetic and against another instrument."""
 
+import functools
 from dataclasses import asdict
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from profiled import GPT, fit, in_ranks, loader
@@ -12,7 +12,7 @@ from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.observe.memory import COUNTED_STEP
 
-WIDTH, DEPTH, CONTEXT = 64, 4, 32
+WIDTH, DEPTH, CONTEXT = 64, 3, 32
 MODEL = {"width": WIDTH, "depth": DEPTH, "context": CONTEXT}
 UNEVEN = Plan(
     ranks=(
@@ -39,7 +39,7 @@ class Peak(Callback):
             self.peak_bytes = max(self.peak_bytes, active_device().peak_bytes)
 
 
-def held(plan, speeds, max_steps=4, **strategy):
+def held(plan, speeds, max_steps):
     peak = Peak()
     trainer = fit(
         GPT(**MODEL),
@@ -47,10 +47,17 @@ def held(plan, speeds, max_steps=4, **strategy):
         speeds=speeds,
         callbacks=[peak],
         max_steps=max_steps,
-        strategy={"plan": plan, **strategy},
+        strategy={"plan": plan},
+        is_time_shared=False,
     )
     timed = len(trainer.strategy._watch._steps_s)
-    return trainer.strategy.measured_memory, peak.peak_bytes, timed
+    loss = trainer.callback_metrics["loss"].item()
+    return trainer.strategy.measured_memory, peak.peak_bytes, timed, loss
+
+
+@functools.cache
+def held_by_ranks(plan, speeds, max_steps=3):
+    return in_ranks(2, held, plan, speeds, max_steps)
 
 
 def parameters_of(module):
@@ -61,7 +68,7 @@ def parameters_of(module):
 @pytest.mark.parametrize("plan", [UNEVEN, IDLE])
 def test_kinds_are_what_arithmetic_says(plan, emulated):
     speeds = (1.0, 1.0) if emulated else None
-    (measured, *_), (others, *_) = in_ranks(2, held, plan, speeds)
+    (measured, *_), (others, *_) = held_by_ranks(plan, speeds)
     assert measured == others  # every rank knows every rank's
     model = GPT(**MODEL).network
     block = parameters_of(model.blocks[0])
@@ -91,9 +98,9 @@ def test_kinds_are_what_arithmetic_says(plan, emulated):
 
 
 def test_the_peak_is_that_of_the_emulated_device_and_of_a_step_counted_on_the_cpu():
-    emulated = in_ranks(2, held, UNEVEN, (1.0, 1.0))
-    on_cpu = in_ranks(2, held, UNEVEN, None)
-    for rank, ((measured, peak_bytes, _), (counted, _, _)) in enumerate(
+    emulated = held_by_ranks(UNEVEN, (1.0, 1.0))
+    on_cpu = held_by_ranks(UNEVEN, None)
+    for rank, ((measured, peak_bytes, *_), (counted, *_)) in enumerate(
         zip(emulated, on_cpu, strict=True)
     ):
         assert measured[rank].peak_bytes == peak_bytes
@@ -101,12 +108,12 @@ def test_the_peak_is_that_of_the_emulated_device_and_of_a_step_counted_on_the_cp
 
 
 def test_the_step_that_is_counted_on_the_cpu_is_not_timed():
-    assert in_ranks(2, held, UNEVEN, None)[0][2] == 3
-    assert in_ranks(2, held, UNEVEN, (1.0, 1.0))[0][2] == 4
+    assert held_by_ranks(UNEVEN, None)[0][2] == 2
+    assert held_by_ranks(UNEVEN, (1.0, 1.0))[0][2] == 3
 
 
 def test_a_single_step_is_not_accounted():
-    measured, _, timed = in_ranks(2, held, UNEVEN, None, 1)[0]
+    measured, _, timed, _ = held_by_ranks(UNEVEN, None, 1)[0]
     assert measured is None
     assert timed == 1
 
@@ -119,7 +126,7 @@ def test_rank_zero_prints_predicted_beside_measured(capfd):
                 trainer.strategy.session.predicted_memory
             )
         )
-        options = {"strategy": {"verbose": True}, "max_steps": 3, "callbacks": [at_the_end]}
+        options = {"strategy": {"verbose": True}, "max_steps": 2, "callbacks": [at_the_end]}
         trainer = fit(GPT(**MODEL), loader(context=CONTEXT, batch_size=8), **options)
         return trainer.strategy.measured_memory, predicted
 
@@ -134,22 +141,17 @@ def test_rank_zero_prints_predicted_beside_measured(capfd):
 
 
 def test_counting_a_step_changes_no_result():
-    def loss():
-        trainer = fit(
-            GPT(**MODEL),
-            loader(context=CONTEXT, batch_size=8),
-            max_steps=4,
-            strategy={"plan": UNEVEN},
-        )
-        return trainer.callback_metrics["loss"].item()
-
     def uncounted():
         from lightning_cephalo.observe import memory
 
         before, memory.COUNTED_STEP = memory.COUNTED_STEP, 1_000
         try:
-            return loss()
+            return held(UNEVEN, None, 3)
         finally:
             memory.COUNTED_STEP = before
 
-    assert torch.equal(torch.tensor(in_ranks(2, loss)), torch.tensor(in_ranks(2, uncounted)))
+    for (measured, *_, loss), (nothing, *_, other) in zip(
+        held_by_ranks(UNEVEN, None), in_ranks(2, uncounted), strict=True
+    ):
+        assert measured is not None and nothing is None
+        assert loss == other

@@ -30,7 +30,7 @@ class Watch(Callback):
         self.peak_bytes = self.device.peak_bytes
 
 
-def capped(memory_cap, capacity_bytes=(None, None), **options):
+def capped(memory_cap, capacity_bytes=(None, None)):
     """The capacity in the plan, while training and afterwards, and the peak, of this rank."""
     watch = Watch()
     trainer = fit(
@@ -38,8 +38,9 @@ def capped(memory_cap, capacity_bytes=(None, None), **options):
         loader(context=32, batch_size=8),
         capacity_bytes=capacity_bytes,
         callbacks=[watch],
-        max_steps=3,
-        strategy={"memory_cap": memory_cap, **options},
+        max_steps=2,
+        strategy={"memory_cap": memory_cap},
+        is_time_shared=False,
     )
     planned = trainer.strategy.plan.ranks[trainer.global_rank].capacity_bytes
     return planned, watch.capacity_bytes, watch.device.capacity_bytes, watch.peak_bytes
@@ -77,8 +78,9 @@ def test_what_is_above_the_cap_is_refused_though_the_device_has_it():
                 Greedy(**SMALL),
                 loader(context=32, batch_size=8),
                 capacity_bytes=(64 * MEGABYTE, 64 * MEGABYTE),
-                max_steps=3,
+                max_steps=2,
                 strategy={"plan": BY_HAND, "memory_cap": memory_cap},
+                is_time_shared=False,
             )
         except torch.OutOfMemoryError as refused:
             failure = str(refused)

@@ -82,34 +82,39 @@ def test_a_rank_that_dies_is_missed_by_the_others_within_seconds():
 SMALL = {"width": 64, "depth": 3, "context": 32}
 
 
-def profiled_in(capacity_bytes, recompute):
-    data = loader(context=32, batch_size=8)
-    options = {"capacity_bytes": capacity_bytes, "strategy": {"recompute": recompute}}
-    problem = profile(GPT(**SMALL), data, **options)
-    return [rank.largest_microbatch_size for rank in problem.ranks]
+def profiled_in(capacities_bytes, recompute):
+    """The largest microbatches of both ranks, for each capacity of the second."""
+    found = []
+    for capacity_bytes in capacities_bytes:
+        data = loader(context=32, batch_size=8)
+        options = {"capacity_bytes": (None, capacity_bytes), "strategy": {"recompute": recompute}}
+        problem = profile(GPT(**SMALL), data, is_time_shared=False, **options)
+        found.append([rank.largest_microbatch_size for rank in problem.ranks])
+    return found
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "recompute"),
-    [(1.8, True), (2.2, True), (1.8, False), (2.2, False), (2.6, False), (3.0, False)],
+    ("megabytes", "recompute"), [((1.8, 2.2), True), ((1.8, 2.2, 2.6, 3.0), False)]
 )
 def test_a_rank_out_of_memory_goes_on_without_larger_microbatches(megabytes, recompute):
-    found = in_ranks(2, profiled_in, (None, int(megabytes * 1e6)), recompute)
-    assert found[0] == found[1]
-    large, small = found[0]
-    assert large >= 8
-    assert small < large
+    capacities_bytes = [int(size * 1e6) for size in megabytes]
+    first, second = in_ranks(2, profiled_in, capacities_bytes, recompute)
+    assert first == second
+    for size, (large, small) in zip(megabytes, first, strict=True):
+        assert large >= 8, size
+        assert small < large, size
 
 
 def test_a_model_that_no_rank_holds_whole_is_profiled_and_trained():
     def fits_only_shared():
-        model = GPT(width=64, depth=12, context=16)
+        model = GPT(width=64, depth=6, context=16)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         capacity = int(0.8 * 16 * parameters)
-        trainer = fit(model, loader(), capacity_bytes=(capacity, capacity), max_steps=3)
+        capacities = {"capacity_bytes": (capacity, capacity), "is_time_shared": False}
+        trainer = fit(model, loader(), max_steps=2, **capacities)
         return trainer.global_step
 
-    assert in_ranks(2, fits_only_shared) == [3, 3]
+    assert in_ranks(2, fits_only_shared) == [2, 2]
 
 
 def test_a_rank_that_cannot_hold_one_gathered_unit_is_refused_with_what_is_missing():
