@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 torch.set_num_threads(1)
 
 from uneven_memory import (  # noqa: E402
-    CAPACITIES_BYTES,
+    LARGE,
     Outcome,
     model,
     under_cephalo,
@@ -34,7 +34,9 @@ from lightning_cephalo.common.quantities import format_bytes  # noqa: E402
 
 
 def _add(table: Table, name: str, outcomes: list[Outcome]) -> None:
-    for rank, (outcome, capacity_bytes) in enumerate(zip(outcomes, CAPACITIES_BYTES, strict=True)):
+    for rank, (outcome, capacity_bytes) in enumerate(
+        zip(outcomes, LARGE.capacities_bytes, strict=True)
+    ):
         ended = f"{outcome.steps} steps"
         if outcome.failure:
             ended = f"{outcome.failure} after {ended}"
@@ -50,7 +52,7 @@ def _add(table: Table, name: str, outcomes: list[Outcome]) -> None:
 
 
 def main() -> None:
-    parameters = sum(parameter.numel() for parameter in model().parameters())
+    parameters = sum(parameter.numel() for parameter in model(LARGE.depth).parameters())
     table = Table(
         title=f"{parameters:,} parameters, {format_bytes(16 * parameters)} of state",
         caption="The rank without memory fails; the other loses it.",
@@ -58,8 +60,8 @@ def main() -> None:
     table.add_column("sharding")
     for name in ("rank", "memory", "state", "predicted", "held", "ended"):
         table.add_column(name, justify="right")
-    _add(table, "even (FSDP2)", under_even_sharding())
-    _add(table, "cephalo", under_cephalo())
+    _add(table, "even (FSDP2)", under_even_sharding(LARGE))
+    _add(table, "cephalo", under_cephalo(LARGE))
     Console().print(table)
 
 

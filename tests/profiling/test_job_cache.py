@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -28,7 +29,10 @@ class Written(GPT):
 
 
 def started(make=GPT, data=loader, **options):
-    """Whether this start measures, its plan, and how often the user's step ran before training."""
+    """Whether this start measures, its plan, and how often the user's step ran before training.
+
+    With ``max_steps=0`` nothing is trained.
+    """
     measured, steps, module = [], [], make()
     step, measure = module.training_step, planning.measure
 
@@ -48,7 +52,7 @@ def started(make=GPT, data=loader, **options):
     finally:
         planning.measure = measure
     plan = [(r.microbatch_sizes, r.state_fraction) for r in trainer.strategy.plan.ranks]
-    return bool(measured), plan, steps.index("trains")
+    return bool(measured), plan, [*steps, "trains"].index("trains")
 
 
 def files():
@@ -89,13 +93,6 @@ def second_start(cache_of_a_start):
     shutil.copytree(cache_of_a_start, os.environ["LIGHTNING_CEPHALO_CACHE"], dirs_exist_ok=True)
 
 
-def measures_again(**options):
-    """Whether both ranks measure."""
-    found = {measured for measured, _, _ in in_ranks(2, lambda: started(**options))}
-    assert len(found) == 1
-    return found.pop()
-
-
 def wider():
     return GPT(width=48)
 
@@ -120,8 +117,7 @@ def with_stride(stride):
 
 def compiled():
     module = GPT()
-    for block in module.network.blocks:
-        block.compile(backend="eager")
+    module.network.blocks[0].compile(backend="eager")
     return module
 
 
@@ -138,25 +134,49 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_another_job_is_measured(other, second_start):
-    assert measures_again(**OTHERS[other])
-
-
-def test_strides_make_another_job():
-    in_ranks(2, lambda: started(lambda: with_stride(1)))
-    assert in_ranks(2, lambda: started(lambda: with_stride(1)))[0][0] is False
-    assert in_ranks(2, lambda: started(lambda: with_stride(2)))[0][0] is True
-
-
 def slower():
     module = GPT()
     module.learning_rate = 0.5
     return module
 
 
-def test_a_learning_rate_makes_no_other_job(second_start):
-    assert not measures_again(make=slower)
+SAME = {"the same job": {}, "another learning rate": {"make": slower}}
+
+
+@pytest.fixture(scope="module")
+def measured_again(cache_of_a_start, tmp_path_factory):
+    """Which jobs every rank measures, each with what the first start has written."""
+    jobs = {**OTHERS, **SAME}
+    folders = [tmp_path_factory.mktemp("job") for _ in jobs]
+    for folder in folders:
+        shutil.copytree(cache_of_a_start, folder, dirs_exist_ok=True)
+
+    def each():
+        found = {}
+        for (job, options), folder in zip(jobs.items(), folders, strict=True):
+            os.environ["LIGHTNING_CEPHALO_CACHE"] = str(folder)
+            found[job] = started(max_steps=0, **options)[0]
+        return found
+
+    return in_ranks(2, each)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_job_is_measured(other, measured_again):
+    assert [found[other] for found in measured_again] == [True, True]
+
+
+@pytest.mark.parametrize("same", SAME)
+def test_a_learning_rate_makes_no_other_job(same, measured_again):
+    assert [found[same] for found in measured_again] == [False, False]
+
+
+def test_strides_make_another_job():
+    def each():
+        makers = [functools.partial(with_stride, stride) for stride in (1, 1, 2)]
+        return [started(make, max_steps=0)[0] for make in makers]
+
+    assert in_ranks(2, each) == [[True, False, True]] * 2
 
 
 AT_A_PROMPT = """
@@ -183,33 +203,41 @@ def test_classes_typed_at_a_prompt_are_told_apart():
 
 
 def test_a_change_of_the_file_with_the_training_step_is_measured(tmp_path):
+    path = tmp_path / "written.py"
+
     def start():
-        spec = importlib.util.spec_from_file_location("written", tmp_path / "written.py")
+        spec = importlib.util.spec_from_file_location("written", path)
         module = importlib.util.module_from_spec(spec)
         sys.modules["written"] = module  # as `import` does: sources are found by it
         spec.loader.exec_module(module)
-        return started(module.Written)[0]
+        return started(module.Written, max_steps=0)[0]
 
     found = []
     sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
     try:
         for factor in (1.0, 1.0, 2.0):
-            (tmp_path / "written.py").write_text(STEP.format(factor=factor))
+            path.write_text(STEP.format(factor=factor))
             found.append(in_ranks(2, start))
     finally:
         sys.dont_write_bytecode = before
     assert found == [[True, True], [False, False], [True, True]]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"measured": "today", "problem": {"ranks": 5}}'])
-def test_a_broken_file_is_told_of_and_replaced(capfd, content, second_start):
+def test_a_broken_file_is_told_of_and_replaced(capfd, second_start):
     (path,) = files()
-    path.write_text(content)
+    broken = ("{", "[]", '{"measured": "today", "problem": {"ranks": 5}}')
+
+    def starts():
+        found = []
+        for content in broken:
+            if int(os.environ["RANK"]) == 0:
+                path.write_text(content)
+            found += [started(strategy={"verbose": True}, max_steps=0)[0] for _ in range(2)]
+        return found
+
     capfd.readouterr()
-    found = in_ranks(2, lambda: started(strategy={"verbose": True}))
-    assert [measured for measured, _, _ in found] == [True, True]
-    assert "Measuring again" in capfd.readouterr().out
-    assert not any(measured for measured, _, _ in in_ranks(2, started))
+    assert in_ranks(2, starts) == [[True, False] * len(broken)] * 2
+    assert capfd.readouterr().out.count("Measuring again") == len(broken)
 
 
 def kept_problem(path, capacity_bytes, forward_s=(1.0, 1.0)):
@@ -264,9 +292,11 @@ def test_a_problem_of_another_number_of_ranks_is_measured(tmp_path):
 
 
 def test_emulated_devices_are_measured_at_every_start():
-    options = {"speeds": (2.0, 1.0)}
-    for _ in range(2):
-        assert [m for m, _, _ in in_ranks(2, lambda: started(**options))] == [True, True]
+    def twice():
+        options = {"speeds": (2.0, 1.0), "is_time_shared": False, "max_steps": 0}
+        return [started(**options)[0] for _ in range(2)]
+
+    assert in_ranks(2, twice) == [[True, True]] * 2
     assert not files()
 
 

@@ -1,5 +1,6 @@
 """Profiling as training starts it: through Lightning, on real ranks."""
 
+import functools
 import warnings
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from profiled import GPT, BatchNormNet, fit, in_ranks, loader, profile
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_cephalo import Problem, RankProfile, solve
+from lightning_cephalo import Problem, RankProfile
 from lightning_cephalo.accelerator.emulated.device import host_now_s
 from lightning_cephalo.offline.estimate import cached_tables
 from lightning_cephalo.preparation import prepare as planning
@@ -22,8 +23,17 @@ def problem_of_a_gpt(**options):
     return profile(GPT(), loader(), **options).to_dict()
 
 
-def test_every_rank_gets_the_same_problem_with_dense_curves():
-    first, second = in_ranks(2, problem_of_a_gpt)
+@pytest.fixture(scope="module")
+def profiled_once(tmp_path_factory):
+    """What every rank measures, and the cache that this has filled."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_CEPHALO_CACHE", str(folder))
+        return in_ranks(2, problem_of_a_gpt), folder
+
+
+def test_every_rank_gets_the_same_problem_with_dense_curves(profiled_once):
+    (first, second), _ = profiled_once
     assert first == second
     assert first["units"] == 2
     assert first["global_batch_size"] == 8
@@ -38,9 +48,9 @@ def test_every_rank_gets_the_same_problem_with_dense_curves():
     )
 
 
-def test_what_was_measured_is_kept_for_plans_of_other_clusters(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path))
-    problem = in_ranks(2, problem_of_a_gpt)[0]
+def test_what_was_measured_is_kept_for_plans_of_other_clusters(profiled_once, monkeypatch):
+    (problem, _), folder = profiled_once
+    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(folder))
     (table,) = cached_tables().tables
     assert (table.model, table.dtype, table.sequence_length) == ("GPT", "fp32", 16)
     assert table.parameters == sum(p.numel() for p in GPT().parameters())
@@ -53,7 +63,7 @@ def test_what_was_measured_is_kept_for_plans_of_other_clusters(tmp_path, monkeyp
 
 def test_emulated_devices_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path / "cache"))
-    in_ranks(2, lambda: problem_of_a_gpt(speeds=(2.0, 1.0)))
+    in_ranks(2, lambda: problem_of_a_gpt(speeds=(2.0, 1.0), is_time_shared=False))
     assert not (tmp_path / "cache").exists()
 
 
@@ -78,7 +88,7 @@ def both_kinds_of_shares(capacity_bytes):
 
     network.mean_times = recorded
     try:
-        problem = profile(GPT(), loader(), capacity_bytes=capacity_bytes)
+        problem = profile(GPT(), loader(), capacity_bytes=capacity_bytes, is_time_shared=False)
     finally:
         network.mean_times = timed
     return seen, problem.gather_s, problem.even_gather_s, problem.even_reduce_s
@@ -95,19 +105,37 @@ def test_even_and_uneven_shares_are_both_timed():
 
 
 def on_unequal_ranks():
-    problem = profile(
-        GPT(width=32, depth=4, context=16),
-        loader(batch_size=8),
-        speeds=(3.0, 1.0),
-        total_flops_per_s=1e7,
-        strategy={"profile_budget_s": 30.0},
-    )
-    return problem.to_dict(), [rank.batch_size for rank in solve(problem).ranks]
+    """The problem, and the step time that its plan predicts and that training measures."""
+    problems, measure = [], planning.measure
+
+    def keeping(**arguments):
+        problems.append(measure(**arguments))
+        return problems[-1]
+
+    planning.measure = keeping
+    try:
+        trainer = fit(
+            GPT(width=32, depth=3, context=16),
+            loader(batch_size=8),
+            speeds=(3.0, 1.0),
+            total_flops_per_s=1e7,
+            max_steps=4,
+        )
+    finally:
+        planning.measure = measure
+    plan = trainer.strategy.plan
+    batches = [rank.batch_size for rank in plan.ranks]
+    return problems[0].to_dict(), batches, plan.step_s, trainer.strategy.measured_step_s
+
+
+@functools.cache
+def unequal_ranks():
+    return in_ranks(2, on_unequal_ranks)
 
 
 @pytest.mark.slow
 def test_a_rank_of_a_third_of_the_speed_gets_a_quarter_of_the_batch():
-    problem, batches = in_ranks(2, on_unequal_ranks)[0]
+    problem, batches, _, _ = unequal_ranks()[0]
     fast, slow = problem["ranks"]
     for curve in ("forward_s", "backward_s"):
         assert len(slow[curve]) < len(fast[curve])
@@ -117,20 +145,9 @@ def test_a_rank_of_a_third_of_the_speed_gets_a_quarter_of_the_batch():
     assert batches == [12, 4]
 
 
-def predicted_and_measured():
-    trainer = fit(
-        GPT(width=32, depth=4, context=16),
-        loader(samples=256, batch_size=8),
-        speeds=(3.0, 1.0),
-        total_flops_per_s=1e7,
-        max_steps=8,
-    )
-    return trainer.strategy.plan.step_s, trainer.strategy.measured_step_s
-
-
 @pytest.mark.slow
 def test_the_predicted_step_time_comes_true():
-    for predicted_s, measured_s in in_ranks(2, predicted_and_measured):
+    for _, _, predicted_s, measured_s in unequal_ranks():
         assert predicted_s == pytest.approx(measured_s, rel=0.01)
 
 
@@ -146,7 +163,7 @@ def cost_in_steps():
     planning.measure = timed
     try:
         trainer = fit(
-            GPT(width=32, depth=4, context=16),
+            GPT(width=32, depth=3, context=16),
             loader(samples=128, batch_size=20),
             speeds=(3.0, 1.0),
             total_flops_per_s=1e7,
@@ -223,7 +240,8 @@ def test_several_loaders_give_batches_in_proportion_to_their_own():
         loaders = {"left": loader(batch_size=4), "right": loader(batch_size=8)}
         model = PairGPT()
         # equal ranks: a plan by times that a loaded machine measures may deal a rank one sample
-        profile(model, CombinedLoader(loaders, "max_size_cycle"), speeds=(1.0, 1.0))
+        data = CombinedLoader(loaders, "max_size_cycle")
+        profile(model, data, speeds=(1.0, 1.0), is_time_shared=False)
         return set(model.sizes[:5])
 
     found = in_ranks(2, several)[0]

@@ -15,6 +15,7 @@ from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.plan import cost
 
+
 def parts(microbatches, fractions, offloading=()):
     return tuple(
         RankPlan(microbatch_sizes=sizes, state_fraction=fraction, offload=rank in offloading)

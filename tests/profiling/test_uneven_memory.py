@@ -1,29 +1,30 @@
 """What even sharding cannot hold, we train."""
 
 import pytest
-from uneven_memory import CAPACITIES_BYTES, STEPS, model, under_cephalo, under_even_sharding
+from uneven_memory import LARGE, SMALL, STEPS, model, under_cephalo, under_even_sharding
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no")
 
 
-def test_even_sharding_exceeds_the_small_ranks_memory_by_arithmetic():
-    large, small = CAPACITIES_BYTES
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_even_sharding_exceeds_the_small_ranks_memory_by_arithmetic(size):
+    large, small = size.capacities_bytes
     assert large == 3 * small
     # fp32 parameters, gradients, and Adam's two moments
-    state_bytes = 16 * sum(parameter.numel() for parameter in model().parameters())
+    state_bytes = 16 * sum(parameter.numel() for parameter in model(size.depth).parameters())
     assert small < state_bytes / 2 < state_bytes < large + small
 
 
 @pytest.mark.slow
 def test_even_sharding_runs_out_of_memory_on_the_small_rank():
-    _, small = under_even_sharding()
+    _, small = under_even_sharding(SMALL)
     assert (small.failure, small.steps) == ("OutOfMemoryError", 0)
-    assert small.peak_bytes <= CAPACITIES_BYTES[1]
+    assert small.peak_bytes <= SMALL.capacities_bytes[1]
 
 
 def test_the_plan_fits_both_ranks_and_trains():
-    outcomes = under_cephalo()
-    for outcome, capacity_bytes in zip(outcomes, CAPACITIES_BYTES, strict=True):
+    outcomes = under_cephalo(SMALL)
+    for outcome, capacity_bytes in zip(outcomes, SMALL.capacities_bytes, strict=True):
         assert (outcome.message, outcome.steps) == ("", STEPS)
         assert outcome.peak_bytes <= outcome.predicted_bytes <= capacity_bytes
         assert outcome.peak_bytes == pytest.approx(outcome.predicted_bytes, rel=0.1)

@@ -16,7 +16,23 @@ from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.emulation import EmulatedDevice, Emulation, active_device
 
 CONTEXT, STEPS = 32, 4
-CAPACITIES_BYTES = (21_000_000, 7_000_000)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model, and of what two ranks hold.
+
+    Attributes:
+        depth: Number of blocks.
+        capacities_bytes: Of each rank.
+    """
+
+    depth: int
+    capacities_bytes: tuple[int, int]
+
+
+# 20 and 10 MB of state
+LARGE, SMALL = Size(24, (21_000_000, 7_000_000)), Size(12, (12_600_000, 4_200_000))
 
 
 @dataclass(frozen=True)
@@ -56,15 +72,15 @@ class _Peak(Callback):
     on_exception = on_train_batch_end
 
 
-def model() -> ByteLanguageModel:
-    """20 MB of state in 24 blocks."""
+def model(depth: int) -> ByteLanguageModel:
+    """About 0.8 MB of state in each block."""
     torch.manual_seed(1)
-    return ByteLanguageModel(width=64, depth=24, heads=4, context=CONTEXT)
+    return ByteLanguageModel(width=64, depth=depth, heads=4, context=CONTEXT)
 
 
-def trained(strategy: Any, samples_per_rank: int) -> Outcome:
+def trained(strategy: Any, samples_per_rank: int, size: Size) -> Outcome:
     """Train in this rank; every rank calls it."""
-    emulation = Emulation((1.0, 1.0), CAPACITIES_BYTES, total_flops_per_s=1e13)
+    emulation = Emulation((1.0, 1.0), size.capacities_bytes, total_flops_per_s=1e13)
     peak = _Peak()
     trainer = Trainer(
         accelerator="cpu",
@@ -82,7 +98,7 @@ def trained(strategy: Any, samples_per_rank: int) -> Outcome:
     data = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=samples_per_rank)
     failure = message = ""
     try:
-        trainer.fit(model(), data)
+        trainer.fit(model(size.depth), data)
     except Exception as raised:  # out of memory on one rank, a lost connection on the other
         failure, message = type(raised).__name__, str(raised)
     fraction, predicted = 0.5, None
@@ -93,7 +109,7 @@ def trained(strategy: Any, samples_per_rank: int) -> Outcome:
     return Outcome(trainer.global_step, peak.peak_bytes, failure, message, fraction, predicted)
 
 
-def under_even_sharding() -> list[Outcome]:
+def under_even_sharding(size: Size) -> list[Outcome]:
     """Outcomes of both ranks under Lightning's own even sharding (FSDP2).
 
     With a single sample per rank, as it keeps activations: it is the state that has no room.
@@ -108,14 +124,15 @@ def under_even_sharding() -> list[Outcome]:
                 timeout=timedelta(seconds=30),
             ),
             samples_per_rank=1,
+            size=size,
         )
 
     return in_ranks(2, rank)
 
 
-def under_cephalo() -> list[Outcome]:
+def under_cephalo(size: Size) -> list[Outcome]:
     """Outcomes of both ranks under cephalo."""
     return in_ranks(
         2,
-        lambda: trained(CephaloStrategy(verbose=False, timeout=timedelta(seconds=100)), 4),
+        lambda: trained(CephaloStrategy(verbose=False, timeout=timedelta(seconds=100)), 4, size),
     )
