@@ -31,8 +31,8 @@ class Size:
     capacities_bytes: tuple[int, int]
 
 
-# 20 and 10 MB of state
-LARGE, SMALL = Size(24, (21_000_000, 7_000_000)), Size(12, (12_600_000, 4_200_000))
+# 20 and 5 MB of state
+LARGE, SMALL = Size(24, (21_000_000, 7_000_000)), Size(6, (7_200_000, 2_400_000))
 
 
 @dataclass(frozen=True)
