@@ -1,6 +1,7 @@
 """A table of the differences between the process-group backends of torch.distributed.
 
-``Backend()`` describes every backend that is not in the table: like gloo, it runs on the host.
+A backend that is not in the table is described by what torch knows of it: one for tensors on the
+CPU runs on the host, like gloo. Any other runs on the device.
 """
 
 from __future__ import annotations
@@ -69,8 +70,13 @@ SIGNS_OF_LOSS = tuple(sign for backend in BACKENDS.values() for sign in backend.
 
 
 def backend_named(name: str | None) -> Backend:
-    """Return the table's entry for a backend's name."""
-    return BACKENDS.get(name or "", Backend())
+    """Return the table's entry for a backend's name, or what its kinds of tensors tell of it."""
+    known = BACKENDS.get(name or "")
+    if known is not None:
+        return known
+    devices = dist.Backend.backend_capability.get(name or "", ["cpu"])
+    on_device = "cpu" not in devices
+    return Backend(runs_on_device=on_device, barrier_names_device=on_device)
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Backend:

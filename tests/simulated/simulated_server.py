@@ -45,12 +45,13 @@ class Server:
 
     Args:
         log: A file for what the ranks print.
+        name: Of the devices; see :func:`simulated_cuda.start`.
     """
 
-    def __init__(self, log: BinaryIO) -> None:
+    def __init__(self, log: BinaryIO, name: str = "cuda") -> None:
         self._log = log
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE],
+            [sys.executable, "-c", _SERVE, name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -122,7 +123,7 @@ def serve() -> None:
 
     import simulated_cuda
 
-    simulated_cuda.start(DEVICES)
+    simulated_cuda.start(DEVICES, name=sys.argv[1])
     import launch
     import torch
 

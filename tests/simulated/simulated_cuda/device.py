@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from typing import Any
 
@@ -20,7 +21,7 @@ def unavailable() -> str | None:
     return None
 
 
-def start(devices: int = 2, capacity_bytes: int | None = None) -> None:
+def start(devices: int = 2, capacity_bytes: int | None = None, name: str = "cuda") -> None:
     """Make torch have simulated devices; once for a process, and before torch is imported.
 
     Forks of the process have them too, each with a memory of its own.
@@ -28,6 +29,8 @@ def start(devices: int = 2, capacity_bytes: int | None = None) -> None:
     Args:
         devices: Number of devices.
         capacity_bytes: Memory of each; None: 16 GiB.
+        name: "cuda", or a name that torch does not know: then the devices are those of a third
+            party, with a module ``torch.<name>`` and the process group "<name>-ccl".
 
     Raises:
         Unavailable: Without a compiler, or with a torch for which this is not written.
@@ -35,10 +38,12 @@ def start(devices: int = 2, capacity_bytes: int | None = None) -> None:
     """
     if "torch" in sys.modules:
         raise ImportError("start the simulated device before torch is imported")
+    if name != "cuda":
+        os.environ["SIMULATED_DEVICE_NAME"] = name  # the C++ part reads it when it is loaded
     library = build.library()
     folder = build.torch_folder() / "lib"
-    for name in _LIBRARIES:
-        ctypes.CDLL(str(folder / name))
+    for own in _LIBRARIES:
+        ctypes.CDLL(str(folder / own))
     ctypes.CDLL(str(library))
 
     import torch
@@ -48,8 +53,14 @@ def start(devices: int = 2, capacity_bytes: int | None = None) -> None:
     operators().set_device_count(devices)
     for device in range(devices if capacity_bytes is not None else 0):
         set_capacity(device, capacity_bytes)
-    torch_cuda.install(devices)
-    nccl.install()
+    if name == "cuda":
+        torch_cuda.install(devices)
+        nccl.install()
+    else:
+        from simulated_cuda import other_device  # needs Lightning
+
+        other_device.install(devices, name)
+        nccl.install_for(name)
     torch.manual_seed(torch.initial_seed())
 
 
@@ -58,6 +69,11 @@ def operators() -> Any:
     import torch
 
     return torch.ops.simulated
+
+
+def device_name() -> str:
+    """Return the name of the devices: "cuda" unless another was asked for."""
+    return os.environ.get("SIMULATED_DEVICE_NAME", "cuda")
 
 
 def findings() -> list[str]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from simulated_cuda.device import operators
+from simulated_cuda.device import device_name, operators
 from simulated_cuda.torch_cuda import Event, Stream, current_stream, index_of
 from simulated_cuda.wire import Wire
 
@@ -98,7 +98,9 @@ class SimulatedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         assert self._group.device_index is not None
-        future = torch.futures.Future(devices=[torch.device("cuda", self._group.device_index)])
+        future = torch.futures.Future(
+            devices=[torch.device(device_name(), self._group.device_index)]
+        )
         self.wait()
         future.set_result(self._result)
         return future
@@ -201,7 +203,7 @@ class SimulatedNccl(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cuda")]
+        return [torch.device(device_name())]
 
     def _get_backend(self, device: torch.device) -> SimulatedNccl:
         return self
@@ -257,7 +259,8 @@ class SimulatedNccl(dist.ProcessGroup):
     def _check_tensors(self, form: str, tensors: Sequence[Tensor]) -> None:
         first = tensors[0]
         for tensor in tensors:
-            _check(tensor.is_cuda, f"{form}: expected CUDA tensors, got one on {tensor.device}")
+            is_ours = tensor.device.type == device_name()
+            _check(is_ours, f"{form}: expected CUDA tensors, got one on {tensor.device}")
             _check(
                 tensor.layout == torch.strided and tensor.is_contiguous(),
                 f"{form}: expected contiguous tensors, got strides {tensor.stride()} for"
@@ -406,7 +409,7 @@ class SimulatedNccl(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         index = index_of(None) if self.device_index is None else self.device_index
-        work = self.allreduce([torch.zeros(1, device=torch.device("cuda", index))])
+        work = self.allreduce([torch.zeros(1, device=torch.device(device_name(), index))])
         work.wait()
         current_stream(index).synchronize()
         return work
@@ -426,3 +429,14 @@ def install() -> None:
     distributed_c10d.default_pg_nccl_timeout = _TIMEOUT
     torch.distributed.constants.default_pg_nccl_timeout = _TIMEOUT
     torch.cuda.nccl.version = lambda: (2, 28, 3)
+
+
+def install_for(name: str) -> None:
+    """Make "<name>-ccl" a backend of torch.distributed, for devices of this name only."""
+
+    def create(known: Any, options: Any) -> SimulatedNccl:
+        members = known.global_ranks_in_group or ()
+        chosen = Options(global_ranks_in_group=members, group_name=known.group_id)
+        return SimulatedNccl(known.store, known.group_rank, known.group_size, chosen)
+
+    dist.Backend.register_backend(f"{name}-ccl", create, extended_api=True, devices=[name])

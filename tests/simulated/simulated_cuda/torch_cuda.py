@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from simulated_cuda.device import operators
+from simulated_cuda.device import device_name, operators
 
-_CUDA = 1  # torch's number of this device type
 _ALLOCATED, _ALLOCATED_PEAK, _RESERVED, _RESERVED_PEAK, _CAPACITY = range(5)
 
 
@@ -31,7 +30,7 @@ class Stream(torch.Stream):
     def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Stream:
         if "stream_id" in known:
             return super().__new__(cls, **known)
-        return super().__new__(cls, device=torch.device("cuda", index_of(device)))
+        return super().__new__(cls, device=torch.device(device_name(), index_of(device)))
 
     @property
     def cuda_stream(self) -> int:
@@ -56,7 +55,7 @@ class Event:
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
         self._timed = enable_timing
-        self._event = torch.Event("cuda", enable_timing=enable_timing, blocking=blocking)
+        self._event = torch.Event(device_name(), enable_timing=enable_timing, blocking=blocking)
 
     def record(self, stream: Stream | None = None) -> None:
         self._event.record(stream or current_stream())
@@ -107,12 +106,17 @@ class Properties:
 
 
 def current_stream(device: Any = None) -> Stream:
-    found = torch.accelerator.current_stream(torch.device("cuda", index_of(device)))
-    return Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=_CUDA)
+    found = torch.accelerator.current_stream(torch.device(device_name(), index_of(device)))
+    return Stream(
+        stream_id=found.stream_id,
+        device_index=found.device_index,
+        device_type=found.device_type,
+    )
 
 
 def default_stream(device: Any = None) -> Stream:
-    return Stream(stream_id=0, device_index=index_of(device), device_type=_CUDA)
+    now = current_stream(device)
+    return Stream(stream_id=0, device_index=now.device_index, device_type=now.device_type)
 
 
 def set_stream(stream: Stream | None) -> None:
@@ -144,8 +148,8 @@ def _statistics(device: Any = None) -> dict[str, int]:
     }
 
 
-def _replacements(generators: tuple[torch.Generator, ...]) -> dict[str, Any]:
-    """What ``torch.cuda`` gets, by name."""
+def replacements(generators: tuple[torch.Generator, ...]) -> dict[str, Any]:
+    """Return what ``torch.cuda`` gets, by name."""
     exchange = operators().exchange_device
     return {
         "_lazy_init": lambda: None,
@@ -168,7 +172,7 @@ def _replacements(generators: tuple[torch.Generator, ...]) -> dict[str, Any]:
         "default_stream": default_stream,
         "set_stream": set_stream,
         "synchronize": lambda device=None: torch.accelerator.synchronize(
-            torch.device("cuda", index_of(device))
+            torch.device(device_name(), index_of(device))
         ),
         "memory_allocated": memory_figure(_ALLOCATED),
         "max_memory_allocated": memory_figure(_ALLOCATED_PEAK),
@@ -211,7 +215,7 @@ def install(devices: int) -> None:
         for name, module in list(sys.modules.items())
         if module is not None and (name == "torch" or name.startswith("torch."))
     ]
-    for name, new in _replacements(generators).items():
+    for name, new in replacements(generators).items():
         old = getattr(torch.cuda, name, None)
         setattr(torch.cuda, name, new)
         if not callable(old):
@@ -220,13 +224,18 @@ def install(devices: int) -> None:
             for other, value in list(vars(module).items()):
                 if value is old:
                     setattr(module, other, new)
+    install_storages()
+
+
+def install_storages() -> None:
+    """Let storages of the device be resized and copied, which the CPU build does not know."""
     torch.UntypedStorage.resize_ = _resize_storage(torch.UntypedStorage.resize_)
     torch.UntypedStorage.clone = _clone_storage(torch.UntypedStorage.clone)
 
 
 def _clone_storage(plain: Callable[..., Any]) -> Callable[..., Any]:
     def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
-        if self.device.type != "cuda":
+        if self.device.type != device_name():
             return plain(self)
         # the CPU build makes no storage of a device by its type; copy.deepcopy asks for one
         with torch.no_grad(), _disable_current_modes():
@@ -238,7 +247,7 @@ def _clone_storage(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _resize_storage(plain: Callable[..., Any]) -> Callable[..., Any]:
     def resize_(self: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        if self.device.type != "cuda":
+        if self.device.type != device_name():
             plain(self, nbytes)
             return self
         with torch.no_grad(), _disable_current_modes():

@@ -3,9 +3,11 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace simulated {
 namespace {
@@ -146,9 +148,10 @@ class DeviceGenerator final : public c10::GeneratorImpl {
 
 // -- hooks ----------------------------------------------------------------------------------------
 
-class Hooks final : public at::CUDAHooksInterface {
+// What the hooks of all kinds of devices have.
+template <class Interface>
+class CommonHooks : public Interface {
  public:
-  explicit Hooks(at::CUDAHooksArgs) {}
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -177,6 +180,11 @@ class Hooks final : public at::CUDAHooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex index) const override {
     return at::make_generator<DeviceGenerator>(index < 0 ? t_device : index);
   }
+};
+
+class Hooks final : public CommonHooks<at::CUDAHooksInterface> {
+ public:
+  explicit Hooks(at::CUDAHooksArgs) {}
   bool hasCUDA() const override { return true; }
   c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
@@ -187,10 +195,17 @@ class Hooks final : public at::CUDAHooksInterface {
   std::string showConfig() const override { return "simulated"; }
 };
 
+class OtherHooks final : public CommonHooks<at::PrivateUse1HooksInterface> {};
+
 struct Registration {
   Registration() {
     static Guard guard;
     c10::impl::device_guard_impl_registry[static_cast<size_t>(device_type())].store(&guard);
+    if (device_type() == c10::DeviceType::PrivateUse1) {
+      static OtherHooks other;
+      at::RegisterPrivateUse1HooksInterface(&other);
+      return;
+    }
     // torch asks for these once, while it is imported
     at::CUDAHooksRegistry()->Register(
         "CUDAHooks", [](at::CUDAHooksArgs args) -> std::unique_ptr<at::CUDAHooksInterface> {
@@ -203,8 +218,15 @@ struct Registration {
 
 // -- the devices ----------------------------------------------------------------------------------
 
-c10::DeviceType device_type() { return c10::DeviceType::CUDA; }
-c10::DispatchKey dispatch_key() { return c10::DispatchKey::CUDA; }
+// By default CUDA's; else torch's place for devices that it does not know.
+c10::DeviceType device_type() {
+  static const bool is_other = std::getenv("SIMULATED_DEVICE_NAME") != nullptr;
+  return is_other ? c10::DeviceType::PrivateUse1 : c10::DeviceType::CUDA;
+}
+c10::DispatchKey dispatch_key() {
+  return device_type() == c10::DeviceType::CUDA ? c10::DispatchKey::CUDA
+                                                : c10::DispatchKey::PrivateUse1;
+}
 
 int device_count() { return g_device_count; }
 void set_device_count(int count) { g_device_count = count; }
