@@ -205,13 +205,14 @@ def test_through_lightning_profiling_leaves_no_trace(tmp_path):
         before, after, trainer = around_profiling(
             Counting(), loader(), look_at_counting, logger=logger, log_every_n_steps=1
         )
-        calls = trainer.lightning_module.steps
+        own = trainer.strategy.plan.ranks[trainer.global_rank].microbatch_sizes
+        calls = trainer.lightning_module.steps, len(own)
         return before, after, calls, dict(trainer.callback_metrics)
 
-    for before, after, calls, metrics in in_ranks(2, counted):
+    for before, after, (calls, planned), metrics in in_ranks(2, counted):
         for name in before:
             assert after[name] == before[name], name
-        assert 1 <= calls <= 2  # the step of training itself
+        assert calls == planned  # the step of training itself; the plan may leave a rank idle
         assert {"perplexity_epoch", "shown"} <= metrics.keys()
     rows = next(tmp_path.rglob("metrics.csv")).read_text()
     assert "shown" in rows
