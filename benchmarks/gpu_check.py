@@ -183,7 +183,8 @@ class _Collectives(Callback):
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         from lightning_cephalo.profiling.network import mean_times
 
-        model = trainer.strategy.session.model  # type: ignore[attr-defined]
+        strategy: Any = trainer.strategy
+        model = strategy.session.model
         times = mean_times(model, model.accelerator.clock)
         self.gather_s, self.reduce_s = times.gather_s, times.reduce_s
 
@@ -194,8 +195,9 @@ class _Memory(Callback):
     predicted_bytes: tuple[float | None, ...] = ()
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        session = trainer.strategy.session  # type: ignore[attr-defined]
-        self.predicted_bytes = tuple(rank.peak_bytes for rank in session.predicted_memory)
+        strategy: Any = trainer.strategy
+        predicted = strategy.session.predicted_memory
+        self.predicted_bytes = tuple(rank.peak_bytes for rank in predicted)
 
 
 def on_several_ranks(size: Size) -> dict[str, Any]:
