@@ -40,6 +40,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+from lightning_cephalo.profiling.network import mean_times
 
 ROOT = Path(__file__).resolve().parent.parent
 # the model comes from the main job
@@ -181,8 +182,6 @@ class _Collectives(Callback):
         self.gather_s = self.reduce_s = 0.0
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        from lightning_cephalo.profiling.network import mean_times
-
         strategy: Any = trainer.strategy
         model = strategy.session.model
         times = mean_times(model, model.accelerator.clock)

@@ -114,7 +114,6 @@ def test_a_run_ends_with_a_comparison_and_leaves_its_figures(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_jobs_of_a_sweep_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """That trainings of several ranks leave nothing behind shows in the comparison above."""
     result = run_main_job(
         tmp_path,
         "-m",
@@ -122,7 +121,7 @@ def test_the_jobs_of_a_sweep_do_not_disturb_each_other(tmp_path: Path) -> None:
         "strategy=ddp,fsdp2",
         "cluster=this_machine",
         "cluster.accelerator=cpu",
-        "cluster.devices=1",
+        "cluster.devices=2",
         "steps=2",
         f"hydra.sweep.dir={tmp_path / 'sweep'}",
     )

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cephalo.accelerator.backends import backend_of
-from lightning_cephalo.sharding.padding import Padding, Slots
+from lightning_cephalo.sharding.padding import Padding
 
 Wait = Callable[[Any], None]
 """Waits for a handle of torch.distributed."""
@@ -147,9 +147,8 @@ def gather_slices(
         gather = _alias("all_gather_single", "all_gather_into_tensor")
         if len(set(sizes)) == 1:
             return Pending([gather(full, own, group=group, async_op=True)], tensors=(full,))
-        slot = None if padding is None else padding.slot_of(sizes)
-        if padding is not None and slot is not None:
-            slots = Slots(full, sizes, slot, padding.gathers)
+        slots = None if padding is None else padding.of_gather(full, sizes)
+        if slots is not None:
             slots.of(rank)[: sizes[rank]].copy_(own)
             work = gather(slots.whole, slots.of(rank), group=group, async_op=True)
             return Pending([work], lambda: slots.empty_into(full), (full, slots.whole))
@@ -200,9 +199,8 @@ def reduce_slices(
 
     if backend_of(group).runs_on_device:
         reduce = _alias("reduce_scatter_single", "reduce_scatter_tensor")
-        slot = None if padding is None else padding.slot_of(sizes)
-        if padding is not None and slot is not None:
-            slots = Slots(full, sizes, slot, padding.reduces, more=1)
+        slots = None if padding is None else padding.of_reduce(full, sizes)
+        if slots is not None:
             slots.fill(full)
             (sums,) = slots.more
             work = reduce(sums, slots.whole, op=dist.ReduceOp.SUM, group=group, async_op=True)

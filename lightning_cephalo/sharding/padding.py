@@ -35,9 +35,15 @@ class Padding:
         self.is_on = False
         self.gathers, self.reduces = BufferPool(), BufferPool()
 
-    def slot_of(self, sizes: Sequence[int]) -> int | None:
-        """Return the elements of a slot if these slices are to be padded, else None."""
-        return slot_numel(sizes) if self.is_on else None
+    def of_gather(self, full: torch.Tensor, sizes: Sequence[int]) -> Slots | None:
+        """Return slots for the slices of ``full``; None if they are not to be padded."""
+        slot = slot_numel(sizes) if self.is_on else None
+        return None if slot is None else Slots(full, sizes, slot, self.gathers)
+
+    def of_reduce(self, full: torch.Tensor, sizes: Sequence[int]) -> Slots | None:
+        """Return slots for the slices of ``full``, and one more for this rank's sum; or None."""
+        slot = slot_numel(sizes) if self.is_on else None
+        return None if slot is None else Slots(full, sizes, slot, self.reduces, more=1)
 
 
 def slot_numel(sizes: Sequence[int]) -> int | None:
@@ -90,10 +96,8 @@ class Slots:
         return self._slots[rank]
 
     def fill(self, full: torch.Tensor) -> None:
-        """Copy all slices into their slots."""
+        """Copy all slices into their slots; what is behind a slice in its slot does not matter."""
         _copy_all(self._slices(), full.split(self._sizes))
-        rests = (slot[size:] for slot, size in zip(self._slots, self._sizes, strict=True))
-        torch._foreach_zero_([rest for rest in rests if rest.numel()])
 
     def empty_into(self, full: torch.Tensor) -> None:
         """Copy all slices out of their slots, and give the buffer back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -238,7 +239,7 @@ def expect(
 
 def _fails(rank: int, name: str) -> None:
     scenario = SCENARIOS[name]
-    for recompute, good_steps_before in ((True, 0), (True, 1), (False, 1)):
+    for recompute, good_steps_before in itertools.product((True, False), (0, 1)):
         if scenario.recompute not in (None, recompute):
             continue
         torch.manual_seed(3)

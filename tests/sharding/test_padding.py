@@ -23,22 +23,24 @@ def test_slots_are_aligned_and_hardly_larger_than_the_slices(sizes, slot):
 
 
 def test_nothing_is_padded_unless_the_plan_says_so():
-    padding = Padding()
-    assert padding.slot_of((1000, 1010)) is None
+    padding, full = Padding(), torch.zeros(2010)
+    assert padding.of_gather(full, (1000, 1010)) is padding.of_reduce(full, (1000, 1010)) is None
     padding.is_on = True
-    assert padding.slot_of((1000, 1010)) == 1024
+    assert padding.of_gather(full, (1000, 1010)).whole.numel() == 2 * 1024
+    (sums,) = padding.of_reduce(full, (1000, 1010)).more
+    assert sums.numel() == 1024
 
 
 def test_what_goes_into_slots_comes_out_again():
     sizes, pool = (5, 8, 6), BufferPool()
     full = torch.arange(19.0)
     slots = Slots(full, sizes, 8, pool, more=1)
-    slots.whole.fill_(torch.nan)
+    slots.whole.fill_(-1)
     slots.fill(full)
     assert slots.whole.tolist() == [
-        *(0, 1, 2, 3, 4, 0, 0, 0),
+        *(0, 1, 2, 3, 4, -1, -1, -1),
         *(5, 6, 7, 8, 9, 10, 11, 12),
-        *(13, 14, 15, 16, 17, 18, 0, 0),
+        *(13, 14, 15, 16, 17, 18, -1, -1),
     ]
     assert [extra.numel() for extra in slots.more] == [8]
     found = torch.zeros(19)
