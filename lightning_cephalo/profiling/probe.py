@@ -215,7 +215,8 @@ def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, fl
             f"the loss is {loss.item()} before a single step was made. Check the data, the"
             " initialisation, and the precision."
         )
-    return loss, weight
+    # a sample without weight takes as long as others; its gradients may be NaN, and are dropped
+    return loss, weight or float(samples)
 
 
 def samples(size: int) -> str:

@@ -301,3 +301,26 @@ def test_nothing_that_goes_wrong_in_remembering_is_raised():
     assert told() is None
     assert "CurveTable.model" in told(model="")
     assert "TypeError" in told(dtype=[])
+
+
+class FirstCountsNothing(GPT):
+    """The first sample of a batch has no weight, and alone a loss of 0/0."""
+
+    def training_step(self, batch, batch_idx):
+        (tokens,) = batch
+        logits = self.network(tokens)[:, :-1].flatten(0, 1)
+        losses = torch.nn.functional.cross_entropy(
+            logits, tokens[:, 1:].flatten(), reduction="none"
+        ).view(len(tokens), -1)[1:]
+        return {"loss": losses.sum() / losses.numel(), "weight": losses.numel()}
+
+
+def test_a_first_sample_without_weight_is_measured_like_any_other():
+    def both():
+        speeds = {"speeds": (1.0, 1.0)}
+        plain = profile(GPT(), loader(), **speeds).ranks[0]
+        found = profile(FirstCountsNothing(), loader(), **speeds).ranks[0]
+        return plain.backward_s[0], found.backward_s[0]
+
+    for plain_s, found_s in in_ranks(2, both):
+        assert found_s == pytest.approx(plain_s, rel=0.05)
