@@ -20,9 +20,9 @@ from rich.table import Table
 # models, plans and the comparison come from the tests
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "distributed"))
 
-from harness import ALLOCATIONS
+from harness import ALLOCATIONS, batch_size_of
 from launch import run_ranks
-from test_gradients import compare
+from test_gradients import compare, one_device
 from zoo import ZOO
 
 CASES = [(plan, recompute, True) for plan in ALLOCATIONS for recompute in (True, False)]
@@ -40,6 +40,7 @@ def main() -> None:
     for name in ZOO:
         for plan, recompute, reshard in CASES:
             allocation = ALLOCATIONS[plan]
+            one_device(name, batch_size_of(allocation))  # once for all ranks of all cases
             found = run_ranks(
                 allocation.world_size,
                 compare,
