@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -119,6 +120,8 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    # A collection would write to, and so copy, every page of what the test process has made.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
