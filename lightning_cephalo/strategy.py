@@ -14,7 +14,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.init import _EmptyInit
@@ -53,6 +52,7 @@ from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_loa
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.ranks import launch
+from lightning_cephalo.sharding.collectives import all_gather_rows, communicates
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -550,7 +550,8 @@ class CephaloStrategy(ParallelStrategy):
             return tensor
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()  # Lightning #21859: the mean of integers would be truncated
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        sent = tensor if communicates(tensor, group) else tensor.cpu()
+        return _sync_ddp_if_available(sent, group, reduce_op=reduce_op).to(tensor.device)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -558,9 +559,7 @@ class CephaloStrategy(ParallelStrategy):
             self.session.user_gathers.called(self._module.trainer.training)
         if sync_grads:
             return super().all_gather(tensor, group=group, sync_grads=True)
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor.detach().contiguous(), group=group)
-        return torch.stack(parts)
+        return all_gather_rows(tensor.detach()[None], [1] * self.world_size, group)
 
     # -- checkpoints --------------------------------------------------------------------------
 

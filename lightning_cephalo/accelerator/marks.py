@@ -40,6 +40,15 @@ class Marks(Protocol):
         """Call ``note``, in any thread, with a mark of the time at which a collective is done."""
 
 
+def _when_done_on_host(work: Any, note: Callable[[], None]) -> None:
+    tell = getattr(work, "when_done", None)  # this package's own handles have this and no future
+    if tell is not None:
+        tell(note)
+        return
+    # gloo runs the callback as soon as the work is done, in the thread that has done it
+    work.get_future().add_done_callback(lambda _: note())
+
+
 def _in_the_past() -> float:
     return -math.inf
 
@@ -79,12 +88,7 @@ class HostMarks:
         return float(mark)
 
     def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
-        tell = getattr(work, "when_done", None)  # a Transfer has this and no future
-        if tell is not None:
-            tell(lambda: note(self._now_s()))
-            return
-        # gloo runs the callback as soon as the work is done, in the thread that has done it
-        work.get_future().add_done_callback(lambda _: note(self._now_s()))
+        _when_done_on_host(work, lambda: note(self._now_s()))
 
 
 class StreamMarks:
@@ -134,7 +138,7 @@ class StreamMarks:
 
     def when_done(self, work: Any, note: Callable[[Mark], None]) -> None:
         if not self._collectives_on_device:
-            work.get_future().add_done_callback(lambda _: note(self._now_s()))
+            _when_done_on_host(work, lambda: note(self._now_s()))
             return
         # work.wait() makes the current stream wait, not the host: a stream without other work
         # passes the event as soon as the collective is done

@@ -30,6 +30,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.adapters.torchmetrics import metrics_of, prepare_states, states_of
 from lightning_cephalo.execution.step import ForwardOutcome
 from lightning_cephalo.ranks.control import ControlGroup
@@ -355,14 +356,13 @@ class _ValuesOfRanks:
             weights: Weights of this rank's values.
             values: As many scalars in double precision.
         """
-        ranks = self.control.world_size
-        if self._accelerator.computes_on_host:
+        ranks, device = self.control.world_size, self._accelerator.device
+        if not backend_of(self._group).runs_on_device:
             numbers = self.control.gather([*weights, *torch.stack(list(values)).tolist()])
             count = len(weights)
             read = torch.tensor([row[count:] for row in numbers], dtype=torch.float64)
-            return [row[:count] for row in numbers], read
+            return [row[:count] for row in numbers], read.to(device)
         # a number that the host reads, it must wait for: the values stay on the device
-        device = self._accelerator.device
         own = torch.stack([value.to(device, non_blocking=True) for value in values])
         everyones = all_gather_rows(own[None], [1] * ranks, self._group)
         return self.control.gather(weights), everyones

@@ -16,11 +16,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, row_spec
 
 # element-wise with any options; a subclass may do anything, and runs on DTensors
@@ -154,7 +154,7 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
             square, square_of_copies = (_square_of_norm(g, rows[0].device) for g in (parts, copies))
             if parts:
                 mesh = cast(DTensor, held[in_rows.index(True)]).device_mesh
-                dist.all_reduce(square, group=mesh.get_group())
+                all_reduce(square, mesh.get_group()).wait()
             norm = (square + square_of_copies).sqrt().to(rows[0].dtype)
             torch.nn.utils.clip_grads_with_norm_(rows, largest, norm)
     return norm

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import precision as lightning
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
+from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import local_part
 
 
@@ -47,7 +48,7 @@ class RanksGradScaler(torch.amp.GradScaler):
             torch._amp_foreach_non_finite_check_and_unscale_(
                 chosen, found, inv_scale.to(found.device)
             )
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        all_reduce(found, op=dist.ReduceOp.MAX).wait()
         return {found.device: found}
 
 

@@ -15,12 +15,14 @@ from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.buffers import BufferPool
+from lightning_cephalo.sharding.collectives import broadcast
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.padding import slot_numel
 from lightning_cephalo.sharding.placement import default_mesh
+from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.unit import Unit
 
 
@@ -62,6 +64,7 @@ class ShardedModel:
 
     Attributes:
         padding: Whether nearly equal slices are padded.
+        stage: Moves device tensors over backends that run on the host; None: not needed.
     """
 
     def __init__(
@@ -80,12 +83,14 @@ class ShardedModel:
         self.control = groups.control
         self.backend = backend_of(groups.gather)
         self.compute_dtype = compute_dtype
+        self.stage = self._stage()
         context = ShardingContext(
             device,
             default_mesh(device.type),
             groups.gather,
             groups.reduce,
             compute_dtype,
+            stage=self.stage,
         )
         self.padding = context.padding
         self.fractions = tuple(fractions)
@@ -101,6 +106,12 @@ class ShardedModel:
         self._move_buffers(compute_dtype)
         self.executor = Executor(self.units, groups.control, accelerator, recompute)
         self.executor.hooks.install()
+
+    def _stage(self) -> HostStage | None:
+        is_host_memory = self.accelerator.holds(torch.empty(0))
+        if self.backend.runs_on_device or is_host_memory:
+            return None
+        return HostStage(self.accelerator)
 
     def _move_buffers(self, compute_dtype: torch.dtype | None) -> None:
         """Move buffers to the device and the compute dtype, with rank 0's values."""
@@ -123,10 +134,7 @@ class ShardedModel:
             return
         for buffer in self.module.buffers():
             if buffer.numel():
-                contiguous = buffer.contiguous()
-                dist.broadcast(contiguous, source)
-                if contiguous is not buffer:
-                    buffer.copy_(contiguous)
+                broadcast(buffer, None, source)
 
     # -- sizes --------------------------------------------------------------------------------
 
@@ -232,6 +240,8 @@ class ShardedModel:
             unit.release()
         for pool in self.buffer_pools:
             pool.release()
+        if self.stage is not None:
+            self.stage.release()
 
     def sharded_parameters(self) -> dict[int, str]:
         """Return the name of every parameter that an optimizer may hold, by the parameter's id."""

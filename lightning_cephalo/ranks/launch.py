@@ -32,6 +32,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.backends import backend_named, backend_of
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.crash_report import CrashReport
 from lightning_cephalo.ranks.groups import Groups
@@ -42,6 +43,7 @@ from lightning_cephalo.ranks.groups import Groups
 
 _LEAVING_S = 0.02
 _ABORT_S = 10.0
+_REFUSING = timedelta(seconds=10)
 
 
 class HoldsGroups(Protocol):
@@ -139,19 +141,54 @@ def connect(
 
     Returns:
         The backend.
+
+    Raises:
+        UnsupportedError: On every rank, if ranks would use different backends.
     """
     reset_seed()
     accelerator = accelerator_of(device)
     backend = backend or accelerator.default_backend
     for name, value in backend_named(backend).environment.items():
         os.environ.setdefault(name, value)
-    _init_dist_connection(
-        environment,
-        backend,
-        timeout=timeout,
-        device_id=None if accelerator.computes_on_host else device,
-    )
+    options: dict[str, Any] = {"timeout": timeout}
+    # on gloo torch would send objects as tensors of that device, which not every rank has
+    if not accelerator.computes_on_host and backend_named(backend).runs_on_device:
+        options["device_id"] = device
+    if not _distributed_is_initialized():
+        options["store"] = _store_of_equal_backends(environment, backend, timeout)
+    _init_dist_connection(environment, backend, **options)
     return backend
+
+
+def _store_of_equal_backends(
+    environment: ClusterEnvironment, backend: str, timeout: timedelta
+) -> dist.Store:
+    """Return the store of the process group, after a look at the backend of every rank.
+
+    Ranks with different backends would wait for each other until the timeout.
+    """
+    rank, world_size = environment.global_rank(), environment.world_size()
+    # torch's rendezvous reads these, and Lightning sets them, too
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    store.set(f"cephalo/backend/{rank}", backend)
+    ranks = range(world_size)
+    backends = [
+        found.decode() for found in store.multi_get([f"cephalo/backend/{r}" for r in ranks])
+    ]
+    if len(set(backends)) > 1:
+        store.set(f"cephalo/refused/{rank}", "")
+        if rank == 0:  # the store may live in this process, which ends with the error
+            store.wait([f"cephalo/refused/{r}" for r in ranks], _REFUSING)
+        used = {b: [r for r in ranks if backends[r] == b] for b in sorted(set(backends))}
+        said = " and ".join(f"{name!r} (ranks {found})" for name, found in used.items())
+        raise UnsupportedError(
+            f"The ranks use different backends: {said}. Ranks of different kinds of devices have"
+            " only 'gloo' in common: pass process_group_backend='gloo' to CephaloStrategy on every"
+            " rank."
+        )
+    return store
 
 
 # -- waiting --------------------------------------------------------------------------------------

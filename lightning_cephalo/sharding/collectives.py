@@ -2,8 +2,7 @@
 
 - gloo on CPUs: every rank receives from and sends to every other rank. A gather receives straight
   into place. A reduce receives rows and sums them in rank order, so that it is deterministic.
-- gloo on other devices, whose tensors it does not send: a gather is one asynchronous broadcast per
-  rank, a reduce is an all-to-all.
+- gloo on other devices: the same through host memory (``staging.py``), because gloo sends no other.
 - Backends that run on the device (NCCL): the single-tensor operations for equal slices, and for
   nearly equal ones where the plan pads them; the list forms otherwise.
 
@@ -13,9 +12,7 @@ On gloo, padding was measured 3 to 13 times slower than sends: docs/design/colle
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,43 +20,8 @@ import torch.distributed as dist
 
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.sharding.padding import Padding
-
-Wait = Callable[[Any], None]
-"""Waits for a handle of torch.distributed."""
-
-
-def wait_for(work: Any) -> None:
-    """Wait for a handle without notifying observers."""
-    work.wait()
-
-
-@dataclass
-class Pending:
-    """A collective under way.
-
-    Attributes:
-        works: Handles of torch.distributed.
-        finish: Local work that remains once the handles are done.
-        tensors: What the collective reads and writes on a device. torch itself keeps it only until
-            the first wait, which may be that of an observer on another stream.
-    """
-
-    works: list[Any] = field(default_factory=list)
-    finish: Callable[[], None] | None = None
-    tensors: tuple[torch.Tensor, ...] = ()
-
-    def wait(self, wait: Wait = wait_for) -> None:
-        """Block until the result may be used; on a device only the current stream waits.
-
-        Args:
-            wait: Waits for one handle.
-        """
-        for work in self.works:
-            wait(work)
-        self.works, self.tensors = [], ()
-        if self.finish is not None:
-            finish, self.finish = self.finish, None
-            finish()
+from lightning_cephalo.sharding.staging import HostStage
+from lightning_cephalo.sharding.transfers import Pending, exchange, sum_of_rows
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
@@ -74,63 +36,12 @@ def _alias(new: str, old: str) -> Callable[..., Any]:
     return getattr(dist, new, None) or getattr(dist, old)
 
 
-class Transfer:
-    """A send or a receive of gloo.
-
-    Unlike the handle of a collective, its handle does not report completion, and must not be waited
-    for twice. An observer therefore waits in a thread of its own, and other waits share that one.
-    """
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-        self._lock = threading.Lock()
-
-    def wait(self) -> None:
-        """Block until the transfer is done."""
-        with self._lock:
-            if self._work is not None:
-                self._work.wait()
-                self._work = None
-
-    def when_done(self, note: Callable[[], None]) -> None:
-        """Call ``note`` in another thread as soon as the transfer is done."""
-
-        def watch() -> None:
-            self.wait()
-            note()
-
-        threading.Thread(target=watch, daemon=True).start()
-
-
-def _exchange(
-    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> list[Any]:
-    """Start to send ``outgoing`` to and receive ``incoming`` from all other ranks, by rank.
-
-    Receives start first: gloo announces each receive to its sender on the connection of the data.
-    An announcement would otherwise queue behind an outgoing slice. A link would then carry one
-    direction after the other: broadcasts in one group did, and took twice the time on slow links.
-    """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    others = [(rank + step) % world_size for step in range(1, world_size)]
-    works = [
-        dist.irecv(incoming[other], group=group, group_src=other)
-        for other in reversed(others)
-        if incoming[other].numel()
-    ]
-    works += [
-        dist.isend(outgoing[other], group=group, group_dst=other)
-        for other in others
-        if outgoing[other].numel()
-    ]
-    return [Transfer(work) for work in works]
-
-
 def gather_slices(
     full: torch.Tensor,
     sizes: Sequence[int],
     group: dist.ProcessGroup,
     padding: Padding | None = None,
+    stage: HostStage | None = None,
 ) -> Pending:
     """Fill ``full`` with every rank's slice; this rank's own slice is already in place.
 
@@ -139,6 +50,7 @@ def gather_slices(
         sizes: Elements of every rank, in group order; zeros allowed.
         group: The process group.
         padding: Whether nearly equal slices are padded, on backends that gain by it; None: not.
+        stage: Moves device tensors over backends that run on the host; None: this call blocks.
     """
     offsets = _offsets(sizes)
     if backend_of(group).runs_on_device:
@@ -156,13 +68,13 @@ def gather_slices(
         return Pending([dist.all_gather(slices, own, group=group, async_op=True)], tensors=(full,))
     if full.is_cpu:
         slices = full.split(list(sizes))
-        return Pending(_exchange([slices[dist.get_rank(group)]] * len(sizes), slices, group))
-    works = [
-        dist.broadcast(full[a:b], group=group, group_src=source, async_op=True)
-        for source, (a, b) in enumerate(itertools.pairwise(offsets))
-        if b > a
-    ]
-    return Pending(works)
+        return Pending(exchange([slices[dist.get_rank(group)]] * len(sizes), slices, group))
+    if stage is not None:
+        return stage.gather(full, sizes, group)
+    host = full.cpu()
+    gather_slices(host, sizes, group).wait()
+    full.data.copy_(host)
+    return Pending()
 
 
 def reduce_slices(
@@ -174,6 +86,7 @@ def reduce_slices(
     scale: float = 1.0,
     accumulate: bool = False,
     padding: Padding | None = None,
+    stage: HostStage | None = None,
 ) -> Pending:
     """Sum ``full`` over the ranks and write ``scale`` times this rank's slice to ``output``.
 
@@ -185,6 +98,7 @@ def reduce_slices(
         scale: Factor of the sum.
         accumulate: Add to ``output`` instead of overwriting it.
         padding: As for :func:`gather_slices`.
+        stage: As for :func:`gather_slices`.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     own = sizes[rank]
@@ -220,24 +134,49 @@ def reduce_slices(
             )
         return Pending([work], lambda: deliver(total), (full, total))
 
-    received = full.new_empty(world_size * own)
-    rows = received.view(world_size, own)
-    if full.is_cpu:
-        outgoing = full.split(list(sizes))
-        rows[rank].copy_(outgoing[rank])
-        works = _exchange(outgoing, rows.unbind(), group)
-    else:
-        exchange = dist.all_to_all_single(
-            received, full, [own] * world_size, list(sizes), group=group, async_op=True
-        )
-        works = [exchange]
+    if not full.is_cpu:
+        if stage is not None:
+            return stage.reduce(full, sizes, group, deliver)
+        total = torch.empty_like(output, device="cpu")
+        reduce_slices(full.cpu(), sizes, group, total).wait()
+        deliver(total.to(output.device))
+        return Pending()
+    rows = full.new_empty(world_size * own).view(world_size, own)
+    outgoing = full.split(list(sizes))
+    rows[rank].copy_(outgoing[rank])
+    works = exchange(outgoing, rows.unbind(), group)
+    return Pending(works, (lambda: deliver(sum_of_rows(rows))) if own else None)
 
-    def finish() -> None:
-        for row in rows[1:]:
-            rows[0].add_(row)
-        deliver(rows[0])
 
-    return Pending(works, finish if own else None)
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> None:
+    """Give every rank the tensor of rank ``source``; blocking."""
+    sent = tensor.contiguous() if communicates(tensor, group) else tensor.cpu().contiguous()
+    dist.broadcast(sent, group=group, group_src=source)
+    if sent is not tensor:
+        tensor.copy_(sent)
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> Pending:
+    """Combine a tensor of all ranks in place; blocks for device tensors over gloo."""
+    if communicates(tensor, group):
+        return Pending([dist.all_reduce(tensor, op=op, group=group, async_op=True)])
+    sent = tensor.cpu()
+    dist.all_reduce(sent, op=op, group=group)
+    tensor.copy_(sent)
+    return Pending()
+
+
+def communicates(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Return whether a group's backend communicates tensors of this device.
+
+    gloo counts as one that does not: torch's gloo broadcasts and all-reduces CUDA tensors, through
+    host memory of its own, but has no such functions for other devices.
+    """
+    return tensor.is_cpu or backend_of(group).runs_on_device
 
 
 def summands_received(group: dist.ProcessGroup) -> int:

@@ -36,8 +36,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.sharding.buffers import Buffer, BufferPool
 from lightning_cephalo.sharding.collectives import (
-    Pending,
     all_gather_rows,
+    all_reduce,
+    broadcast,
     gather_slices,
     reduce_slices,
     summands_received,
@@ -45,6 +46,8 @@ from lightning_cephalo.sharding.collectives import (
 from lightning_cephalo.sharding.layout import Divider, FlatLayout
 from lightning_cephalo.sharding.padding import Padding
 from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spec
+from lightning_cephalo.sharding.staging import HostStage
+from lightning_cephalo.sharding.transfers import Pending
 
 
 class Residence(Enum):
@@ -68,6 +71,7 @@ class ShardingContext:
         buffers: Lends the memory of gathered parameters.
         gradient_buffers: Lends the memory of full gradients.
         padding: Whether nearly equal slices are padded.
+        stage: Moves device tensors over backends that run on the host; None: not needed.
     """
 
     device: torch.device
@@ -78,6 +82,7 @@ class ShardingContext:
     buffers: BufferPool = field(default_factory=BufferPool)
     gradient_buffers: BufferPool = field(default_factory=BufferPool)
     padding: Padding = field(default_factory=Padding)
+    stage: HostStage | None = None
 
     @property
     def rank(self) -> int:
@@ -124,7 +129,7 @@ class Flat:
             for original, part in zip(originals, master.split(self._numels), strict=True):
                 part.copy_(original.detach().reshape(-1))
         if context.world_size > 1 and self.numel:
-            dist.broadcast(master, group=context.gather_group, group_src=0)
+            broadcast(master, context.gather_group, source=0)
         self._take_slice(master, originals)
 
         self._own_full = torch.empty(self.numel, dtype=self.dtype, device=context.device)
@@ -233,7 +238,11 @@ class Flat:
                 return Pending()
             with torch.autograd._unsafe_preserve_version_counter(self.full):
                 return gather_slices(
-                    self.full, self.sizes, self.context.gather_group, self.context.padding
+                    self.full,
+                    self.sizes,
+                    self.context.gather_group,
+                    self.context.padding,
+                    self.context.stage,
                 )
 
     def _find_memory(self) -> None:
@@ -343,6 +352,7 @@ class Flat:
                 scale=scale,
                 accumulate=accumulate,
                 padding=self.context.padding,
+                stage=self.context.stage,
             )
         return pending
 
@@ -354,8 +364,10 @@ class Flat:
             torch.mul(self.grad_full, scale, out=self.grad_shard)
 
     def _all_reduce(self, scale: float, accumulate: bool) -> Pending:
-        work = dist.all_reduce(self.grad_full, group=self.context.reduce_group, async_op=True)
-        return Pending([work], lambda: self._deliver_local(scale, accumulate))
+        assert self.grad_full is not None
+        pending = all_reduce(self.grad_full, self.context.reduce_group)
+        pending.finish = lambda: self._deliver_local(scale, accumulate)
+        return pending
 
     def _keep_only_held_gradients(self) -> None:
         for parameter, face in zip(self.sharded, self._grad_faces, strict=True):

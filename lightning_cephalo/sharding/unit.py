@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cephalo.sharding.collectives import Pending, Wait, wait_for
 from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider
+from lightning_cephalo.sharding.transfers import Pending, Wait, wait_for
 
 # 16 bytes in the narrowest dtype, which has one byte
 _ALIGNED_NUMEL = 16

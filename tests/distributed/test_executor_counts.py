@@ -30,7 +30,7 @@ from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.observer import Observer as StepObserver
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.plan.program import Instruction, Operation
-from lightning_cephalo.sharding.collectives import Pending
+from lightning_cephalo.sharding.transfers import Pending
 
 # -- collectives and buffers --------------------------------------------------------------------
 

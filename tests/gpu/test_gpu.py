@@ -218,8 +218,6 @@ def test_two_ranks_equal_one(gpus, tmp_path, plan, backend):
     alone = gpus.count < 2
     if backend == "nccl" and alone:
         pytest.skip("NCCL wants a GPU for each rank")
-    if backend == "gloo" and not gpus.is_real:
-        pytest.skip("gloo's collectives of device tensors are not simulated")
     options = ["--backend", backend, "--plan", json.dumps(plan)]
     if alone:
         options.append("--share-one-device")

@@ -119,12 +119,15 @@ def train(
         environments: What the launcher gives to each rank.
         ranks: The plan's ranks; "solve": measured and solved; None: Lightning alone, on one device.
         given: Under "plan", "strategy", "trainer", "model" and "data" options for each of them;
+            "accelerators": the kind of each rank's device;
             "scale" of 16-mixed; "compile" with this backend; "resume" from this checkpoint, and
             "save" one; "padding" to look at that of the slices.
     """
     os.environ.update(environments[rank], OMP_NUM_THREADS="1")
     torch.use_deterministic_algorithms(True, warn_only=True)
     options = dict(given.get("trainer", {}))
+    if "accelerators" in given:
+        options["accelerator"] = given["accelerators"][rank]
     if "scale" in given:
         options["plugins"] = [half("cuda", given["scale"])]
     if ranks is None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from device_jobs import Encoder, data, strategy, trainer
 from launch import torchrun_environments
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from plans import plan_of
 from test_training import UNEVEN
+
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.ranks.launch import connect
 
 pytestmark = pytest.mark.simulated
 
@@ -87,3 +92,20 @@ def test_in_a_collective(simulated, failing_rank):
     _, said, _, seconds = outcomes[1 - failing_rank].value
     assert f"Rank {failing_rank} failed: DistBackendError: NCCL error" in said
     assert seconds < 60
+
+
+def connect_with_default_backends(rank, environments):
+    os.environ.update(environments[rank])
+    device = torch.device("cuda", 0) if rank == 0 else torch.device("cpu")
+    try:
+        connect(TorchElasticEnvironment(), None, timedelta(seconds=60), device)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_with_different_backends_hear_so_before_they_wait_for_each_other(simulated):
+    environments = torchrun_environments(3)
+    for outcome in simulated.run(3, connect_with_default_backends, environments):
+        assert "'gloo' (ranks [1, 2]) and 'nccl' (ranks [0])" in outcome.value
+        assert "process_group_backend='gloo'" in outcome.value

@@ -65,7 +65,7 @@ def offloaded_memory_is_let_go_without_a_wait():
 
 
 def collectives_are_not_waited_for():
-    from lightning_cephalo.sharding.collectives import Pending
+    from lightning_cephalo.sharding.transfers import Pending
 
     def wait(self, wait=None):
         self.works, self.tensors = [], ()
@@ -87,6 +87,22 @@ def the_host_reads_what_is_being_copied():
         return away
 
     HostArena.offload = reads
+
+
+def staged_slices_leave_before_they_arrive():
+    from lightning_cephalo.accelerator.torch_device import StreamCopies
+
+    class Now:
+        def synchronize(self):
+            pass
+
+    start = StreamCopies.start
+
+    def starts(self, target, source):
+        start(self, target, source)
+        return Now()
+
+    StreamCopies.start = starts
 
 
 def one_rank_swaps_its_groups():
@@ -138,6 +154,14 @@ def test_defects_of_offloading(simulated, right, defect, kinds):
     losses, found = losses_and_kinds(simulated, ONE, defect, plan={"offload": True})
     assert losses == pytest.approx(right, rel=1e-5)
     assert kinds <= found
+
+
+def test_a_defect_of_staging(simulated, right):
+    gloo = {"process_group_backend": "gloo"}
+    defect = "staged_slices_leave_before_they_arrive"
+    losses, found = losses_and_kinds(simulated, UNEVEN, defect, strategy=gloo)
+    assert losses == pytest.approx(right, rel=1e-5)
+    assert "host race" in found
 
 
 def test_collectives_that_nobody_waits_for(simulated, right):

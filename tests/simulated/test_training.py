@@ -62,6 +62,33 @@ def test_plans(simulated, alone, ranks):
 
 
 @pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [
+        (UNEVEN, "gpu gpu"),
+        (UNEVEN, "gpu cpu"),
+        (EVEN, "cpu gpu"),
+        (IDLE_WITH_ALL_STATE, "cpu gpu"),
+        (FOUR, "gpu cpu gpu cpu"),
+        ("solve", "gpu cpu"),
+    ],
+    ids=["gpus", "uneven", "even", "idle cpu with all state", "four", "solved"],
+)
+def test_ranks_of_several_kinds_train_over_gloo(simulated, alone, ranks, kinds):
+    accelerators = kinds.split()
+    gloo = {"process_group_backend": "gloo"}
+    found = trained(
+        simulated,
+        ranks,
+        environments=torchrun_environments(len(accelerators)),
+        accelerators=accelerators,
+        strategy=gloo,
+    )
+    assert_equal(found, alone)
+    used = {"gpu": "cuda", "cpu": "cpu"}
+    assert [one["device"].split(":")[0] for one in found] == [used[k] for k in accelerators]
+
+
+@pytest.mark.parametrize(
     "given",
     [{}, {"strategy": {"recompute": False}}, {"plan": {"stay_gathered": True}}],
     ids=["plain", "keep", "stay"],

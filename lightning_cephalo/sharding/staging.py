@@ -1,0 +1,161 @@
+"""Moves slices of device tensors between ranks through host memory, for backends like gloo.
+
+gloo sends and receives host memory only. Ranks whose devices have no other backend in common, such
+as CUDA, ROCm and CPU ranks in one job, can thus train together: on the wire, all of them exchange
+the same messages of :func:`~lightning_cephalo.sharding.transfers.exchange`.
+
+A thread per direction waits until the device has filled the host memory, then exchanges. The host
+goes on in the meantime, and waits only for the result.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.base import EndOfWork
+from lightning_cephalo.sharding.transfers import Pending, exchange, sum_of_rows
+
+
+class HostStage:
+    """Host memory and threads for the collectives of one rank's device tensors.
+
+    Pinned memory is kept for the next collective, as torch would not return it to the system.
+
+    Args:
+        accelerator: This rank's device.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._copies = accelerator.copies()
+        self._idle: list[tuple[Tensor, EndOfWork | None]] = []
+        self._gathers, self._reduces = _Line(), _Line()
+
+    def gather(self, full: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Pending:
+        """Fill ``full`` with every rank's slice; see ``gather_slices``."""
+        rank = dist.get_rank(group)
+        memory, host = self._take(full.numel(), full.dtype)
+        slices = host.split(list(sizes))
+        copied = self._copies.start(slices[rank], full.split(list(sizes))[rank])
+
+        def move() -> None:
+            copied.synchronize()
+            for transfer in exchange([slices[rank]] * len(sizes), slices, group):
+                transfer.wait()
+
+        def finish() -> None:
+            # `.data` has a version counter of its own: graphs that point into `full` stay valid
+            full.data.copy_(host, non_blocking=True)
+            self._give(memory)
+
+        return Pending([self._gathers.run(move)], finish, (full,))
+
+    def reduce(
+        self,
+        full: Tensor,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup,
+        deliver: Callable[[Tensor], None],
+    ) -> Pending:
+        """Sum ``full`` over the ranks, and give this rank's slice to ``deliver``."""
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        own = sizes[rank]
+        sent, host = self._take(full.numel(), full.dtype)
+        received, summands = self._take(world_size * own, full.dtype)
+        rows, outgoing = summands.view(world_size, own), host.split(list(sizes))
+        copied = self._copies.start(host, full)
+
+        def move() -> None:
+            copied.synchronize()
+            rows[rank].copy_(outgoing[rank])
+            for transfer in exchange(outgoing, rows.unbind(), group):
+                transfer.wait()
+            sum_of_rows(rows)
+
+        def finish() -> None:
+            if own:
+                deliver(rows[0].to(full.device, non_blocking=True))
+            self._give(sent)
+            self._give(received)
+
+        return Pending([self._reduces.run(move)], finish, (full,))
+
+    def release(self) -> None:
+        """Free the memory that no collective uses."""
+        for _, last_copy in self._idle:
+            if last_copy is not None:
+                last_copy.synchronize()
+        self._idle.clear()
+
+    def _take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return a piece of host memory, and a tensor at its beginning."""
+        nbytes = numel * dtype.itemsize
+        fitting = [piece for piece in self._idle if piece[0].numel() >= nbytes]
+        if fitting:
+            # by identity: tensors compare by their elements
+            piece = min(fitting, key=lambda piece: piece[0].numel())
+            self._idle = [other for other in self._idle if other is not piece]
+            memory, last_copy = piece
+            if last_copy is not None:
+                last_copy.synchronize()
+        else:
+            with torch.inference_mode(False):  # another thread writes to it, outside of that mode
+                memory = self._accelerator.allocate_host(nbytes)
+        return memory, memory[:nbytes].view(dtype)
+
+    def _give(self, memory: Tensor) -> None:
+        """Take a piece back; the copies from it that were submitted may still run."""
+        self._idle.append((memory, self._accelerator.end_of_work()))
+
+
+class _Moving:
+    """A function that a thread runs; waited for like a handle of torch.distributed."""
+
+    def __init__(self) -> None:
+        self.outcome: Future[None] = Future()
+
+    def wait(self) -> None:
+        """Block until it has returned; raise what it raised."""
+        self.outcome.result()
+
+    def when_done(self, note: Callable[[], None]) -> None:
+        """Call ``note`` in another thread as soon as it has returned."""
+        self.outcome.add_done_callback(lambda _: note())
+
+
+class _Line:
+    """Runs functions one after the other in a thread, which ends with the process."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[_Moving, Callable[[], None]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def run(self, function: Callable[[], None]) -> _Moving:
+        """Run a function after those before it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._waiting,), daemon=True)
+            self._thread.start()
+        moving = _Moving()
+        self._waiting.put((moving, function))
+        return moving
+
+
+def _work(waiting: queue.SimpleQueue[tuple[_Moving, Callable[[], None]]]) -> None:
+    while True:
+        moving, function = waiting.get()
+        try:
+            function()
+        except BaseException as error:
+            moving.outcome.set_exception(error)
+        else:
+            moving.outcome.set_result(None)
+        # else the last collective's tensors and group would live until the next one
+        del moving, function

@@ -1,0 +1,107 @@
+"""Slices on their way between ranks, and the sends and receives of gloo that move them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Wait = Callable[[Any], None]
+"""Waits for a handle of torch.distributed."""
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a handle without notifying observers."""
+    work.wait()
+
+
+@dataclass
+class Pending:
+    """A collective under way.
+
+    Attributes:
+        works: Handles of torch.distributed.
+        finish: Local work that remains once the handles are done.
+        tensors: What the collective reads and writes on a device. torch itself keeps it only until
+            the first wait, which may be that of an observer on another stream.
+    """
+
+    works: list[Any] = field(default_factory=list)
+    finish: Callable[[], None] | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    def wait(self, wait: Wait = wait_for) -> None:
+        """Block until the result may be used; on a device only the current stream waits.
+
+        Args:
+            wait: Waits for one handle.
+        """
+        for work in self.works:
+            wait(work)
+        self.works, self.tensors = [], ()
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
+            finish()
+
+
+class Transfer:
+    """A send or a receive of gloo.
+
+    Unlike the handle of a collective, its handle does not report completion, and must not be waited
+    for twice. An observer therefore waits in a thread of its own, and other waits share that one.
+    """
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Block until the transfer is done."""
+        with self._lock:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+
+    def when_done(self, note: Callable[[], None]) -> None:
+        """Call ``note`` in another thread as soon as the transfer is done."""
+
+        def watch() -> None:
+            self.wait()
+            note()
+
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def exchange(
+    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> list[Any]:
+    """Start to send ``outgoing`` to and receive ``incoming`` from all other ranks, by rank.
+
+    Receives start first: gloo announces each receive to its sender on the connection of the data.
+    An announcement would otherwise queue behind an outgoing slice. A link would then carry one
+    direction after the other: broadcasts in one group did, and took twice the time on slow links.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    others = [(rank + step) % world_size for step in range(1, world_size)]
+    works = [
+        dist.irecv(incoming[other], group=group, group_src=other)
+        for other in reversed(others)
+        if incoming[other].numel()
+    ]
+    works += [
+        dist.isend(outgoing[other], group=group, group_dst=other)
+        for other in others
+        if outgoing[other].numel()
+    ]
+    return [Transfer(work) for work in works]
+
+
+def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Add all rows to the first, in order, and return it."""
+    for row in rows[1:]:
+        rows[0].add_(row)
+    return rows[0]
