@@ -173,10 +173,14 @@ def all_reduce(
 def communicates(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     """Return whether a group's backend communicates tensors of this device.
 
+    Without process groups there is nothing that it could not communicate.
+
     gloo counts as one that does not: torch's gloo broadcasts and all-reduces CUDA tensors, through
     host memory of its own, but has no such functions for other devices.
     """
-    return tensor.is_cpu or backend_of(group).runs_on_device
+    if tensor.is_cpu or not dist.is_initialized():
+        return True
+    return backend_of(group).runs_on_device
 
 
 def summands_received(group: dist.ProcessGroup) -> int:

@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks
 
-from lightning_cephalo.sharding.collectives import all_gather_rows, gather_slices, reduce_slices
+from lightning_cephalo.sharding.collectives import (
+    all_gather_rows,
+    communicates,
+    gather_slices,
+    reduce_slices,
+)
 
 SIZES = [
     (5,),
@@ -119,3 +124,7 @@ def _rows_of(rank, sizes, row_shape):
 @pytest.mark.parametrize("sizes", [(3, 1), (0, 4), (0, 0), (2, 0, 1)], ids=str)
 def test_rows_of_all_ranks_are_stacked(sizes):
     run_ranks(len(sizes), _rows, sizes)
+
+
+def test_without_process_groups_every_tensor_counts_as_communicated():
+    assert communicates(torch.empty(1, device="meta"), None)
