@@ -357,13 +357,13 @@ class _ValuesOfRanks:
             values: As many scalars in double precision.
         """
         ranks, device = self.control.world_size, self._accelerator.device
+        own = torch.stack([value.to(device, non_blocking=True) for value in values])
         if not backend_of(self._group).runs_on_device:
-            numbers = self.control.gather([*weights, *torch.stack(list(values)).tolist()])
+            numbers = self.control.gather([*weights, *own.tolist()])
             count = len(weights)
             read = torch.tensor([row[count:] for row in numbers], dtype=torch.float64)
             return [row[:count] for row in numbers], read.to(device)
         # a number that the host reads, it must wait for: the values stay on the device
-        own = torch.stack([value.to(device, non_blocking=True) for value in values])
         everyones = all_gather_rows(own[None], [1] * ranks, self._group)
         return self.control.gather(weights), everyones
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -180,7 +181,8 @@ def _store_of_equal_backends(
     if len(set(backends)) > 1:
         store.set(f"cephalo/refused/{rank}", "")
         if rank == 0:  # the store may live in this process, which ends with the error
-            store.wait([f"cephalo/refused/{r}" for r in ranks], _REFUSING)
+            with suppress(RuntimeError):  # a rank that has ended meanwhile has nothing to hear
+                store.wait([f"cephalo/refused/{r}" for r in ranks], _REFUSING)
         used = {b: [r for r in ranks if backends[r] == b] for b in sorted(set(backends))}
         said = " and ".join(f"{name!r} (ranks {found})" for name, found in used.items())
         raise UnsupportedError(
@@ -188,7 +190,7 @@ def _store_of_equal_backends(
             " only 'gloo' in common: pass process_group_backend='gloo' to CephaloStrategy on every"
             " rank."
         )
-    return store
+    return dist.PrefixStore("default_pg", store)  # as torch does with a store that it makes
 
 
 # -- waiting --------------------------------------------------------------------------------------

@@ -25,12 +25,19 @@ class Encoder(pl.LightningModule):
     Args:
         dropout: Of the layers; 0 where results are compared.
         weighted: Samples without a target do not count, and the step returns how many do.
+        logs_host_values: The step also logs a tensor in host memory.
         logged: Arguments for logging the loss.
     """
 
-    def __init__(self, dropout: float = 0.0, weighted: bool = False, **logged: Any) -> None:
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        weighted: bool = False,
+        logs_host_values: bool = False,
+        **logged: Any,
+    ) -> None:
         super().__init__()
-        self.weighted = weighted
+        self.weighted, self.logs_host_values = weighted, logs_host_values
         torch.manual_seed(1)
         layer = [nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True) for _ in "abc"]
         self.layers = nn.Sequential(*layer)
@@ -40,6 +47,8 @@ class Encoder(pl.LightningModule):
         self.validated: list[Tensor] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if self.logs_host_values:
+            self.log("samples", torch.tensor(1.0))
         if not self.weighted:
             loss = self._loss(batch)
             self.log("loss", loss, **self.logged)

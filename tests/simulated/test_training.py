@@ -82,6 +82,7 @@ def test_ranks_of_several_kinds_train_over_gloo(simulated, alone, ranks, kinds):
         environments=torchrun_environments(len(accelerators)),
         accelerators=accelerators,
         strategy=gloo,
+        model={"logs_host_values": True},
     )
     assert_equal(found, alone)
     used = {"gpu": "cuda", "cpu": "cpu"}
