@@ -1,4 +1,4 @@
-"""When ranks of several kinds pay, by the planner: all of them communicate over gloo.
+"""Asks the planner when ranks of several kinds pay, since all of them communicate over gloo.
 
     python benchmarks/mixed_kinds.py
 

@@ -164,9 +164,9 @@ def connect(
 def _store_of_equal_backends(
     environment: ClusterEnvironment, backend: str, timeout: timedelta
 ) -> dist.Store:
-    """Return the store of the process group, after a look at the backend of every rank.
+    """Make the store of the process group, and refuse ranks that use different backends.
 
-    Ranks with different backends would wait for each other until the timeout.
+    Such ranks would wait for each other until the timeout.
     """
     rank, world_size = environment.global_rank(), environment.world_size()
     # torch's rendezvous reads these, and Lightning sets them, too

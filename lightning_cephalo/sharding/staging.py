@@ -1,8 +1,8 @@
 """Moves slices of device tensors between ranks through host memory, for backends like gloo.
 
 gloo sends and receives host memory only. Ranks whose devices have no other backend in common, such
-as CUDA, ROCm and CPU ranks in one job, can thus train together: on the wire, all of them exchange
-the same messages of :func:`~lightning_cephalo.sharding.transfers.exchange`.
+as CUDA, ROCm and CPU ranks in one job, can thus train together: all of them exchange the same
+messages of :func:`~lightning_cephalo.sharding.transfers.exchange`.
 
 A thread per direction waits until the device has filled the host memory, then exchanges. The host
 goes on in the meantime, and waits only for the result.
@@ -25,9 +25,9 @@ from lightning_cephalo.sharding.transfers import Pending, exchange, sum_of_rows
 
 
 class HostStage:
-    """Host memory and threads for the collectives of one rank's device tensors.
+    """Runs the collectives of one rank's device tensors in host memory, in two threads.
 
-    Pinned memory is kept for the next collective, as torch would not return it to the system.
+    It keeps pinned memory for the next collective, because torch would not return it to the system.
 
     Args:
         accelerator: This rank's device.
