@@ -299,7 +299,7 @@ class CephaloStrategy(ParallelStrategy):
         )
         launch.leave_at_exit(self)
         if self._ranks is None:
-            self._ranks = launch.Ranks.create(self._timeout)
+            self._ranks = launch.Ranks.create(self._timeout, self._environment.node_rank())
         self._samplers.take(self._module.trainer)
 
     @override

@@ -24,12 +24,14 @@ def plan_of(
     offload: bool = False,
     stay_gathered: bool = False,
     padded: bool | None = None,
+    by_node: bool | None = None,
 ) -> Plan:
     """A plan from each rank's microbatch sizes and share of the state."""
     return Plan(
         tuple(RankPlan(microbatch_sizes=m, state_fraction=f, offload=offload) for m, f in ranks),
         reshard_after_forward=not stay_gathered,
         padded=padded,
+        by_node=by_node,
     )
 
 

@@ -22,6 +22,7 @@ from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.padding import slot_numel
 from lightning_cephalo.sharding.placement import default_mesh
+from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.unit import Unit
 
@@ -64,6 +65,7 @@ class ShardedModel:
 
     Attributes:
         padding: Whether nearly equal slices are padded.
+        routing: The way that slices take.
         stage: Moves device tensors over backends that run on the host; None: not needed.
     """
 
@@ -83,12 +85,14 @@ class ShardedModel:
         self.control = groups.control
         self.backend = backend_of(groups.gather)
         self.compute_dtype = compute_dtype
+        self.routing = Routing(groups.nodes, on_host=not self.backend.runs_on_device)
         self.stage = self._stage()
         context = ShardingContext(
             device,
             default_mesh(device.type),
             groups.gather,
             groups.reduce,
+            self.routing,
             compute_dtype,
             stage=self.stage,
         )
@@ -111,7 +115,7 @@ class ShardedModel:
         is_host_memory = self.accelerator.holds(torch.empty(0))
         if self.backend.runs_on_device or is_host_memory:
             return None
-        return HostStage(self.accelerator)
+        return HostStage(self.accelerator, self.routing)
 
     def _move_buffers(self, compute_dtype: torch.dtype | None) -> None:
         """Move buffers to the device and the compute dtype, with rank 0's values."""
@@ -174,7 +178,8 @@ class ShardedModel:
         """Bytes of full buffers at the peak of a step, on every rank.
 
         Parameters: the root unit and the two largest others (one in use, one being gathered).
-        Gradients: the root unit and two others (one accumulating, one being reduced).
+        Gradients: the root unit and two others (one accumulating, one being reduced), and by node
+        the summands of one.
         """
         return self.gathered_parameter_bytes + self.gathered_gradient_bytes
 
@@ -195,8 +200,9 @@ class ShardedModel:
     @property
     def gathered_gradient_bytes(self) -> int:
         """The part of :attr:`gathered_bytes` that holds full gradients."""
-        gradients = sorted((unit.gradient_bytes for unit in self.units[1:]), reverse=True)
-        return self.units[0].gradient_bytes + sum(gradients[:2])
+        root, *others = [unit.gradient_bytes for unit in self.units]
+        summands = max(root, *others) if self.routing.goes_by_node else 0
+        return root + sum(sorted(others, reverse=True)[:2]) + summands
 
     def padded_bytes(self) -> PaddedBytes:
         """Return the bytes of the buffers in which even shares travel padded.

@@ -247,6 +247,8 @@ def _outcome(plan: Plan) -> str | None:
         parts.append("units stay gathered from forward to backward")
     if plan.padded:
         parts.append("slices of even shares are padded")
+    if plan.by_node:
+        parts.append("slices cross between nodes once")
     if plan.step_s is not None:
         rate = plan.global_batch_size / plan.step_s if plan.step_s else math.inf
         parts.append(

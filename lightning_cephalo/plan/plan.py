@@ -122,6 +122,8 @@ class Plan(FileRecord):
             backward. False: they stay gathered in between. None: the strategy decides.
         padded: whether the slices of equal shares are padded to equal sizes where that lets them
             travel in faster collectives, in more memory. None: the strategy decides.
+        by_node: whether slices cross the network between two nodes once, and ranks of a node pass
+            them on; only over gloo, and where a node has several ranks. None: they do not.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -137,6 +139,7 @@ class Plan(FileRecord):
     backend: Text | None = None
     reshard_after_forward: YesOrNo | None = None
     padded: YesOrNo | None = None
+    by_node: YesOrNo | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

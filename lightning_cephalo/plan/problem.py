@@ -132,6 +132,8 @@ class Problem(FileRecord):
             backward. False: they stay gathered in between. "auto": the plan chooses.
         unresharded_bytes: bytes that every rank holds in addition to ``gathered_bytes`` if units
             stay gathered.
+        by_node: whether these are the times and bytes of slices that go by node, because that was
+            measured faster.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -164,6 +166,7 @@ class Problem(FileRecord):
         bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")
     ] = True
     unresharded_bytes: Amount = 0.0
+    by_node: Annotated[bool, OneOf((True, False), "True or False")] = False
 
     @property
     def fixed_bytes(self) -> float:

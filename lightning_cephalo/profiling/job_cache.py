@@ -173,6 +173,7 @@ def describe(
                       torch.are_deterministic_algorithms_enabled()],
         "recompute": model.executor.recompute,
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
+        **({"nodes": model.routing.nodes} if model.routing.has_choice else {}),
         "threads": torch.get_num_threads() if model.accelerator.computes_on_host else None,
         "options": {
             name: _plain(value) for name, value in options.items()

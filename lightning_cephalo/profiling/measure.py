@@ -189,6 +189,7 @@ def measure(
         even_gather_s=network.even_gather_s if visits else None,
         even_reduce_s=even_reduce_s,
         padded_bytes=network.padded_bytes,
+        by_node=network.by_node,
         root_gather_s=network.root_gather_s,
         root_reduce_s=network.root_reduce_s,
         fill_s=network.fill_s,

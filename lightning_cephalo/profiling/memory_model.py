@@ -31,7 +31,6 @@ from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import MemoryMeter, RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
-from lightning_cephalo.sharding.collectives import summands_received
 
 # The parameter, its gradient and Adam's two moments. The optimizer is created for the planned
 # shards, so it is not known yet; SGD holds less, and no common optimizer holds more.
@@ -56,11 +55,9 @@ def state_bytes(model: ShardedModel) -> int:
 
 def _receive_bytes(model: ShardedModel) -> int:
     """Return the bytes that one reduce receives into, over all ranks; reduces do not overlap."""
-    flats = model.flats
-    if not flats:
+    if not model.flats:
         return 0
-    largest = max(unit.gradient_bytes for unit in model.units)
-    return largest * summands_received(flats[0].context.reduce_group)
+    return model.routing.summands * max(unit.gradient_bytes for unit in model.units)
 
 
 def resting_bytes(model: ShardedModel) -> int:

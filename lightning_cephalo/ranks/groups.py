@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+import socket
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -18,22 +20,36 @@ class Groups:
         gather: Gathers parameters.
         reduce: Reduces gradients; a separate group lets reduces overlap with gathers.
         control: Carries small messages between processes, on the CPU.
+        nodes: The node of every rank, by the first rank on it.
     """
 
     gather: dist.ProcessGroup
     reduce: dist.ProcessGroup
     control: ControlGroup
+    nodes: tuple[int, ...]
 
     @classmethod
-    def create(cls, timeout: datetime.timedelta) -> Groups:
+    def create(cls, timeout: datetime.timedelta, node_rank: int = 0) -> Groups:
         """Create the groups; collective.
 
         Args:
             timeout: Timeout of collectives.
+            node_rank: This rank's node as the launcher counts them. Ranks of one number are on
+                several nodes if their hosts or network namespaces differ.
         """
-        control = dist.new_group(backend="gloo", timeout=timeout)
+        control = ControlGroup(dist.new_group(backend="gloo", timeout=timeout))
+        named = control.gather((node_rank, socket.gethostname(), _network()))
         return cls(
             dist.new_group(timeout=timeout),
             dist.new_group(timeout=timeout),
-            ControlGroup(control),
+            control,
+            tuple(named.index(name) for name in named),
         )
+
+
+def _network() -> int | None:
+    """Return the number of this process's network namespace; None where there are none."""
+    try:
+        return os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return None

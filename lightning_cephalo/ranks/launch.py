@@ -72,9 +72,9 @@ class Ranks:
         return self.groups.control
 
     @classmethod
-    def create(cls, timeout: timedelta) -> Ranks:
+    def create(cls, timeout: timedelta, node_rank: int) -> Ranks:
         """Create the groups over connected processes; collective."""
-        groups = Groups.create(timeout)
+        groups = Groups.create(timeout, node_rank)
         return cls(groups, CrashReport.create(groups.control))
 
 

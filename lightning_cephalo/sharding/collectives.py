@@ -1,7 +1,7 @@
 """Gathers and reduces slices of unequal sizes, with one method per kind of backend.
 
-- gloo on CPUs: every rank receives from and sends to every other rank. A gather receives straight
-  into place. A reduce receives rows and sums them in rank order, so that it is deterministic.
+- gloo on CPUs: sends and receives, straight from rank to rank or by node (``routes.py``). A gather
+  receives into place. A reduce receives rows and sums them in one order, so it is deterministic.
 - gloo on other devices: the same through host memory (``staging.py``), because gloo sends no other.
 - Backends that run on the device (NCCL): the single-tensor operations for equal slices, and for
   nearly equal ones where the plan pads them; the list forms otherwise.
@@ -20,8 +20,11 @@ import torch.distributed as dist
 
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.sharding.padding import Padding
+from lightning_cephalo.sharding.routes import Route, Straight
 from lightning_cephalo.sharding.staging import HostStage
-from lightning_cephalo.sharding.transfers import Pending, exchange, sum_of_rows
+from lightning_cephalo.sharding.transfers import Pending
+
+_STRAIGHT = Straight()
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
@@ -42,6 +45,7 @@ def gather_slices(
     group: dist.ProcessGroup,
     padding: Padding | None = None,
     stage: HostStage | None = None,
+    route: Route = _STRAIGHT,
 ) -> Pending:
     """Fill ``full`` with every rank's slice; this rank's own slice is already in place.
 
@@ -51,6 +55,7 @@ def gather_slices(
         group: The process group.
         padding: Whether nearly equal slices are padded, on backends that gain by it; None: not.
         stage: Moves device tensors over backends that run on the host; None: this call blocks.
+        route: The way of slices in host memory; those of a stage take the stage's.
     """
     offsets = _offsets(sizes)
     if backend_of(group).runs_on_device:
@@ -67,8 +72,7 @@ def gather_slices(
         slices = [full[a:b] for a, b in itertools.pairwise(offsets)]
         return Pending([dist.all_gather(slices, own, group=group, async_op=True)], tensors=(full,))
     if full.is_cpu:
-        slices = full.split(list(sizes))
-        return Pending(exchange([slices[dist.get_rank(group)]] * len(sizes), slices, group))
+        return Pending(route.gather(full.split(list(sizes)), group))
     if stage is not None:
         return stage.gather(full, sizes, group)
     host = full.cpu()
@@ -87,11 +91,13 @@ def reduce_slices(
     accumulate: bool = False,
     padding: Padding | None = None,
     stage: HostStage | None = None,
+    route: Route = _STRAIGHT,
 ) -> Pending:
     """Sum ``full`` over the ranks and write ``scale`` times this rank's slice to ``output``.
 
     Args:
         full: 1-d tensor of ``sum(sizes)`` elements; must live until the wait for the result ends.
+            Its values may change.
         sizes: Elements of every rank, in group order; zeros allowed.
         group: The process group.
         output: 1-d tensor of this rank's size.
@@ -99,8 +105,9 @@ def reduce_slices(
         accumulate: Add to ``output`` instead of overwriting it.
         padding: As for :func:`gather_slices`.
         stage: As for :func:`gather_slices`.
+        route: As for :func:`gather_slices`.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
     own = sizes[rank]
 
     def deliver(total: torch.Tensor) -> None:
@@ -141,11 +148,9 @@ def reduce_slices(
         reduce_slices(full.cpu(), sizes, group, total).wait()
         deliver(total.to(output.device))
         return Pending()
-    rows = full.new_empty(world_size * own).view(world_size, own)
-    outgoing = full.split(list(sizes))
-    rows[rank].copy_(outgoing[rank])
-    works = exchange(outgoing, rows.unbind(), group)
-    return Pending(works, (lambda: deliver(sum_of_rows(rows))) if own else None)
+    memory = full.new_empty(route.received_numel(sizes, rank))
+    works, total_of = route.reduce(full.split(list(sizes)), memory, group)
+    return Pending(works, (lambda: deliver(total_of())) if own else None)
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> None:
@@ -181,14 +186,6 @@ def communicates(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     if tensor.is_cpu or not dist.is_initialized():
         return True
     return backend_of(group).runs_on_device
-
-
-def summands_received(group: dist.ProcessGroup) -> int:
-    """Return the number of summands that a reduce receives for this rank's slice.
-
-    It is 1 where the backend itself adds up, else the number of ranks.
-    """
-    return 1 if backend_of(group).runs_on_device else dist.get_world_size(group)
 
 
 def all_gather_rows(

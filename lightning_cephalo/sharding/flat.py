@@ -41,11 +41,11 @@ from lightning_cephalo.sharding.collectives import (
     broadcast,
     gather_slices,
     reduce_slices,
-    summands_received,
 )
 from lightning_cephalo.sharding.layout import Divider, FlatLayout
 from lightning_cephalo.sharding.padding import Padding
 from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spec
+from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.transfers import Pending
 
@@ -67,6 +67,7 @@ class ShardingContext:
         mesh: One-dimensional mesh over all ranks.
         gather_group: Group of the gathers.
         reduce_group: Group of the reduces; a separate group lets gathers and reduces overlap.
+        routing: The way that slices take.
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         buffers: Lends the memory of gathered parameters.
         gradient_buffers: Lends the memory of full gradients.
@@ -78,6 +79,7 @@ class ShardingContext:
     mesh: DeviceMesh
     gather_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup
+    routing: Routing
     compute_dtype: torch.dtype | None = None
     buffers: BufferPool = field(default_factory=BufferPool)
     gradient_buffers: BufferPool = field(default_factory=BufferPool)
@@ -243,6 +245,7 @@ class Flat:
                     self.context.gather_group,
                     self.context.padding,
                     self.context.stage,
+                    self.context.routing.route,
                 )
 
     def _find_memory(self) -> None:
@@ -353,6 +356,7 @@ class Flat:
                 accumulate=accumulate,
                 padding=self.context.padding,
                 stage=self.context.stage,
+                route=self.context.routing.route,
             )
         return pending
 
@@ -381,8 +385,8 @@ class Flat:
         """Bytes of the buffer into which this rank receives a reduce; see ``reduce_slices``."""
         if self.layout is None or self.context.world_size == 1:
             return 0
-        summands = summands_received(self.context.reduce_group)
-        return summands * (self._end - self._start) * self.master_dtype.itemsize
+        received = self.context.routing.received_numel(self.sizes, self.context.rank)
+        return received * self.master_dtype.itemsize
 
     def disarm(self) -> None:
         """Give back the memory of ``grad_full``; call it after the wait for its reduce."""

@@ -10,10 +10,7 @@ goes on in the meantime, and waits only for the result.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
@@ -21,7 +18,9 @@ from torch import Tensor
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.base import EndOfWork
-from lightning_cephalo.sharding.transfers import Pending, exchange, sum_of_rows
+from lightning_cephalo.sharding.line import Line
+from lightning_cephalo.sharding.routes import Routing
+from lightning_cephalo.sharding.transfers import Pending
 
 
 class HostStage:
@@ -31,13 +30,15 @@ class HostStage:
 
     Args:
         accelerator: This rank's device.
+        routing: The way that slices take.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, routing: Routing) -> None:
         self._accelerator = accelerator
+        self._routing = routing
         self._copies = accelerator.copies()
         self._idle: list[tuple[Tensor, EndOfWork | None]] = []
-        self._gathers, self._reduces = _Line(), _Line()
+        self._gathers, self._reduces = Line(), Line()
 
     def gather(self, full: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Pending:
         """Fill ``full`` with every rank's slice; see ``gather_slices``."""
@@ -45,10 +46,11 @@ class HostStage:
         memory, host = self._take(full.numel(), full.dtype)
         slices = host.split(list(sizes))
         copied = self._copies.start(slices[rank], full.split(list(sizes))[rank])
+        route = self._routing.route
 
         def move() -> None:
             copied.synchronize()
-            for transfer in exchange([slices[rank]] * len(sizes), slices, group):
+            for transfer in route.gather(slices, group):
                 transfer.wait()
 
         def finish() -> None:
@@ -66,23 +68,22 @@ class HostStage:
         deliver: Callable[[Tensor], None],
     ) -> Pending:
         """Sum ``full`` over the ranks, and give this rank's slice to ``deliver``."""
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        own = sizes[rank]
+        rank, route = dist.get_rank(group), self._routing.route
         sent, host = self._take(full.numel(), full.dtype)
-        received, summands = self._take(world_size * own, full.dtype)
-        rows, outgoing = summands.view(world_size, own), host.split(list(sizes))
+        received, summands = self._take(route.received_numel(sizes, rank), full.dtype)
         copied = self._copies.start(host, full)
+        totals: list[Tensor] = []
 
         def move() -> None:
             copied.synchronize()
-            rows[rank].copy_(outgoing[rank])
-            for transfer in exchange(outgoing, rows.unbind(), group):
+            transfers, total = route.reduce(host.split(list(sizes)), summands, group)
+            for transfer in transfers:
                 transfer.wait()
-            sum_of_rows(rows)
+            totals.append(total())
 
         def finish() -> None:
-            if own:
-                deliver(rows[0].to(full.device, non_blocking=True))
+            if sizes[rank]:
+                deliver(totals[0].to(full.device, non_blocking=True))
             self._give(sent)
             self._give(received)
 
@@ -114,48 +115,3 @@ class HostStage:
     def _give(self, memory: Tensor) -> None:
         """Take a piece back; the copies from it that were submitted may still run."""
         self._idle.append((memory, self._accelerator.end_of_work()))
-
-
-class _Moving:
-    """A function that a thread runs; waited for like a handle of torch.distributed."""
-
-    def __init__(self) -> None:
-        self.outcome: Future[None] = Future()
-
-    def wait(self) -> None:
-        """Block until it has returned; raise what it raised."""
-        self.outcome.result()
-
-    def when_done(self, note: Callable[[], None]) -> None:
-        """Call ``note`` in another thread as soon as it has returned."""
-        self.outcome.add_done_callback(lambda _: note())
-
-
-class _Line:
-    """Runs functions one after the other in a thread, which ends with the process."""
-
-    def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[_Moving, Callable[[], None]]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def run(self, function: Callable[[], None]) -> _Moving:
-        """Run a function after those before it."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._waiting,), daemon=True)
-            self._thread.start()
-        moving = _Moving()
-        self._waiting.put((moving, function))
-        return moving
-
-
-def _work(waiting: queue.SimpleQueue[tuple[_Moving, Callable[[], None]]]) -> None:
-    while True:
-        moving, function = waiting.get()
-        try:
-            function()
-        except BaseException as error:
-            moving.outcome.set_exception(error)
-        else:
-            moving.outcome.set_result(None)
-        # else the last collective's tensors and group would live until the next one
-        del moving, function

@@ -98,10 +98,3 @@ def exchange(
         if outgoing[other].numel()
     ]
     return [Transfer(work) for work in works]
-
-
-def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Add all rows to the first, in order, and return it."""
-    for row in rows[1:]:
-        rows[0].add_(row)
-    return rows[0]

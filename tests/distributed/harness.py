@@ -21,6 +21,7 @@ from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import default_mesh, local_part
+from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.unit import Unit
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -79,7 +80,8 @@ def make_executor(
 ) -> Executor:
     device = torch.device("cpu")
     gather_group, reduce_group, control_group = _groups()
-    context = ShardingContext(device, default_mesh("cpu"), gather_group, reduce_group)
+    routing = Routing([0] * len(fractions))
+    context = ShardingContext(device, default_mesh("cpu"), gather_group, reduce_group, routing)
     divider = Divider(fractions)
     units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
     executor = Executor(units, ControlGroup(control_group), accelerator_of(device), recompute)

@@ -24,6 +24,7 @@ from lightning_cephalo.sharding.placement import (
     row_spec,
     with_rows_of,
 )
+from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.unit import Unit
 
 FRACTIONS = [(0.5, 0.5), (0.75, 0.25), (0.75, 0.25, 0.0), (0.0, 0.3, 0.7), (0.0, 1.0)]
@@ -43,7 +44,8 @@ class Parameters(nn.Module):
 
 def shard(module: nn.Module, fractions) -> list[Unit]:
     device = torch.device("cpu")
-    context = ShardingContext(device, default_mesh("cpu"), dist.new_group(), dist.new_group())
+    groups = dist.new_group(), dist.new_group()
+    context = ShardingContext(device, default_mesh("cpu"), *groups, Routing([0] * len(fractions)))
     divider = Divider(fractions)
     units = find_units(module, unit_names=())
     return [Unit(members, divider, context) for members in units]

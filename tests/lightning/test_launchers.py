@@ -297,9 +297,10 @@ def test_a_script_that_never_imports_the_package_trains_with_the_name(tmp_path, 
 
 _GIVEN = """
 from lightning_cephalo import CephaloStrategy, Plan, RankPlan
-def plan(*ranks):
-    return CephaloStrategy(global_batch_size=8, verbose=False, plan=Plan(ranks=tuple(
-        RankPlan(microbatch_sizes=sizes, state_fraction=fraction) for sizes, fraction in ranks)))
+def plan(*ranks, by_node=None):
+    ranks = [RankPlan(microbatch_sizes=sizes, state_fraction=part) for sizes, part in ranks]
+    plan = Plan(ranks=tuple(ranks), by_node=by_node)
+    return CephaloStrategy(global_batch_size=8, verbose=False, plan=plan)
 """
 
 
@@ -394,7 +395,7 @@ def test_slurm_starts_two_ranks(tmp_path, wanted):
 def test_slurm_starts_nodes_of_different_size(tmp_path, wanted):
     script = _write(
         tmp_path,
-        "plan(((2, 2), 0.5), ((3,), 0.5), ((1,), 0.0)), num_nodes=2, batch_size=8,"
+        "plan(((2, 2), 0.5), ((3,), 0.3), ((1,), 0.2), by_node=True), num_nodes=2, batch_size=8,"
         " devices=1 + int(os.environ['SLURM_NODEID']), plugins=[UnevenSLURMEnvironment()]",
         _GIVEN + "from lightning_cephalo import UnevenSLURMEnvironment\n",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import deque
 
@@ -110,11 +111,11 @@ def one_rank_swaps_its_groups():
 
     create = Groups.create.__func__
 
-    def swapped(cls, timeout):
-        made = create(cls, timeout)
+    def swapped(cls, *args):
+        made = create(cls, *args)
         if os.environ["RANK"] == "0":
             return made
-        return cls(made.reduce, made.gather, made.control)
+        return dataclasses.replace(made, gather=made.reduce, reduce=made.gather)
 
     Groups.create = classmethod(swapped)
 

@@ -62,24 +62,30 @@ def test_plans(simulated, alone, ranks):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kinds"),
+    ("ranks", "kinds", "by_node"),
     [
-        (UNEVEN, "gpu gpu"),
-        (UNEVEN, "gpu cpu"),
-        (EVEN, "cpu gpu"),
-        (IDLE_WITH_ALL_STATE, "cpu gpu"),
-        (FOUR, "gpu cpu gpu cpu"),
-        ("solve", "gpu cpu"),
+        (UNEVEN, "gpu gpu", None),
+        (UNEVEN, "gpu cpu", None),
+        (EVEN, "cpu gpu", None),
+        (IDLE_WITH_ALL_STATE, "cpu gpu", None),
+        (FOUR, "gpu cpu gpu cpu", None),
+        (FOUR, "gpu cpu gpu cpu", True),
+        ("solve", "gpu cpu", None),
     ],
-    ids=["gpus", "uneven", "even", "idle cpu with all state", "four", "solved"],
+    ids=["gpus", "uneven", "even", "idle cpu with all state", "four", "by node", "solved"],
 )
-def test_ranks_of_several_kinds_train_over_gloo(simulated, alone, ranks, kinds):
+def test_ranks_of_several_kinds_train_over_gloo(simulated, alone, ranks, kinds, by_node):
     accelerators = kinds.split()
+    environments = torchrun_environments(len(accelerators))
+    if by_node:
+        for rank, environment in enumerate(environments):
+            environment["GROUP_RANK"] = str(rank // 2)
     gloo = {"process_group_backend": "gloo"}
     found = trained(
         simulated,
         ranks,
-        environments=torchrun_environments(len(accelerators)),
+        environments=environments,
+        plan={"by_node": by_node},
         accelerators=accelerators,
         strategy=gloo,
         model={"logs_host_values": True},

@@ -256,7 +256,13 @@ def priced(
         PlanError: as :func:`~lightning_cephalo.plan.predict` and :class:`Plan` do.
     """
     reshard = problem.reshard_after_forward is not False
-    plan = Plan(tuple(ranks), backend=backend, reshard_after_forward=reshard, padded=padded)
+    plan = Plan(
+        tuple(ranks),
+        backend=backend,
+        reshard_after_forward=reshard,
+        padded=padded,
+        by_node=problem.by_node or None,
+    )
     prediction = predict(problem, plan)
     filled = tuple(
         dataclasses.replace(

@@ -1,0 +1,114 @@
+"""The ways that slices take between ranks over sends and receives: straight, or by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cephalo.sharding.by_node import ByNode
+from lightning_cephalo.sharding.transfers import exchange
+
+
+class Route(Protocol):
+    """Moves slices of host memory between the ranks of a group; without local results."""
+
+    def gather(self, slices: Sequence[Tensor], group: dist.ProcessGroup) -> list[Any]:
+        """Start to fill all slices but this rank's own, which is sent; return the handles.
+
+        Args:
+            slices: One 1-d tensor per rank, in group order; may be empty.
+            group: A group that sends and receives host memory.
+        """
+        ...
+
+    def reduce(
+        self, slices: Sequence[Tensor], memory: Tensor, group: dist.ProcessGroup
+    ) -> tuple[list[Any], Callable[[], Tensor]]:
+        """Start to sum this rank's slice over the ranks.
+
+        Args:
+            slices: One 1-d tensor per rank, in group order: this rank's summands. They may change.
+            memory: A 1-d tensor of :meth:`received_numel` elements.
+            group: A group that sends and receives host memory.
+
+        Returns:
+            The handles, and a function that returns the sum once all of them are done.
+        """
+        ...
+
+    def received_numel(self, sizes: Sequence[int], rank: int) -> int:
+        """Return the elements that a reduce receives into on a rank."""
+        ...
+
+
+class Straight:
+    """Every rank exchanges its slices with every other rank."""
+
+    def gather(self, slices: Sequence[Tensor], group: dist.ProcessGroup) -> list[Any]:
+        """See :meth:`Route.gather`."""
+        return exchange([slices[dist.get_rank(group)]] * len(slices), slices, group)
+
+    def reduce(
+        self, slices: Sequence[Tensor], memory: Tensor, group: dist.ProcessGroup
+    ) -> tuple[list[Any], Callable[[], Tensor]]:
+        """See :meth:`Route.reduce`; the sum is in rank order."""
+        rank = dist.get_rank(group)
+        rows = memory.view(len(slices), slices[rank].numel())
+        rows[rank].copy_(slices[rank])
+        return exchange(slices, rows.unbind(), group), lambda: _sum_of_rows(rows)
+
+    def received_numel(self, sizes: Sequence[int], rank: int) -> int:
+        """See :meth:`Route.received_numel`."""
+        return len(sizes) * sizes[rank]
+
+
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    for row in rows[1:]:
+        rows[0].add_(row)
+    return rows[0]
+
+
+class Routing:
+    """The choice of the way that slices take.
+
+    Args:
+        nodes: The node of every rank, by any number.
+        on_host: Whether slices travel in sends and receives at all, rather than in the collectives
+            of a backend that runs on the device and finds its own ways.
+
+    Attributes:
+        nodes: The node of every rank.
+        by_node: Whether slices go by node; may change between steps, on all ranks together. It has
+            no effect where :attr:`has_choice` is False.
+        has_choice: Whether going by node differs from the straight way.
+    """
+
+    def __init__(self, nodes: Sequence[int], *, on_host: bool = True) -> None:
+        self.by_node, self.nodes = False, tuple(nodes)
+        self.has_choice = on_host and 1 < len(set(nodes)) < len(nodes)
+        self._on_host, self._world_size = on_host, len(nodes)
+        self._straight, self._by_node = Straight(), ByNode(nodes)
+
+    @property
+    def goes_by_node(self) -> bool:
+        """Whether slices go by node."""
+        return self.by_node and self.has_choice
+
+    @property
+    def route(self) -> Route:
+        """The way that slices take now."""
+        return self._by_node if self.goes_by_node else self._straight
+
+    @property
+    def summands(self) -> int:
+        """The most summands that a reduce receives for a rank's slice; 1 if the backend adds up."""
+        if not self._on_host:
+            return 1
+        return self._by_node.summands if self.goes_by_node else self._world_size
+
+    def received_numel(self, sizes: Sequence[int], rank: int) -> int:
+        """Return the elements that a reduce of slices of these sizes receives into on a rank."""
+        return self.route.received_numel(sizes, rank) if self._on_host else sizes[rank]
