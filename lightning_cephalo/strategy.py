@@ -33,6 +33,7 @@ from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.rows_arithmetic import RowsArithmetic
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
 from lightning_cephalo.adapters.termination import Termination
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.cutting import (
     evaluation_samples,
     evaluation_weight,
@@ -561,6 +562,31 @@ class CephaloStrategy(ParallelStrategy):
             return super().all_gather(tensor, group=group, sync_grads=True)
         return all_gather_rows(tensor.detach()[None], [1] * self.world_size, group)
 
+    @contextmanager
+    def full_parameters(self) -> Generator[None, None, None]:
+        """Hold the whole model on every rank in a ``with`` block, so that one may call it alone.
+
+        ::
+
+            def on_train_epoch_end(self):
+                with self.trainer.strategy.full_parameters():
+                    if self.trainer.is_global_zero:
+                        print(self.model.generate(self.prompt))
+
+        Every rank enters the block, in a hook, not in a step. Parameters are in the dtype of
+        computing, for reading.
+
+        Raises:
+            UnsupportedError: Inside of a step, or on the ranks that have come if others do not.
+        """
+        if self._inside_microbatch:
+            raise UnsupportedError(
+                "full_parameters() inside of a step, of which ranks may run different numbers. Use"
+                " it in a hook, such as on_train_batch_end()."
+            )
+        with self.session.model.full_parameters():
+            yield
+
     # -- checkpoints --------------------------------------------------------------------------
 
     @override
@@ -605,9 +631,12 @@ class CephaloStrategy(ParallelStrategy):
 
     def forget_groups(self) -> None:
         """Drop everything that refers to a process group; nothing can run afterwards."""
-        session, self._session, self._ranks = self._session, None, None
+        session, self._session = self._session, None
+        ranks, self._ranks = self._ranks, None
         if session is not None:
             session.abandon()
+        if ranks is not None:
+            ranks.close()
 
     @override
     def teardown(self) -> None:

@@ -27,7 +27,7 @@ from lightning_cephalo.execution.step import (
     Step,
     checked_weight,
 )
-from lightning_cephalo.execution.unit_hooks import UnitHooks
+from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
 from lightning_cephalo.execution.visits import FAILED, FINISHED, Visits, where
 from lightning_cephalo.plan.program import (
     COMPUTE,
@@ -66,6 +66,7 @@ class Executor:
         control: Exchanges messages between the ranks' processes.
         accelerator: This rank's device.
         recompute: Whether the backward recomputes units.
+        meet: Called before units are gathered outside of a step.
 
     Attributes:
         hooks: Intercepts calls of units.
@@ -79,12 +80,13 @@ class Executor:
         control: ControlGroup,
         accelerator: Accelerator,
         recompute: bool = True,
+        meet: Meet = lambda purpose, remedy: None,
     ) -> None:
         names = [unit.name for unit in units]
         self.units = list(units)
         self.control = control
         self.accelerator = accelerator
-        self.hooks = UnitHooks(units)
+        self.hooks = UnitHooks(units, meet)
         self.failure = Failure(control.rank, names)
         self.arena: HostArena | None = None
         self._visits = Visits(names)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -108,7 +109,8 @@ class ShardedModel:
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._move_buffers(compute_dtype)
-        self.executor = Executor(self.units, groups.control, accelerator, recompute)
+        meet = groups.meeting.meet
+        self.executor = Executor(self.units, groups.control, accelerator, recompute, meet)
         self.executor.hooks.install()
 
     def _stage(self) -> HostStage | None:
@@ -228,6 +230,16 @@ class ShardedModel:
             )
         # a unit is gathered while another waits for its gather; reduces do not overlap
         return PaddedBytes(_lent_bytes(gathers, at_once=2), _lent_bytes(reduces, at_once=1))
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Hold the parameters of all units in a ``with`` block; collective at its beginning."""
+        self.executor.reshard()
+        try:
+            with self.executor.hooks.keeping_all():
+                yield
+        finally:
+            self.release_buffers()
 
     # -- shards -------------------------------------------------------------------------------
 

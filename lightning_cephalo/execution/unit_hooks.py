@@ -19,7 +19,16 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.replay import ChangingBuffers
 from lightning_cephalo.plan.program import ROOT
-from lightning_cephalo.sharding.unit import Unit
+from lightning_cephalo.sharding.unit import Unit, UnitState
+
+_REMEDY = (
+    "Outside of a step, every rank must call the model, as its parameters are gathered from all."
+    " For code that one rank runs alone, let every rank enter `with"
+    " trainer.strategy.full_parameters():` around it."
+)
+
+Meet = Callable[[str, str], None]
+"""Waits until all ranks have come for the same purpose; takes it, and a remedy for messages."""
 
 
 class UnitHooks:
@@ -27,14 +36,17 @@ class UnitHooks:
 
     Args:
         units: All units; the root unit first.
+        meet: Called before units are gathered outside of a step.
 
     Attributes:
         in_backward: Whether a backward is running; no unit may be called then.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], meet: Meet) -> None:
         self._units = list(units)
+        self._meet = meet
         self.in_backward = False
+        self._keeps_all = False
         self._running: Microbatch | None = None
         self._outside_depth = 0
         self._hooks: list[RemovableHandle] = []
@@ -87,21 +99,47 @@ class UnitHooks:
         finally:
             self.in_backward = False
 
+    @contextmanager
+    def keeping_all(self) -> Iterator[None]:
+        """Gather all units in a ``with`` block, so that ranks may call them alone; collective."""
+        self._meet("entering full_parameters()", _REMEDY)
+        for unit in self._units:
+            unit.wait_gather()
+        self._keeps_all = True
+        try:
+            yield
+        finally:
+            self._keeps_all = False
+
     @property
     def _in_step(self) -> bool:
         return self._running is not None or self.in_backward
 
+    def _is_kept(self, unit: Unit) -> bool:
+        """Whether a unit needs no gather; code that needs the shards may have freed it."""
+        return self._keeps_all and unit.state is UnitState.GATHERED
+
     def _before_root(self, module: nn.Module, args: Any) -> None:
-        self._units[ROOT].wait_gather()
-        if not self._in_step:
-            self._outside_depth += 1
+        root = self._units[ROOT]
+        if self._in_step:
+            root.wait_gather()
+            return
+        if not self._outside_depth and not self._is_kept(root):
+            self._meet(f"calling {self._name_of(module)} outside of a step", _REMEDY)
+        root.wait_gather()
+        self._outside_depth += 1
+
+    def _name_of(self, module: nn.Module) -> str:
+        top = self._units[ROOT].module
+        names = (name for name, other in top.named_modules() if other is module)
+        return next(names, "") or type(module).__name__
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         """Restore the shards after a call outside of a step: callbacks read or change them."""
         if self._in_step or not self._outside_depth:
             return
         self._outside_depth -= 1
-        if not self._outside_depth:
+        if not self._outside_depth and not self._keeps_all:
             self._units[ROOT].free()
 
     def _enter(
@@ -134,7 +172,8 @@ class UnitHooks:
             with torch.no_grad():
                 return body(*args, **kwargs)
         finally:
-            unit.free()
+            if not self._keeps_all:
+                unit.free()
             self._after_root(unit.module, args, None)
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.ranks.meeting import Meeting
+from lightning_cephalo.ranks.switchboard import Switchboard
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,14 @@ class Groups:
         reduce: Reduces gradients; a separate group lets reduces overlap with gathers.
         control: Carries small messages between processes, on the CPU.
         nodes: The node of every rank, by the first rank on it.
+        meeting: Where ranks meet before they communicate outside of a step.
     """
 
     gather: dist.ProcessGroup
     reduce: dist.ProcessGroup
     control: ControlGroup
     nodes: tuple[int, ...]
+    meeting: Meeting
 
     @classmethod
     def create(cls, timeout: datetime.timedelta, node_rank: int = 0) -> Groups:
@@ -39,11 +43,13 @@ class Groups:
         """
         control = ControlGroup(dist.new_group(backend="gloo", timeout=timeout))
         named = control.gather((node_rank, socket.gethostname(), _network()))
+        nodes = tuple(named.index(name) for name in named)
         return cls(
             dist.new_group(timeout=timeout),
             dist.new_group(timeout=timeout),
             control,
-            tuple(named.index(name) for name in named),
+            nodes,
+            Meeting(Switchboard.create(control, nodes), timeout),
         )
 
 

@@ -77,6 +77,10 @@ class Ranks:
         groups = Groups.create(timeout, node_rank)
         return cls(groups, CrashReport.create(groups.control))
 
+    def close(self) -> None:
+        """End this rank's servers."""
+        self.groups.meeting.close()
+
 
 # -- starting -------------------------------------------------------------------------------------
 

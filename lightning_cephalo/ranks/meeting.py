@@ -1,0 +1,99 @@
+"""Lets ranks communicate outside of a step only if all of them do.
+
+Code that only one rank runs (``if trainer.is_global_zero:``) would wait for parameters that the
+other ranks never send, and the others for a message of this rank. So ranks meet first. A rank that
+waits looks where the others are. If all of them wait too, elsewhere, nobody will ever come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.ranks.switchboard import Switchboard
+from lightning_cephalo.ranks.whereabouts import Whereabouts, whereabouts
+
+# Two looks and an answer take less than 30 s. A warning comes after _LONG_S.
+_FIRST_LOOK_S, _LOOK_S, _LONG_S = 8.0, 4.0, 60.0
+
+
+class Meeting:
+    """Waits until all ranks have come for the same purpose.
+
+    Args:
+        switchboard: Connects the ranks; None if there is one rank.
+        timeout: When to give up on a rank that does something else.
+        first_look_s: Seconds before the first look at where the others are.
+        look_s: Seconds between looks.
+    """
+
+    def __init__(
+        self,
+        switchboard: Switchboard | None,
+        timeout: timedelta,
+        first_look_s: float = _FIRST_LOOK_S,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self._switchboard = switchboard
+        self._timeout_s = timeout.total_seconds()
+        self._first_look_s, self._look_s = first_look_s, look_s
+        self._count = 0
+
+    def close(self) -> None:
+        """Stop answering other ranks."""
+        if self._switchboard is not None:
+            self._switchboard.close()
+
+    def meet(self, purpose: str, remedy: str) -> None:
+        """Wait for all ranks; collective.
+
+        Args:
+            purpose: What needs all ranks, such as "calling unit 'layers.0'".
+            remedy: A sentence with the way out for messages.
+
+        Raises:
+            UnsupportedError: If a rank will not come, or has come for another purpose. Ranks that
+                have not come do not raise here.
+        """
+        switchboard = self._switchboard
+        if switchboard is None:
+            return
+        self._count += 1
+        here = str(whereabouts(threading.get_ident()))
+        began_s, wait_s, were_stuck, has_warned = time.monotonic(), self._first_look_s, False, False
+        while True:
+            try:
+                came = switchboard.arrive(self._count, (purpose, here), wait_s)
+                missing = [rank for rank in range(switchboard.world_size) if rank not in came]
+                others = {rank: switchboard.where_is(rank) for rank in missing}
+            except OSError:
+                return  # a rank has ended: what follows fails, and says what is known of it
+            if not missing:
+                break
+            waited_s = time.monotonic() - began_s
+            said = f"Rank {switchboard.rank} is {purpose}, {here}. {_told(others)}"
+            # all ranks wait: no message is under way that could end any of these waits
+            are_stuck = all(other is not None and other.waits for other in others.values())
+            if (are_stuck and were_stuck) or waited_s > self._timeout_s:
+                raise UnsupportedError(f"{said} They will not come. {remedy}")
+            if waited_s > _LONG_S and not has_warned:
+                warnings.warn(f"{said} It has waited {waited_s:.0f} s. {remedy}", stacklevel=2)
+                has_warned = True
+            were_stuck, wait_s = are_stuck, self._look_s
+        if len({of for of, _ in came.values()}) > 1:
+            said = "; ".join(f"rank {rank} is {of}, {place}" for rank, (of, place) in came.items())
+            raise UnsupportedError(f"Every rank must do the same here, but {said}. {remedy}")
+
+
+def _told(others: Mapping[int, Whereabouts | None]) -> str:
+    said = [
+        f"rank {rank} does not answer"
+        if other is None
+        else f"rank {rank} {'waits' if other.waits else 'works'} {other}"
+        for rank, other in others.items()
+    ]
+    return f"Meanwhile {', '.join(said)}."

@@ -1,0 +1,175 @@
+"""Lets ranks ask each other where they are, outside of collectives, which may be stuck.
+
+Every rank has a small TCP server in a thread. Its answers do not depend on what the rank's own
+thread does. A rank that does not answer has ended, or its process is stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import socketserver
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.ranks.whereabouts import Whereabouts, whereabouts
+
+_MOST_BYTES = 1 << 20
+_ANSWER_S = 2.0
+
+
+class Switchboard:
+    """Knows the servers of all ranks, and runs this rank's.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+
+    Attributes:
+        close: Stops this rank's server.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._thread = threading.get_ident()
+        self._meetings = _Meetings(world_size)
+        self._addresses: list[tuple[str, int]] = []
+        self._server = _Server(weakref.WeakMethod(self._answer))
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
+        self.close = weakref.finalize(self, _stop, self._server, os.getpid())
+
+    @classmethod
+    def create(cls, control: ControlGroup, nodes: Sequence[int]) -> Switchboard | None:
+        """Start the servers of all ranks; collective; None if there is one rank.
+
+        Args:
+            control: Messages between ranks.
+            nodes: The node of every rank.
+        """
+        if control.world_size == 1:
+            return None
+        made = cls(control.rank, control.world_size)
+        rows = control.gather((_own_host(), made._server.server_address[1]))
+        own_node = nodes[control.rank]
+        made._addresses = [
+            ("localhost" if node == own_node else host, port)
+            for node, (host, port) in zip(nodes, rows, strict=True)
+        ]
+        return made
+
+    def where_is(self, rank: int) -> Whereabouts | None:
+        """Return where a rank is; None if it is stopped.
+
+        Raises:
+            ConnectionError: If it has ended.
+        """
+        try:
+            return Whereabouts(**self._ask(rank, {"ask": "whereabouts"}, _ANSWER_S))
+        except TimeoutError:
+            return None
+
+    def arrive(
+        self, number: int, purpose: tuple[str, str], wait_s: float
+    ) -> dict[int, tuple[str, str]]:
+        """Say that this rank has come to a meeting; return who has come, and for what.
+
+        It returns as soon as all have come, or after some seconds. Call it again to wait longer.
+
+        Args:
+            number: Counts the meetings; equal on all ranks.
+            purpose: What this rank has come for, and from where.
+            wait_s: The most seconds to wait for the others.
+
+        Raises:
+            OSError: If rank 0, which counts the ranks, does not answer.
+        """
+        asked = {"ask": "arrive", "of": [number, self.rank, purpose, wait_s]}
+        came = self._ask(0, asked, wait_s + _ANSWER_S)["came"]
+        return {int(rank): (what, place) for rank, (what, place) in sorted(came.items())}
+
+    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if asked["ask"] == "arrive":
+            return {"came": self._meetings.arrive(*asked["of"])}
+        return whereabouts(self._thread).to_dict()
+
+    def _ask(self, rank: int, asked: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        with socket.create_connection(self._addresses[rank], _ANSWER_S) as connection:
+            connection.sendall(json.dumps(asked).encode() + b"\n")
+            connection.settimeout(limit_s)
+            with connection.makefile("rb") as answers:
+                line = answers.readline(_MOST_BYTES)
+        if not line:
+            raise ConnectionResetError(f"rank {rank} has closed the connection")
+        return json.loads(line)
+
+
+class _Meetings:
+    """Counts, on rank 0, the ranks that have come to each meeting."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._came: dict[int, dict[int, tuple[str, str]]] = {}
+        self._changed = threading.Condition()
+
+    def arrive(
+        self, number: int, rank: int, purpose: tuple[str, str], wait_s: float
+    ) -> dict[int, tuple[str, str]]:
+        """Return who has come once all have, or after some seconds."""
+        with self._changed:
+            came = self._came.setdefault(number, {})
+            came[rank] = purpose
+            # all have come to the last one, so nobody asks for the one before it
+            self._came.pop(number - 2, None)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(came) == self._world_size, wait_s)
+            return dict(came)
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 1024
+
+    def __init__(
+        self, answer: weakref.WeakMethod[Callable[[dict[str, Any]], dict[str, Any]]]
+    ) -> None:
+        self.answer = answer
+        super().__init__(("", 0), _Handler)
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    server: _Server
+    timeout = _ANSWER_S
+
+    def handle(self) -> None:
+        try:
+            asked, answer = json.loads(self.rfile.readline(_MOST_BYTES)), self.server.answer()
+            if answer is not None:
+                self.wfile.write(json.dumps(answer(asked)).encode() + b"\n")
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # a stranger asks, or a rank that has ended
+
+
+def _stop(server: _Server, process: int) -> None:
+    if os.getpid() != process:
+        return  # a fork has no thread that serves
+    server.shutdown()
+    server.server_close()
+
+
+def _own_host() -> str:
+    """Return the address by which other hosts reach this one: that of its way to rank 0.
+
+    Hosts may have equal names (containers), or names that only they know.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing
+            address = str(probe.getsockname()[0])
+    except (KeyError, OSError):
+        return socket.gethostname()
+    return socket.gethostname() if address.startswith("127.") else address

@@ -1,0 +1,126 @@
+"""Ranks that need all ranks wait for those that will come, and not for those that never will."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from launch import SOON_S, run_ranks
+
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.ranks.meeting import Meeting
+from lightning_cephalo.ranks.switchboard import Switchboard
+
+LOOK_S = 0.3
+
+
+def _meeting(timeout_s: float = SOON_S) -> tuple[ControlGroup, Switchboard, Meeting]:
+    control = ControlGroup(dist.new_group())
+    switchboard = Switchboard.create(control, (0,) * control.world_size)
+    return (
+        control,
+        switchboard,
+        Meeting(switchboard, timedelta(seconds=timeout_s), first_look_s=LOOK_S, look_s=LOOK_S),
+    )
+
+
+def _meets_often(rank):
+    _, _, meeting = _meeting()
+    for number in range(20):
+        meeting.meet(f"doing {number}", "Do it.")
+    return True
+
+
+def test_ranks_that_all_come_go_on():
+    assert run_ranks(3, _meets_often) == [True] * 3
+
+
+def test_one_rank_meets_nobody():
+    Meeting(None, timedelta(seconds=1)).meet("anything", "")
+
+
+def _comes_alone(rank):
+    control, _, meeting = _meeting()
+    said = ""
+    if rank == 1:
+        with pytest.raises(UnsupportedError) as raised:
+            meeting.meet("calling a block", "Call it everywhere.")
+        said = str(raised.value)
+    control.gather(0.0)  # where the others have waited
+    return said
+
+
+def test_a_rank_that_comes_alone_says_who_waits_for_what():
+    said = run_ranks(3, _comes_alone)[1]
+    assert said.startswith("Rank 1 is calling a block, outside of hooks (_comes_alone in")
+    assert "Meanwhile rank 0 waits outside of hooks (_comes_alone in test_meeting.py, line" in said
+    assert "rank 2 waits" in said and said.endswith("They will not come. Call it everywhere.")
+
+
+def _comes_for_another(rank):
+    _, _, meeting = _meeting()
+    with pytest.raises(UnsupportedError) as raised:
+        meeting.meet(f"calling block {rank}", "Call the same.")
+    return str(raised.value)
+
+
+def test_ranks_that_come_for_different_things_all_say_so():
+    for said in run_ranks(2, _comes_for_another):
+        assert said.startswith("Every rank must do the same here, but rank 0 is calling block 0, ")
+        assert "; rank 1 is calling block 1, " in said and said.endswith(". Call the same.")
+
+
+def _comes_late(rank):
+    _, _, meeting = _meeting()
+    if rank == 0:
+        time.sleep(8 * LOOK_S)  # works; others look and go on waiting
+    meeting.meet("writing", "")
+    return True
+
+
+def test_a_rank_that_works_is_waited_for():
+    assert run_ranks(2, _comes_late) == [True, True]
+
+
+def _waits_for_a_stopped_rank(rank):
+    control, switchboard, meeting = _meeting(timeout_s=1.0)
+    pids = control.gather(float(os.getpid()))
+    if rank == 1:
+        control.gather(0.0)
+        return ""
+    os.kill(int(pids[1]), signal.SIGSTOP)
+    try:
+        assert switchboard.where_is(1) is None
+        with pytest.raises(UnsupportedError) as raised:
+            meeting.meet("calling a block", "")
+    finally:
+        os.kill(int(pids[1]), signal.SIGCONT)
+    control.gather(0.0)
+    return str(raised.value)
+
+
+def test_a_stopped_rank_does_not_answer():
+    assert "Meanwhile rank 1 does not answer." in run_ranks(2, _waits_for_a_stopped_rank)[0]
+
+
+def _waits_for_an_ended_rank(rank):
+    control, switchboard, meeting = _meeting()
+    if rank == 1:
+        switchboard.close()
+    control.barrier()
+    if rank == 0:
+        with pytest.raises(ConnectionError):
+            switchboard.where_is(1)
+        meeting.meet("calling a block", "")  # what follows it fails
+    control.barrier()
+    return threading.active_count()
+
+
+def test_nobody_waits_for_a_rank_that_has_ended_and_servers_leave_no_thread():
+    assert run_ranks(2, _waits_for_an_ended_rank)[1] == 1

@@ -1,0 +1,120 @@
+"""Code that one rank alone runs in a hook: it works in full_parameters(), and never hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from common import Net, in_ranks, loader, trainer
+from lightning.pytorch import Callback
+from test_bad_input import failures
+
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.ranks import meeting
+
+X = torch.linspace(-1, 1, 10).view(2, 5)
+
+
+class Samples(Callback):
+    """Calls the model at the end of an epoch, on one rank.
+
+    Args:
+        on_rank: The rank.
+        inside: Whether all ranks enter full_parameters() around it.
+    """
+
+    def __init__(self, on_rank: int, inside: bool) -> None:
+        self.on_rank, self.inside = on_rank, inside
+        self.seen: list[torch.Tensor] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if self.inside:
+            with trainer.strategy.full_parameters():
+                self._call(trainer, module)
+        else:
+            self._call(trainer, module)
+
+    def _call(self, trainer: Any, module: Any) -> None:
+        if trainer.global_rank == self.on_rank:
+            with torch.no_grad():
+                self.seen.append(module(X))
+                self.seen.append(module.blocks[1](torch.ones(2, 6)))
+                self.seen.append(module.outputs.weight.detach().clone())
+
+
+def _fit(plan: str | None, samples: Samples, model: Net | None = None) -> list[float]:
+    model = model or Net()
+    run = trainer(plan, callbacks=[samples], max_epochs=2)
+    run.fit(model, loader(), loader(8))
+    return model.losses
+
+
+@pytest.mark.parametrize("on_rank", [0, 1])
+def test_one_rank_alone_calls_the_model_inside_full_parameters(on_rank):
+    def alone():
+        samples = Samples(0, inside=False)
+        return samples.seen, _fit(None, samples)
+
+    def together():
+        samples = Samples(on_rank, inside=True)
+        return samples.seen, _fit("3:1", samples)
+
+    wanted, losses = in_ranks(1, alone)[0]
+    found = in_ranks(2, together)
+    assert not found[1 - on_rank][0]
+    for value, expected in zip(found[on_rank][0], wanted, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+    for _, said in found:
+        assert said == pytest.approx(losses, rel=1e-4)
+
+
+def _look_soon() -> None:
+    meeting.Meeting.__init__.__defaults__ = (0.3, 0.3)
+
+
+@pytest.mark.parametrize("on_rank", [0, 1])
+def test_one_rank_alone_outside_of_full_parameters_names_itself_and_the_remedy(on_rank):
+    def fit():
+        _look_soon()
+        return _fit("3:1", Samples(on_rank, inside=False))
+
+    found = failures(fit)
+    own, other = found[on_rank], found[1 - on_rank]
+    assert own.kind == "UnsupportedError"
+    said = f"Rank {on_rank} is calling Net outside of a step, in on_train_epoch_end() (_call in"
+    assert said in own.message
+    assert f"Meanwhile rank {1 - on_rank} waits" in own.message
+    assert "with trainer.strategy.full_parameters():" in own.message
+    assert f"Rank {on_rank} failed: UnsupportedError" in other.message and said in other.message
+
+
+class Different(Callback):
+    """Every rank calls another block."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.blocks[trainer.global_rank](torch.ones(2, 6))
+
+
+def test_ranks_that_call_different_units_outside_of_a_step_all_say_so():
+    def fit():
+        trainer("3:1", callbacks=[Different()], max_epochs=1).fit(Net(), loader(), loader(8))
+
+    for failure in failures(fit):
+        assert failure.kind == "UnsupportedError"
+        assert "rank 0 is calling blocks.0 outside of a step" in failure.message
+        assert "rank 1 is calling blocks.1 outside of a step" in failure.message
+
+
+def test_full_parameters_inside_of_a_step_is_refused():
+    class Inside(Net):
+        def training_step(self, batch, batch_idx):
+            with self.trainer.strategy.full_parameters():
+                return super().training_step(batch, batch_idx)
+
+    def fit():
+        with pytest.raises(UnsupportedError, match=r"inside of a step.*on_train_batch_end"):
+            trainer("even", max_epochs=1).fit(Inside(), loader(), loader(8))
+        return True
+
+    assert in_ranks(2, fit) == [True, True]
