@@ -212,16 +212,10 @@ def _check_ranks(plan: Plan | None, world_size: int, batch_size: int | None) -> 
     """Return the global batch size: the plan's, or the given one if every rank can have a sample.
 
     Raises:
-        PlanError: Without a plan, if there is one rank, or if there are more ranks than samples.
+        PlanError: Without a plan, if there are more ranks than samples.
     """
     if plan is not None:
         return plan.global_batch_size
-    if world_size == 1:
-        raise PlanError(
-            "strategy='cephalo' shares work between ranks, but there is one (world size 1)."
-            " Expected two or more: Trainer(devices=2) or more, or use strategy='auto'. To train"
-            " one rank by a plan all the same, give it: CephaloStrategy(plan=...)."
-        )
     assert batch_size is not None, "without a plan it was read, or refused"
     if batch_size < world_size:
         raise PlanError(

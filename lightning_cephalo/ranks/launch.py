@@ -88,7 +88,11 @@ class Ranks:
 def make_launcher(
     strategy: Any, start_method: str, environment: ClusterEnvironment
 ) -> _Launcher | None:
-    """Return the launcher of the other ranks; None if an external launcher starts them.
+    """Return the launcher of the other ranks; None if there are none, or if another starts them.
+
+    Without other ranks no launcher is needed, and none is wanted. Lightning's own would refuse
+    interactive sessions. It would also leave environment variables behind that make the process's
+    next Trainer a rank of this one.
 
     Args:
         strategy: The strategy of the ranks.
@@ -99,6 +103,8 @@ def make_launcher(
         return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
     if environment.creates_processes_externally:
         return None  # Lightning's own launcher would insist on equally large nodes
+    if strategy.num_processes * strategy.num_nodes == 1:
+        return None
     return _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
 
 
@@ -148,8 +154,10 @@ def connect(
         The backend.
 
     Raises:
-        UnsupportedError: On every rank, if ranks would use different backends.
+        UnsupportedError: On every rank, if ranks would use different backends, or if this process
+            is connected to another number of ranks.
     """
+    _refuse_other_connection(environment)
     reset_seed()
     accelerator = accelerator_of(device)
     backend = backend or accelerator.default_backend
@@ -163,6 +171,21 @@ def connect(
         options["store"] = _store_of_equal_backends(environment, backend, timeout)
     _init_dist_connection(environment, backend, **options)
     return backend
+
+
+def _refuse_other_connection(environment: ClusterEnvironment) -> None:
+    """Refuse a process group that has not the ranks of this Trainer.
+
+    An earlier Trainer of a notebook may have left it, as Lightning's own strategies do. Each rank
+    would then train alone.
+    """
+    world_size = environment.world_size()
+    if _distributed_is_initialized() and dist.get_world_size() != world_size:
+        raise UnsupportedError(
+            f"This Trainer has {world_size} ranks, but torch.distributed is connected to"
+            f" {dist.get_world_size()} in this process, probably by an earlier Trainer. Call"
+            " torch.distributed.destroy_process_group() before fit()."
+        )
 
 
 def _store_of_equal_backends(

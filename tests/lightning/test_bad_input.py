@@ -26,7 +26,7 @@ from plans import PLANS, plan_of
 from recording import Recorder, assert_same_weights, loader, make_trainer, samples
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_cephalo import CephaloStrategy, Plan
+from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.common.errors import (
     BatchSplitError,
     RemoteRankError,
@@ -94,18 +94,6 @@ def assert_everywhere(found: list[Failure], kind: type[BaseException], *parts: s
 
 
 # -- plans ------------------------------------------------------------------------------------
-
-
-def test_a_world_of_one_needs_no_cephalo_unless_a_plan_says_so(tmp_path: Path) -> None:
-    def fit(plan: Plan | None) -> None:
-        strategy = CephaloStrategy(plan=plan, verbose=False)
-        options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False}
-        quiet = {"enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = Trainer(strategy=strategy, enable_model_summary=False, **options, **quiet)
-        trainer.fit(Recorder(tmp_path), DataLoader(samples(8), batch_size=4))
-
-    assert_everywhere(failures(lambda: fit(None), 1), PlanError, "world size 1", "devices=2")
-    in_ranks(1, fit, plan_of(((2, 2), 1.0)))
 
 
 def test_more_ranks_than_samples(tmp_path: Path) -> None:
