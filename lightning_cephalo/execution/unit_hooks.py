@@ -6,6 +6,7 @@ state dict.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -70,6 +71,22 @@ class UnitHooks:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._forwards = [], []
+
+    @property
+    def objects(self) -> list[object]:
+        """The objects that the modules refer to; a copy of a module must not copy them."""
+        return [self, *self._forwards]
+
+    def remove_from_copy(self, copied: nn.Module) -> None:
+        """Undo :meth:`install` in a deep copy of a module, which refers to :attr:`objects`."""
+        if isinstance(copied.__dict__.get("forward"), _UnitForward):
+            copied.__dict__["forward"].leave(copied)
+        before, after = copied._forward_pre_hooks, copied._forward_hooks
+        for hooks, flags in ((before, None), (after, copied._forward_hooks_always_called)):
+            for key in [k for k, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key]
+                if flags is not None:
+                    flags.pop(key, None)
 
     @property
     def compiled_units(self) -> list[str]:
@@ -227,13 +244,14 @@ class _UnitForward:
         else:
             self._module.forward = self._replaced
 
+    def leave(self, copied: nn.Module) -> None:
+        """Restore the own forward of a copy of the module."""
+        if self._replaced is None:
+            del copied.forward
+        else:
+            copied.forward = copy.deepcopy(self._replaced, {id(self._module): copied})
+
     def remove(self) -> None:
         """Restore the module's own forward."""
         self._restore_forward()
         self._module._compiled_call_impl = self._compiled
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise UnitUseError(
-            "A module that cephalo has sharded cannot be deep-copied: the copy would share its"
-            " shards. Copy it before training (in the setup hook), or copy its state_dict()."
-        )

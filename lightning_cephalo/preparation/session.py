@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.adapters.logging import StepLogs
+from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches, has_running_statistics
 from lightning_cephalo.common.errors import UnsupportedError
@@ -90,6 +91,7 @@ class Session:
             compute_dtype=compute_dtype,
             recompute=options.recompute.default,
         )
+        self._at_end.callback(ModuleCopies(self.model).remove)
         if job.trains:
             self._at_end.callback(SwitchedOffCaches(module).restore)
         self.plan = Plan(tuple(RankPlan((1,), fraction) for fraction in fractions))

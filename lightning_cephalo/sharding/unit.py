@@ -111,6 +111,12 @@ class Unit:
             for name, parameter in zip(names, flat.sharded, strict=True)
         ]
 
+    def parameter_pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return the sharded and the gathered object of every parameter."""
+        return [
+            pair for flat in self.flats for pair in zip(flat.sharded, flat.parameters, strict=True)
+        ]
+
     def owning_modules(self) -> list[nn.Module]:
         """Return the modules that hold any of its parameters directly."""
         modules = {

@@ -1,0 +1,111 @@
+"""Lets users copy the module, or a part of it, while it is sharded: ``copy.deepcopy(pl_module)``.
+
+The copy is an ordinary module: full parameters, nothing of the strategy in it. Its parameters
+compute with the sharded ones of the module (:mod:`~lightning_cephalo.sharding.full_tensor`), so
+that an average of weights that users write by hand works.
+
+``copy.deepcopy`` looks for ``__deepcopy__`` on the object. It is set on the instances of the
+module's modules, as their class may be anything.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.sharding.full_tensor import full_parameter
+
+_NAME = "__deepcopy__"
+_EVERY_RANK = (
+    "It gathers the parameters, so every rank must call it at the same place: not behind"
+    " `if trainer.is_global_zero` or @rank_zero_only. To write weights, call"
+    " trainer.save_checkpoint() on every rank."
+)
+
+
+class ModuleCopies:
+    """Makes the modules of a sharded model copyable.
+
+    Args:
+        model: The sharded model.
+    """
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        self._modules = list(model.module.modules())
+        for module in self._modules:
+            vars(module)[_NAME] = _ModuleCopier(self, module)
+
+    def remove(self) -> None:
+        """Restore the modules."""
+        for module in self._modules:
+            vars(module).pop(_NAME, None)
+        self._modules = []
+
+    def prepare(self, module: nn.Module, memo: dict[int, Any]) -> None:
+        """Note the full parameters of a module in the memory of ``copy.deepcopy``; collective.
+
+        Raises:
+            UnsupportedError: If other ranks do not copy, or inside of a step.
+        """
+        executor = self._model.executor
+        if executor.inside_microbatch:
+            raise UnsupportedError(
+                "copy.deepcopy() of the module inside a step, which runs once per microbatch. Copy"
+                " it in a hook, such as on_train_batch_start(), on every rank."
+            )
+        _meet(self._model.control)
+        for hook in executor.hooks.objects:
+            memo[id(hook)] = hook  # not copied; what refers to them is removed from the copy
+        wanted = {id(parameter) for parameter in module.parameters()}
+        for unit in self._model.units:
+            for sharded, gathered in unit.parameter_pairs():
+                if id(sharded) in wanted or id(gathered) in wanted:
+                    memo[id(sharded)] = memo[id(gathered)] = full_parameter(sharded)
+
+    def finish(self, copied: nn.Module) -> None:
+        """Remove from a copy what belongs to the sharded model."""
+        self._model.executor.hooks.remove_from_copy(copied)
+
+
+class _ModuleCopier:
+    """The ``__deepcopy__`` of one module."""
+
+    def __init__(self, copies: ModuleCopies, module: nn.Module) -> None:
+        self._copies = copies
+        self._module = module
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        if id(self._copies) not in memo:  # else a module that contains this one is being copied
+            self._copies.prepare(self._module, memo)
+            memo[id(self._copies)] = self._copies
+        attributes = vars(self._module)
+        own = attributes.pop(_NAME)
+        try:
+            copied = copy.deepcopy(self._module, memo)  # as its class does it
+        finally:
+            attributes[_NAME] = own
+        self._copies.finish(copied)
+        return copied
+
+
+def _meet(control: ControlGroup) -> None:
+    """Wait until every rank copies.
+
+    Otherwise the other ranks' next messages would be taken for parameters.
+
+    Raises:
+        UnsupportedError: If a rank has not come in time.
+    """
+    try:
+        control.meet()
+    except TimeoutError as error:
+        raise UnsupportedError(
+            f"copy.deepcopy() of the module: rank {control.rank} has waited {control.timeout} for"
+            f" the other ranks. {_EVERY_RANK}"
+        ) from error
