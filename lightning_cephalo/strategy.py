@@ -187,6 +187,8 @@ class CephaloStrategy(ParallelStrategy):
         self._ranks: launch.Ranks | None = None
         # from setup() to teardown()
         self._session: Session | None = None
+        # whether the run has ended with an error that all ranks have raised at the same place
+        self._failed_together = False
         # results, which outlive the ranks and the session
         self._plan: Plan | None = None
         self._measured_memory: tuple[RankMemory, ...] | None = None
@@ -292,6 +294,8 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        supported.refuse_shards(self._module)
+        self._failed_together = False
         super().setup_environment()
         launch.limit_threads(self._start_method, self.num_processes)
         self.set_world_ranks()
@@ -341,12 +345,10 @@ class CephaloStrategy(ParallelStrategy):
         supported.refuse_synchronising_metrics(self.session.logs.metrics)
         self.model = self._module
         if fitting:
-            self.setup_optimizers(trainer)
-            self.session.optimizers = self.optimizers
             self.session.control.together(
-                "checking the optimizers",
-                partial(supported.check_optimizers, self.optimizers, self.session.model),
+                "making the optimizers", partial(self._make_optimizers, trainer)
             )
+            self.session.optimizers = self.optimizers
         self.setup_precision_plugin()
 
     def _shard_by_plan(self, trainer: Trainer) -> None:
@@ -377,6 +379,10 @@ class CephaloStrategy(ParallelStrategy):
         groups = self._connection.groups
         self._session = Session(job, self._module, groups, accelerator_of(self.root_device), dtype)
         return self._session
+
+    def _make_optimizers(self, trainer: Trainer) -> None:
+        self.setup_optimizers(trainer)
+        supported.check_optimizers(self.optimizers, self.session.model)
 
     @override
     def model_to_device(self) -> None:
@@ -624,8 +630,9 @@ class CephaloStrategy(ParallelStrategy):
             return
         crash_report = self._ranks.crash_report
         crash_report.on_exception(exception)
+        self._failed_together = crash_report.is_common(exception) or self.world_size == 1
         aborts = backend_named(self._process_group_backend).must_be_aborted
-        if aborts and not crash_report.is_common(exception):
+        if aborts and not self._failed_together:
             launch.abort_groups()
             self.forget_groups()  # another fit creates new ones
 
@@ -644,10 +651,13 @@ class CephaloStrategy(ParallelStrategy):
         trainer = self._module._trainer
         session, self._session = self._session, None
         if session is not None:
-            if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
-                session.abandon()
-            else:
+            interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+            if not interrupted:
                 session.close()
+            elif self._failed_together:
+                session.close_after_failure()
+            else:  # ranks at different places cannot communicate
+                session.abandon()
         if trainer is not None:
             self._samplers.give_back(trainer)
         self._termination.end()

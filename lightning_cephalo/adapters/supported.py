@@ -6,10 +6,12 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.optimizer import steps_locally
 from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.sharding.placement import Rows
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -78,6 +80,29 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
                     f" strategy='cephalo': {_CALLBACKS[kind.__name__]}. Remove it from"
                     " Trainer(callbacks=...)."
                 )
+
+
+def refuse_shards(module: LightningModule) -> None:
+    """Raise for a model that an earlier run has left in shards.
+
+    It communicates nothing: an error at different places leaves all ranks with shards, and some of
+    them perhaps without connections.
+
+    Raises:
+        UnsupportedError: The message gives the way out.
+    """
+    held = [
+        name
+        for name, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Rows)
+    ]
+    if held:
+        raise UnsupportedError(
+            f"{type(module).__name__} holds the shards of an earlier run ({held[0]} and"
+            f" {len(held) - 1} other parameters). That run ended with an error that ranks raised at"
+            " different places, so that the whole model could not be gathered. Make a new model and"
+            " continue from a checkpoint: fit(model, ckpt_path=...)."
+        )
 
 
 def refuse_synchronising_metrics(metrics: Sequence[tuple[str, Any]]) -> None:

@@ -259,6 +259,27 @@ class Session:
             self.share_changed_buffers()
             self.model.restore_full()
 
+    def close_after_failure(self) -> None:
+        """Restore the full module if every rank can, else leave it in shards; collective.
+
+        Call it where all ranks have raised at the same place. A rank whose device is broken or full
+        would leave the others in a gather.
+        """
+        try:
+            self.control.together("restoring the model", self._try_to_gather)
+        except Exception:
+            self.abandon()
+        else:
+            self.close()
+
+    def _try_to_gather(self) -> None:
+        """Raise if this rank's device cannot take part in gathers of full parameters."""
+        model = self.model
+        model.release_buffers()
+        model.accelerator.synchronize()
+        most = max((flat.numel * flat.master_dtype.itemsize for flat in model.flats), default=0)
+        torch.empty(most, dtype=torch.uint8, device=model.device)
+
     def abandon(self) -> None:
         """Leave without communicating after a failure, as other ranks may be gone."""
         with self._at_end:
