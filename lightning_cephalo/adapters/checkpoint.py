@@ -8,12 +8,14 @@ rank 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from lightning_cephalo.execution.sharded_model import to_full
 from lightning_cephalo.sharding.materialise import on_cpu
@@ -97,6 +99,9 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
 def full_optimizer_state(optimizer: Optimizer, wanted: bool) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with full tensors; collective; empty unless ``wanted``."""
     state = optimizer.state_dict()
+    if not _is_torchs(state):
+        full_state = pytree.tree_map_only(DTensor, partial(to_full, wanted=wanted), state)
+        return full_state if wanted else {}
     parameters = dict(_numbered_parameters(state, optimizer))
     full = {
         index: {
@@ -110,6 +115,11 @@ def full_optimizer_state(optimizer: Optimizer, wanted: bool) -> dict[str, Any]:
     return {**state, "state": full} if wanted else {}
 
 
+def _is_torchs(state: Mapping[str, Any]) -> bool:
+    """Return whether a state dict has torch's format; that of Lightning's no-optimizer is empty."""
+    return "state" in state and "param_groups" in state
+
+
 def _numbered_parameters(
     state: Mapping[str, Any], optimizer: Optimizer
 ) -> Iterator[tuple[int, Tensor]]:
@@ -120,6 +130,9 @@ def _numbered_parameters(
 
 def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load an optimizer state of full tensors; every rank has all of ``state``."""
+    if not _is_torchs(state):
+        optimizer.load_state_dict(dict(state))
+        return
     parameters = dict(_numbered_parameters(state, optimizer))
     sharded = {
         index: {

@@ -328,3 +328,27 @@ def test_the_learning_rate_finder_works_and_restores_the_weights(tmp_path, monke
     assert len(ranks[0][0]) == 12 and all(0 < loss < 100 for loss in ranks[0][0])
     assert all(unchanged for _, unchanged in ranks)
     assert not list(tmp_path.glob("*.ckpt"))
+
+
+class _WithoutOptimizer(Net):
+    def configure_optimizers(self):
+        return None
+
+
+def _fit_without_optimizer(plan, path):
+    model = _WithoutOptimizer()
+    first = trainer(plan, max_steps=2)
+    first.fit(model, loader(), loader(8))
+    first.save_checkpoint(path)
+    resumed = trainer(plan, max_steps=3)
+    resumed.fit(model, loader(), loader(8), ckpt_path=path)
+    return model.losses, resumed.global_step
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_a_module_without_optimizer_is_saved_and_resumed(tmp_path):
+    found = by_plan("3:1", _fit_without_optimizer, tmp_path / "cephalo.ckpt")
+    wanted = by_plan(None, _fit_without_optimizer, tmp_path / "one.ckpt")
+    assert found == (pytest.approx(wanted[0], rel=TOLERANCE), wanted[1])
+    states = [torch.load(tmp_path / f"{name}.ckpt") for name in ("cephalo", "one")]
+    assert states[0]["optimizer_states"] == states[1]["optimizer_states"] == [{}]
