@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -33,6 +34,7 @@ from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.rows_arithmetic import RowsArithmetic
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
 from lightning_cephalo.adapters.termination import Termination
+from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.cutting import (
     evaluation_samples,
@@ -438,8 +440,17 @@ class CephaloStrategy(ParallelStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        steps = self._module.trainer.accumulate_grad_batches
-        self.session.model.executor.backward(divisor=float(steps))
+        steps = float(self._module.trainer.accumulate_grad_batches)
+        layered = self.session.model.executor.backward
+        if not is_overridden("backward", self._module):
+            layered(divisor=steps)
+        else:
+            user = UserBackward(
+                self.session.control, lambda factor: layered(divisor=steps, factor=factor)
+            )
+            loss = user.loss_of(closure_loss)
+            backward = self.precision_plugin.backward
+            user.run(partial(backward, loss, self._module, optimizer, *args, **kwargs))
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
     @override

@@ -49,14 +49,6 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
             " per microbatch, so that its own backward() and step() would run once per microbatch"
             " too. Use automatic optimization (return the loss), or strategy='ddp'."
         )
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-
-    if is_overridden("backward", module):
-        raise UnsupportedError(
-            f"{type(module).__name__} overrides backward(), which cephalo does not call: it runs"
-            " the backward itself, unit by unit. Move what it does to on_after_backward() or into"
-            " the loss."
-        )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise UnsupportedError(
             "training_step(dataloader_iter) pulls its own batches, so that they cannot be dealt."

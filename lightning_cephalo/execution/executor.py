@@ -270,14 +270,15 @@ class Executor:
             offload_boundaries=self.arena is not None,
         )
 
-    def backward(self, divisor: float = 1.0) -> None:
+    def backward(self, divisor: float = 1.0, factor: float = 1.0) -> None:
         """Run the backward of all units and set the gradients of the sharded parameters.
 
         Args:
             divisor: Divides the gradients (number of steps accumulated before an update).
+            factor: Multiplies the gradients; equal on all ranks.
         """
         step = self._step
-        step.gradient_scale = 1.0 / (step.loss_scale * self._total_weight * divisor)
+        step.gradient_scale = factor / (step.loss_scale * self._total_weight * divisor)
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
         for unit in gathered_after(step.program.forward):

@@ -429,11 +429,6 @@ class Manual(Recorder):
         self.automatic_optimization = False
 
 
-class OwnBackward(Recorder):
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        loss.backward()
-
-
 class Pulls(Recorder):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return self.per_sample(next(dataloader_iter)[0]).mean()
@@ -465,7 +460,6 @@ class TwoOptimizers(Recorder):
 
 UNSUPPORTED: dict[str, tuple[type[Recorder], dict[str, Any], tuple[str, ...]]] = {
     "manual optimization": (Manual, {}, ("Manual optimization", "automatic optimization")),
-    "own backward": (OwnBackward, {}, ("OwnBackward overrides backward()", "on_after_backward")),
     "dataloader_iter": (Pulls, {}, ("dataloader_iter", "training_step(batch, batch_idx)")),
     "LBFGS": (Lbfgs, {}, ("LBFGS", "AdamW")),
     "Adafactor": (Factored, {}, ("Adafactor", "AdamW")),

@@ -1,0 +1,105 @@
+"""A LightningModule with a ``backward()`` of its own trains as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from common import Net, assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
+from torch import Tensor
+
+from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
+
+TOLERANCE = 1e-5
+
+
+class Scales(Net):
+    """Multiplies the loss, and looks at the gradients behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * 3).backward(*args, **kwargs)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+        self.blocks[0].down.weight.grad.mul_(2.0)
+
+
+class ByAutograd(Net):
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward([loss])
+
+
+def fit(plan: str | None, kind: type[Net], options: dict[str, Any]):
+    model = kind()
+    trainer(plan, max_epochs=2, **options).fit(model, loader(14), loader(8))
+    return model.losses, getattr(model, "norms", []), values_of(model)
+
+
+@pytest.mark.parametrize("kind", [Scales, ByAutograd])
+def test_an_own_backward_gives_the_gradients_of_one_device(kind):
+    options = {"gradient_clip_val": 2.0} if kind is ByAutograd else {"accumulate_grad_batches": 2}
+    wanted_losses, wanted_norms, wanted = by_plan(None, fit, kind, options)
+    for losses, norms, values in in_ranks(3, fit, "three", kind, options):
+        assert losses == pytest.approx(wanted_losses, rel=TOLERANCE)
+        assert norms == pytest.approx(wanted_norms, rel=1e-4)
+        assert_same_tensors(values, wanted, TOLERANCE)
+
+
+class Retains(Net):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(retain_graph=True)
+
+
+class Twice(Net):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        loss.backward()
+
+
+class Never(Net):
+    def backward(self, loss: Tensor) -> None:
+        pass
+
+
+class OnOneRank(Net):
+    def backward(self, loss: Tensor) -> None:
+        if self.global_rank == 0:
+            loss.backward()
+
+
+class ByRank(Net):
+    def backward(self, loss: Tensor) -> None:
+        (loss * (1.0 + self.global_rank)).backward()
+
+
+class FailsOnOneRank(Net):
+    def backward(self, loss: Tensor) -> None:
+        if self.global_rank == 1:
+            raise UnsupportedError("an error of the user's")
+        loss.backward()
+
+
+REFUSED = {
+    Retains: "retain_graph",
+    Twice: "backward",
+    Never: "without a backward of the loss",
+    OnOneRank: "without a backward of the loss",
+    ByRank: "another factor on each rank",
+    FailsOnOneRank: "an error of the user's",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_it_cannot_do_is_refused_by_name_on_all_ranks(kind):
+    def fails():
+        with pytest.raises((UnsupportedError, RemoteRankError, RuntimeError)) as refused:
+            fit("3:1", kind, {})
+        return type(refused.value).__name__, str(refused.value)
+
+    for name, message in in_ranks(2, fails):
+        assert REFUSED[kind] in message, (name, message)
+        assert kind is Twice or name in ("UnsupportedError", "RemoteRankError")
