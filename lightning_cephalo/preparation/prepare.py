@@ -147,6 +147,9 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
 def _training_loaders(trainer: Trainer) -> Loaders:
     """Request the training dataloaders from the user's hook, as DeepSpeed's strategy does.
 
+    Lightning's loop gets the same loaders when it requests them. So the hook is called once:
+    loaders may take long to make, or be random.
+
     Private API: the loaders are needed before Lightning's loop requests them. Its ``setup_data``
     must not be called early, or a resumed loader would start anew.
     """
@@ -157,13 +160,26 @@ def _training_loaders(trainer: Trainer) -> Loaders:
     source = trainer.fit_loop._data_source
     if not source.is_defined():
         raise PlanError("fit() was given no training dataloader, which planning needs.")
+    vars(source).pop("dataloader", None)  # of a run that has failed before its loop began
     found = _request_dataloader(source)
+    if source.is_module():
+        _answer_next_request(source, found)
     nested = found.iterables if isinstance(found, CombinedLoader) else found
     flat, spec = pytree.tree_flatten(nested)
     if not flat:
         raise PlanError("train_dataloader() returned no dataloader.")
     single = len(flat) == 1 and nested is flat[0]
     return Loaders(tuple(flat), None if single else spec)
+
+
+def _answer_next_request(source: Any, loaders: Any) -> None:
+    """Give Lightning these loaders at the next request; later ones call the user's hook."""
+
+    def dataloader() -> Any:
+        del source.dataloader
+        return loaders
+
+    source.dataloader = dataloader  # on the instance, for one call
 
 
 def _global_batch_size(loaders: Loaders, options: Options, world_size: int) -> int | None:
