@@ -6,6 +6,7 @@ call the packages below.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -428,8 +429,9 @@ class CephaloStrategy(ParallelStrategy):
         session.memory.after_forward()
         with self.precision_plugin.forward_context():
             session.logs.finish(log, outcome, outcome.weights, self.reduce)
-        no_loss = partial(torch.zeros, (), device=self.root_device)
-        return joined_result(outcome.results, outcome.weights, counts, no_loss)
+        joined = joined_result(outcome.results, outcome.weights, counts)
+        samples = log.samples_of(outcome.notes)
+        return session.outputs.of_step(joined, math.fsum(outcome.weights), samples)
 
     def _note(self, log: StepLog) -> tuple[float, ...]:
         """Return the numbers that every rank sends with the exchange of a step."""

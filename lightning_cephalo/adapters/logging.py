@@ -143,6 +143,11 @@ class StepLog:
         synced = any(self._synced(key) for key in self._live())
         return float(checksum), float(synced), float(sum(self._sample_counts)), self.weight
 
+    @staticmethod
+    def samples_of(notes: Sequence[Sequence[float]]) -> list[float]:
+        """Return the samples of every rank, from all ranks' :meth:`note`."""
+        return [row[2] for row in notes]
+
     @property
     def _idle(self) -> bool:
         return not sum(self._sample_counts)
@@ -166,7 +171,7 @@ class StepLog:
         self,
         weights: Sequence[float],
         notes: Sequence[Sequence[float]],
-        ranks: _ValuesOfRanks,
+        ranks: ValuesOfRanks,
         module: torch.nn.Module,
         sync: Callable[..., Any],
         total_weight: float | None = None,
@@ -181,7 +186,7 @@ class StepLog:
             sync: Lightning's reduce function, for keys that this rank has not logged itself.
             total_weight: Weight of all microbatches of all ranks; None: the sum over the notes.
         """
-        samples = sum(row[2] for row in notes)
+        samples = sum(self.samples_of(notes))
         total = sum(row[3] for row in notes) if total_weight is None else total_weight
         weight_of_sample = total / samples if samples else 1.0
         own = {key: self._combined(key, calls, weights) for key, calls in self._calls.items()}
@@ -249,7 +254,7 @@ class StepLog:
         if not metric.meta.on_epoch:
             metric.value = metric._forward_cache
 
-    def _share(self, own: dict[str, _Combined], ranks: _ValuesOfRanks, samples: float) -> None:
+    def _share(self, own: dict[str, _Combined], ranks: ValuesOfRanks, samples: float) -> None:
         """Write the step's values over all ranks, for keys that synchronise or lack a value."""
         tensors = [key for key, metric in self._live().items() if metric.is_tensor]
         if not tensors:
@@ -334,7 +339,7 @@ class StepLog:
         metric._cephalo_borrowed = True
 
 
-class _ValuesOfRanks:
+class ValuesOfRanks:
     """Exchanges logged values between ranks; the host waits for no device.
 
     Args:
@@ -378,6 +383,7 @@ class StepLogs:
 
     Attributes:
         metrics: The module's torchmetrics objects, by their names.
+        ranks: Exchanges values between ranks.
         are_combining: Whether values of a step are being combined right now; meanwhile the strategy
             leaves tensors alone that Lightning would reduce.
     """
@@ -386,7 +392,7 @@ class StepLogs:
         self.metrics = metrics_of(module)
         self.are_combining = False
         self._module = module
-        self._ranks = _ValuesOfRanks(groups, accelerator)
+        self.ranks = ValuesOfRanks(groups, accelerator)
 
     def of_step(self, sample_counts: Sequence[int]) -> StepLog:
         """Return the log of a step whose microbatches have these numbers of samples."""
@@ -411,7 +417,7 @@ class StepLogs:
         try:
             # evaluation has no total weight: the notes hold the weights
             total = outcome.total_weight or None
-            log.finish(weights, outcome.notes, self._ranks, self._module, sync, total)
+            log.finish(weights, outcome.notes, self.ranks, self._module, sync, total)
         finally:
             self.are_combining = False
 

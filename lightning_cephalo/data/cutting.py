@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,15 +195,14 @@ def joined_result(
     results: Sequence[Any],
     weights: Sequence[float],
     counts: Sequence[int],
-    empty_loss: Callable[[], Tensor],
 ) -> Any:
-    """Join the results of a step's microbatches into one detached result.
+    """Join the results of a step's microbatches into one detached result; None without any.
 
     The loss and other scalars become weighted means, and a tensor ``"weight"`` becomes the sum.
     Tensors with one row per sample are concatenated. Anything else is the last microbatch's.
     """
     if not results:
-        return empty_loss()
+        return None
     if not isinstance(results[0], Mapping):
         return _weighted_mean(results, weights)
     joined = dict(results[-1])

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
+from lightning_cephalo.adapters.step_outputs import StepOutputs
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches, has_running_statistics
 from lightning_cephalo.common.errors import UnsupportedError
@@ -61,6 +62,7 @@ class Session:
             of the model.
         cutter: Cuts this rank's batches into microbatches.
         logs: Combines the values that steps log.
+        outputs: Completes the outputs of steps in which a rank has no samples.
         user_gathers: Rejects collectives of the user's step that would hang.
         predictions: Serves prediction steps in which this rank has no samples.
         optimizers: The optimizers that hold the model's parameters, once they exist.
@@ -97,6 +99,7 @@ class Session:
         self.plan = Plan(tuple(RankPlan((1,), fraction) for fraction in fractions))
         self.cutter = BatchCutter((), None, ())
         self.logs = StepLogs(module, groups, accelerator)
+        self.outputs = StepOutputs(self.logs.ranks, self.model.device)
         self.user_gathers = UserGathers(groups.control, options.equal_microbatches)
         self.predictions = EmptyPredictions()
         self.optimizers: list[Optimizer] = []
