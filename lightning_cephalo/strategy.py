@@ -385,6 +385,8 @@ class CephaloStrategy(ParallelStrategy):
 
     def _make_optimizers(self, trainer: Trainer) -> None:
         self.setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            checkpoint.shard_optimizer(optimizer, self.session.model)
         supported.check_optimizers(self.optimizers, self.session.model)
 
     @override

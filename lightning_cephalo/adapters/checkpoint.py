@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.execution.sharded_model import to_full
+from lightning_cephalo.execution.sharded_model import ShardedModel, to_full
 from lightning_cephalo.sharding.materialise import on_cpu
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, with_rows_of
 
@@ -145,3 +145,24 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
         for index, entries in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": sharded})
+
+
+def shard_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
+    """Let an optimizer that was made before the model was sharded hold the sharded parameters.
+
+    Its parameters are found by identity; state that it has made is cut like them. Parameters that
+    are not the model's stay.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sharded = {id(parameter): model.sharded_in_place_of(parameter) for parameter in held}
+    if not any(parameter is not None for parameter in sharded.values()):
+        return
+    state = optimizer.state_dict() if optimizer.state else None
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = [
+            parameter if sharded[id(parameter)] is None else sharded[id(parameter)]
+            for parameter in group["params"]
+        ]
+    if state is not None:
+        load_full_optimizer_state(optimizer, state)

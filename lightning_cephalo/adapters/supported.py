@@ -148,7 +148,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> No
         if strangers:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} holds {len(strangers)} parameters that are not the"
-                f" model's (shapes {strangers[:3]}...): they were taken before the model was"
-                " sharded. Call self.parameters() or self.named_parameters() inside"
+                f" model's (shapes {strangers[:3]}...): they are copies, or belong to an earlier"
+                " fit. Call self.parameters() or self.named_parameters() inside"
                 " configure_optimizers()."
             )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
@@ -102,7 +103,11 @@ class ShardedModel:
         divider = Divider(fractions)
         self.units: list[Unit] = []
         members_of_units = find_units(module, units.types, units.names)
+        # weak: only an optimizer that holds them already keeps the originals alive
+        self._originals: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for members in members_of_units:
+            for parameter, owners in members.parameters:
+                self._originals[parameter] = owners[0].name
             members = initialise_members(module, members, materialise=context.rank == 0)
             self.units.append(Unit(members, divider, context))
             if len(self.units) == 1:  # the root stays gathered all step long: it shares no memory
@@ -264,6 +269,14 @@ class ShardedModel:
     def sharded_parameters(self) -> dict[int, str]:
         """Return the name of every parameter that an optimizer may hold, by the parameter's id."""
         return {id(p): name for unit in self.units for name, p in unit.named_sharded()}
+
+    def sharded_in_place_of(self, original: Tensor) -> Tensor | None:
+        """Return the sharded parameter of one that the module held before; None if it held none."""
+        name = self._originals.get(original)
+        if name is None:
+            return None
+        named = (pair for unit in self.units for pair in unit.named_sharded())
+        return next((parameter for other, parameter in named if other == name), None)
 
     def restore_full(self) -> None:
         """Remove the hooks and restore plain full parameters on the CPU; collective."""

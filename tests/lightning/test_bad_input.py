@@ -444,10 +444,10 @@ class Factored(Recorder):
         return torch.optim.Adafactor(self.parameters())
 
 
-class Stale(Recorder):
+class Copied(Recorder):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.taken = list(self.parameters())
+        self.taken = [torch.nn.Parameter(p.detach().clone()) for p in self.parameters()]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.taken, lr=0.1)
@@ -463,7 +463,7 @@ UNSUPPORTED: dict[str, tuple[type[Recorder], dict[str, Any], tuple[str, ...]]] =
     "dataloader_iter": (Pulls, {}, ("dataloader_iter", "training_step(batch, batch_idx)")),
     "LBFGS": (Lbfgs, {}, ("LBFGS", "AdamW")),
     "Adafactor": (Factored, {}, ("Adafactor", "AdamW")),
-    "stale parameters": (Stale, {}, ("SGD holds", "inside", "configure_optimizers()")),
+    "copied parameters": (Copied, {}, ("SGD holds", "inside", "configure_optimizers()")),
     "sync_batchnorm": (Recorder, {"sync_batchnorm": True}, ("sync_batchnorm", "group norm")),
 }
 

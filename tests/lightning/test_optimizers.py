@@ -167,3 +167,28 @@ def test_an_unknown_optimizer_that_mixes_rows_is_stopped_in_its_first_step_on_ev
     for kind, message in in_ranks(2, _fit_refused, "3:1", _ByItsRows):
         assert kind == "UnsupportedError"
         assert message.startswith("matmul() of whole gradients") and "AdamW" in message
+
+
+class _MakesItsOptimizerEarly(Net):
+    """In ``__init__``, with state that exists from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        groups = [{"params": [p], "lr": 1e-2 / (1 + p.ndim)} for p in self.parameters()]
+        self.early = torch.optim.Adagrad(groups, initial_accumulator_value=0.1)
+
+    def configure_optimizers(self):
+        return self.early
+
+
+def _fit_with_early_optimizer(plan):
+    model = _MakesItsOptimizerEarly()
+    trainer(plan, max_steps=3).fit(model, loader(), loader(8))
+    return model.losses, values_of(model)
+
+
+def test_an_optimizer_made_in_init_holds_the_sharded_parameters():
+    wanted_losses, wanted = by_plan(None, _fit_with_early_optimizer)
+    losses, values = by_plan("three", _fit_with_early_optimizer)
+    assert losses == pytest.approx(wanted_losses, rel=1e-5)
+    assert_same_tensors(values, wanted, 1e-5)
