@@ -11,6 +11,8 @@ weight of a value   the ``batch_size`` given to ``self.log``; else the ``"weight
                     ``training_step`` returned; else the microbatch's samples
 torchmetrics        collected by the object itself, exactly; its value of a *step* is the weighted
                     mean over microbatches, exact for metrics that are means over samples
+sums                add up over microbatches, so that counts of samples are right; a constant, which
+                    cannot be told from a count, counts once for each microbatch
 no samples          a rank without samples in a step takes the other ranks' value
 ==================  ================================================================================
 

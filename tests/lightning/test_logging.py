@@ -496,3 +496,20 @@ def test_samples_are_found_where_the_collection_is_private(tmp_path: Path) -> No
     assert float(metric.value) == 2.0 and int(metric.cumulated_batch_size) == 2
     assert results.batch_size is None and results.dataloader_idx is None
     assert len(samples(3)) == 3
+
+
+class _CountsSteps(Recorder):
+    """Logs a constant where the guide says that it counts once a step."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.log("steps", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+    def on_fit_end(self):
+        self.record.note("steps", float(self.trainer.callback_metrics["steps"]))
+
+
+def test_a_constant_logged_after_the_step_counts_once_a_step_and_rank(tmp_path):
+    for plan in ("3:1", "idle last", None):
+        ranks = run("fit", plan, _CountsSteps(tmp_path), loader(plan))
+        assert [rank.notes["steps"][-1] for rank in ranks] == [3.0] * len(ranks)
