@@ -28,6 +28,7 @@ from lightning_cephalo.execution.step import (
     checked_weight,
 )
 from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
+from lightning_cephalo.execution.user_writes import UserWrites, explained
 from lightning_cephalo.execution.visits import FAILED, FINISHED, Visits, where
 from lightning_cephalo.plan.program import (
     COMPUTE,
@@ -50,6 +51,9 @@ from lightning_cephalo.sharding.unit import Unit, UnitState
 # A rank's state in the exchange that ends a forward.
 _WELL, _FAILED, _DIVERGED = 0.0, 1.0, 2.0
 
+# code of the user that runs while parameters are gathered for the backward, for messages
+_BEFORE_BACKWARD = "a hook between the forward and the backward"
+
 
 class Executor:
     """Runs training and evaluation steps over units.
@@ -71,6 +75,7 @@ class Executor:
     Attributes:
         hooks: Intercepts calls of units.
         failure: Holds this rank's failure.
+        writes: Finds writes of the user's code to parameters.
         arena: Host memory for boundaries; None: they stay on the device.
     """
 
@@ -88,6 +93,7 @@ class Executor:
         self.accelerator = accelerator
         self.hooks = UnitHooks(units, meet)
         self.failure = Failure(control.rank, names)
+        self.writes = UserWrites(units)
         self.arena: HostArena | None = None
         self._visits = Visits(names)
         self._throttle = Throttle(accelerator)
@@ -231,7 +237,8 @@ class Executor:
             self.failure.note(failure)
         if self.arena is not None:
             self.failure.guarded(self.arena.start)  # may allocate
-        self._run(self._traced() if visits is None else self._step.program.forward)
+        with self.writes.locked():
+            self._run(self._traced() if visits is None else self._step.program.forward)
         # no reference stays here: results hold graphs, which must die with the caller's references
         outcome, self._outcome = self._outcome, ForwardOutcome((), (), 0.0)
         return outcome
@@ -330,6 +337,8 @@ class Executor:
         self._execute(Instruction(Operation.FORWARD, ROOT, microbatch=0))
         while True:
             parked = step.parked or [None]
+            if parked == [None]:
+                self.failure.guarded(self.writes.check, doing.removeprefix("running "))
             own, _ = where(failed=self.failure.error is not None, parked=parked)
             rows = self._exchange([own, *note()])
             said = [row[0] for row in rows]
@@ -407,7 +416,10 @@ class Executor:
     def _advance(self, index: int) -> None:
         call = self._step.calls[index]
         call.on_resume()
-        self.hooks.advance(self._step.microbatches[index])
+        try:
+            self.hooks.advance(self._step.microbatches[index])
+        except RuntimeError as error:
+            raise explained(error) from error.__cause__
         call.on_pause()
 
     def _leave(self, instruction: Instruction, found: Visit | None, expected: Visit | None) -> None:
@@ -458,8 +470,12 @@ class Executor:
                 return
         loss = loss * (weight * step.loss_scale)
         scaled = step.scale_loss(loss) if step.scale_loss else loss
-        with self.hooks.backward():
-            microbatch.backward_of_loss(scaled, without_weight)
+        try:
+            with self.hooks.backward():
+                microbatch.backward_of_loss(scaled, without_weight)
+        except RuntimeError:
+            self.writes.check("training_step")  # a write may be the cause
+            raise
 
     def _read_weights(self) -> None:
         """Read the weights that were on the device, while it runs the last loss's backward."""
@@ -487,7 +503,11 @@ class Executor:
     def _backward_of(self, instruction: Instruction) -> None:
         if self._step.microbatches:
             microbatch = self._step.microbatches[instruction.microbatch]
-            microbatch.backward_of_visit(instruction.visit)
+            try:
+                microbatch.backward_of_visit(instruction.visit)
+            except RuntimeError:
+                self.writes.check(_BEFORE_BACKWARD)  # a write may be the cause
+                raise
 
     def _reduce(self, instruction: Instruction) -> None:
         unit = self.units[instruction.unit]
@@ -518,6 +538,7 @@ class Executor:
     def _end_forward(self) -> None:
         step, doing = self._step, "running training_step"
         self.failure.guarded(self._read_weights)
+        self.failure.guarded(self.writes.check, "training_step")
         state = _FAILED if self.failure.error is not None else _WELL
         if state == _WELL and step.divergence is not None:
             state = _DIVERGED
@@ -552,6 +573,7 @@ class Executor:
         self.hooks.in_backward = False
         step.microbatches.clear()
         self._throttle.end_step()
+        self.failure.guarded(self.writes.check, _BEFORE_BACKWARD)
         flags = [self.failure.error is not None]
         for used in step.used.values():
             flags.extend(used)

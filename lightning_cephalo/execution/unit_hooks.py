@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.replay import ChangingBuffers
+from lightning_cephalo.execution.user_writes import UserWrites
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.sharding.unit import Unit, UnitState
 
@@ -46,6 +47,7 @@ class UnitHooks:
     def __init__(self, units: Sequence[Unit], meet: Meet) -> None:
         self._units = list(units)
         self._meet = meet
+        self._writes = UserWrites(units)
         self.in_backward = False
         self._keeps_all = False
         self._running: Microbatch | None = None
@@ -158,6 +160,7 @@ class UnitHooks:
         self._outside_depth -= 1
         if not self._outside_depth and not self._keeps_all:
             self._units[ROOT].free()
+            self._writes.check("a call of the module in a hook")
 
     def _enter(
         self,

@@ -44,10 +44,16 @@ from lightning_cephalo.sharding.collectives import (
 )
 from lightning_cephalo.sharding.layout import Divider, FlatLayout
 from lightning_cephalo.sharding.padding import Padding
-from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spec
+from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spec, set_local_part
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.transfers import Pending
+from lightning_cephalo.sharding.write_guard import (
+    GatheredParameter,
+    Lock,
+    LockedRows,
+    point_to,
+)
 
 
 class Residence(Enum):
@@ -125,6 +131,7 @@ class Flat:
         self._numels = [original.numel() for original in originals]
         self.numel = sum(self._numels)
         self._set_layout(layout)
+        self.locking = Lock()
 
         master = torch.empty(self.numel, dtype=self.master_dtype, device=context.device)
         if context.rank == 0:
@@ -136,13 +143,15 @@ class Flat:
 
         self._own_full = torch.empty(self.numel, dtype=self.dtype, device=context.device)
         self.full = self._own_full
+        # `.data` gives each parameter a version of its own: it rises only when code writes to it
         self.parameters = [
-            _like_parameter(part.view(shape), original)
+            _like_parameter(part.view(shape).data, original, GatheredParameter)
             for part, shape, original in zip(
                 self.full.split(self._numels), self.shapes, originals, strict=True
             )
         ]
         self._own_views = [parameter.data for parameter in self.parameters]
+        self._read_versions = [parameter._version for parameter in self.parameters]
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.full.untyped_storage().resize_(0)
         self.residence = Residence.OWN
@@ -178,6 +187,10 @@ class Flat:
             _like_parameter(face, original)
             for face, original in zip(self._faces(self.shard), like, strict=True)
         ]
+        # a DTensor has no memory of its own, except after `parameter.data = plain_tensor`
+        self._addresses = [face.data_ptr() for face in self.sharded]
+        self._locked: list[LockedRows] = []
+        self._unlocked: list[torch.Tensor] = []
 
     def _faces(self, shard: torch.Tensor) -> list[DTensor]:
         """Return one DTensor per parameter, as views of a slice."""
@@ -267,7 +280,7 @@ class Flat:
     def _point_to(self, views: Sequence[torch.Tensor]) -> None:
         self.full = views[0]
         for parameter, view in zip(self.parameters, views[1:], strict=True):
-            parameter.data = view
+            point_to(parameter, view)
 
     def free(self) -> None:
         """Free the memory of ``full``, except for a RESIDENT flat."""
@@ -283,6 +296,40 @@ class Flat:
         """Free the flat's own storage of ``full``; ``full`` must not borrow a pool's memory."""
         assert self._full_buffer is None
         self.full.untyped_storage().resize_(0)
+
+    def written(self) -> list[bool]:
+        """Per gathered parameter, whether code has written to it since the last call."""
+        versions = [parameter._version for parameter in self.parameters]
+        before, self._read_versions = self._read_versions, versions
+        if versions == before:
+            return [False] * len(versions)
+        return [now != then for now, then in zip(versions, before, strict=True)]
+
+    def lock(self, names: Sequence[str]) -> None:
+        """Refuse all use of the sharded parameters until :meth:`unlock`.
+
+        Args:
+            names: Names of the parameters, for messages.
+        """
+        self.locking.is_on = True
+        self._unlocked = [local_part(face) for face in self.sharded]
+        if not self._locked:
+            pairs = zip(self._unlocked, names, strict=True)
+            self._locked = [LockedRows(rows, name) for rows, name in pairs]
+        for face, locked in zip(self.sharded, self._locked, strict=True):
+            set_local_part(face, locked)
+
+    def unlock(self) -> None:
+        """Allow use of the sharded parameters again."""
+        self.locking.is_on = False
+        for face, rows in zip(self.sharded, self._unlocked, strict=True):
+            set_local_part(face, rows)
+        self._unlocked = []
+
+    def assigned(self) -> list[bool]:
+        """Per sharded parameter, whether plain values were assigned to its ``data``."""
+        pairs = zip(self.sharded, self._addresses, strict=True)
+        return [face.data_ptr() != address for face, address in pairs]
 
     def plain_parameters(self) -> list[nn.Parameter]:
         """Return full parameters on the CPU in their original dtype; collective."""
@@ -410,8 +457,10 @@ class Flat:
                 parameter.grad = face
 
 
-def _like_parameter(data: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
-    parameter = nn.Parameter(data, requires_grad=original.requires_grad)
+def _like_parameter(
+    data: torch.Tensor, original: nn.Parameter, kind: type[nn.Parameter] = nn.Parameter
+) -> nn.Parameter:
+    parameter = kind(data, requires_grad=original.requires_grad)
     # users tag parameters (`weight._no_weight_decay = True`): the tags must survive
     parameter.__dict__.update(original.__dict__)
     return parameter

@@ -106,6 +106,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def set_local_part(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Replace this rank's rows of a DTensor; nothing is copied."""
+    assert isinstance(tensor, DTensor)
+    tensor._local_tensor = local
+
+
 def with_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return optimizer state with the rows of its parameter.
 

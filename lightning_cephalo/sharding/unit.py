@@ -13,6 +13,7 @@ from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.transfers import Pending, Wait, wait_for
+from lightning_cephalo.sharding.write_guard import GatheredParameter
 
 # 16 bytes in the narrowest dtype, which has one byte
 _ALIGNED_NUMEL = 16
@@ -66,6 +67,12 @@ class Unit:
             self.flats.append(Flat([parameter for parameter, _ in chosen], layout, context))
             self._owners.append([owners for _, owners in chosen])
             self._names.append([owners[0].name for _, owners in chosen])
+        for names, flat in zip(self._names, self.flats, strict=True):
+            for name, parameter in zip(names, flat.parameters, strict=True):
+                assert isinstance(parameter, GatheredParameter)
+                parameter.full_name, parameter.lock = name, flat.locking
+        self._shown: Sequence[Sequence[nn.Parameter]] = ()
+        self._replaced: list[str] = []
         self._show_sharded()
 
     def __repr__(self) -> str:
@@ -128,15 +135,53 @@ class Unit:
         return list(modules.values())
 
     def _show(self, parameters_of: Sequence[Sequence[nn.Parameter]]) -> None:
-        for owners_of, parameters in zip(self._owners, parameters_of, strict=True):
-            for owners, parameter in zip(owners_of, parameters, strict=True):
+        before_of = self._shown or parameters_of
+        for owners_of, parameters, before in zip(
+            self._owners, parameters_of, before_of, strict=True
+        ):
+            for owners, parameter, shown in zip(owners_of, parameters, before, strict=True):
                 for owner in owners:
-                    owner.module._parameters[owner.attribute] = parameter
+                    held = owner.module._parameters
+                    if held.get(owner.attribute) is not shown and self._shown:
+                        self._replaced.append(owner.name)
+                    held[owner.attribute] = parameter
                     if isinstance(owner.module, nn.RNNBase):
-                        _show_to_recurrent(owner.module, owner.attribute, parameter)
+                        show_to_recurrent(owner.module, owner.attribute, parameter)
+        self._shown = parameters_of
 
     def _show_sharded(self) -> None:
         self._show([flat.sharded for flat in self.flats])
+
+    # -- writes of the user's code ------------------------------------------------------------
+
+    def lock(self) -> None:
+        """Refuse all use of the sharded parameters until :meth:`unlock`, by name."""
+        for names, flat in zip(self._names, self.flats, strict=True):
+            flat.lock(names)
+
+    def unlock(self) -> None:
+        """Allow use of the sharded parameters again."""
+        for flat in self.flats:
+            flat.unlock()
+
+    def assigned(self) -> list[str]:
+        """Return the sharded parameters to whose ``data`` plain values were assigned."""
+        return self._where([flat.assigned() for flat in self.flats])
+
+    def written(self) -> list[str]:
+        """Return the gathered parameters that code wrote to or replaced since the last call."""
+        replaced, self._replaced = self._replaced, []
+        return self._where([flat.written() for flat in self.flats]) + replaced
+
+    def _where(self, flags_of: Sequence[Sequence[bool]]) -> list[str]:
+        return [
+            name
+            for names, flags in zip(self._names, flags_of, strict=True)
+            for name, flag in zip(names, flags, strict=True)
+            if flag
+        ]
+
+    # -- gathering ----------------------------------------------------------------------------
 
     def start_gather(self) -> None:
         """Begin to gather; does nothing if the gather has already begun."""
@@ -243,7 +288,7 @@ class Unit:
                 start = end
 
 
-def _show_to_recurrent(module: nn.RNNBase, attribute: str, parameter: nn.Parameter) -> None:
+def show_to_recurrent(module: nn.RNNBase, attribute: str, parameter: nn.Parameter) -> None:
     """Update the list of parameters with which LSTM, GRU and RNN compute."""
     if attribute in module._flat_weights_names:
         module._flat_weights[module._flat_weights_names.index(attribute)] = parameter

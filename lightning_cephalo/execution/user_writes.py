@@ -1,0 +1,80 @@
+"""Refuses writes of the user's code to parameters, before anything is lost.
+
+``training_step`` runs once per microbatch, and not on a rank without samples. Each unit is a copy
+at one time of the step and rows at another. A write there cannot have the effect that it has on one
+device: once a step, on the whole parameter. `sharding/write_guard.py` makes such writes visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.sharding.unit import Unit
+from lightning_cephalo.sharding.write_guard import REMEDY, spelled
+
+
+class UserWrites:
+    """Finds writes to the parameters of a model.
+
+    ::
+
+        with writes.locked():              # sharded parameters cannot be used at all
+            ...                            # microbatches run
+        writes.check("training_step")      # gathered ones must be unchanged
+
+    Args:
+        units: All units.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = list(units)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuse all use of sharded parameters in a ``with`` block.
+
+        A gathered parameter shows its copy instead, which can be used.
+        """
+        for unit in self._units:
+            unit.lock()
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.unlock()
+
+    def check(self, doing: str) -> None:
+        """Raise if code has written to parameters since the last check.
+
+        Args:
+            doing: The code that ran in between, for the message.
+
+        Raises:
+            UnitUseError: The message names the parameters and the way out.
+        """
+        assigned = [name for unit in self._units for name in unit.assigned()]
+        if assigned:
+            raise UnitUseError(
+                f"`.data` of {spelled(assigned)} is assigned while sharded, which does not reach"
+                f" the rows that each rank holds: the write would be lost. {REMEDY}"
+            )
+        written = [name for unit in self._units for name in unit.written()]
+        if written:
+            raise UnitUseError(
+                f"{doing} writes to {spelled(written)} inside of a step, where parameters are"
+                " copies that are freed after their use: the write would be lost. In addition it"
+                f" would run once per microbatch. {REMEDY}"
+            )
+
+
+def explained(error: RuntimeError) -> RuntimeError:
+    """Return the error to raise for code that combines sharded and other tensors."""
+    if "got mixed torch.Tensor and DTensor" not in str(error):
+        return error
+    return UnitUseError(
+        "training_step combines a sharded parameter with another tensor: each rank holds some of"
+        " its rows. Inside of a step a unit's parameters can be used in its forward only."
+        f" {REMEDY}"
+    )

@@ -1,0 +1,142 @@
+"""Gathers whole parameters in hooks, for code that reads or writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.sharding.collectives import all_gather_rows
+from lightning_cephalo.sharding.placement import Rows, local_part
+from lightning_cephalo.sharding.unit import show_to_recurrent
+from lightning_cephalo.sharding.write_guard import GatheredParameter, LockedRows
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place where a module holds a sharded parameter, and the whole one shown there."""
+
+    module: nn.Module
+    attribute: str
+    sharded: nn.Parameter
+    full: nn.Parameter
+
+    def show(self, parameter: nn.Parameter) -> None:
+        self.module._parameters[self.attribute] = parameter
+        if isinstance(self.module, nn.RNNBase):
+            show_to_recurrent(self.module, self.attribute, parameter)
+
+
+@contextmanager
+def full_parameters(*modules: nn.Module) -> Iterator[None]:
+    """Show whole parameters in a ``with`` block, and keep what the block writes to them.
+
+    For code in hooks that reads or writes weights: an average of a student's weights in a teacher,
+    a copy to a target network, clipped weights. The same code works on one device and under other
+    strategies, where parameters are whole anyway::
+
+        def on_train_batch_start(self, batch, batch_idx):
+            with torch.no_grad(), lightning_cephalo.full_parameters(self.teacher, self.student):
+                for t, s in zip(self.teacher.parameters(), self.student.parameters()):
+                    t.data.mul_(0.99).add_(s.data, alpha=0.01)
+
+    The parameters have full precision and no gradients. Every rank holds all of them until the
+    block ends; name small modules, one after another, if they do not fit. Every rank must run the
+    block, and must write the same values: each rank keeps its own rows of them. If the block
+    raises, nothing is written.
+
+    Args:
+        modules: The modules whose parameters are shown whole, with all their submodules.
+
+    Raises:
+        UnitUseError: Inside of a step, where parameters are in use, or if the block replaces a
+            parameter or changes its shape.
+    """
+    places = _gathered(modules)
+    for place in places:
+        place.show(place.full)
+    try:
+        yield
+        _keep(places)
+    finally:
+        for place in places:
+            place.show(place.sharded)
+
+
+def _gathered(modules: tuple[nn.Module, ...]) -> list[_Place]:
+    owners = {id(owner): owner for module in modules for owner in module.modules()}
+    held = [
+        (owner, attribute, parameter)
+        for owner in owners.values()
+        for attribute, parameter in owner._parameters.items()
+        if isinstance(parameter, DTensor | GatheredParameter)
+    ]
+    _refuse_use([parameter for _, _, parameter in held])
+    full: dict[int, nn.Parameter] = {}
+    places: list[_Place] = []
+    for owner, attribute, sharded in held:
+        if id(sharded) not in full:
+            full[id(sharded)] = _whole(sharded)
+        places.append(_Place(owner, attribute, sharded, full[id(sharded)]))
+    return places
+
+
+def _refuse_use(parameters: list[nn.Parameter]) -> None:
+    """Raise on every rank if a parameter is in use on any; collective, outside of microbatches."""
+    used = [local_part(parameter) for parameter in parameters]
+    in_use = [p for p in used if isinstance(p, GatheredParameter | LockedRows)]
+    why = f"the parameter {in_use[0].full_name!r} is in use" if in_use else ""
+    inside = any(isinstance(p, LockedRows) or p.lock.is_on for p in in_use)
+    flags = [bool(in_use)]
+    # ranks run different numbers of microbatches: in one of them no rank may communicate
+    if parameters and not inside and dist.get_world_size() > 1:
+        assert dist.group.WORLD is not None
+        flag = torch.tensor([bool(in_use)], device=parameters[0].device, dtype=torch.uint8)
+        ones = [1] * dist.get_world_size()
+        flags = all_gather_rows(flag, ones, dist.group.WORLD).bool().tolist()
+    if any(flags):
+        why = why or f"rank {flags.index(True)} uses parameters"
+        raise UnitUseError(
+            f"full_parameters() is called inside of a step, where {why} and ranks run different"
+            " numbers of microbatches. Call it in on_train_batch_start(), on_after_backward(),"
+            " on_before_optimizer_step() or on_train_batch_end()."
+        )
+
+
+def _whole(sharded: torch.Tensor) -> nn.Parameter:
+    assert isinstance(sharded, DTensor)
+    with torch.no_grad():
+        # a rank that holds all rows may get them without a copy
+        values = sharded.full_tensor().clone()
+    return nn.Parameter(values, requires_grad=sharded.requires_grad)
+
+
+def _keep(places: list[_Place]) -> None:
+    """Copy this rank's rows of the whole parameters into the sharded ones."""
+    for place in places:
+        if place.module._parameters.get(place.attribute) is not place.full:
+            raise UnitUseError(
+                f"The parameter {place.attribute!r} of {type(place.module).__name__} is replaced"
+                " in full_parameters(). Write into it instead: `parameter.copy_(values)`."
+            )
+        if place.full.shape != place.sharded.shape:
+            raise UnitUseError(
+                f"The parameter {place.attribute!r} of {type(place.module).__name__} has the shape"
+                f" {tuple(place.full.shape)} at the end of full_parameters(), expected"
+                f" {tuple(place.sharded.shape)}."
+            )
+    with torch.no_grad():
+        for place in places:
+            sharded, values = place.sharded, place.full.detach()
+            assert isinstance(sharded, DTensor)
+            placement = sharded.placements[0]
+            if isinstance(placement, Rows):
+                first, end = placement.rows[sharded.device_mesh.get_local_rank()]
+                values = values[first:end]
+            local_part(sharded).copy_(values)

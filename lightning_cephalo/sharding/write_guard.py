@@ -1,0 +1,112 @@
+"""Makes writes to parameters inside of a step visible, so that none is lost in silence.
+
+Inside of a step a parameter is a copy that is freed after its use, or the rows of one rank. The
+user's code runs once per microbatch, and not at all on a rank without samples. A write there would
+be lost, or repeated. So a gathered parameter counts every write, and a sharded one refuses to be
+used while the forward runs. Both cost nothing per operator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.common.errors import UnitUseError
+
+REMEDY = (
+    "Write to parameters once a step, in a hook, where every rank runs the code:"
+    " `with lightning_cephalo.full_parameters(self.teacher, self.student): ...` in"
+    " on_train_batch_start() for a write before the forward, in on_after_backward() for one behind"
+    " it. The same lines work on one device."
+)
+
+
+@dataclass
+class Lock:
+    """Whether the sharded parameters of a flat are locked: a forward is running."""
+
+    is_on: bool = False
+
+
+class GatheredParameter(nn.Parameter):
+    """A full parameter that counts every write in its version.
+
+    torch gives ``p.data`` a version counter of its own, so that ``p.data.mul_(2)`` would leave no
+    trace. Here ``p.data`` shares the counter of ``p``. Assigning ``p.data = x`` raises. Operators
+    do not see the class: its ``__torch_function__`` is switched off, as that of every parameter.
+
+    Attributes:
+        full_name: Name from the top module, for messages.
+        lock: The lock of its sharded counterpart.
+
+    Raises:
+        UnitUseError: When ``data`` is assigned.
+    """
+
+    full_name = ""
+    lock = Lock()
+
+    @property
+    def data(self) -> Tensor:
+        """The values, without a graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise UnitUseError(
+            f"`.data` of the parameter {self.full_name!r} is assigned inside of a step, where it"
+            f" is a copy that is freed after its use: the write would be lost. {REMEDY}"
+        )
+
+
+def point_to(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter the memory of ``values``; its version does not change."""
+    torch.Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
+
+
+class LockedRows(Tensor):
+    """Stands in for this rank's rows of a sharded parameter, and refuses every operator.
+
+    Shape, dtype and device of the parameter stay readable.
+
+    Args:
+        rows: The rows that it stands in for.
+        full_name: Name of the parameter, for messages.
+
+    Raises:
+        UnitUseError: When an operator reads or writes the parameter.
+    """
+
+    full_name: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, rows: Tensor, full_name: str) -> LockedRows:
+        locked = Tensor._make_wrapper_subclass(
+            cls, rows.shape, strides=rows.stride(), dtype=rows.dtype, device=rows.device
+        )
+        locked.full_name = full_name
+        return locked
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        names = [leaf.full_name for leaf in leaves if isinstance(leaf, LockedRows)]
+        raise UnitUseError(
+            f"training_step reads or writes {spelled(names)} ({func}) while sharded: each rank"
+            " holds some rows, and runs the code once per microbatch. Inside of a step a unit's"
+            f" parameters can be used in its forward only. {REMEDY}"
+        )
+
+
+def spelled(names: list[str]) -> str:
+    """Return a few names of parameters for a message."""
+    shown = ", ".join(repr(name) for name in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"the parameter {shown}" if len(names) == 1 else f"the parameters {shown}{more}"
