@@ -691,4 +691,5 @@ def _call(
         partial(loss_and_weight, samples=samples),
         partial(log.resume, microbatch),
         partial(log.pause, microbatch),
+        samples,
     )

@@ -18,6 +18,7 @@ from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.failure import Failure
 from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch
+from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.step import (
@@ -76,6 +77,7 @@ class Executor:
         hooks: Intercepts calls of units.
         failure: Holds this rank's failure.
         writes: Finds writes of the user's code to parameters.
+        state: Gives each microbatch its own values of tensors that code stores on modules.
         arena: Host memory for boundaries; None: they stay on the device.
     """
 
@@ -94,6 +96,7 @@ class Executor:
         self.hooks = UnitHooks(units, meet)
         self.failure = Failure(control.rank, names)
         self.writes = UserWrites(units)
+        self.state = ModuleState(units[ROOT].module)
         self.arena: HostArena | None = None
         self._visits = Visits(names)
         self._throttle = Throttle(accelerator)
@@ -237,6 +240,7 @@ class Executor:
             self.failure.note(failure)
         if self.arena is not None:
             self.failure.guarded(self.arena.start)  # may allocate
+        self.failure.guarded(self.state.begin, [call.samples for call in calls])
         with self.writes.locked():
             self._run(self._traced() if visits is None else self._step.program.forward)
         # no reference stays here: results hold graphs, which must die with the caller's references
@@ -252,7 +256,9 @@ class Executor:
         last = NONE if visits is None else len(visits) - 1
         inside = self._inside_units() if visits is None else None
         microbatches = [
-            Microbatch(call.step, self.accelerator, self._recompute, inside, self.arena, last)
+            Microbatch(
+                call.step, self.accelerator, self._recompute, inside, self.arena, last, self.state
+            )
             for call in calls
         ]
         step = self._step = Step(calls, microbatches, trainable, [0.0] * len(calls))
@@ -416,10 +422,12 @@ class Executor:
     def _advance(self, index: int) -> None:
         call = self._step.calls[index]
         call.on_resume()
+        self.state.resume(index)
         try:
             self.hooks.advance(self._step.microbatches[index])
         except RuntimeError as error:
             raise explained(error) from error.__cause__
+        self.state.pause(index)
         call.on_pause()
 
     def _leave(self, instruction: Instruction, found: Visit | None, expected: Visit | None) -> None:
@@ -539,6 +547,7 @@ class Executor:
         step, doing = self._step, "running training_step"
         self.failure.guarded(self._read_weights)
         self.failure.guarded(self.writes.check, "training_step")
+        self.failure.guarded(self.state.finish)
         state = _FAILED if self.failure.error is not None else _WELL
         if state == _WELL and step.divergence is not None:
             state = _DIVERGED

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ from lightning_cephalo.execution.call_tree import (
     flatten_call,
     flatten_result,
 )
+from lightning_cephalo.execution.module_state import ModuleState, Stored
 from lightning_cephalo.execution.offload import HostArena, OffloadedTensor
 from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, ThreadState
 from lightning_cephalo.plan.program import NONE, Visit
@@ -66,6 +67,7 @@ class _Record:
     random: RandomState | None = None
     modes: ThreadState | None = None
     buffers: list[Any] = field(default_factory=list)
+    stored: Stored | None = None
     away: list[OffloadedTensor] = field(default_factory=list)
 
 
@@ -81,6 +83,8 @@ class Microbatch:
         arena: Host memory for boundaries; None: they stay on the device.
         last: Position of the last visit; -1 if it is unknown. The step parks once more after that
             visit, so that its loss is an instruction of its own.
+        state: The tensors that the step stores on modules; None: a recomputed unit finds those of
+            the end of the step.
     """
 
     def __init__(
@@ -91,8 +95,10 @@ class Microbatch:
         inside: frozenset[int] | None = None,
         arena: HostArena | None = None,
         last: int = NONE,
+        state: ModuleState | None = None,
     ) -> None:
         self._inside = inside
+        self._state = state
         self._arena = arena
         self.last = last
         self._accelerator = accelerator
@@ -209,6 +215,7 @@ class Microbatch:
         if self._recompute:
             record.random, record.modes = RandomState(self._accelerator), modes
             versions, kept = buffers.versions(), buffers.save()
+            record.stored = None if self._state is None else self._state.now()
             # the check for tensors that leave otherwise needs their graph, which is dropped below
             with torch.no_grad() if self._inside is None else nullcontext():
                 result = self._result_of(body, args, kwargs)
@@ -325,7 +332,10 @@ class Microbatch:
         record.modes.restore()
         torch.set_autocast_cache_enabled(False)
         try:
-            with record.random.replayed(), torch.enable_grad():
+            stored: AbstractContextManager[None] = nullcontext()
+            if self._state is not None and record.stored is not None:
+                stored = self._state.replayed(record.stored)
+            with record.random.replayed(), torch.enable_grad(), stored:
                 return flatten_result(record.body(*args, **kwargs))[0]
         finally:
             before.restore()

@@ -27,12 +27,14 @@ class MicrobatchCall:
             device is read when the device has more work to do.
         on_resume: Called each time before the step resumes.
         on_pause: Called each time after the step has parked or returned.
+        samples: Number of its samples; 0 if it is unknown.
     """
 
     step: Callable[[], Any]
     weight_of: Callable[[Any], tuple[Tensor, float | Tensor]]
     on_resume: Callable[[], None] = _nothing
     on_pause: Callable[[], None] = _nothing
+    samples: int = 0
 
 
 def checked_weight(weight: float) -> float:

@@ -176,7 +176,8 @@ class Prober:
             batch = self._batch_of(size)
         except Exception as failure:
             return [], failure
-        return [MicrobatchCall(partial(self._step, batch), weight_of) for _ in range(count)], None
+        call = MicrobatchCall(partial(self._step, batch), weight_of, samples=size)
+        return [call] * count, None
 
 
 class _PhaseClock(Observer):

@@ -1,0 +1,322 @@
+"""Gives each microbatch its own values of the tensors that the user's code stores on modules.
+
+``self.hidden = h.detach()`` in ``training_step`` belongs to the samples of one microbatch. The
+microbatches of a step run in turns, so that one would read the value of another: within a step, if
+a unit lies between the write and the read, and in the next step. On one device the value belongs to
+the whole batch. Here each microbatch finds what it has stored itself, in this step or in the last
+one; its samples keep their places in the batch. Between steps the module shows the value of all
+samples of this rank, joined along the dimension that follows the number of samples.
+
+::
+
+    step 1   microbatch 0 (3 samples) stores h [2, 3, 8],  microbatch 1 (2 samples) stores [2, 2, 8]
+    between  module.hidden is [2, 5, 8]
+    step 2   microbatch 0 finds its [2, 3, 8],             microbatch 1 its [2, 2, 8]
+
+Scalars are averaged over the samples; any other value is the last microbatch's. Values that are
+changed in place (lists that grow, counters, metrics) are shared by all microbatches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # private, but torch, Lightning and others build on it
+
+from lightning_cephalo.execution.queues import Queues
+
+_MISSING = object()
+# their modules store no tensors of a batch, or keep account of what microbatches add
+_SKIPPED = ("torch.", "torchmetrics.", "lightning.")
+
+
+@dataclass
+class _Attribute:
+    """An attribute of a module that holds tensors of the user's code.
+
+    Attributes:
+        names: The dictionary of the module that holds it: its attributes or its buffers.
+        name: Its name there.
+        first: Its value when it became known, before the step.
+        firsts: What each microbatch finds before it stores a value in that step.
+        values: Its value for each microbatch.
+        sizes: Samples of these microbatches.
+        shown: The value on the module between steps.
+        versions: Versions of the shown tensors when they were joined.
+    """
+
+    names: dict[str, Any]
+    name: str
+    first: Any = _MISSING
+    firsts: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    sizes: tuple[int, ...] = ()
+    shown: Any = _MISSING
+    versions: tuple[int, ...] = ()
+
+    def read(self) -> Any:
+        return self.names.get(self.name, _MISSING)
+
+    def write(self, value: Any) -> None:
+        if value is _MISSING:
+            self.names.pop(self.name, None)
+        else:
+            self.names[self.name] = value
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a microbatch finds on the modules at one time of its step.
+
+    Attributes:
+        microbatch: Its index.
+        values: By the id of the attribute; those that were known then.
+    """
+
+    microbatch: int
+    values: dict[int, Any]
+
+
+class ModuleState:
+    """The tensors that microbatches store on the modules of a model.
+
+    ::
+
+        state.begin([3, 2])        # samples of this rank's microbatches
+        state.resume(0)            # microbatch 0 finds its own values
+        ...                        # it runs until it parks
+        state.pause(0)
+        ...
+        state.finish()             # the module shows the values of all samples
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = [
+            (name, inner)
+            for name, inner in module.named_modules()
+            if inner is module or _may_store(inner)
+        ]
+        owners = [inner for _, inner in named]
+        self._queues = Queues(named)
+        # those of the top module come first
+        self._places: list[dict[str, Any]] = [
+            names for owner in owners for names in (vars(owner), owner._buffers)
+        ]
+        self._known: dict[tuple[int, str], _Attribute] = {}
+        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._sizes: tuple[int, ...] = ()
+        self._looks_everywhere = True
+        self._running = 0
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Begin a step with microbatches of these numbers of samples."""
+        self._sizes = tuple(sizes)
+        if not sizes:  # this rank's values stay as they are
+            return
+        self._before = [(names, dict(names)) for names in self._places]
+        self._queues.begin()
+        for attribute in self._known.values():
+            attribute.values = self._first_values(attribute)
+
+    def _first_values(self, attribute: _Attribute) -> list[Any]:
+        """Return what each microbatch finds at the beginning of a step."""
+        now, sizes = attribute.read(), self._sizes
+        is_untouched = now is attribute.shown and _versions(now) == attribute.versions
+        if is_untouched and attribute.sizes == sizes:
+            return attribute.values
+        if is_untouched and attribute.sizes and sum(attribute.sizes) != sum(sizes):
+            return [_unfit(now, sum(attribute.sizes), sizes)] * len(sizes)
+        return [_cut(now, sizes, index) for index in range(len(sizes))]
+
+    def resume(self, microbatch: int) -> None:
+        """Show a microbatch's values."""
+        self._running = microbatch
+        for attribute in self._known.values():
+            attribute.write(attribute.values[microbatch])
+
+    def pause(self, microbatch: int) -> None:
+        """Keep a microbatch's values, and find attributes that it is the first to store."""
+        for names, before in self._before if self._looks_everywhere else self._before[:2]:
+            self._find(names, before)
+        for attribute in self._known.values():
+            attribute.values[microbatch] = attribute.read()
+
+    def _find(self, names: dict[str, Any], before: dict[str, Any]) -> bool:
+        found = False
+        # `before` keeps the old values alive: equal ids are equal objects
+        if [*map(id, names.values())] == [*map(id, before.values())]:
+            return False
+        for name, value in names.items():
+            first = before.get(name, _MISSING)
+            if value is first or (id(names), name) in self._known or not _holds_tensors(value):
+                continue
+            values = [_cut(first, self._sizes, index) for index in range(len(self._sizes))]
+            self._known[id(names), name] = _Attribute(names, name, first, values, list(values))
+            found = True
+        return found
+
+    def finish(self) -> None:
+        """Show the values of all samples of this rank's microbatches.
+
+        Raises:
+            UnitUseError: If a buffer takes one row per sample; see ``execution/queues.py``.
+        """
+        if not self._sizes:
+            return
+        self._queues.finish(sum(self._sizes))
+        # one of an inner module may appear in a later step; the next step looks for more
+        late = [self._find(names, before) for names, before in self._before]
+        for attribute in self._known.values():
+            if any(late) and all(value is attribute.first for value in attribute.values):
+                attribute.values = [attribute.read()] * len(self._sizes)
+            values = [_detached(value) for value in attribute.values]
+            attribute.shown = _joined(values, self._sizes)
+            attribute.values, attribute.sizes = values, self._sizes
+            attribute.versions = _versions(attribute.shown)
+            attribute.write(attribute.shown)
+        self._looks_everywhere = any(late)
+        self._before = []
+
+    # -- recomputation ------------------------------------------------------------------------
+
+    def now(self) -> Stored:
+        """Return what the running microbatch finds now, for :meth:`replayed`."""
+        values = {id(attribute): attribute.read() for attribute in self._known.values()}
+        return Stored(self._running, values)
+
+    def replayed(self, stored: Stored) -> AbstractContextManager[None]:
+        """Show the values of an earlier :meth:`now` in a ``with`` block, then the current ones."""
+        return self._replayed(stored) if self._known else nullcontext()
+
+    @contextmanager
+    def _replayed(self, stored: Stored) -> Iterator[None]:
+        current = [(attribute, attribute.read()) for attribute in self._known.values()]
+        for attribute, value in current:
+            # one that was not known then was as it is at the beginning of a step
+            firsts = attribute.firsts or [value] * (stored.microbatch + 1)
+            attribute.write(stored.values.get(id(attribute), firsts[stored.microbatch]))
+        try:
+            yield
+        finally:
+            for attribute, value in current:
+                attribute.write(value)
+
+
+def _may_store(module: nn.Module) -> bool:
+    return not any(
+        kind.__module__.startswith(_SKIPPED)
+        for kind in (type(module), *(k for k in type(module).__mro__ if k.__name__ == "Metric"))
+    )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a container whose first item holds one."""
+    if isinstance(value, Tensor):
+        return not isinstance(value, nn.Parameter)
+    if isinstance(value, dict):
+        return bool(value) and _holds_tensors(next(iter(value.values())))
+    return isinstance(value, list | tuple | deque) and bool(value) and _holds_tensors(value[0])
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and not isinstance(value, nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_nested
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _versions(value: Any) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in _tensors(value) if not tensor.is_inference())
+
+
+def _detached(value: Any) -> Any:
+    """Return the value without graphs, which end with the step."""
+    if not any(tensor.requires_grad for tensor in _tensors(value)):
+        return value
+    return pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
+
+
+def _dimensions(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:
+    """Return the dimensions that follow the number of samples, by shape alone."""
+    if not all(_is_plain(tensor) for tensor in tensors):
+        return []
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len({len(shape) for shape in shapes}) > 1:
+        return []
+    return [
+        dim
+        for dim in range(len(shapes[0]))
+        if all(shape[dim] == size for shape, size in zip(shapes, sizes, strict=True))
+        and len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1
+    ]
+
+
+def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Join the microbatches' values; one that does not follow the samples is the last one's."""
+    if all(value is values[0] for value in values):
+        return values[0]
+    flat = [pytree.tree_flatten(value) for value in values]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return values[-1]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([_joined_leaf(c, sizes) for c in columns], flat[0][1])
+
+
+def _joined_leaf(column: Sequence[Any], sizes: Sequence[int]) -> Any:
+    dimensions = _dimensions(column, sizes)
+    if dimensions:
+        return torch.cat(list(column), dimensions[0])
+    scalars = [leaf for leaf in column if _is_plain(leaf) and not leaf.ndim]
+    if len(scalars) == len(sizes) and all(leaf.is_floating_point() for leaf in scalars):
+        shares = [size / sum(sizes) if sum(sizes) else 1.0 / len(sizes) for size in sizes]
+        return torch.stack([x * share for x, share in zip(scalars, shares, strict=True)]).sum()
+    return column[-1]
+
+
+def _unfit(value: Any, rows: int, sizes: Sequence[int]) -> Any:
+    """Return the values of a batch of other size: as on one device, they fit no microbatch."""
+    copies = next(n for n in range(1, len(sizes) + 2) if n * rows not in sizes)
+
+    def repeated(leaf: Any) -> Any:
+        dimensions = (
+            [dim for dim in range(leaf.ndim) if leaf.shape[dim] == rows]
+            if (_is_plain(leaf) and copies > 1)
+            else []
+        )
+        return torch.cat([leaf] * copies, dimensions[0]) if dimensions else leaf
+
+    return pytree.tree_map(repeated, value)
+
+
+def _cut(value: Any, sizes: Sequence[int], index: int) -> Any:
+    """Return a microbatch's samples of a value that was set for all samples of this rank."""
+    if len(sizes) < 2 or not sum(sizes) or not _holds_tensors(value):
+        return value
+    start = sum(sizes[:index])
+    return pytree.tree_map(lambda leaf: _cut_leaf(leaf, sizes, start, sizes[index]), value)
+
+
+def _cut_leaf(leaf: Any, sizes: Sequence[int], start: int, size: int) -> Any:
+    if not _is_plain(leaf):
+        return leaf
+    dimensions = [dim for dim, length in enumerate(leaf.shape) if length == sum(sizes)]
+    if dimensions:
+        return leaf.narrow(dimensions[0], start, size)
+    return leaf

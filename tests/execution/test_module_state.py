@@ -1,0 +1,92 @@
+"""Values that microbatches store on modules, step by step and without ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_cephalo.execution.module_state import ModuleState
+
+
+class _Top(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(1, 1))
+        self.kept = None
+
+
+def _step(state, module, sizes, stores):
+    """Run a step of two phases, microbatch by microbatch; return what each found."""
+    state.begin(sizes)
+    found = []
+    for index in range(len(sizes)):
+        state.resume(index)
+        found.append(module.kept)
+        module.kept = stores[index]
+        state.pause(index)
+    for index in range(len(sizes)):
+        state.resume(index)
+        assert module.kept is stores[index]
+        state.pause(index)
+    state.finish()
+    return found
+
+
+def test_each_microbatch_finds_its_own_values_and_hooks_find_all():
+    module = _Top()
+    state = ModuleState(module)
+    stores = [torch.ones(2, 3, 4), torch.zeros(2, 2, 4)]
+    assert _step(state, module, (3, 2), stores) == [None, None]
+    assert torch.equal(module.kept, torch.cat(stores, 1))
+    found = _step(state, module, (3, 2), stores)
+    assert [tensor.shape for tensor in found] == [(2, 3, 4), (2, 2, 4)]
+    assert all(map(torch.equal, found, stores))
+
+
+def test_a_rank_without_samples_keeps_its_values():
+    module = _Top()
+    state = ModuleState(module)
+    stores = [torch.ones(3, 4), torch.zeros(2, 4)]
+    _step(state, module, (3, 2), stores)
+    _step(state, module, (), [])
+    assert all(map(torch.equal, _step(state, module, (3, 2), stores), stores))
+
+
+def test_a_hook_that_sets_or_changes_the_values_changes_them_for_all():
+    module = _Top()
+    state = ModuleState(module)
+    stores = [torch.ones(3, 4), torch.zeros(2, 4)]
+    _step(state, module, (3, 2), stores)
+    module.kept = None
+    assert _step(state, module, (3, 2), stores) == [None, None]
+    module.kept.fill_(7.0)
+    found = _step(state, module, (3, 2), stores)
+    assert torch.equal(found[1], torch.full((2, 4), 7.0))
+
+
+def test_the_values_of_another_batch_size_fit_no_microbatch():
+    module = _Top()
+    state = ModuleState(module)
+    _step(state, module, (2,), [torch.ones(2, 4)])
+    found = _step(state, module, (2, 2), [torch.ones(2, 4), torch.ones(2, 4)])
+    assert [len(tensor) for tensor in found] == [4, 4]
+
+
+def test_scalars_are_averaged_over_samples_and_others_are_the_last_ones():
+    module = _Top()
+    state = ModuleState(module)
+    stores = [
+        {"loss": torch.tensor(1.0), "map": torch.ones(7, 7), "count": torch.tensor(3)},
+        {"loss": torch.tensor(4.0), "map": torch.zeros(7, 7), "count": torch.tensor(2)},
+    ]
+    _step(state, module, (2, 1), stores)
+    assert module.kept["loss"] == 2.0 and module.kept["count"] == 2
+    assert not module.kept["map"].any()
+
+
+def test_graphs_end_with_the_step():
+    module = _Top()
+    state = ModuleState(module)
+    stores = [torch.ones(2, 4, requires_grad=True) * 2]
+    _step(state, module, (2,), stores)
+    assert not module.kept.requires_grad and torch.equal(module.kept, stores[0])

@@ -1,0 +1,136 @@
+"""Tensors that training_step stores on modules belong to the samples that they were stored for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from common import assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
+from lightning.pytorch import LightningModule
+from torch import nn
+
+TOLERANCE = 1e-5
+
+
+class _Cell(nn.Module):
+    """A unit that carries a state of its own from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.carries = False
+        self.memory = None
+
+    def forward(self, x):
+        x = torch.tanh(self.inner(x))
+        if self.carries and self.memory is not None:
+            x = x + self.outer(self.memory)
+        if self.carries:
+            self.memory = x.detach()
+        return x
+
+
+class _Stateful(LightningModule):
+    """Each test stores something else on the module, or on one of its units."""
+
+    def __init__(self, kind) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.kind = kind
+        self.recurrent = nn.LSTM(5, 5, num_layers=2)
+        self.cells = nn.ModuleList([_Cell(), _Cell()])
+        self.cells[1].carries = kind == "unit"
+        self.head = nn.Linear(5, 1)
+        self.hidden = None
+        self.register_buffer("queue", torch.zeros(3, 11))
+        self.register_buffer("used", torch.zeros(4, 4))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+        self.losses, self.seen = [], []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.kind == "hidden":
+            x = self._recurrent(x)
+        self.features = self.cells[0](x)
+        x = self.cells[1](self.features)
+        # read behind a unit, where another microbatch has stored its own in between
+        found = self.head(x + (self.features if self.kind == "features" else 0.0))
+        self.used += 1.0
+        if self.kind == "queue" or (self.kind == "late queue" and batch_idx > 1):
+            self._enqueue(found.detach())
+        self.last = {"found": found, "pair": [y, found.mean()]}
+        return nn.functional.mse_loss(found, y)
+
+    def _recurrent(self, x):
+        hidden = self.hidden
+        if hidden is not None and hidden[0].shape[1] != len(x):
+            hidden = None  # another size of batch: begin anew
+        out, hidden = self.recurrent(x[None], hidden)
+        self.hidden = tuple(state.detach() for state in hidden)
+        return out[0]
+
+    def _enqueue(self, keys):
+        places = (int(self.place) + torch.arange(len(keys))) % 11
+        self.queue[:, places] = keys.T
+        self.place.fill_((int(self.place) + len(keys)) % 11)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+        self.seen.append((batch[1], self.last))
+        if self.kind == "hidden" and batch_idx == 2 and self.hidden is not None:
+            self.hidden = None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+def _fit(plan, kind, samples=32):
+    module = _Stateful(kind)
+    trainer(plan, max_epochs=2).fit(module, loader(samples))
+    values = values_of(module)
+    del values["used"]  # counts microbatches
+    return values, module.seen
+
+
+@pytest.mark.parametrize("kind", ["hidden", "unit", "features"])
+@pytest.mark.parametrize("plan", ["3:1", "three"])
+def test_what_a_step_stores_is_that_of_one_device(plan, kind):
+    found, _ = by_plan(plan, _fit, kind)
+    wanted, _ = by_plan(None, _fit, kind)
+    assert_same_tensors(found, wanted, TOLERANCE)
+
+
+def test_a_smaller_last_batch_begins_anew_as_on_one_device():
+    found, _ = by_plan("3:1", _fit, "hidden", 14)
+    wanted, _ = by_plan(None, _fit, "hidden", 14)
+    assert_same_tensors(found, wanted, TOLERANCE)
+
+
+def test_hooks_see_what_was_stored_for_all_samples_of_their_rank():
+    _, wanted = by_plan(None, _fit, "features")
+    ranks = [seen for _, seen in in_ranks(2, _fit, "3:1", "features")]
+    for steps in zip(*ranks, wanted, strict=True):
+        *parts, (_, whole) = steps
+        for y, last in parts:
+            assert not last["found"].requires_grad
+            torch.testing.assert_close(last["pair"][0], y)
+            torch.testing.assert_close(last["pair"][1], last["found"].mean())
+        joined = torch.cat([last["found"] for _, last in parts])
+        torch.testing.assert_close(joined, whole["found"].detach(), rtol=1e-4, atol=1e-4)
+
+
+def _refused(plan, kind):
+    module = _Stateful(kind)
+    try:
+        trainer(plan, max_epochs=1).fit(module, loader(32))
+    except Exception as error:
+        return type(error).__name__, str(error), len(module.losses)
+    return "", "it trained", len(module.losses)
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("queue", 0), ("late queue", 3)])
+def test_a_queue_of_the_batch_is_refused_by_name_on_every_rank(kind, steps):
+    ranks = in_ranks(3, _refused, "three", kind)
+    assert {kind for kind, _, _ in ranks} <= {"UnitUseError", "RemoteRankError"}
+    for _, message, losses in ranks:
+        assert "one for each sample, into the buffer 'queue' of shape (3, 11)" in message
+        assert "on_train_batch_end" in message and losses == steps
