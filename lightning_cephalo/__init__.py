@@ -16,7 +16,7 @@ from lightning_cephalo import _autoload
 if TYPE_CHECKING:
     from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, solve
     from lightning_cephalo.ranks.slurm import UnevenSLURMEnvironment
-    from lightning_cephalo.sharding.full_parameters import full_parameters
+    from lightning_cephalo.sharding.writable_parameters import writable_parameters
     from lightning_cephalo.strategy import CephaloStrategy
 
 __version__ = "0.1.0"
@@ -29,8 +29,8 @@ __all__ = [
     "RankProfile",
     "UnevenSLURMEnvironment",
     "__version__",
-    "full_parameters",
     "solve",
+    "writable_parameters",
 ]
 
 _HOME_OF = {
@@ -40,7 +40,7 @@ _HOME_OF = {
     "RankPlan": "lightning_cephalo.plan",
     "RankProfile": "lightning_cephalo.plan",
     "UnevenSLURMEnvironment": "lightning_cephalo.ranks.slurm",
-    "full_parameters": "lightning_cephalo.sharding.full_parameters",
+    "writable_parameters": "lightning_cephalo.sharding.writable_parameters",
     "solve": "lightning_cephalo.plan",
 }
 

@@ -17,12 +17,11 @@ from torch import nn
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.full_tensor import full_parameter
 
 _NAME = "__deepcopy__"
 _EVERY_RANK = (
-    "It gathers the parameters, so every rank must call it at the same place: not behind"
+    "A copy gathers the parameters, so every rank must make it at the same place: not behind"
     " `if trainer.is_global_zero` or @rank_zero_only. To write weights, call"
     " trainer.save_checkpoint() on every rank."
 )
@@ -59,7 +58,7 @@ class ModuleCopies:
                 "copy.deepcopy() of the module inside a step, which runs once per microbatch. Copy"
                 " it in a hook, such as on_train_batch_start(), on every rank."
             )
-        _meet(self._model.control)
+        self._model.meet("copying the module with copy.deepcopy()", _EVERY_RANK)
         for hook in executor.hooks.objects:
             memo[id(hook)] = hook  # not copied; what refers to them is removed from the copy
         wanted = {id(parameter) for parameter in module.parameters()}
@@ -92,20 +91,3 @@ class _ModuleCopier:
             attributes[_NAME] = own
         self._copies.finish(copied)
         return copied
-
-
-def _meet(control: ControlGroup) -> None:
-    """Wait until every rank copies.
-
-    Otherwise the other ranks' next messages would be taken for parameters.
-
-    Raises:
-        UnsupportedError: If a rank has not come in time.
-    """
-    try:
-        control.meet()
-    except TimeoutError as error:
-        raise UnsupportedError(
-            f"copy.deepcopy() of the module: rank {control.rank} has waited {control.timeout} for"
-            f" the other ranks. {_EVERY_RANK}"
-        ) from error

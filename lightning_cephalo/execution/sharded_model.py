@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.execution.executor import Executor
+from lightning_cephalo.execution.unit_hooks import Meet
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.collectives import broadcast
@@ -69,6 +70,7 @@ class ShardedModel:
         padding: Whether nearly equal slices are padded.
         routing: The way that slices take.
         stage: Moves device tensors over backends that run on the host; None: not needed.
+        meet: Waits until all ranks have come to communicate outside of a step.
     """
 
     def __init__(
@@ -114,8 +116,8 @@ class ShardedModel:
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._move_buffers(compute_dtype)
-        meet = groups.meeting.meet
-        self.executor = Executor(self.units, groups.control, accelerator, recompute, meet)
+        self.meet: Meet = groups.meeting.meet
+        self.executor = Executor(self.units, groups.control, accelerator, recompute, self.meet)
         self.executor.hooks.install()
 
     def _stage(self) -> HostStage | None:

@@ -7,7 +7,6 @@ next message. All ranks learn of it from that message and raise together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, overload
 
 import torch
@@ -30,17 +29,13 @@ class ControlGroup:
 
     Args:
         group: A group of all ranks that takes CPU tensors (gloo).
-        timeout: Timeout of the group.
 
     Attributes:
         raised: The failure that this rank has raised together with the others, if any.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, timeout: timedelta = timedelta(minutes=30)
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.timeout = timeout
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.raised: BaseException | None = None
@@ -106,22 +101,6 @@ class ControlGroup:
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         self.gather(0.0)
-
-    def meet(self) -> None:
-        """Wait until every rank has called this, for as long as the group's timeout.
-
-        Use it where some ranks may not come: other messages are not mistaken for it, as they would
-        be by :meth:`barrier`.
-
-        Raises:
-            TimeoutError: If a rank has not come in time; the group is of no use afterwards.
-        """
-        if self.world_size == 1:
-            return
-        try:
-            dist.monitored_barrier(self._group, timeout=self.timeout)
-        except RuntimeError as error:
-            raise TimeoutError(str(error)) from error
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the object of rank ``source``."""

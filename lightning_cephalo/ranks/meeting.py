@@ -18,7 +18,7 @@ from lightning_cephalo.ranks.switchboard import Switchboard
 from lightning_cephalo.ranks.whereabouts import Whereabouts, whereabouts
 
 # Two looks and an answer take less than 30 s. A warning comes after _LONG_S.
-_FIRST_LOOK_S, _LOOK_S, _LONG_S = 8.0, 4.0, 60.0
+FIRST_LOOK_S, LOOK_S, _LONG_S = 8.0, 4.0, 60.0
 
 
 class Meeting:
@@ -27,20 +27,11 @@ class Meeting:
     Args:
         switchboard: Connects the ranks; None if there is one rank.
         timeout: When to give up on a rank that does something else.
-        first_look_s: Seconds before the first look at where the others are.
-        look_s: Seconds between looks.
     """
 
-    def __init__(
-        self,
-        switchboard: Switchboard | None,
-        timeout: timedelta,
-        first_look_s: float = _FIRST_LOOK_S,
-        look_s: float = _LOOK_S,
-    ) -> None:
+    def __init__(self, switchboard: Switchboard | None, timeout: timedelta) -> None:
         self._switchboard = switchboard
         self._timeout_s = timeout.total_seconds()
-        self._first_look_s, self._look_s = first_look_s, look_s
         self._count = 0
 
     def close(self) -> None:
@@ -64,7 +55,7 @@ class Meeting:
             return
         self._count += 1
         here = str(whereabouts(threading.get_ident()))
-        began_s, wait_s, were_stuck, has_warned = time.monotonic(), self._first_look_s, False, False
+        began_s, wait_s, were_stuck, has_warned = time.monotonic(), FIRST_LOOK_S, False, False
         while True:
             try:
                 came = switchboard.arrive(self._count, (purpose, here), wait_s)
@@ -83,7 +74,7 @@ class Meeting:
             if waited_s > _LONG_S and not has_warned:
                 warnings.warn(f"{said} It has waited {waited_s:.0f} s. {remedy}", stacklevel=2)
                 has_warned = True
-            were_stuck, wait_s = are_stuck, self._look_s
+            were_stuck, wait_s = are_stuck, LOOK_S
         if len({of for of, _ in came.values()}) > 1:
             said = "; ".join(f"rank {rank} is {of}, {place}" for rank, (of, place) in came.items())
             raise UnsupportedError(f"Every rank must do the same here, but {said}. {remedy}")

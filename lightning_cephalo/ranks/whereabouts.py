@@ -52,7 +52,6 @@ def whereabouts(thread: int) -> Whereabouts:
     Args:
         thread: Its number, as of ``threading.get_ident()``.
     """
-    # the documented way to see another thread's stack, although its name has an underscore
     frames = list(_outwards(sys._current_frames().get(thread)))
     hooks = (_hook_of(frame) for frame in frames)
     lines = (_line_of(frame) for frame in frames if _is_users(frame))
@@ -93,7 +92,7 @@ def _line_of(frame: FrameType) -> str:
 
 
 def _hook_of(frame: FrameType) -> str | None:
-    """Return the hook that a frame of Lightning calls (``trainer/call.py``)."""
+    """Return the hook that a frame of Lightning's module ``trainer.call`` calls."""
     if not frame.f_code.co_name.startswith("_call_"):
         return None
     hook = frame.f_locals.get("hook_name")

@@ -19,7 +19,7 @@ from lightning_cephalo.common.errors import UnitUseError
 
 REMEDY = (
     "Write to parameters once a step, in a hook, where every rank runs the code:"
-    " `with lightning_cephalo.full_parameters(self.teacher, self.student): ...` in"
+    " `with lightning_cephalo.writable_parameters(self.teacher, self.student): ...` in"
     " on_train_batch_start() for a write before the forward, in on_after_backward() for one behind"
     " it. The same lines work on one device."
 )

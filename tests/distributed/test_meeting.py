@@ -13,6 +13,7 @@ import torch.distributed as dist
 from launch import SOON_S, run_ranks
 
 from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.ranks import meeting as meetings
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.meeting import Meeting
 from lightning_cephalo.ranks.switchboard import Switchboard
@@ -23,11 +24,8 @@ LOOK_S = 0.3
 def _meeting(timeout_s: float = SOON_S) -> tuple[ControlGroup, Switchboard, Meeting]:
     control = ControlGroup(dist.new_group())
     switchboard = Switchboard.create(control, (0,) * control.world_size)
-    return (
-        control,
-        switchboard,
-        Meeting(switchboard, timedelta(seconds=timeout_s), first_look_s=LOOK_S, look_s=LOOK_S),
-    )
+    meetings.FIRST_LOOK_S = meetings.LOOK_S = LOOK_S
+    return control, switchboard, Meeting(switchboard, timedelta(seconds=timeout_s))
 
 
 def _meets_often(rank):

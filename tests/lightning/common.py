@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cephalo import CephaloStrategy
+from lightning_cephalo.ranks import meeting
 
 # Ranks are forks of the test process: what is imported here none of them needs a second for.
 for solver in ("cvxpy", "highspy"):
@@ -65,6 +66,11 @@ def by_plan(plan: str | None, function: Callable[..., Any], *args: Any) -> Any:
     if plan is None:
         return in_ranks(1, function, None, *args)[0]
     return in_ranks(len(PLANS[plan].ranks), function, plan, *args)[0]
+
+
+def look_soon() -> None:
+    """Let a rank, which is a process of its own, look sooner where others are."""
+    meeting.FIRST_LOOK_S = meeting.LOOK_S = 0.3
 
 
 class Block(nn.Module):

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from common import Net, in_ranks, loader, trainer
+from common import Net, in_ranks, loader, look_soon, trainer
 from lightning.pytorch import Callback
 from test_bad_input import failures
 
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.ranks import meeting
 
 X = torch.linspace(-1, 1, 10).view(2, 5)
 
@@ -69,14 +68,10 @@ def test_one_rank_alone_calls_the_model_inside_full_parameters(on_rank):
         assert said == pytest.approx(losses, rel=1e-4)
 
 
-def _look_soon() -> None:
-    meeting.Meeting.__init__.__defaults__ = (0.3, 0.3)
-
-
 @pytest.mark.parametrize("on_rank", [0, 1])
 def test_one_rank_alone_outside_of_full_parameters_names_itself_and_the_remedy(on_rank):
     def fit():
-        _look_soon()
+        look_soon()
         return _fit("3:1", Samples(on_rank, inside=False))
 
     found = failures(fit)

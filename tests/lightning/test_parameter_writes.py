@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lightning_cephalo import full_parameters
+from lightning_cephalo import writable_parameters
 
 TOLERANCE = 1e-5
 MOMENTUM = 0.6
@@ -117,7 +117,7 @@ WRITES = [_by_data, _by_assignment, _by_foreach, _by_state_dict]
 
 def _in_full(write):
     def written(module):
-        with full_parameters(module.teacher, module.student):
+        with writable_parameters(module.teacher, module.student):
             write(module)
 
     return written
@@ -153,7 +153,7 @@ def _fit_averaged(plan):
     module.average = AveragedModel(module.student, multi_avg_fn=average).requires_grad_(False)
 
     def write(module):
-        with full_parameters(module.average, module.student):
+        with writable_parameters(module.average, module.student):
             module.average.update_parameters(module.student)
 
     module.write, module.place = write, "on_train_batch_end"
@@ -166,13 +166,13 @@ def test_torchs_averaged_model_is_that_of_one_device():
 
 
 def _misuse(plan):
-    """What full_parameters says where it cannot work, and that it then writes nothing."""
+    """What writable_parameters says where it cannot work, and that it then writes nothing."""
     messages, unchanged = [], []
 
     def expect_refused(function):
         def written(module):
             before = [p.full_tensor().clone() for p in module.teacher.parameters()]
-            with pytest.raises(RuntimeError) as refused, full_parameters(module.teacher):
+            with pytest.raises(RuntimeError) as refused, writable_parameters(module.teacher):
                 module.teacher.projector.bias.data.fill_(9.0)
                 function(module)
             messages.append(str(refused.value))
@@ -196,7 +196,7 @@ def _misuse(plan):
     return messages, unchanged
 
 
-def test_full_parameters_writes_all_or_nothing():
+def test_writable_parameters_writes_all_or_nothing():
     for messages, unchanged in in_ranks(2, _misuse, "3:1"):
         replaced, reshaped, failed = messages
         assert "'weight' of Linear is replaced" in replaced and "copy_(values)" in replaced
@@ -262,12 +262,12 @@ def _unit_read(module):
 
 
 def _gathers(module):
-    with full_parameters(module.teacher):
+    with writable_parameters(module.teacher):
         pass
 
 
 def _gathers_root(module):
-    with full_parameters(module.teacher.projector):
+    with writable_parameters(module.teacher.projector):
         pass
 
 
@@ -313,7 +313,7 @@ def test_a_write_inside_of_a_step_is_refused_by_name_on_every_rank(name):
         kinds = {kind for kind, _, _ in ends}
         assert kinds <= {"UnitUseError", "RemoteRankError"} and "UnitUseError" in kinds, ends
         for _, message, _ in ends:
-            assert "full_parameters" in message or "Call it in" in message, message
+            assert "writable_parameters" in message or "Call it in" in message, message
             if name not in ("unit mixed", "_by_foreach") and "gathers" not in name:
                 assert "student." in message or "teacher." in message, message
 

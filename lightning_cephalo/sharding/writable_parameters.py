@@ -34,7 +34,7 @@ class _Place:
 
 
 @contextmanager
-def full_parameters(*modules: nn.Module) -> Iterator[None]:
+def writable_parameters(*modules: nn.Module) -> Iterator[None]:
     """Show whole parameters in a ``with`` block, and keep what the block writes to them.
 
     For code in hooks that reads or writes weights: an average of a student's weights in a teacher,
@@ -42,7 +42,7 @@ def full_parameters(*modules: nn.Module) -> Iterator[None]:
     strategies, where parameters are whole anyway::
 
         def on_train_batch_start(self, batch, batch_idx):
-            with torch.no_grad(), lightning_cephalo.full_parameters(self.teacher, self.student):
+            with torch.no_grad(), lightning_cephalo.writable_parameters(self.teacher, self.student):
                 for t, s in zip(self.teacher.parameters(), self.student.parameters()):
                     t.data.mul_(0.99).add_(s.data, alpha=0.01)
 
@@ -103,7 +103,7 @@ def _refuse_use(parameters: list[nn.Parameter]) -> None:
     if any(flags):
         why = why or f"rank {flags.index(True)} uses parameters"
         raise UnitUseError(
-            f"full_parameters() is called inside of a step, where {why} and ranks run different"
+            f"writable_parameters() is called inside of a step, where {why} and ranks run different"
             " numbers of microbatches. Call it in on_train_batch_start(), on_after_backward(),"
             " on_before_optimizer_step() or on_train_batch_end()."
         )
@@ -123,12 +123,12 @@ def _keep(places: list[_Place]) -> None:
         if place.module._parameters.get(place.attribute) is not place.full:
             raise UnitUseError(
                 f"The parameter {place.attribute!r} of {type(place.module).__name__} is replaced"
-                " in full_parameters(). Write into it instead: `parameter.copy_(values)`."
+                " in writable_parameters(). Write into it instead: `parameter.copy_(values)`."
             )
         if place.full.shape != place.sharded.shape:
             raise UnitUseError(
                 f"The parameter {place.attribute!r} of {type(place.module).__name__} has the shape"
-                f" {tuple(place.full.shape)} at the end of full_parameters(), expected"
+                f" {tuple(place.full.shape)} at the end of writable_parameters(), expected"
                 f" {tuple(place.sharded.shape)}."
             )
     with torch.no_grad():
