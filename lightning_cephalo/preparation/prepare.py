@@ -23,6 +23,7 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
 from lightning_cephalo.adapters.user_module import smallest_microbatch, step_arguments
 from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
+from lightning_cephalo.data.cutting import BatchCutter
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
 from lightning_cephalo.preparation.limits import (
@@ -33,7 +34,8 @@ from lightning_cephalo.preparation.limits import (
     with_host_memory,
 )
 from lightning_cephalo.preparation.options import Options
-from lightning_cephalo.profiling import job_cache
+from lightning_cephalo.profiling import additivity, job_cache
+from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.measure import ProfileOptions, measure, read_batch
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.ranks.control import ControlGroup
@@ -293,12 +295,35 @@ def measure_or_load(job: Job, model: ShardedModel, trainer: Trainer) -> Problem:
                     verbose=options.verbose,
                 ),
             )
+        _check_loss(job, problem, model, trainer)
         _keep(problem, found, options, control)
     model.release_buffers()
     problem = replace(problem, reshard_after_forward=options.reshard_after_forward.as_given)
     if not options.recompute.default:
         return problem  # retained activations hold the boundaries: there is nothing to offload
     return with_host_memory(problem, [own.host for own in job.limits])
+
+
+def _check_loss(job: Job, problem: Problem, model: ShardedModel, trainer: Trainer) -> None:
+    """Warn if the loss of a batch is not the weighted mean over its parts; collective."""
+    half = additivity.SAMPLES // 2
+    have_room = all(rank.largest_microbatch_size >= 2 * half for rank in problem.ranks)
+    if not have_room or problem.minimum_microbatch_size > half:
+        return
+    module: Any = model.module
+    with isolated(trainer, module, model.accelerator):
+        failure, parts = None, []
+        try:
+            read = read_batch(job.loaders.source, 2 * half)
+            expect_samples(trainer, 2 * half)
+            batch = moved_to_device(trainer, module, read)
+            parts = BatchCutter(job.layouts, job.loaders.spec, (half, half)).cut(batch)
+        except Exception as error:  # batches of this kind are not cut
+            failure = error
+        if model.control.any(failure is not None or len(parts) != 2):
+            return
+        step, context = partial(_step_of_user, module), trainer.precision_plugin.train_step_context
+        additivity.warn_unless_additive(model, step, context, batch, parts)
 
 
 def _step_of_user(module: LightningModule, batch: Any) -> torch.Tensor:

@@ -1,0 +1,177 @@
+"""A loss that microbatches would change is found before training, and no other is."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import nullcontext
+from datetime import timedelta
+
+import pytest
+import torch
+from launch import run_ranks, torchrun_environments
+from lightning.pytorch import LightningModule, Trainer
+from plans import GLOBAL_BATCH, QUIET
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cephalo import CephaloStrategy
+from lightning_cephalo.accelerator import accelerator_of
+from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+from lightning_cephalo.profiling.additivity import LossOfParts, warn_unless_additive
+from lightning_cephalo.ranks.groups import Groups
+
+CLASSES = torch.tensor([0, 0, 0, 1])
+WEIGHTS = torch.tensor([1.0, 5.0])
+LENGTHS = torch.tensor([5, 1, 2, 3])
+
+
+class _Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
+        self.dropout, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.norm(self.dropout(self.blocks(x)))
+
+
+def _mean(scores, rows):
+    return nn.functional.cross_entropy(scores[:, :2], CLASSES[rows])
+
+
+def _contrastive(scores, rows):
+    return nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(rows)))
+
+
+def _classes(scores, rows):
+    return nn.functional.cross_entropy(scores[:, :2], CLASSES[rows], WEIGHTS)
+
+
+def _classes_with_weight(scores, rows):
+    return {"loss": _classes(scores, rows), "weight": WEIGHTS[CLASSES[rows]].sum()}
+
+
+def _tokens(scores, rows):
+    kept = torch.arange(6) < LENGTHS[rows][:, None]
+    return scores.square()[kept].mean()
+
+
+def _tokens_with_weight(scores, rows):
+    return {"loss": _tokens(scores, rows), "weight": LENGTHS[rows].sum()}
+
+
+def _balanced(scores, rows):
+    return _mean(scores, rows) + 0.1 * scores.softmax(1).mean(0).square().sum()
+
+
+def _random(scores, rows):
+    return (scores - torch.randn_like(scores)).square().mean()
+
+
+def _fails(scores, rows):
+    raise ValueError("boom")
+
+
+def _nothing(scores, rows):
+    return None
+
+
+LOSSES = {
+    _mean: False,
+    _contrastive: True,
+    _classes: True,
+    _classes_with_weight: False,
+    _tokens: True,
+    _tokens_with_weight: False,
+    _balanced: True,
+    _random: False,
+    _fails: False,
+    _nothing: False,
+}
+
+
+def _warned(rank):
+    module = _Scores()
+    model = ShardedModel(
+        module,
+        Groups.create(timedelta(seconds=100)),
+        accelerator_of(torch.device("cpu")),
+        fractions=[0.7, 0.3],
+        units=UnitOptions(types=(nn.Linear,)),
+        compute_dtype=None,
+        recompute=True,
+    )
+    x, rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(4)), torch.arange(4)
+    parts = [((x[:2], rows[:2]), 2), ((x[2:], rows[2:]), 2)]
+    found = {}
+    for loss in LOSSES:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+
+            def step(batch, loss=loss):
+                return loss(module(batch[0]), batch[1])
+
+            warn_unless_additive(model, step, nullcontext, (x, rows), parts)
+        said = [str(warning.message) for warning in caught]
+        found[loss.__name__] = [one for one in said if "weighted mean over parts" in one]
+        assert module.training and module.dropout.training
+    return found
+
+
+def test_losses_that_are_no_mean_over_samples_are_found():
+    first, second = run_ranks(2, _warned)
+    assert {name: bool(said) for name, said in first.items()} == {
+        loss.__name__: wanted for loss, wanted in LOSSES.items()
+    }
+    assert not any(second.values()), "rank 0 warns for all"
+    (said,) = first["_contrastive"]
+    assert said.startswith("The loss of 4 samples is ") and "parts of 2 and 2 samples" in said
+    assert '"weight"' in said and 'strategy="ddp"' in said
+
+
+@pytest.mark.parametrize(
+    ("whole", "again", "parts", "differs"),
+    [
+        (1.0, 1.0, 1.0 + 1e-6, False),
+        (1.0, 1.0, 1.01, True),
+        (-1.0, -1.0, 1.0, True),
+        (1.0, 1.2, 2.0, False),  # random
+        (0.0, 0.0, 0.0, False),
+        (0.0, 0.0, 0.5, True),
+    ],
+)
+def test_a_difference_counts_beyond_rounding_and_chance(whole, again, parts, differs):
+    assert LossOfParts(whole, again, parts).differs(1e-4) is differs
+
+
+class _Trained(LightningModule):
+    def __init__(self, loss) -> None:
+        super().__init__()
+        self.net, self.loss = _Scores(), loss
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.net(batch[0]), batch[1] % 4)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit_measured(rank, environments, loss):
+    os.environ.update(environments[rank], OMP_NUM_THREADS="1")
+    strategy = CephaloStrategy(
+        global_batch_size=GLOBAL_BATCH, verbose=False, profile_budget_s=1, remeasure=True
+    )
+    run = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=1, **QUIET)
+    rows = TensorDataset(torch.randn(16, 6), torch.arange(16))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(_Trained(loss), DataLoader(rows, batch_size=GLOBAL_BATCH))
+    return sum("weighted mean over parts" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize(("loss", "warned"), [(_contrastive, [1, 0]), (_mean, [0, 0])])
+def test_a_measured_job_is_checked_before_it_trains(loss, warned):
+    environments = torchrun_environments(2)
+    assert run_ranks(2, _fit_measured, environments, loss, process_group=False) == warned
