@@ -9,7 +9,7 @@ from lightning_cephalo.ranks.control import ControlGroup
 
 
 class UserGathers:
-    """Checks ``all_gather`` inside steps, where ranks may run different numbers of microbatches.
+    """Checks collectives inside steps, where ranks may run different numbers of microbatches.
 
     Args:
         control: Messages between the ranks.
@@ -21,6 +21,7 @@ class UserGathers:
         self._equal_microbatches = equal_microbatches
         self._stages: set[str] = set()
         self._own = (0, False)
+        self._name = "all_gather"
         self._planned: tuple[int, ...] = ()  # empty while ranks are measured
 
     def expect(self, planned: Sequence[int]) -> None:
@@ -42,11 +43,12 @@ class UserGathers:
         if stage in self._stages:
             self._compare()
 
-    def called(self, training: bool) -> None:
-        """Reject a gather in a microbatch that some rank would not join; collective.
+    def called(self, training: bool, name: str = "all_gather") -> None:
+        """Reject a collective in a microbatch that some rank would not join; collective.
 
         Args:
             training: Whether this is a training step; else an evaluation step.
+            name: The collective, for messages.
 
         Raises:
             UnsupportedError: If some rank would not join; the message gives the way out.
@@ -55,24 +57,25 @@ class UserGathers:
             # an evaluation step is one call on each rank with samples, and none on others
             self._stages.add("evaluation")
         elif not self._planned:
-            _refuse_collectives_unless(self._equal_microbatches)
+            _refuse_collectives_unless(self._equal_microbatches, name)
         else:
-            _refuse_unequal_collectives(self._planned)
+            _refuse_unequal_collectives(self._planned, name)
             if "training" not in self._stages:
                 # The first gather: all ranks are in their first microbatch, so they can still
                 # communicate. From now on they compare before each step, since a smaller last
                 # step may differ.
                 self._stages.add("training")
+                self._name = name
                 self._compare()
 
     def _compare(self) -> None:
         microbatches, failed = self._own
         rows = self._control.gather([float(microbatches), float(failed)])
         if not any(failed for _, failed in rows):  # else the step itself raises on all ranks
-            _refuse_unequal_collectives([int(count) for count, _ in rows])
+            _refuse_unequal_collectives([int(count) for count, _ in rows], self._name)
 
 
-def _refuse_unequal_collectives(counts: Sequence[int]) -> None:
+def _refuse_unequal_collectives(counts: Sequence[int], name: str) -> None:
     """Raise if ranks run different numbers of microbatches.
 
     Raises:
@@ -80,13 +83,13 @@ def _refuse_unequal_collectives(counts: Sequence[int]) -> None:
     """
     if len(set(counts)) > 1:
         raise UnsupportedError(
-            f"all_gather() inside a step, but the ranks run {list(counts)} microbatches: it would"
+            f"{name}() inside a step, but the ranks run {list(counts)} microbatches: it would"
             " hang. Use CephaloStrategy(equal_microbatches=True), with DataLoader(drop_last=True)"
             " if it is a smaller last step; or gather after the step, in a hook."
         )
 
 
-def _refuse_collectives_unless(equal_microbatches: bool) -> None:
+def _refuse_collectives_unless(equal_microbatches: bool, name: str) -> None:
     """Raise for a collective in a step that is measured, before there is a plan.
 
     Raises:
@@ -94,6 +97,6 @@ def _refuse_collectives_unless(equal_microbatches: bool) -> None:
     """
     if not equal_microbatches:
         raise UnsupportedError(
-            "all_gather() inside training_step, of which ranks may run different numbers: it would"
+            f"{name}() inside training_step, of which ranks may run different numbers: it would"
             " hang. Use CephaloStrategy(equal_microbatches=True), or gather after the step."
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_cephalo.execution.step import (
     checked_weight,
 )
 from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
+from lightning_cephalo.execution.user_collectives import UserCollectives
 from lightning_cephalo.execution.user_writes import UserWrites, explained
 from lightning_cephalo.execution.visits import FAILED, FINISHED, Visits, where
 from lightning_cephalo.plan.program import (
@@ -79,6 +80,8 @@ class Executor:
         writes: Finds writes of the user's code to parameters.
         state: Gives each microbatch its own values of tensors that code stores on modules.
         arena: Host memory for boundaries; None: they stay on the device.
+        on_user_collective: Called with the name of a collective of torch.distributed before the
+            user's step runs it, while the order of units is traced; None: nothing is watched.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Executor:
         self.writes = UserWrites(units)
         self.state = ModuleState(units[ROOT].module)
         self.arena: HostArena | None = None
+        self.on_user_collective: Callable[[str], None] | None = None
         self._visits = Visits(names)
         self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
@@ -424,11 +428,17 @@ class Executor:
         call.on_resume()
         self.state.resume(index)
         try:
-            self.hooks.advance(self._step.microbatches[index])
+            with self._watching():
+                self.hooks.advance(self._step.microbatches[index])
         except RuntimeError as error:
             raise explained(error) from error.__cause__
         self.state.pause(index)
         call.on_pause()
+
+    def _watching(self) -> AbstractContextManager[Any]:
+        if self.on_user_collective is None or not self._step.is_traced:
+            return nullcontext()
+        return UserCollectives(self.on_user_collective)
 
     def _leave(self, instruction: Instruction, found: Visit | None, expected: Visit | None) -> None:
         """Record that this rank's microbatches have left the order.

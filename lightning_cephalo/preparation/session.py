@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +102,10 @@ class Session:
         self.logs = StepLogs(module, groups, accelerator)
         self.outputs = StepOutputs(self.logs.ranks, self.model.device)
         self.user_gathers = UserGathers(groups.control, options.equal_microbatches)
+        if groups.control.world_size > 1:
+            # evaluation steps are not traced
+            called = partial(self.user_gathers.called, True)
+            self.model.executor.on_user_collective = called
         self.predictions = EmptyPredictions()
         self.optimizers: list[Optimizer] = []
         self.predicted_memory: tuple[RankMemory, ...] = ()

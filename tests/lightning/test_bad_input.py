@@ -504,6 +504,26 @@ def test_gathering_in_a_step_with_unequal_counts(tmp_path: Path) -> None:
         assert_everywhere(found, UnsupportedError, "all_gather()", "equal_microbatches=True")
 
 
+class Reduces(Recorder):
+    """Uses torch.distributed itself inside the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        self.record.note("reduced", float(total))
+        return loss
+
+
+def test_collectives_of_torch_in_a_step_are_treated_like_gathers(tmp_path: Path) -> None:
+    for plan in ("3:1", "idle first"):
+        found = failures(lambda plan=plan: trainer_of(plan).fit(Reduces(tmp_path), loader(plan)))
+        assert_everywhere(found, UnsupportedError, "allreduce()", "equal_microbatches=True")
+    fit = lambda count: trainer_of("even").fit(Reduces(tmp_path), loader("even", count))  # noqa: E731
+    in_ranks(2, fit, 24)
+    assert_everywhere(failures(lambda: fit(21)), UnsupportedError, "allreduce()", "drop_last=True")
+
+
 def test_gathering_in_a_step_with_equal_counts_works_or_says_what_differs(tmp_path: Path) -> None:
     trainer_fit = lambda count: trainer_of("even").fit(Gathers(tmp_path), loader("even", count))  # noqa: E731
     in_ranks(2, trainer_fit, 24)
