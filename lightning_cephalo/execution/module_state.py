@@ -83,6 +83,25 @@ class Stored:
     values: dict[int, Any]
 
 
+@dataclass(frozen=True)
+class _Before:
+    """What a module held at the beginning of a step.
+
+    Attributes:
+        names: The dictionary of the module: its attributes or its buffers.
+        values: A copy. It keeps the values alive, so that equal ids are equal objects.
+        ids: The ids of the values.
+    """
+
+    names: dict[str, Any]
+    values: dict[str, Any]
+    ids: list[int]
+
+    @classmethod
+    def of(cls, names: dict[str, Any]) -> _Before:
+        return cls(names, dict(names), [*map(id, names.values())])
+
+
 class ModuleState:
     """The tensors that microbatches store on the modules of a model.
 
@@ -112,7 +131,7 @@ class ModuleState:
             names for owner in owners for names in (vars(owner), owner._buffers)
         ]
         self._known: dict[tuple[int, str], _Attribute] = {}
-        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._before: list[_Before] = []
         self._sizes: tuple[int, ...] = ()
         self._looks_everywhere = True
         self._running = 0
@@ -124,7 +143,7 @@ class ModuleState:
         self._sizes = tuple(sizes)
         if not sizes:  # this rank's values stay as they are
             return
-        self._before = [(names, dict(names)) for names in self._places]
+        self._before = [_Before.of(names) for names in self._places]
         self._queues.begin()
         for attribute in self._known.values():
             attribute.values = self._first_values(attribute)
@@ -147,18 +166,17 @@ class ModuleState:
 
     def pause(self, microbatch: int) -> None:
         """Keep a microbatch's values, and find attributes that it is the first to store."""
-        for names, before in self._before if self._looks_everywhere else self._before[:2]:
-            self._find(names, before)
+        for before in self._before if self._looks_everywhere else self._before[:2]:
+            self._find(before)
         for attribute in self._known.values():
             attribute.values[microbatch] = attribute.read()
 
-    def _find(self, names: dict[str, Any], before: dict[str, Any]) -> bool:
-        found = False
-        # `before` keeps the old values alive: equal ids are equal objects
-        if [*map(id, names.values())] == [*map(id, before.values())]:
+    def _find(self, before: _Before) -> bool:
+        names, found = before.names, False
+        if [*map(id, names.values())] == before.ids:
             return False
         for name, value in names.items():
-            first = before.get(name, _MISSING)
+            first = before.values.get(name, _MISSING)
             if value is first or (id(names), name) in self._known or not _holds_tensors(value):
                 continue
             values = [_cut(first, self._sizes, index) for index in range(len(self._sizes))]
@@ -176,7 +194,7 @@ class ModuleState:
             return
         self._queues.finish(sum(self._sizes))
         # one of an inner module may appear in a later step; the next step looks for more
-        late = [self._find(names, before) for names, before in self._before]
+        late = [self._find(before) for before in self._before]
         for attribute in self._known.values():
             if any(late) and all(value is attribute.first for value in attribute.values):
                 attribute.values = [attribute.read()] * len(self._sizes)
