@@ -22,7 +22,7 @@ from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.ranks.control import ControlGroup
 
 _KEY = "cephalo/crash_report"
-_PATIENCE = timedelta(seconds=2)
+_PATIENCE = timedelta(seconds=5)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_jobs import Encoder, data, strategy, trainer
-from launch import torchrun_environments
+from launch import SOON_S, torchrun_environments
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from plans import plan_of
 from test_training import UNEVEN
@@ -91,14 +91,14 @@ def test_in_a_collective(simulated, failing_rank):
     assert name == "DistBackendError" and "ncclSystemError" in said
     _, said, _, seconds = outcomes[1 - failing_rank].value
     assert f"Rank {failing_rank} failed: DistBackendError: NCCL error" in said
-    assert seconds < 60
+    assert seconds < SOON_S
 
 
 def connect_with_default_backends(rank, environments):
     os.environ.update(environments[rank])
     device = torch.device("cuda", 0) if rank == 0 else torch.device("cpu")
     try:
-        connect(TorchElasticEnvironment(), None, timedelta(seconds=60), device)
+        connect(TorchElasticEnvironment(), None, timedelta(seconds=SOON_S), device)
     except UnsupportedError as error:
         return str(error)
     return None

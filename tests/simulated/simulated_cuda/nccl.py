@@ -175,7 +175,7 @@ class SimulatedNccl(dist.ProcessGroup):
         self._order = Order.of[self._members]
 
     def _wire_over(self, store: dist.Store) -> Wire:
-        timeout = min(self._options._timeout, datetime.timedelta(minutes=2))
+        timeout = min(self._options._timeout, datetime.timedelta(minutes=10))
         return Wire(store, self._rank, self._size, timeout, lambda: self._is_aborted)
 
     # -- what torch asks of a group
