@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # private, but documented for subclassing
 )
@@ -36,4 +37,8 @@ class UserCollectives(TorchDispatchMode):
     ) -> Any:
         if func.namespace in _NAMESPACES:
             self._report(func.overloadpacket.__name__.rstrip("_"))
-        return func(*args, **kwargs or {})
+        result = func(*args, **kwargs or {})
+        if func._schema.is_mutable and func.overloadpacket.__name__.startswith("_foreach_"):
+            # below a mode these raise no versions, by which writes are found
+            increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
+        return result

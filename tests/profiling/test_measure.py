@@ -304,15 +304,18 @@ def test_nothing_that_goes_wrong_in_remembering_is_raised():
 
 
 class FirstCountsNothing(GPT):
-    """The first sample of a batch has no weight, and alone a loss of 0/0."""
+    """A sample alone has no weight, and a loss of 0/0."""
 
     def training_step(self, batch, batch_idx):
         (tokens,) = batch
         logits = self.network(tokens)[:, :-1].flatten(0, 1)
         losses = torch.nn.functional.cross_entropy(
             logits, tokens[:, 1:].flatten(), reduction="none"
-        ).view(len(tokens), -1)[1:]
-        return {"loss": losses.sum() / losses.numel(), "weight": losses.numel()}
+        ).view(len(tokens), -1)
+        counts = torch.ones(len(losses), 1)
+        counts[: int(len(losses) < 2)] = 0
+        weight = counts.sum() * losses.shape[1]
+        return {"loss": (losses * counts).sum() / weight, "weight": weight}
 
 
 def test_a_first_sample_without_weight_is_measured_like_any_other():
