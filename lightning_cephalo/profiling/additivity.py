@@ -74,7 +74,7 @@ def warn_unless_additive(
     """
     count = sum(size for _, size in parts)
     try:
-        with _evaluating(model.module), context():
+        with _evaluating(model.module), context(), torch.no_grad():
             whole, again, *of_parts = (
                 _loss_of(model, step, piece, size)
                 for piece, size in [(batch, count), (batch, count), *parts]
