@@ -16,8 +16,8 @@ _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = str(Path(_TORCH) / "distributed")
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-# functions of this package that block in torch's C++ code
-_WAITS = ("wait", "_wait", "wait_for")
+# functions of this package that block in torch's C++ code, or in a meeting
+_WAITS = ("wait", "_wait", "wait_for", "_ask")
 
 
 @dataclass(frozen=True)

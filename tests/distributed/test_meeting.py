@@ -74,6 +74,18 @@ def test_ranks_that_come_for_different_things_all_say_so():
         assert "; rank 1 is calling block 1, " in said and said.endswith(". Call the same.")
 
 
+def _comes_to_another(rank):
+    _, _, meeting = _meeting()
+    meeting._count = 7 * rank
+    with pytest.raises(UnsupportedError, match="They will not come"):
+        meeting.meet("calling a block", "")
+    return True
+
+
+def test_ranks_that_wait_in_different_meetings_do_not_wait_forever():
+    assert run_ranks(2, _comes_to_another) == [True, True]
+
+
 def _comes_late(rank):
     _, _, meeting = _meeting()
     if rank == 0:
