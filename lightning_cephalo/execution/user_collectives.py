@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # private, but documented for subclassing
 )
+
+from lightning_cephalo.accelerator.versions import count_foreach_writes
 
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 
@@ -38,7 +39,5 @@ class UserCollectives(TorchDispatchMode):
         if func.namespace in _NAMESPACES:
             self._report(func.overloadpacket.__name__.rstrip("_"))
         result = func(*args, **kwargs or {})
-        if func._schema.is_mutable and func.overloadpacket.__name__.startswith("_foreach_"):
-            # below a mode these raise no versions, by which writes are found
-            increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
+        count_foreach_writes(func, args)
         return result

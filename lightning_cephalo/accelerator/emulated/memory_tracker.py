@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cephalo.accelerator.emulated.operators import Operator, describe, tensors_in
+from lightning_cephalo.accelerator.versions import count_foreach_writes
 
 __all__ = ["MemoryTracker"]
 
@@ -173,7 +174,9 @@ class MemoryTracker(TorchDispatchMode):
         # A DataLoader worker forked inside the block inherits the mode: its tensors are host memory
         # of another process. Fake tensors (DTensor uses them for planning) have no memory.
         if self._is_paused or os.getpid() != self._process or FakeTensor in types:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            count_foreach_writes(func, args)
+            return result
         if types and any(_dispatches_itself(kind) for kind in types):
             return NotImplemented  # DTensor and the like: the local operators inside come back here
         operator = self._operators.get(func)
@@ -190,6 +193,7 @@ class MemoryTracker(TorchDispatchMode):
             self._check(self._current_bytes - before_bytes)
         self._before(operator)
         result = func(*args, **kwargs)
+        count_foreach_writes(func, args)
         self._after(func, operator, args, kwargs, result)
         before_bytes = self._current_bytes
         self._observe(operator, args, kwargs, result)
