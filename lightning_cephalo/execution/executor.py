@@ -96,9 +96,9 @@ class Executor:
         self.units = list(units)
         self.control = control
         self.accelerator = accelerator
-        self.hooks = UnitHooks(units, meet)
-        self.failure = Failure(control.rank, names)
         self.writes = UserWrites(units)
+        self.hooks = UnitHooks(units, meet, self.writes)
+        self.failure = Failure(control.rank, names)
         self.state = ModuleState(units[ROOT].module)
         self.arena: HostArena | None = None
         self.on_user_collective: Callable[[str], None] | None = None

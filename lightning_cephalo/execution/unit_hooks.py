@@ -39,15 +39,16 @@ class UnitHooks:
     Args:
         units: All units; the root unit first.
         meet: Called before units are gathered outside of a step.
+        writes: Finds writes to gathered parameters.
 
     Attributes:
         in_backward: Whether a backward is running; no unit may be called then.
     """
 
-    def __init__(self, units: Sequence[Unit], meet: Meet) -> None:
+    def __init__(self, units: Sequence[Unit], meet: Meet, writes: UserWrites) -> None:
         self._units = list(units)
         self._meet = meet
-        self._writes = UserWrites(units)
+        self._writes = writes
         self.in_backward = False
         self._keeps_all = False
         self._running: Microbatch | None = None
@@ -129,6 +130,7 @@ class UnitHooks:
             yield
         finally:
             self._keeps_all = False
+        self._writes.check("the block of full_parameters()")
 
     @property
     def _in_step(self) -> bool:

@@ -311,19 +311,32 @@ def _check_loss(job: Job, problem: Problem, model: ShardedModel, trainer: Traine
     if not have_room or problem.minimum_microbatch_size > half:
         return
     module: Any = model.module
-    with isolated(trainer, module, model.accelerator):
-        failure, parts = None, []
-        try:
-            read = read_batch(job.loaders.source, 2 * half)
-            expect_samples(trainer, 2 * half)
-            batch = moved_to_device(trainer, module, read)
-            parts = BatchCutter(job.layouts, job.loaders.spec, (half, half)).cut(batch)
-        except Exception as error:  # batches of this kind are not cut
-            failure = error
-        if model.control.any(failure is not None or len(parts) != 2):
-            return
-        step, context = partial(_step_of_user, module), trainer.precision_plugin.train_step_context
-        additivity.warn_unless_additive(model, step, context, batch, parts)
+
+    def parted() -> tuple[Any, list[tuple[Any, int]]]:
+        batch = read_batch(job.loaders.source, 2 * half)
+        expect_samples(trainer, 2 * half)
+        batch = moved_to_device(trainer, module, batch)
+        parts = BatchCutter(job.layouts, job.loaders.spec, (half, half)).cut(batch)
+        if len(parts) != 2:
+            raise ValueError(f"its batch is cut in {len(parts)} parts, not in 2")
+        return batch, parts
+
+    is_first = model.control.rank == 0
+    try:
+        with isolated(trainer, module, model.accelerator):
+            batch, parts = model.control.together("cutting a batch", parted)
+            step = partial(_step_of_user, module)
+            context = trainer.precision_plugin.train_step_context
+            found = additivity.compared(model, step, context, batch, parts)
+    except Exception as error:  # on every rank: a step may need gradients, or training mode
+        Progress(job.options.verbose and is_first).warn(
+            "Whether microbatches change the loss of training_step was not found out:"
+            f" {type(error).__name__}: {error}"
+        )
+        return
+    if is_first:
+        in_half = "16" in str(trainer.precision)
+        additivity.warn_if_it_differs(found, [size for _, size in parts], in_half)
 
 
 def _step_of_user(module: LightningModule, batch: Any) -> torch.Tensor:

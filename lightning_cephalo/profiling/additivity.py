@@ -8,11 +8,11 @@ as "weight" (tokens, weights of classes), or for terms about the whole batch (lo
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
 
 SAMPLES = 4
-# Relative: of sums in another order, by the dtype of computing.
-_ROUNDING, _ROUNDING_IN_HALF = 1e-4, 3e-2
+# Relative: of sums in another order, by the dtype of computing; and of the same sums again.
+_ROUNDING, _ROUNDING_IN_HALF, _NOISE = 1e-4, 3e-2, 1e-5
+_TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -41,29 +42,33 @@ class LossOfParts:
     again: float
     parts: float
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the loss changes from call to call, so that nothing can be said of it."""
+        return not math.isclose(self.whole, self.again, rel_tol=_NOISE, abs_tol=_TINY)
+
     def differs(self, tolerance: float) -> bool:
-        """Whether the loss is no weighted mean; False if it is random, which hides that.
+        """Whether the loss is no weighted mean, as far as can be said.
 
         ::
 
             LossOfParts(whole=1.386, again=1.386, parts=0.693).differs(1e-4)    # True
         """
-        scale = max(abs(self.whole), abs(self.parts), 1e-12)
-        is_random = abs(self.whole - self.again) > 0.1 * tolerance * scale
-        return not is_random and abs(self.whole - self.parts) > tolerance * scale
+        alike = math.isclose(self.whole, self.parts, rel_tol=tolerance, abs_tol=_TINY)
+        return not self.is_random and not alike and not math.isnan(self.parts)
 
 
-def warn_unless_additive(
+def compared(
     model: ShardedModel,
     step: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
     batch: Any,
     parts: Sequence[tuple[Any, int]],
-) -> None:
-    """Warn on rank 0 if a batch's loss is not the weighted mean over its parts; collective.
+) -> LossOfParts:
+    """Return the loss of a batch and that of its parts; collective.
 
     Runs the step without gradients and in evaluation mode, where dropout and batch normalisation
-    change nothing. A step that fails so is not judged.
+    change nothing.
 
     Args:
         model: The sharded model.
@@ -71,24 +76,31 @@ def warn_unless_additive(
         context: The precision plugin's context of a training step.
         batch: A few samples; equal on all ranks.
         parts: The same samples in parts, and how many each has.
+
+    Raises:
+        Exception: On every rank, if the step fails so on any.
     """
     count = sum(size for _, size in parts)
-    try:
-        with _evaluating(model.module), context(), torch.no_grad():
-            whole, again, *of_parts = (
-                _loss_of(model, step, piece, size)
-                for piece, size in [(batch, count), (batch, count), *parts]
-            )
-    except Exception:
-        return  # training will tell, if it fails there too
+    with _evaluating(model.module), context(), torch.no_grad():
+        (whole, _), (again, _), *of_parts = (
+            _loss_of(model, step, piece, size)
+            for piece, size in [(batch, count), (batch, count), *parts]
+        )
     weight = sum(weight for _, weight in of_parts)
-    if not weight:
-        return
-    mean = sum(loss * weight for loss, weight in of_parts) / weight
-    found = LossOfParts(whole[0], again[0], mean)
-    in_half = model.compute_dtype is not None or torch.is_autocast_enabled()
-    if model.control.rank == 0 and found.differs(_ROUNDING_IN_HALF if in_half else _ROUNDING):
-        warnings.warn(_told(found, [size for _, size in parts]), stacklevel=2)
+    total = sum(loss * weight for loss, weight in of_parts if weight)
+    return LossOfParts(whole, again, total / weight if weight else math.nan)
+
+
+def warn_if_it_differs(found: LossOfParts, sizes: Sequence[int], in_half: bool) -> None:
+    """Warn of a loss that is no weighted mean.
+
+    Args:
+        found: The losses.
+        sizes: Samples of the parts.
+        in_half: Whether the model computes in half precision.
+    """
+    if found.differs(_ROUNDING_IN_HALF if in_half else _ROUNDING):
+        warnings.warn(_told(found, sizes), stacklevel=2)
 
 
 def _told(found: LossOfParts, sizes: Sequence[int]) -> str:
@@ -106,12 +118,14 @@ def _told(found: LossOfParts, sizes: Sequence[int]) -> str:
 def _loss_of(
     model: ShardedModel, step: Callable[[Any], Any], batch: Any, samples: int
 ) -> tuple[float, float]:
-    call = MicrobatchCall(
-        partial(step, batch), partial(loss_and_weight, samples=samples), samples=samples
-    )
+    def loss_of_step() -> tuple[float, float]:
+        loss, weight = loss_and_weight(step(batch), samples)
+        return float(loss), float(weight)
+
+    # an error in the step is known to all ranks, one behind it would not be
+    call = MicrobatchCall(loss_of_step, lambda _: (torch.zeros(()), 0.0), samples=samples)
     outcome = model.executor.evaluate(call, "checking the loss of training_step")
-    loss, weight = loss_and_weight(outcome.results[0], samples)
-    return float(loss), float(weight)
+    return outcome.results[0]
 
 
 @contextmanager

@@ -61,6 +61,8 @@ class Meeting:
                 came = switchboard.arrive(self._count, (purpose, here), wait_s)
                 missing = [rank for rank in range(switchboard.world_size) if rank not in came]
                 others = {rank: switchboard.where_is(rank) for rank in missing}
+            except TimeoutError:  # rank 0, which counts the ranks, is stopped
+                came, missing, others = {}, [0], {0: None}
             except OSError:
                 return  # a rank has ended: what follows fails, and says what is known of it
             if not missing:

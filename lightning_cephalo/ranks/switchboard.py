@@ -150,8 +150,8 @@ class _Handler(socketserver.StreamRequestHandler):
             asked, answer = json.loads(self.rfile.readline(_MOST_BYTES)), self.server.answer()
             if answer is not None:
                 self.wfile.write(json.dumps(answer(asked)).encode() + b"\n")
-        except (OSError, ValueError, KeyError, TypeError):
-            return  # a stranger asks, or a rank that has ended
+        except (OSError, ValueError):
+            return  # a stranger asks, who speaks no JSON, or a rank that has ended
 
 
 def _stop(server: _Server, process: int) -> None:

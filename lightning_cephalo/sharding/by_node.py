@@ -68,7 +68,7 @@ class ByNode:
         role = self._role(rank, sizes)
         rows = memory.split(list(role.rows))
         own = rows[: len(role.partners)]
-        added = dict(zip(role.relayed, rows[len(own) :], strict=False))  # empty without peers
+        added = dict(zip(role.relayed if role.peers else (), rows[len(own) :], strict=True))
         arriving = [
             _receive(row, partner, rank, group)
             for row, partner in zip(own, role.partners, strict=True)

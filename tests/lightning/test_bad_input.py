@@ -519,7 +519,10 @@ def test_collectives_of_torch_in_a_step_are_treated_like_gathers(tmp_path: Path)
     for plan in ("3:1", "idle first"):
         found = failures(lambda plan=plan: trainer_of(plan).fit(Reduces(tmp_path), loader(plan)))
         assert_everywhere(found, UnsupportedError, "allreduce()", "equal_microbatches=True")
-    fit = lambda count: trainer_of("even").fit(Reduces(tmp_path), loader("even", count))  # noqa: E731
+
+    def fit(count: int) -> None:
+        trainer_of("even").fit(Reduces(tmp_path), loader("even", count))
+
     in_ranks(2, fit, 24)
     assert_everywhere(failures(lambda: fit(21)), UnsupportedError, "allreduce()", "drop_last=True")
 

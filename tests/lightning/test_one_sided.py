@@ -113,3 +113,22 @@ def test_full_parameters_inside_of_a_step_is_refused():
         return True
 
     assert in_ranks(2, fit) == [True, True]
+
+
+class Writes(Callback):
+    """Writes where parameters are shown for reading."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        with trainer.strategy.full_parameters(), torch.no_grad():
+            module.blocks[0].up.weight.data.mul_(2)
+
+
+def test_a_write_inside_full_parameters_is_refused_by_name():
+    def fit():
+        trainer("3:1", callbacks=[Writes()], max_epochs=1).fit(Net(), loader(), loader(8))
+
+    for failure in failures(fit):
+        assert failure.kind == "UnitUseError"
+        assert "the block of full_parameters() writes to" in failure.message
+        assert "'blocks.0.up.weight'" in failure.message
+        assert "writable_parameters" in failure.message

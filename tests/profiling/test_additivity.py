@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.accelerator import accelerator_of
+from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
-from lightning_cephalo.profiling.additivity import LossOfParts, warn_unless_additive
+from lightning_cephalo.profiling.additivity import LossOfParts, compared, warn_if_it_differs
 from lightning_cephalo.ranks.groups import Groups
 
 CLASSES = torch.tensor([0, 0, 0, 1])
@@ -74,6 +75,12 @@ def _fails(scores, rows):
     raise ValueError("boom")
 
 
+def _fails_on_rank_one(scores, rows):
+    if torch.distributed.get_rank():
+        raise ValueError("boom")
+    return scores.mean()
+
+
 def _nothing(scores, rows):
     return None
 
@@ -87,9 +94,16 @@ LOSSES = {
     _tokens_with_weight: False,
     _balanced: True,
     _random: False,
-    _fails: False,
-    _nothing: False,
+    _fails: None,
+    _fails_on_rank_one: None,
+    _nothing: None,
 }
+"""Whether each is found; None: it fails."""
+
+
+def _ours_is_no_error():
+    """All others stay errors, but for those that the project's settings name."""
+    warnings.filterwarnings("always", "The loss of . samples is")
 
 
 def _warned(rank):
@@ -105,30 +119,35 @@ def _warned(rank):
     )
     x, rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(4)), torch.arange(4)
     parts = [((x[:2], rows[:2]), 2), ((x[2:], rows[2:]), 2)]
-    found = {}
+    said = {}
     for loss in LOSSES:
+
+        def step(batch, loss=loss):
+            return loss(module(batch[0]), batch[1])
+
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-
-            def step(batch, loss=loss):
-                return loss(module(batch[0]), batch[1])
-
-            warn_unless_additive(model, step, nullcontext, (x, rows), parts)
-        said = [str(warning.message) for warning in caught]
-        found[loss.__name__] = [one for one in said if "weighted mean over parts" in one]
+            _ours_is_no_error()
+            try:
+                found = compared(model, step, nullcontext, (x, rows), parts)
+            except (ValueError, TypeError, RemoteRankError) as error:
+                said[loss.__name__] = [str(error)]
+            else:
+                warn_if_it_differs(found, [2, 2], in_half=False)
+                said[loss.__name__] = [str(warning.message) for warning in caught]
         assert module.training and module.dropout.training
-    return found
+    return said
 
 
 def test_losses_that_are_no_mean_over_samples_are_found():
-    first, second = run_ranks(2, _warned)
-    assert {name: bool(said) for name, said in first.items()} == {
-        loss.__name__: wanted for loss, wanted in LOSSES.items()
-    }
-    assert not any(second.values()), "rank 0 warns for all"
-    (said,) = first["_contrastive"]
-    assert said.startswith("The loss of 4 samples is ") and "parts of 2 and 2 samples" in said
-    assert '"weight"' in said and 'strategy="ddp"' in said
+    for said in run_ranks(2, _warned):
+        found = {name: any("weighted mean over parts" in s for s in said[name]) for name in said}
+        assert found == {loss.__name__: bool(wanted) for loss, wanted in LOSSES.items()}
+        for loss in (loss for loss, wanted in LOSSES.items() if wanted is None):
+            assert said[loss.__name__], "every rank fails together"
+        (contrastive,) = said["_contrastive"]
+        assert contrastive.startswith("The loss of 4 samples is ")
+        assert "parts of 2 and 2 samples" in contrastive
+        assert '"weight"' in contrastive and 'strategy="ddp"' in contrastive
 
 
 @pytest.mark.parametrize(
@@ -158,20 +177,33 @@ class _Trained(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _fit_measured(rank, environments, loss):
+def _fit_measured(rank, environments, loss, verbose=False):
     os.environ.update(environments[rank], OMP_NUM_THREADS="1")
     strategy = CephaloStrategy(
-        global_batch_size=GLOBAL_BATCH, verbose=False, profile_budget_s=1, remeasure=True
+        global_batch_size=GLOBAL_BATCH, verbose=verbose, profile_budget_s=1, remeasure=True
     )
     run = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=1, **QUIET)
     rows = TensorDataset(torch.randn(16, 6), torch.arange(16))
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        _ours_is_no_error()
         run.fit(_Trained(loss), DataLoader(rows, batch_size=GLOBAL_BATCH))
-    return sum("weighted mean over parts" in str(warning.message) for warning in caught)
+    return len(caught)
 
 
 @pytest.mark.parametrize(("loss", "warned"), [(_contrastive, [1, 0]), (_mean, [0, 0])])
 def test_a_measured_job_is_checked_before_it_trains(loss, warned):
     environments = torchrun_environments(2)
     assert run_ranks(2, _fit_measured, environments, loss, process_group=False) == warned
+
+
+def _needs_gradients(scores, rows):
+    torch.autograd.grad(scores.sum(), scores)  # a penalty on gradients
+    return scores.square().mean()
+
+
+def test_a_job_that_cannot_be_checked_says_so_and_trains(capfd):
+    environments = torchrun_environments(2)
+    run_ranks(2, _fit_measured, environments, _needs_gradients, True, process_group=False)
+    said = " ".join(capfd.readouterr().out.split())
+    assert said.count("Whether microbatches change the loss of training_step was not found") == 1
+    assert "does not require grad" in said

@@ -25,7 +25,7 @@ from simulated_cuda.device import device_name, operators
 from simulated_cuda.torch_cuda import Event, Stream, current_stream, index_of
 from simulated_cuda.wire import Wire
 
-_TIMEOUT = datetime.timedelta(minutes=10)
+_TIMEOUT = datetime.timedelta(minutes=5)
 _DTYPES = {
     torch.float16,
     torch.bfloat16,
