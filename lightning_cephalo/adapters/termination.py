@@ -6,6 +6,10 @@ host wait for the device before every batch (Lightning #21487). Here the handler
 the exchange that ends the forward of each step carries it. All ranks then end as Lightning ends a
 single process: with ``SIGTERMException``, after the same step.
 
+The signal counts from the connection of the ranks on. While the job is set up and measured, ranks
+ask each other between two measurements; nothing is trained then, and no checkpoint is written.
+Lightning's own handler is registered only after that.
+
 [Note: Lightning's signals] The signal connector, its handlers and ``_broadcast_sigterm_tensor`` are
 private. Only this file uses them; tests/lightning/test_termination.py fails when they change.
 """
@@ -19,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_cephalo.ranks.control import ControlGroup
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -29,42 +35,54 @@ class Termination:
     def __init__(self) -> None:
         self._is_noticed = self._is_agreed = False
         self._trainer: Trainer | None = None
+        self._before: Any = None
+        self._handler: Any = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Receive the signal from now on; a second call for a running Trainer does nothing.
+        """Receive the signal from now on.
 
-        Call this after Lightning has registered its handlers, which it removes at the end.
+        Call this before Lightning registers its handlers, which it removes at the end.
         """
-        loop = trainer.fit_loop.epoch_loop
-        # on the instance: the exchange of every step does what this method is for
-        loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        self.end()
         self._trainer = trainer
-        composed = signal.getsignal(signal.SIGTERM)
+        # on the instances: the exchange of every step does what these methods are for
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        vars(trainer._signal_connector)["_sigterm_notifier_fn"] = self._receive
         if threading.current_thread() is not threading.main_thread():
             return  # signals cannot be received here, by Lightning neither
-        handlers = getattr(composed, "signal_handlers", ())
-        notify = trainer._signal_connector._sigterm_notifier_fn
-        if notify not in handlers:
-            return
-        others = [handler for handler in handlers if handler != notify]
-
-        def receive(number: int, frame: Any) -> None:
-            self._receive(number)
-            for handler in others:
-                if callable(handler):
-                    handler(number, frame)
-
-        signal.signal(signal.SIGTERM, receive)
+        self._before, self._handler = signal.getsignal(signal.SIGTERM), self._receive_first
+        signal.signal(signal.SIGTERM, self._handler)
 
     def end(self) -> None:
-        """Give Lightning's loop its own method back."""
-        if self._trainer is not None:
-            vars(self._trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
-        self._trainer = None
+        """Give Lightning's objects their own methods back, and the process its handler."""
+        trainer, self._trainer = self._trainer, None
         self._is_noticed = self._is_agreed = False
+        if trainer is None:
+            return
+        vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        connector = trainer._signal_connector
+        vars(connector).pop("_sigterm_notifier_fn", None)
+        handler, self._handler = self._handler, None
+        if handler is None:
+            return
+        # if Lightning has registered its handlers, it will restore the one that it has found
+        if connector._original_handlers.get(signal.SIGTERM) is handler:
+            connector._original_handlers[signal.SIGTERM] = self._before
+        if signal.getsignal(signal.SIGTERM) is handler:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+        self._before = None
 
-    def _receive(self, number: int) -> None:
-        if self._trainer is not None and not self._is_noticed:
+    def _receive_first(self, number: int, frame: Any) -> None:
+        """Handle the signal as Lightning's handlers do, which come later."""
+        self._receive(number, frame)
+        if callable(self._before):
+            self._before(number, frame)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if self._trainer is None:  # Lightning has ended without removing its handlers
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        elif not self._is_noticed:
             launcher = self._trainer.strategy.launcher
             if launcher is not None:
                 launcher.kill(number)  # the processes that this one has started
@@ -79,6 +97,12 @@ class Termination:
         if any(notes) and self._trainer is not None:
             self._is_agreed = True
             self._trainer._signal_connector.received_sigterm = True
+
+    def check(self, control: ControlGroup) -> None:
+        """Raise SIGTERMException on all ranks if any has received the signal; collective."""
+        if control.any(self._is_noticed):
+            self._is_agreed = True
+            raise SIGTERMException
 
     def ends_with(self, exception: BaseException) -> bool:
         """Return whether all ranks end with this exception, at the same place."""

@@ -26,9 +26,7 @@ def lost_rank_explained(rank: int, doing: str) -> Iterator[None]:
         if isinstance(failure, ProfilingError) or not _is_lost_connection(failure):
             raise
         raise ProfilingError(
-            f"Rank {rank} lost the connection to another rank while {doing}: that rank has died or"
-            " was killed (by a lack of host memory?). Its own output comes first. Here:"
-            f" {failure}"
+            f"Rank {rank} lost the connection to another rank while {doing}: {failure}"
         ) from failure
 
 

@@ -1,106 +1,106 @@
-"""Publishes a failing rank's error so that ranks that lose the connection can report it.
+"""Says on every rank why a run ended that another rank has ended.
 
 Code outside of a step (a callback, the dataset, a hook) may fail on one rank alone, while the
-other ranks wait in a collective. When the failing process ends, the process group only reports a
-closed connection. So the failing rank first stores its message in the processes of the first and
-the last rank, where the other ranks read it.
+other ranks wait in a collective. A process may also be killed, or freeze. The process group then
+reports a closed connection or a timeout only. So a rank that fails first tells all other ranks its
+error. A rank that loses its connection asks all of them, at the same time, what they know. It tells
+the others the answer before it ends, as they may lose the connection to this rank first.
 
-Alternatives considered: the default process group's own store lives on rank 0 and dies with it;
-files do not reach other hosts.
+Alternatives considered: the default process group's own store lives on rank 0 and dies with it. A
+store of torch connects without a limit to a process that is stopped. Files do not reach other
+hosts.
 """
 
 from __future__ import annotations
 
-import socket
-from dataclasses import dataclass, field
-from datetime import timedelta
-
-import torch.distributed as dist
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from lightning_cephalo.accelerator.backends import SIGNS_OF_LOSS
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.ranks.switchboard import Switchboard
+from lightning_cephalo.ranks.whereabouts import Whereabouts
 
-_KEY = "cephalo/crash_report"
-_PATIENCE = timedelta(seconds=5)
+# torch appends its C++ stack
+_FRAMES = "Exception raised from"
+_MOST_CHARACTERS = 20_000
 
 
-@dataclass
+@dataclass(frozen=True)
 class CrashReport:
-    """Stores a failing rank's message on two small servers, on the first and on the last rank.
+    """Tells other ranks why this one fails, and finds out why another one has.
 
     Attributes:
         control: Knows the failure that all ranks have raised together.
-        addresses: Rank, host and port of the servers.
+        switchboard: Reaches other ranks; None if there is one rank.
     """
 
     control: ControlGroup
-    addresses: tuple[tuple[int, str, int], ...]
-    _own: dist.TCPStore | None = field(default=None, repr=False)
-
-    @classmethod
-    def create(cls, control: ControlGroup) -> CrashReport:
-        """Start the servers; collective."""
-        if control.world_size == 1:
-            return cls(control, ())
-        own = None
-        if control.rank in (0, control.world_size - 1):
-            own = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        here = socket.gethostname()
-        rows = control.gather((control.rank, here, own.port if own is not None else None))
-        addresses = tuple(
-            (rank, "localhost" if host == here else host, port)
-            for rank, host, port in rows
-            if port is not None
-        )
-        return cls(control, addresses, own)
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.control.rank
+    switchboard: Switchboard | None
 
     def is_common(self, exception: BaseException) -> bool:
         """Whether all ranks raise at this point, so that none has a collective under way."""
         return isinstance(exception, RemoteRankError) or exception is self.control.raised
 
     def on_exception(self, exception: BaseException) -> None:
-        """Publish this rank's failure; add the other rank's message to a lost connection's error.
+        """Tell other ranks this rank's failure; name the cause in a lost connection's error.
 
         Does nothing with a failure that all ranks raise.
         """
-        if self.is_common(exception):
+        switchboard = self.switchboard
+        if switchboard is None or self.is_common(exception):
             return
-        if isinstance(exception, RuntimeError) and any(s in str(exception) for s in SIGNS_OF_LOSS):
-            self._explain(exception)
+        if not is_lost_connection(exception):
+            own = switchboard.name_of(switchboard.rank)
+            switchboard.tell(f"{own} failed: {_short(exception)}")
             return
-        message = f"Rank {self.rank} failed: {type(exception).__name__}: {exception}"
-        for rank, host, port in self.addresses:
-            if rank != self.rank:
-                try:
-                    _connect(host, port).set(_KEY, message)
-                except Exception:  # that rank has ended too: no server is left there
-                    continue
+        answers = switchboard.look()
+        heard = switchboard.heard()
+        cause = heard[0] if heard else _seen(switchboard, answers)
+        there = [rank for rank, answer in answers.items() if isinstance(answer, Whereabouts)]
+        switchboard.tell(cause, there)
+        exception.args = (f"{cause}\nThis rank then lost its connection: {_first(str(exception))}",)
 
-    def _explain(self, exception: BaseException) -> None:
-        message = (
-            "Another rank has gone: its process ended or was killed (perhaps it was out of memory)."
-            " Its own output says more."
+
+def is_lost_connection(exception: BaseException) -> bool:
+    """Whether an exception says that a collective has lost another rank, or waited in vain."""
+    return isinstance(exception, RuntimeError) and any(s in str(exception) for s in SIGNS_OF_LOSS)
+
+
+def _seen(switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError]) -> str:
+    """Return what this rank sees of the others."""
+    gone = [rank for rank, answer in answers.items() if isinstance(answer, ConnectionError)]
+    if gone:
+        return (
+            f"{_names(switchboard, gone)} gone: the process ended without a message, or was"
+            " killed (the system does so where host memory is short). Its own output and the log"
+            " of its host say more."
         )
-        # this rank's own server first: it is certainly alive
-        for rank, host, port in sorted(self.addresses, key=lambda a: a[0] != self.rank):
-            try:
-                own = self._own if rank == self.rank else None
-                store = own if own is not None else _connect(host, port)
-                if store.check([_KEY]):
-                    message = store.get(_KEY).decode(errors="replace")
-                    break
-            except Exception:  # that rank is the one that has ended
-                continue
-        exception.args = (f"{message}\nThis rank then lost its connection: {exception}",)
+    silent = [rank for rank, answer in answers.items() if isinstance(answer, OSError)]
+    if silent:
+        return (
+            f"{_names(switchboard, silent)} silent: the process is stopped, or its host cannot"
+            " be reached."
+        )
+    where = [
+        f"{switchboard.name_of(rank)} {'waits' if answer.waits else 'works'} {answer}"
+        for rank, answer in answers.items()
+        if isinstance(answer, Whereabouts)
+    ]
+    return (
+        "No other rank has ended, but a connection to one is cut, or one did not come in time:"
+        f" {'; '.join(where)}."
+    )
 
 
-def _connect(host: str, port: int) -> dist.TCPStore:
-    # a store would retry again and again to reach a process that has ended
-    socket.create_connection((host, port), _PATIENCE.total_seconds()).close()
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+def _names(switchboard: Switchboard, ranks: list[int]) -> str:
+    return f"{', '.join(map(switchboard.name_of, ranks))} {'is' if len(ranks) == 1 else 'are'}"
+
+
+def _short(exception: BaseException) -> str:
+    return f"{type(exception).__name__}: {_first(str(exception))}"
+
+
+def _first(text: str) -> str:
+    return text.split(_FRAMES)[0].strip()[:_MOST_CHARACTERS]

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import warnings
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Ranks:
 
     Attributes:
         groups: The process groups.
-        crash_report: Publishes this rank's failure outside of a step.
+        crash_report: Tells other ranks this rank's failure outside of a step.
     """
 
     groups: Groups
@@ -75,7 +76,7 @@ class Ranks:
     def create(cls, timeout: timedelta, node_rank: int) -> Ranks:
         """Create the groups over connected processes; collective."""
         groups = Groups.create(timeout, node_rank)
-        return cls(groups, CrashReport.create(groups.control))
+        return cls(groups, CrashReport(groups.control, groups.meeting.switchboard))
 
     def close(self) -> None:
         """End this rank's servers."""
@@ -158,6 +159,7 @@ def connect(
             is connected to another number of ranks.
     """
     _refuse_other_connection(environment)
+    _warn_of_restarts(environment.global_rank())
     reset_seed()
     accelerator = accelerator_of(device)
     backend = backend or accelerator.default_backend
@@ -185,6 +187,25 @@ def _refuse_other_connection(environment: ClusterEnvironment) -> None:
             f"This Trainer has {world_size} ranks, but torch.distributed is connected to"
             f" {dist.get_world_size()} in this process, probably by an earlier Trainer. Call"
             " torch.distributed.destroy_process_group() before fit()."
+        )
+
+
+def _warn_of_restarts(rank: int) -> None:
+    """Warn if torchrun may restart ranks over a store in which gloo finds its old addresses.
+
+    The agent's store keeps the keys of the attempt that failed (pytorch#135712).
+    """
+    most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    attempts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if most > attempts and shares_store:
+        warnings.warn(
+            f"Rank {rank}: torchrun may restart the ranks {most - attempts} times, but most"
+            " restarts will fail ('Connection refused'): torch's agent shares a store with the"
+            " ranks that keeps addresses of the attempt before. Set"
+            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of every torchrun, or use"
+            " --max-restarts=0.",
+            stacklevel=2,
         )
 
 

@@ -27,30 +27,35 @@ class Meeting:
     Args:
         switchboard: Connects the ranks; None if there is one rank.
         timeout: When to give up on a rank that does something else.
+
+    Attributes:
+        switchboard: As given.
     """
 
     def __init__(self, switchboard: Switchboard | None, timeout: timedelta) -> None:
-        self._switchboard = switchboard
+        self.switchboard = switchboard
         self._timeout_s = timeout.total_seconds()
         self._count = 0
 
     def close(self) -> None:
         """Stop answering other ranks."""
-        if self._switchboard is not None:
-            self._switchboard.close()
+        if self.switchboard is not None:
+            self.switchboard.close()
 
-    def meet(self, purpose: str, remedy: str) -> None:
+    def meet(self, purpose: str, remedy: str, *, is_patient: bool = False) -> None:
         """Wait for all ranks; collective.
 
         Args:
             purpose: What needs all ranks, such as "calling unit 'layers.0'".
             remedy: A sentence with the way out for messages.
+            is_patient: Whether to wait for ranks that work without a warning, as they may write a
+                file for long.
 
         Raises:
             UnsupportedError: If a rank will not come, or has come for another purpose. Ranks that
                 have not come do not raise here.
         """
-        switchboard = self._switchboard
+        switchboard = self.switchboard
         if switchboard is None:
             return
         self._count += 1
@@ -72,8 +77,10 @@ class Meeting:
             # all ranks wait: no message is under way that could end any of these waits
             are_stuck = all(other is not None and other.waits for other in others.values())
             if (are_stuck and were_stuck) or waited_s > self._timeout_s:
-                raise UnsupportedError(f"{said} They will not come. {remedy}")
-            if waited_s > _LONG_S and not has_warned:
+                raise UnsupportedError(
+                    f"{said} This rank has waited {waited_s:.0f} s. They will not come. {remedy}"
+                )
+            if waited_s > _LONG_S and not has_warned and not is_patient:
                 warnings.warn(f"{said} It has waited {waited_s:.0f} s. {remedy}", stacklevel=2)
                 has_warned = True
             were_stuck, wait_s = are_stuck, LOOK_S

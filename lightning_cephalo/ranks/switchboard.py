@@ -1,4 +1,4 @@
-"""Lets ranks ask each other where they are, outside of collectives, which may be stuck.
+"""Lets ranks ask each other where they are, and leave messages, while collectives may be stuck.
 
 Every rank has a small TCP server in a thread. Its answers do not depend on what the rank's own
 thread does. A rank that does not answer has ended, or its process is stopped.
@@ -13,6 +13,10 @@ import socketserver
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_cephalo.ranks.control import ControlGroup
@@ -20,6 +24,29 @@ from lightning_cephalo.ranks.whereabouts import Whereabouts, whereabouts
 
 _MOST_BYTES = 1 << 20
 _ANSWER_S = 2.0
+_MOST_THREADS = 64
+
+
+@dataclass(frozen=True)
+class Process:
+    """The process of a rank, and where it answers.
+
+    Attributes:
+        host: The name of its host.
+        address: The address by which other hosts reach it.
+        port: Of its server.
+        number: Its process id.
+    """
+
+    host: str
+    address: str
+    port: int
+    number: int
+
+    def __str__(self) -> str:
+        # hosts may have equal names, such as containers
+        host = self.host if self.address == self.host else f"{self.host}, {self.address}"
+        return f"process {self.number} on host {host}"
 
 
 class Switchboard:
@@ -37,7 +64,9 @@ class Switchboard:
         self.rank, self.world_size = rank, world_size
         self._thread = threading.get_ident()
         self._meetings = _Meetings(world_size)
+        self._processes: tuple[Process, ...] = ()
         self._addresses: list[tuple[str, int]] = []
+        self._heard: list[str] = []
         self._server = _Server(weakref.WeakMethod(self._answer))
         threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
         self.close = weakref.finalize(self, _stop, self._server, os.getpid())
@@ -53,13 +82,19 @@ class Switchboard:
         if control.world_size == 1:
             return None
         made = cls(control.rank, control.world_size)
-        rows = control.gather((_own_host(), made._server.server_address[1]))
+        port = int(made._server.server_address[1])
+        own = Process(socket.gethostname(), _own_host(), port, os.getpid())
+        made._processes = tuple(control.gather(own))
         own_node = nodes[control.rank]
         made._addresses = [
-            ("localhost" if node == own_node else host, port)
-            for node, (host, port) in zip(nodes, rows, strict=True)
+            ("localhost" if node == own_node else process.address, process.port)
+            for node, process in zip(nodes, made._processes, strict=True)
         ]
         return made
+
+    def name_of(self, rank: int) -> str:
+        """Return a rank with its process and host: "Rank 1 (process 4711 on host na)"."""
+        return f"Rank {rank} ({self._processes[rank]})"
 
     def where_is(self, rank: int) -> Whereabouts | None:
         """Return where a rank is; None if it is stopped.
@@ -71,6 +106,43 @@ class Switchboard:
             return Whereabouts(**self._ask(rank, {"ask": "whereabouts"}, _ANSWER_S))
         except TimeoutError:
             return None
+
+    def look(self) -> dict[int, Whereabouts | OSError]:
+        """Ask all other ranks at the same time where they are.
+
+        Returns:
+            Where each one is. A ConnectionError stands for a rank that has ended, another OSError
+            for one that does not answer.
+        """
+
+        def ask(rank: int) -> Whereabouts | OSError:
+            try:
+                return Whereabouts(**self._ask(rank, {"ask": "whereabouts"}, _ANSWER_S))
+            except OSError as failure:
+                return failure
+
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        return dict(zip(others, _at_the_same_time([partial(ask, r) for r in others]), strict=True))
+
+    def tell(self, message: str, ranks: Sequence[int] | None = None) -> None:
+        """Leave a message with other ranks, those that can be reached.
+
+        Args:
+            message: For :meth:`heard`.
+            ranks: The ranks; None: all others.
+        """
+
+        def tell(rank: int) -> None:
+            with suppress(OSError):  # that rank has ended or is stopped
+                self._ask(rank, {"ask": "tell", "of": message}, _ANSWER_S)
+
+        everyone = range(self.world_size) if ranks is None else ranks
+        _at_the_same_time([partial(tell, rank) for rank in everyone if rank != self.rank])
+
+    def heard(self) -> list[str]:
+        """Return the messages that other ranks have left since the last call."""
+        heard, self._heard = self._heard, []
+        return heard
 
     def arrive(
         self, number: int, purpose: tuple[str, str], wait_s: float
@@ -94,6 +166,9 @@ class Switchboard:
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked["ask"] == "arrive":
             return {"came": self._meetings.arrive(*asked["of"])}
+        if asked["ask"] == "tell":
+            self._heard.append(str(asked["of"]))
+            return {}
         return whereabouts(self._thread).to_dict()
 
     def _ask(self, rank: int, asked: dict[str, Any], limit_s: float) -> dict[str, Any]:
@@ -152,6 +227,13 @@ class _Handler(socketserver.StreamRequestHandler):
                 self.wfile.write(json.dumps(answer(asked)).encode() + b"\n")
         except (OSError, ValueError):
             return  # a stranger asks, who speaks no JSON, or a rank that has ended
+
+
+def _at_the_same_time(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    if not calls:
+        return []
+    with ThreadPoolExecutor(min(len(calls), _MOST_THREADS)) as pool:
+        return [started.result() for started in [pool.submit(call) for call in calls]]
 
 
 def _stop(server: _Server, process: int) -> None:

@@ -99,7 +99,9 @@ def sharded_step(
         weight = float(len(next(iter(part.values()))))
         calls.append(
             MicrobatchCall(
-                lambda part=part: loss_of(model, part), lambda loss, weight=weight: (loss, weight)
+                lambda part=part: loss_of(model, part),
+                lambda loss, weight=weight: (loss, weight),
+                samples=int(weight),
             )
         )
     outcome = executor.forward(calls)

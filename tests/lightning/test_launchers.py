@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from plans import PLANS
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from lightning_cephalo import CephaloStrategy, UnevenSLURMEnvironment
 from lightning_cephalo.accelerator import host
+from lightning_cephalo.ranks import launch
 
 TOLERANCE = 1e-5
 
@@ -358,6 +361,36 @@ def test_torchrun_agents_with_one_and_two_ranks_are_nodes_of_different_size(tmp_
     _run(agents)
     said = _assert_said(tmp_path, wanted, 3)
     assert [(one["node"], one["local"]) for one in said] == [(0, 0), (1, 0), (1, 1)]
+
+
+RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_told"),
+    [
+        (RESTARTS, True),
+        (RESTARTS | {"TORCHELASTIC_RESTART_COUNT": "2"}, False),
+        (RESTARTS | {"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        (RESTARTS | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+    ],
+)
+def test_restarts_over_a_shared_store_are_warned_of(monkeypatch, environment, is_told):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        launch._warn_of_restarts(1)
+    assert len(caught) == is_told
+    for said in (str(one.message) for one in caught):
+        assert said.startswith("Rank 1: torchrun may restart the ranks 2 times")
+        assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said
+
+
+@pytest.mark.parametrize(("value", "is_shared"), [("0", True), ("1", False)])
+def test_torch_still_shares_its_store_unless_the_variable_is_set(monkeypatch, value, is_shared):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", value)
+    assert DynamicRendezvousHandler.use_agent_store.fget(None) is is_shared
 
 
 def _slurm(ranks_of_nodes, even):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from common import Net, in_ranks, loader, look_soon, trainer
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from test_bad_input import failures
 
 from lightning_cephalo.common.errors import UnsupportedError
@@ -81,7 +85,8 @@ def test_one_rank_alone_outside_of_full_parameters_names_itself_and_the_remedy(o
     assert said in own.message
     assert f"Meanwhile rank {1 - on_rank} waits" in own.message
     assert "with trainer.strategy.full_parameters():" in own.message
-    assert f"Rank {on_rank} failed: UnsupportedError" in other.message and said in other.message
+    assert other.message.startswith(f"Rank {on_rank} (process") and said in other.message
+    assert ") failed: UnsupportedError" in other.message
 
 
 class Different(Callback):
@@ -132,3 +137,92 @@ def test_a_write_inside_full_parameters_is_refused_by_name():
         assert "the block of full_parameters() writes to" in failure.message
         assert "'blocks.0.up.weight'" in failure.message
         assert "writable_parameters" in failure.message
+
+
+class FailsAlone(Callback):
+    """Raises after the second step, on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == 2:
+            raise KeyError("only here")
+
+
+class SavesByHand(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / "by_hand.ckpt")
+
+
+SAVERS = {
+    "OnExceptionCheckpoint": OnExceptionCheckpoint,
+    # a name that is taken makes the callback ask all ranks first
+    "ModelCheckpoint": lambda folder: ModelCheckpoint(
+        folder, "{step}", every_n_train_steps=1, save_last=True, save_on_exception=True
+    ),
+    "by hand": SavesByHand,
+}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_no_checkpoint_is_saved_after_a_failure_of_one_rank_and_the_cause_is_seen(tmp_path, saver):
+    def fit() -> None:
+        callbacks = [FailsAlone(1), SAVERS[saver](tmp_path)]
+        options = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": tmp_path}
+        warnings.filterwarnings("always")
+        with warnings.catch_warnings(record=True) as caught:
+            try:
+                trainer("three", callbacks=callbacks, **options).fit(Net(), loader())
+            finally:
+                said = [str(one.message) for one in caught if "is refused" in str(one.message)]
+                own = f"Rank {os.environ['RANK']} ends with "
+                assert said and said[0].startswith(own) and "do not share this failure" in said[0]
+
+    first, second, third = failures(fit, world_size=3)
+    assert second.kind == "KeyError" and second.message == "'only here'"
+    for other in (first, third):
+        assert other.kind == "RuntimeError"
+        assert other.message.startswith("Rank 1 (process")
+        assert ") failed: KeyError: 'only here'\n" in other.message
+    assert not (tmp_path / "on_exception.ckpt").exists() and not list(tmp_path.glob("by_hand*"))
+    for saved in tmp_path.glob("*.ckpt"):  # those of before are whole
+        assert torch.load(saved, weights_only=False)["global_step"] in (1, 2)
+
+
+class CallsOnOneRank(Callback):
+    """Calls what needs all ranks on one of them."""
+
+    def __init__(self, rank: int, what: str, folder: Path) -> None:
+        self.rank, self.what, self.folder = rank, what, folder
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank != self.rank or trainer.global_step != 2:
+            return
+        if self.what == "a barrier":
+            trainer.strategy.barrier()
+        else:
+            trainer.save_checkpoint(self.folder / "alone.ckpt")
+
+
+@pytest.mark.parametrize(("rank", "what"), [(0, "a checkpoint"), (1, "a barrier")])
+def test_a_call_on_one_rank_alone_says_who_waits_for_what_and_since_when(tmp_path, rank, what):
+    def fit():
+        look_soon()
+        callback = CallsOnOneRank(rank, what, tmp_path)
+        trainer("three", callbacks=[callback], max_epochs=2).fit(Net(), loader(), loader(8))
+
+    found = failures(fit, world_size=3)
+    own = found[rank]
+    assert own.kind == "UnsupportedError"
+    doing = "waiting in a barrier" if what == "a barrier" else "saving a checkpoint"
+    assert own.message.startswith(f"Rank {rank} is {doing}, in on_train_batch_end()")
+    assert f"rank {1 - rank} waits" in own.message and "This rank has waited" in own.message
+    for other in (0, 1, 2):
+        if other != rank:
+            assert found[other].message.startswith(f"Rank {rank} (process")
+            assert doing in found[other].message
+    assert not (tmp_path / "alone.ckpt").exists()

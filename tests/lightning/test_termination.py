@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 
 import pytest
 import torch
 from common import Net, in_ranks, loader, trainer
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from plans import GLOBAL_BATCH, QUIET
+
+from lightning_cephalo import CephaloStrategy
 
 # Lightning says so of every fit with this callback
 pytestmark = pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
@@ -112,12 +120,97 @@ def test_evaluation_ends_on_all_ranks(tmp_path):
     assert first == second == [("SIGTERMException", 0)]
 
 
+class Between(Callback):
+    """Sends SIGTERM to one rank when all are between two epochs."""
+
+    def on_train_epoch_end(self, trainer, _):
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def between_epochs(folder):
+    ends = Ends()
+    last = ModelCheckpoint(folder, save_last=True, save_on_exception=True)
+    options = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 9}
+    used = trainer("three", callbacks=[Between(), last, ends], **options)
+    with pytest.raises(SIGTERMException):
+        used.fit(Net(), loader(24), loader(8))
+    return ends.seen
+
+
+def test_between_epochs_the_next_step_ends_all_ranks_and_last_is_written(tmp_path):
+    assert in_ranks(3, between_epochs, tmp_path) == [[("SIGTERMException", 4)]] * 3
+    assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == 4
+
+
+class Tuned(Net):
+    """Sends SIGTERM to chosen ranks in a step of the search for a learning rate."""
+
+    learning_rate = 1e-2
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks, self.count = ranks, 0
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1
+        if self.global_rank in self.ranks and self.count == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_):
+        pass
+
+
+def ends_before_training(module, folder, strategy_options=None, *more):
+    """How the ranks end, what is refused, and whether the handler is restored."""
+    ends = Ends()
+    callbacks = [*more, OnExceptionCheckpoint(folder), ends]
+    options = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder}
+    if strategy_options is None:
+        used = trainer("3:1", callbacks=callbacks, **options)
+    else:
+        strategy = CephaloStrategy(
+            global_batch_size=GLOBAL_BATCH, verbose=False, profile_budget_s=5.0, **strategy_options
+        )
+        used = Trainer(
+            strategy=strategy, accelerator="cpu", devices=2, callbacks=callbacks, **options
+        )
+    before = signal.getsignal(signal.SIGTERM)
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(SIGTERMException):
+        warnings.simplefilter("always")
+        used.fit(module, loader(), loader(8))
+    said = [str(one.message) for one in caught if "is refused" in str(one.message)]
+    return ends.seen, said, signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+def test_the_search_for_a_learning_rate_ends_on_all_ranks(tmp_path, ranks):
+    def fit():
+        finder = LearningRateFinder(num_training_steps=50)
+        return ends_before_training(Tuned(ranks), tmp_path, None, finder)
+
+    # in the search Lightning calls no other callbacks, which could save anything
+    assert in_ranks(2, fit) == [([], [], True)] * 2
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_profiling_ends_on_all_ranks_without_a_checkpoint(tmp_path):
+    for seen, said, _ in in_ranks(2, lambda: ends_before_training(Tuned((1,)), tmp_path, {})):
+        assert seen == [("SIGTERMException", 0)] and len(said) == 1
+        assert "SIGTERM came before training began: there is nothing to save yet" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_this_relies_on_in_lightning_is_there():
     used = trainer(None)
     assert callable(used.fit_loop.epoch_loop._broadcast_sigterm_tensor)
     connector = used._signal_connector
     assert callable(connector._sigterm_notifier_fn) and connector.received_sigterm is False
+    vars(connector)["_sigterm_notifier_fn"] = ours = lambda number, frame: None
+    before = signal.getsignal(signal.SIGTERM)
     connector.register_signal_handlers()
     handlers = signal.getsignal(signal.SIGTERM).signal_handlers
+    assert connector._original_handlers[signal.SIGTERM] == before
     connector.teardown()
-    assert connector._sigterm_notifier_fn in handlers
+    assert ours in handlers and signal.getsignal(signal.SIGTERM) == before
