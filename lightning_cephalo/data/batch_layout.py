@@ -136,7 +136,13 @@ class BatchLayout:
         known = getattr(batch, "num_graphs", None)
         if isinstance(known, int):
             return known
-        return self._resolve(batch)[1]
+        try:
+            return self._resolve(batch)[1]
+        except BatchSplitError:
+            # the user's own function cuts objects that cephalo cannot see into
+            if self.splitter is None or not hasattr(batch, "__len__"):
+                raise
+            return len(batch)
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Splits ``batch`` into consecutive batches of ``sizes`` samples.

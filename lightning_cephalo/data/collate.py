@@ -26,7 +26,8 @@ class RankCollate:
     Most collate functions fail on an empty list. But a rank without samples in a step needs a batch
     too, so that hooks and callbacks see the same keys and dimensions on every rank. The empty batch
     is made from ``dataset[0]``, once per process, and cut to zero rows. Random augmentation of that
-    sample does not change the global generators.
+    sample does not change the global generators. A function that drops samples may return None for
+    all of them. That is an empty batch too: Lightning would skip the step on this rank alone.
 
     Args:
         collate_fn: the user's function.
@@ -52,15 +53,17 @@ class RankCollate:
         sizes = split_sizes(len(samples), self.microbatch_sizes) if len(samples) else ()
         batches, start = [], 0
         for size in sizes:
-            batches.append(self._collate(samples[start : start + size]))
+            batches.append(self.collate_fn(samples[start : start + size]))
             start += size
-        return MicrobatchList(batches, sizes)
+        kept = [pair for pair in zip(batches, sizes, strict=True) if pair[0] is not None]
+        return MicrobatchList([batch for batch, _ in kept], [size for _, size in kept])
 
     def _collate(self, samples: Any) -> Any:
         # A dataset's __getitems__ may return something without a length.
         if hasattr(samples, "__len__") and len(samples) == 0:
             return self._empty_batch()
-        return self.collate_fn(samples)
+        batch = self.collate_fn(samples)
+        return self._empty_batch() if batch is None else batch
 
     def _empty_batch(self) -> Any:
         if self._template is None:
@@ -77,6 +80,8 @@ class RankCollate:
                 # Fetched twice, because some collate functions change the samples.
                 one = self.collate_fn(fetch(self.dataset, [0]))
                 two = self.collate_fn(fetch(self.dataset, [0, 0]))
+                if one is None or two is None:
+                    return MicrobatchList((), ()), BatchLayout()
             except Exception as error:
                 raise RuntimeError(
                     "A rank has no samples in a step, and the shape of its empty batch could not "

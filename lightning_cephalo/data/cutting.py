@@ -105,14 +105,17 @@ def _cut_alike(batch: Any, layout: BatchLayout, shares: Sequence[int]) -> list[t
     return list(zip(layout.split(batch, sizes), sizes, strict=True))
 
 
-def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor]:
+def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor] | None:
     """Return the loss and the weight from the result of ``training_step`` for one microbatch.
 
-    A weight on the device remains a tensor: reading it would wait for the device.
+    None stays None: the microbatch is skipped. A weight on the device remains a tensor: reading it
+    would wait for the device.
 
     Raises:
         TypeError: If the result has no scalar loss.
     """
+    if result is None:
+        return None
     loss, weight = result, float(samples)
     if isinstance(result, Mapping):
         if "loss" not in result:
@@ -128,8 +131,8 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor]:
                 weight = float(weight)
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"training_step returned {type(loss).__name__}, expected a tensor or a dict with"
-            " 'loss'. Skipping a step by returning None is not possible when other ranks train."
+            f"training_step returned {type(loss).__name__}, expected a tensor, a dict with"
+            " 'loss', or None to skip the samples it was given."
         )
     if loss.numel() != 1:
         raise TypeError(
@@ -200,9 +203,13 @@ def joined_result(
 
     The loss and other scalars become weighted means, and a tensor ``"weight"`` becomes the sum.
     Tensors with one row per sample are concatenated. Anything else is the last microbatch's.
+    Microbatches whose result is None have no part in it.
     """
-    if not results:
+    chosen = [at for at, result in enumerate(results) if result is not None]
+    if not chosen:
         return None
+    results, weights = [results[at] for at in chosen], [weights[at] for at in chosen]
+    counts = [counts[at] for at in chosen]
     if not isinstance(results[0], Mapping):
         return _weighted_mean(results, weights)
     joined = dict(results[-1])
@@ -221,6 +228,13 @@ def joined_result(
         else:
             joined[key] = joined[key].detach()
     return joined
+
+
+def detached(result: Any) -> Any:
+    """Return a result of ``training_step`` without graphs."""
+    if isinstance(result, Mapping):
+        return {key: detached(value) for key, value in result.items()}
+    return result.detach() if isinstance(result, Tensor) else result
 
 
 def _weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Tensor:

@@ -7,15 +7,14 @@ DataLoader(batch_size=b)          the next ``b * world_size`` samples of the use
 DataLoader(batch_sampler=...)     the next ``world_size`` lists of the batch sampler, concatenated
 DataLoader(sampler=BatchSampler,  the same; ``dataset[keys]`` gives the batch, and ``dataset[[]]``
   batch_size=None)                must give a batch without rows
-DataLoader(IterableDataset)       ``batch_sizes[rank]`` samples of each rank's own stream; the user
-                                  must shard the stream by rank, as under DDP, or ranks repeat
-                                  samples
-IterableDataset, batch_size=None  one ready batch of each rank's own stream, of any size
+DataLoader(IterableDataset)       the next ``b * world_size`` samples of the stream (`deal_stream`)
+IterableDataset, batch_size=None  the next ready batch of any size, cut by the plan
 not a DataLoader                  the same
 ================================  ==================================================================
 
-All but the last three give the same samples, in the same order, as one device with the global
-batch size.
+All of them give the same samples, in the same order, as one device with the global batch size. The
+last three do so if every rank reads the same stream. A stream that divides itself between ranks
+gives each rank ``batch_sizes[rank]`` samples, or one ready batch, of its own.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cephalo.data import reading
 from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.collate import EmptyFetchDataset, RankCollate, tolerates_empty_fetch
-from lightning_cephalo.data.lockstep import AllHaveNext, lock_step
+from lightning_cephalo.data.lockstep import AllHaveNext, Gather
 from lightning_cephalo.data.randomness import (
     generators_of,
     read_states,
@@ -40,6 +40,7 @@ from lightning_cephalo.data.reading import Broadcast, original_of
 from lightning_cephalo.data.reinstantiate import reinstantiate
 from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
 from lightning_cephalo.data.shares import deal
+from lightning_cephalo.data.streams import deal_stream
 
 
 def rebuild_train_loader(
@@ -50,10 +51,12 @@ def rebuild_train_loader(
     seed: int,
     broadcast: Broadcast,
     all_have_next: AllHaveNext,
+    gather: Gather,
     global_batch_size: int | None = None,
     epoch: int = 0,
     microbatch_sizes: Sequence[int] | None = None,
     layout: BatchLayout | None = None,
+    every_rank: bool = False,
 ) -> Any:
     """Returns a loader of the user's own class that yields this rank's part of each global batch.
 
@@ -67,13 +70,16 @@ def rebuild_train_loader(
             loader's global batch, else proportions (for a second loader).
         seed: the seed of the order (`agreed_seed`).
         broadcast: called once, to give all ranks rank 0's generator states.
-        all_have_next: lets the ranks agree on continuing, for loaders that cannot be dealt.
+        all_have_next: lets the ranks agree on continuing, for streams.
+        gather: lets the ranks compare what they read, for streams.
         global_batch_size: samples per step over all ranks; by default as in the module's table.
             For a custom batch sampler it must be a multiple of the length of its lists.
         epoch: epoch of the first pass.
         microbatch_sizes: this rank's planned microbatch sizes. If given, the loader yields a
             `MicrobatchList` of separately collated batches (``collate_per_microbatch=True``).
-        layout: the layout for cutting empty batches, for loaders that cannot be dealt.
+        layout: the layout for cutting ready batches and empty ones, for streams.
+        every_rank: give every rank a sample in each step; drop a last step with too few for that,
+            with a warning. For steps whose code every rank must run.
 
     Returns:
         A DataLoader of the same class with the same options, or a `LockStepLoader` around one.
@@ -82,6 +88,8 @@ def rebuild_train_loader(
         ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
             dataset (except with a BatchSampler as its sampler), a global batch size that does not
             fit the batch sampler, or ``batch_sizes`` that are negative or all 0.
+        BatchSplitError: a ready batch that cannot be cut.
+        UnsupportedError: a loader that can be read only once.
         TypeError: a DataLoader subclass that cannot be created again.
     """
     sizes = tuple(batch_sizes)
@@ -90,8 +98,7 @@ def rebuild_train_loader(
     loader = original_of(loader)
     # A collective: called unconditionally, before anything can differ between ranks.
     _share_generator_states(loader, broadcast)
-    if not isinstance(loader, DataLoader):
-        return lock_step(loader, all_have_next=all_have_next, idle=not sizes[rank], layout=layout)
+    reading.refuse_one_pass(loader)
     _reject_distributed_sampler(loader, len(sizes))
     total = global_batch_size or reading.global_batch_size(loader, len(sizes))
     # A custom batch sampler's lists may have any lengths. Dealing the length of the first list here
@@ -100,21 +107,20 @@ def rebuild_train_loader(
         sizes = deal(total, sizes)
     if microbatch_sizes is not None and sum(microbatch_sizes) != sizes[rank]:
         microbatch_sizes = deal(sizes[rank], microbatch_sizes)
-    if isinstance(loader.dataset, IterableDataset):
-        batch_size = None if loader.batch_size is None else max(sizes[rank], 1)
-        return lock_step(
-            reinstantiate(
-                loader,
-                batch_size=batch_size,
-                wrap_collate=_collate_wrapper(None, microbatch_sizes),
-            ),
+    if reading.is_stream(loader):
+        return deal_stream(
+            loader,
+            rank=rank,
+            sizes=sizes,
+            seed=seed,
+            epoch=epoch,
+            gather=gather,
             all_have_next=all_have_next,
-            idle=not sizes[rank],
             layout=layout,
-            original=loader,
+            microbatch_sizes=microbatch_sizes,
         )
     return _rebuild_map_style(
-        loader, rank, sizes, seed, epoch, microbatch_sizes, total=global_batch_size
+        loader, rank, sizes, seed, epoch, microbatch_sizes, global_batch_size, every_rank
     )
 
 
@@ -126,6 +132,7 @@ def rebuild_eval_loader(
     seed: int,
     broadcast: Broadcast,
     all_have_next: AllHaveNext,
+    gather: Gather,
     shares: Sequence[int] | None = None,
     epoch: int = 0,
     layout: BatchLayout | None = None,
@@ -138,8 +145,8 @@ def rebuild_eval_loader(
     contiguous slice of it. A predict loader keeps Lightning's record of the indices that this rank
     saw.
 
-    Streams (an IterableDataset, or not a DataLoader) keep the user's batch size and are not
-    dealt. Each rank reads its own stream, and all ranks continue until the last stream ends.
+    Streams are dealt as in training, but evenly. If a stream divides itself between ranks, each
+    rank reads its own part, and all ranks continue until the last part ends.
 
     Args:
         loader: the user's loader, before Lightning has put a DistributedSampler into it.
@@ -149,12 +156,23 @@ def rebuild_eval_loader(
     """
     loader = original_of(loader)
     _share_generator_states(loader, broadcast)
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return lock_step(loader, all_have_next=all_have_next, until="last", layout=layout)
+    reading.refuse_one_pass(loader)
     _reject_distributed_sampler(loader, world_size)
     weights = (1,) * world_size if shares is None else tuple(shares)
     size = reading.loader_batch_size(loader)
     sizes = weights if size is None else deal(size * world_size, weights)
+    if reading.is_stream(loader):
+        return deal_stream(
+            loader,
+            rank=rank,
+            sizes=sizes,
+            seed=seed,
+            epoch=epoch,
+            gather=gather,
+            all_have_next=all_have_next,
+            layout=layout,
+            training=False,
+        )
     return _rebuild_map_style(loader, rank, sizes, seed, epoch, None)
 
 
@@ -166,6 +184,7 @@ def _rebuild_map_style(
     epoch: int,
     microbatch_sizes: Sequence[int] | None,
     total: int | None = None,
+    every_rank: bool = False,
 ) -> DataLoader[Any]:
     batch_sampler = reading.unwrapped_batch_sampler(loader)
     bulk = batch_sampler is None
@@ -187,7 +206,9 @@ def _rebuild_map_style(
         batch_sizes=sizes,
         drop_last=drop_last,
         lists_per_step=lists_per_step,
+        every_rank=every_rank,
     )
+    mine.warn_of_samples_left_out()
     if bulk:
         mine.original = loader
         return reinstantiate(loader, sampler=mine)
@@ -196,7 +217,7 @@ def _rebuild_map_style(
         loader,
         # Lightning's predict loop reads the indices from its own wrapper, around our sampler.
         batch_sampler=mine if recorder is None else type(recorder)(mine),  # type: ignore[call-arg]
-        wrap_collate=_collate_wrapper(loader.dataset, microbatch_sizes, always=True),
+        wrap_collate=_collate_wrapper(loader.dataset, microbatch_sizes),
     )
     # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
     mine.original = loader
@@ -207,12 +228,7 @@ def _rebuild_map_style(
     return rebuilt
 
 
-def _collate_wrapper(
-    dataset: Any, microbatch_sizes: Sequence[int] | None, always: bool = False
-) -> Callable[[Any], Any] | None:
-    if not always and microbatch_sizes is None:
-        return None
-
+def _collate_wrapper(dataset: Any, microbatch_sizes: Sequence[int] | None) -> Callable[[Any], Any]:
     def wrap(collate_fn: Any) -> Any:
         if isinstance(collate_fn, RankCollate):
             return collate_fn
@@ -237,8 +253,8 @@ def _reject_ready_batches(loader: DataLoader[Any], microbatch_sizes: Sequence[in
         )
 
 
-def _reject_distributed_sampler(loader: DataLoader[Any], world_size: int) -> None:
-    roots = (loader.sampler, loader.batch_sampler)
+def _reject_distributed_sampler(loader: Any, world_size: int) -> None:
+    roots = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
     for sampler in chain.from_iterable(samplers_within(root) for root in roots):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise ValueError(
@@ -264,9 +280,13 @@ def _lists_per_step(loader: DataLoader[Any], world_size: int, total: int | None)
 
 def _share_generator_states(loader: Any, broadcast: Broadcast) -> None:
     roots = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    found = [generator for root in roots for generator in generators_of(root)]
+    # a stream's workers are seeded from the loader's own generator
+    own = getattr(loader, "generator", None)
+    if isinstance(own, torch.Generator) and own is not torch.default_generator:
+        found.append(own)
     generators: list[Any] = []
-    for root in roots:
-        for generator in generators_of(root):
-            if not any(generator is seen for seen in generators):
-                generators.append(generator)
+    for generator in found:
+        if not any(generator is seen for seen in generators):
+            generators.append(generator)
     write_states(generators, broadcast(read_states(generators)))

@@ -1,12 +1,11 @@
-"""Keeps loaders that cannot be dealt from outside in step across ranks.
+"""Keeps loaders that give each rank samples of its own in step across ranks.
 
-The content and the length of an iterable dataset are unknown in advance, so ranks may run out of
-samples at different steps. A rank that continued alone would wait for the others forever.
+Their lengths may be unknown in advance, so ranks may run out of samples at different steps. A rank
+that continued alone would wait for the others forever.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,9 +17,14 @@ from lightning_cephalo.data.randomness import preserved_randomness
 AllHaveNext = Callable[[bool], bool]
 """A collective that returns True if every rank passed True; called in the main process."""
 
+Gather = Callable[[list[float]], list[list[float]]]
+"""A collective that returns every rank's numbers, in rank order; called in the main process."""
+
 
 class LockStepLoader:
-    """Iterates ``loader`` on every rank for the same number of steps.
+    """Iterates ``loader`` on every rank until the last rank has run out.
+
+    Ranks that have run out continue with empty batches, so that every sample is seen once.
 
     Reads and writes of unknown attributes go to the wrapped loader, so that Lightning and callbacks
     find ``dataset``, ``worker_init_fn`` or ``num_workers`` there.
@@ -29,10 +33,6 @@ class LockStepLoader:
         loader: this rank's loader.
         all_have_next: lets the ranks agree. It is called once per step, once more at the end, and
             at least once on construction: more often if every rank's ``loader`` has a length.
-        until: ``"first"`` stops all ranks when any rank has run out. It is for training: no step
-            has a smaller global batch than planned, but this epoch skips the remaining samples.
-            ``"last"`` continues with empty batches on the ranks that have run out. It is for
-            evaluation, where every sample is seen once.
         idle: this rank takes no samples. It yields empty batches shaped like the loader's first
             batch, the only one that it loads.
         layout: the layout for cutting a batch to zero rows.
@@ -44,7 +44,6 @@ class LockStepLoader:
             "loader",
             "original",
             "_all_have_next",
-            "_until",
             "_idle",
             "_layout",
             "_length",
@@ -57,7 +56,6 @@ class LockStepLoader:
         loader: Iterable[Any],
         *,
         all_have_next: AllHaveNext,
-        until: str = "first",
         idle: bool = False,
         layout: BatchLayout | None = None,
         original: object | None = None,
@@ -65,7 +63,6 @@ class LockStepLoader:
         self.loader = loader
         self.original = loader if original is None else original
         self._all_have_next = all_have_next
-        self._until = until
         self._idle = idle
         self._layout = layout
         self._template: Any = None
@@ -98,15 +95,13 @@ class LockStepLoader:
                 except StopIteration:
                     have = False
                 else:
-                    if self._until == "last" and self._template is None:
+                    if self._template is None and batch is not None:
                         self._template = self._without_rows(batch)
-            if self._until == "first":
-                if not self._all_have_next(have):
-                    return
             # some rank has a next batch <=> not all ranks have none; an idle rank never has one
-            elif self._all_have_next(not have or batches is None):
+            if self._all_have_next(not have or batches is None):
                 return
-            yield self._empty_batch() if batches is None or not have else batch
+            # Lightning skips a step whose batch is None, and the other ranks would wait for it
+            yield self._empty_batch() if batch is None else batch
 
     def _empty_batch(self) -> Any:
         if self._template is None:
@@ -138,15 +133,10 @@ class LockStepLoader:
             return None
 
         def reached(steps: int) -> bool:
-            mine = local is not None and local >= steps
-            if self._until == "first":
-                return self._all_have_next(self._idle or mine)
-            return not self._all_have_next(not mine)
+            return not self._all_have_next(local is None or local < steps)
 
         high = 1
         while reached(high):
-            if high > sys.maxsize:  # no rank has an end, because none takes samples
-                return None
             high *= 2
         low = high // 2
         while high - low > 1:

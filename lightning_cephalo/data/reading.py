@@ -20,7 +20,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_cephalo.common.errors import BatchSplitError
+from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data.batch_layout import BatchLayout, Splitter
 from lightning_cephalo.data.collate import fetch
 from lightning_cephalo.data.lockstep import LockStepLoader
@@ -121,7 +121,7 @@ def sample_batches(loader: Any, sizes: Sequence[int]) -> list[Any]:
     loader = original_of(loader)
     count = max(sizes)
     with preserved_randomness():
-        if _yields_ready_batches(loader):
+        if yields_ready_batches(loader):
             return _cut_ready_batch(loader, sizes)
         if isinstance(loader.dataset, IterableDataset):
             found = list(islice(iter(loader.dataset), count))
@@ -144,7 +144,7 @@ def learn_layout(loader: Any, *, splitter: Splitter | None = None) -> BatchLayou
         BatchSplitError: the batches cannot be cut; see `BatchLayout.learn`.
     """
     loader = original_of(loader)
-    if _yields_ready_batches(loader):
+    if yields_ready_batches(loader):
         # Ready batches come in one size, so there is nothing to compare.
         return BatchLayout(splitter=splitter)
     failure: BatchSplitError | None = None
@@ -191,10 +191,31 @@ def is_bulk(loader: Any) -> bool:
     )
 
 
-def _yields_ready_batches(loader: Any) -> bool:
+def yields_ready_batches(loader: Any) -> bool:
+    """Returns whether a loader gives no single samples: no DataLoader, or ``batch_size=None``."""
     if not isinstance(loader, DataLoader):
         return True
     return loader.batch_size is None and loader.batch_sampler is None and not is_bulk(loader)
+
+
+def is_stream(loader: Any) -> bool:
+    """Returns whether only reading gives a loader's samples; see ``streams.py``."""
+    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
+
+
+def refuse_one_pass(loader: Any) -> None:
+    """Raises for generators and the like: they lose the batches that are read before training.
+
+    Raises:
+        UnsupportedError: the message names the remedy.
+    """
+    # not every iterator: some classes start anew in their __iter__
+    if isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
+        raise UnsupportedError(
+            f"The dataloader is a {type(loader).__name__}, which can be read once, but its first"
+            " batches are also read before training. Give an object whose __iter__ starts anew: a"
+            " class with `def __iter__(self): yield ...`, or a DataLoader."
+        )
 
 
 def first_items(source: Any, count: int) -> list[Any]:
@@ -225,8 +246,8 @@ def _first_keys(loader: DataLoader[Any], count: int) -> list[Any]:
 def _require_samples(samples: list[Any], loader: DataLoader[Any]) -> None:
     if not samples:
         raise ValueError(
-            f"Expects at least one sample to profile with, but {type(loader.dataset).__name__} "
-            "gave none on this rank."
+            f"Expects at least one sample to read before training, but "
+            f"{type(loader.dataset).__name__} gave none on this rank. Check its data."
         )
 
 

@@ -11,6 +11,7 @@ Example: six samples per step, dealt 3:2:1, and ten samples in sequential order:
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ from lightning_cephalo.data.randomness import (
     draws_from_global_generators,
     samplers_within,
 )
-from lightning_cephalo.data.shares import deal
+from lightning_cephalo.data.shares import at_least_one, deal
 
 
 class GlobalOrder(Sampler[Any]):
@@ -106,6 +107,7 @@ class RankBatchSampler(Sampler[list[Any]]):
             ``lists_per_step``.
         lists_per_step: for a custom batch sampler, the number of its consecutive lists in one
             global step. They are dealt in proportion to ``batch_sizes``, whatever their lengths.
+        every_rank: give every rank a sample in each step; drop a last step with too few for that.
 
     Attributes:
         sampler: the `GlobalOrder`; Lightning calls its ``set_epoch``.
@@ -122,6 +124,7 @@ class RankBatchSampler(Sampler[list[Any]]):
         batch_sizes: Sequence[int],
         drop_last: bool = False,
         lists_per_step: int | None = None,
+        every_rank: bool = False,
     ) -> None:
         # An instance attribute, not a property: Lightning's _IndexBatchSamplerWrapper (predict)
         # copies only the __dict__, and must find `sampler` there.
@@ -129,6 +132,8 @@ class RankBatchSampler(Sampler[list[Any]]):
         self.rank = rank
         self.drop_last = drop_last
         self.lists_per_step = lists_per_step
+        self.every_rank = every_rank
+        self._has_warned = False
         self.counts = array("q")
         self.original: object | None = None
         self.batch_sizes = tuple(batch_sizes)
@@ -169,15 +174,47 @@ class RankBatchSampler(Sampler[list[Any]]):
                     return
             else:
                 keys = list(chain.from_iterable(step))
+            if self.every_rank and len(keys) < len(sizes):
+                self._warn(len(keys))
+                return
             dealt = deal(len(keys), sizes)
+            if self.every_rank:
+                dealt = at_least_one(dealt)
             start = sum(dealt[: self.rank])
             counts.append(dealt[self.rank])
             yield keys[start : start + dealt[self.rank]]
 
+    def warn_of_samples_left_out(self) -> None:
+        """Warns before a pass if its last step has samples, but too few for every rank.
+
+        If the number of samples is unknown, the warning comes when they are left out.
+        """
+        if not self.every_rank or self.drop_last or self.lists_per_step is not None:
+            return
+        try:
+            rest = len(self.sampler) % sum(self._batch_sizes)
+        except (TypeError, NotImplementedError):
+            return
+        if 0 < rest < len(self._batch_sizes):
+            self._warn(rest)
+
+    def _warn(self, samples: int) -> None:
+        if self.rank or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"The last step of an epoch has {samples} samples for {len(self._batch_sizes)} ranks."
+            " With manual optimization every rank runs training_step, so these samples are left"
+            " out. Another batch_size, or DataLoader(drop_last=True), avoids this.",
+            stacklevel=2,
+        )
+
     def __len__(self) -> int:
         items = len(self.sampler)
         per_step = self._items_per_step(self._batch_sizes)
-        if self.drop_last and self.lists_per_step is None:
+        if self.lists_per_step is None and (
+            self.drop_last or (self.every_rank and items % per_step < len(self._batch_sizes))
+        ):
             return items // per_step
         return -(-items // per_step)
 

@@ -51,6 +51,26 @@ def deal(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def at_least_one(counts: Sequence[int]) -> tuple[int, ...]:
+    """Moves samples from the largest counts to those of 0, one to each.
+
+    Raises:
+        ValueError: fewer samples than counts.
+
+    Example:
+        >>> at_least_one((4, 1, 0))
+        (3, 1, 1)
+    """
+    if sum(counts) < len(counts):
+        raise ValueError(f"Expects a sample or more for each count, but got {tuple(counts)}.")
+    found = list(counts)
+    for rank, count in enumerate(counts):
+        if not count:
+            found[found.index(max(found))] -= 1
+            found[rank] = 1
+    return tuple(found)
+
+
 def split_sizes(count: int, microbatch_sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the sizes of the microbatches of a rank with ``count`` samples in this step.
 

@@ -36,6 +36,11 @@ def alone(value: bool) -> bool:
     return value
 
 
+def gathered_alone(numbers: list[float]) -> list[list[float]]:
+    """ControlGroup.gather of one rank."""
+    return [numbers]
+
+
 def rebuilt_for_ranks(make_loader, batch_sizes, *, seed=7, evaluate=False, **options):
     """One rebuilt loader per rank, each from a loader of its own, with rank 0's generators."""
     states: list[Any] = []
@@ -53,6 +58,7 @@ def rebuilt_for_ranks(make_loader, batch_sizes, *, seed=7, evaluate=False, **opt
             "seed": seed,
             "broadcast": broadcast,
             "all_have_next": alone,
+            "gather": gathered_alone,
             **options,
         }
         if evaluate:
@@ -92,6 +98,7 @@ class ThreadGroup:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.votes = [True] * world_size
+        self.numbers: list[list[float]] = [[]] * world_size
         self.barrier = threading.Barrier(world_size, timeout=100)
 
     def all_have_next(self, rank: int):
@@ -103,6 +110,16 @@ class ThreadGroup:
             return agreed
 
         return agree
+
+    def gather(self, rank: int):
+        def gathered(numbers: list[float]) -> list[list[float]]:
+            self.numbers[rank] = numbers
+            self.barrier.wait()
+            everyones = list(self.numbers)
+            self.barrier.wait()
+            return everyones
+
+        return gathered
 
     def run(self, function) -> list[Any]:
         with ThreadPoolExecutor(self.world_size) as pool:

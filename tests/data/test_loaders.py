@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from simulated_ranks import (
     Numbers,
     alone,
+    gathered_alone,
     joined,
     rebuilt_for_ranks,
     same,
@@ -157,6 +158,7 @@ def test_collating_per_microbatch_yields_lists_by_the_planned_sizes(workers):
             seed=0,
             broadcast=same,
             all_have_next=alone,
+            gather=gathered_alone,
             microbatch_sizes=sizes,
         )
         for rank, sizes in enumerate([(4, 2), (2,)])
@@ -177,6 +179,7 @@ def test_microbatch_sizes_of_a_second_loader_keep_their_number():
         seed=0,
         broadcast=same,
         all_have_next=alone,
+        gather=gathered_alone,
         microbatch_sizes=(4, 4, 4),
     )
 
@@ -203,6 +206,7 @@ def test_datasets_that_index_by_lists_are_dealt_lists(drop_last):
 def test_ready_batches_of_a_map_style_dataset_are_refused_with_the_remedy():
     loader = DataLoader(Numbers(4), batch_size=None)
     options = {"rank": 0, "seed": 0, "broadcast": same, "all_have_next": alone}
+    options["gather"] = gathered_alone
 
     with pytest.raises(ValueError, match=r"DataLoader\(batch_size=\.\.\.\)"):
         rebuild_train_loader(loader, batch_sizes=(2,), **options)
@@ -256,6 +260,7 @@ def test_a_rebuilt_loader_is_traced_back_to_the_users():
                 seed=0,
                 broadcast=same,
                 all_have_next=alone,
+                gather=gathered_alone,
             )
         ]
         assert original_of(combined.flattened[0]) is user

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from simulated_ranks import ThreadGroup, alone, same
+from simulated_ranks import ThreadGroup, alone, gathered_alone, same
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cephalo.data import (
@@ -12,6 +12,8 @@ from lightning_cephalo.data import (
     rebuild_eval_loader,
     rebuild_train_loader,
 )
+
+DIVIDED = "ignore:The training stream"
 
 
 class Stream(IterableDataset):
@@ -40,6 +42,7 @@ def run(loaders_of_rank, world_size, *, batch_sizes=None, epochs=1, **options):
             "seed": 0,
             "broadcast": same,
             "all_have_next": group.all_have_next(rank),
+            "gather": group.gather(rank),
             **options,
         }
         user = loaders_of_rank(rank)
@@ -58,8 +61,8 @@ def run(loaders_of_rank, world_size, *, batch_sizes=None, epochs=1, **options):
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", [Stream, SizedStream])
-@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
-def test_training_stops_everywhere_when_the_first_stream_runs_out(workers, kind):
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset", DIVIDED)
+def test_training_continues_everywhere_until_the_last_stream_has_run_out(workers, kind):
     ends = (30, 107)
     loaders, batches = run(
         lambda rank: DataLoader(kind(100 * rank, ends[rank]), batch_size=4, num_workers=workers),
@@ -68,16 +71,17 @@ def test_training_stops_everywhere_when_the_first_stream_runs_out(workers, kind)
         epochs=2,
     )
 
-    assert batches[0][0] == [list(range(start, start + 6)) for start in (0, 6, 12, 18)]
-    assert batches[1][0] == [[100, 101], [102, 103], [104, 105], [106]]
+    assert batches[0][0] == [list(range(start, start + 6)) for start in (0, 6, 12, 18, 24)]
+    assert batches[1][0] == [[100, 101], [102, 103], [104, 105], [106], []]
     assert all(passes[0] == passes[1] for passes in batches)
     if kind is SizedStream:
-        assert [len(loader) for loader in loaders] == [4, 4]
+        assert [len(loader) for loader in loaders] == [5, 5]
     else:
         with pytest.raises(TypeError, match="no len"):
             len(loaders[0])
 
 
+@pytest.mark.filterwarnings(DIVIDED)
 def test_an_idle_rank_goes_on_with_empty_batches_and_pulls_one_sample_for_their_shape():
     streams = [Stream(0, 7), Stream(50, 60)]
     loaders, batches = run(
@@ -85,7 +89,7 @@ def test_an_idle_rank_goes_on_with_empty_batches_and_pulls_one_sample_for_their_
     )
 
     assert batches == [[[[0, 1, 2, 3], [4, 5, 6]]], [[[], []]]]
-    assert streams[1].pulled == 1
+    assert streams[1].pulled == 1 + 8  # eight to compare the streams
     with pytest.raises(TypeError, match="no len"):
         len(loaders[1])
 
@@ -107,7 +111,8 @@ def test_evaluation_of_a_rank_that_never_had_a_sample_gives_it_an_empty_list():
     assert batches == [[[[], []]], [[[0, 1], [2]]]]
 
 
-def test_streams_of_ready_batches_are_each_ranks_own():
+@pytest.mark.filterwarnings(DIVIDED)
+def test_ready_batches_of_a_divided_stream_are_each_ranks_own():
     class Ready(Stream):
         def __iter__(self):
             return (torch.arange(index + 1) for index in range(self.start, self.stop))
@@ -116,7 +121,7 @@ def test_streams_of_ready_batches_are_each_ranks_own():
         lambda rank: DataLoader(Ready(rank, 3), batch_size=None), 2, batch_sizes=(3, 1)
     )
 
-    assert batches == [[[[0], [0, 1]]], [[[0, 1], [0, 1, 2]]]]
+    assert batches == [[[[0], [0, 1], [0, 1, 2]]], [[[0, 1], [0, 1, 2], []]]]
 
 
 def test_streams_can_be_collated_per_microbatch():
@@ -131,12 +136,13 @@ def test_streams_can_be_collated_per_microbatch():
     assert [batch.sizes for batch in passes[0]] == [(3, 2), (2,)]
 
 
+@pytest.mark.filterwarnings(DIVIDED)
 def test_what_is_no_dataloader_is_kept_in_step():
     lists = [[torch.ones(2), torch.ones(2), torch.ones(2)], [torch.ones(1)]]
     loaders, batches = run(lambda rank: lists[rank], 2, batch_sizes=(2, 1))
 
-    assert [len(passes[0]) for passes in batches] == [1, 1]
-    assert [len(loader) for loader in loaders] == [1, 1]
+    assert [len(passes[0]) for passes in batches] == [3, 3]
+    assert [len(loader) for loader in loaders] == [3, 3]
 
 
 def test_attributes_are_the_wrapped_loaders_for_reading_and_writing():
@@ -165,7 +171,13 @@ def test_a_stateful_loader_stays_stateful():
 
     user = Resumable([torch.ones(1)])
     loader = rebuild_train_loader(
-        user, rank=0, batch_sizes=(1,), seed=0, broadcast=same, all_have_next=alone
+        user,
+        rank=0,
+        batch_sizes=(1,),
+        seed=0,
+        broadcast=same,
+        all_have_next=alone,
+        gather=gathered_alone,
     )
     loader.load_state_dict(loader.state_dict())
 
@@ -177,12 +189,10 @@ def test_a_stateful_loader_stays_stateful():
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 1000])
 def test_the_agreed_length_is_found_by_asking(length):
     assert len(LockStepLoader(range(length), all_have_next=alone)) == length
-    assert len(LockStepLoader(range(length), all_have_next=alone, until="last")) == length
 
 
 def test_an_idle_rank_of_batches_without_tensors_gets_empty_lists():
     loader = LockStepLoader([["a"], ["b"]], all_have_next=alone, idle=True)
 
-    assert isinstance(next(iter(loader)), MicrobatchList)
-    with pytest.raises(TypeError, match="no len"):  # and nobody else says when to stop
-        len(loader)
+    assert isinstance(loader._empty_batch(), MicrobatchList)
+    assert (list(loader), len(loader)) == ([], 0)  # nobody has samples

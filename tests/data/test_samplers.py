@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import warnings
 from itertools import count, islice
 
 import numpy as np
@@ -290,6 +291,31 @@ def test_endless_samplers_are_read_lazily_and_have_no_length():
     assert list(islice(sampler, 3)) == [[2], [5], [8]]
     with pytest.raises(TypeError):
         len(sampler)
+
+
+class Unsized(Sampler):
+    def __iter__(self):
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(("source", "warned_before"), [(range(10), 1), (Unsized(), 0)])
+def test_every_rank_has_a_sample_and_a_rest_without_is_left_out_with_one_warning(
+    source, warned_before
+):
+    found, said = [], []
+    for rank in range(3):
+        order = GlobalOrder(source, seed=0)
+        sampler = RankBatchSampler(order, rank=rank, batch_sizes=(3, 1, 0), every_rank=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sampler.warn_of_samples_left_out()
+            before = len(caught)
+            found.append(list(sampler))
+        said.append((before, [str(each.message) for each in caught]))
+    assert found == [[[0, 1], [4, 5]], [[2], [6]], [[3], [7]]]
+    (before, (message,)), *others = said
+    assert before == warned_before and "has 2 samples for 3 ranks" in message
+    assert others == [(0, [])] * 2
 
 
 def test_set_epoch_reaches_the_users_sampler_through_lightning():

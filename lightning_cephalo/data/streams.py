@@ -1,0 +1,340 @@
+"""Deals streams: loaders whose samples have no index, so that no sampler can deal them.
+
+These are iterable datasets, and all loaders that yield ready batches. Every rank reads the whole
+stream, and keeps its part of each global batch. So a step has the samples of one device, in the
+same order, with any number of workers. Only a rank's own samples are collated and moved.
+
+A stream may also divide itself between ranks. Then nobody can deal it: each rank trains its own
+part. Ranks find out which of the two they have by a checksum of its first samples, and compare a
+checksum of every global batch.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import DataLoader
+
+from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
+from lightning_cephalo.data import reading
+from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList
+from lightning_cephalo.data.collate import RankCollate
+from lightning_cephalo.data.fingerprints import fingerprint
+from lightning_cephalo.data.lockstep import (
+    AllHaveNext,
+    Gather,
+    LockStepLoader,
+    StatefulLockStepLoader,
+    lock_step,
+)
+from lightning_cephalo.data.randomness import SwappedRandomness
+from lightning_cephalo.data.reinstantiate import reinstantiate
+from lightning_cephalo.data.shares import deal
+
+_COMPARED = 8  # samples at the start of a stream
+_CHECKED = 8  # samples at the two ends of a global batch
+_WAY_OUT = (
+    "Let the dataset yield the whole stream on every rank, in the same order, and cephalo deals it"
+    " by the plan. So leave out split_dataset_by_node (Hugging Face), split_by_node (WebDataset:"
+    " nodesplitter=None) or code of your own that reads the rank, and seed what shuffles. Division"
+    " between DataLoader workers may stay."
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a rank's stream.
+
+    Attributes:
+        fingerprint: checksum of the first samples, or of the first ready batch; 0 if there is
+            none, None if nothing in it can be seen.
+        rows: samples of the first batch, for loaders of ready batches; else 0.
+    """
+
+    fingerprint: int | None
+    rows: int = 0
+
+    @property
+    def numbers(self) -> list[float]:
+        """Numbers to gather from all ranks."""
+        return [-1.0 if self.fingerprint is None else float(self.fingerprint), float(self.rows)]
+
+    @staticmethod
+    def is_whole(everyones: Sequence[Sequence[float]]) -> bool:
+        """Returns whether all ranks read the same stream, from all ranks' `numbers`."""
+        same = all(row == everyones[0] for row in everyones)
+        return len(everyones) == 1 or (same and everyones[0][0] >= 0)
+
+
+def start_of(loader: Any, layout: BatchLayout | None, seed: int) -> Start:
+    """Reads the first samples of a stream, by an iterator of their own.
+
+    Args:
+        loader: the user's loader.
+        layout: counts the rows of a ready batch.
+        seed: seeds the global generators while it reads, equally on all ranks.
+
+    Raises:
+        BatchSplitError: the number of samples in a ready batch cannot be found.
+    """
+    loader = reading.original_of(loader)
+    with SwappedRandomness((seed % 2**64, 0)):
+        if not reading.yields_ready_batches(loader):
+            samples = list(islice(iter(loader.dataset), _COMPARED))
+            return Start(fingerprint(samples) if samples else 0)
+        batch = next(iter(loader), None)
+    if batch is None:
+        return Start(0)
+    try:
+        rows = (layout or BatchLayout()).batch_size(batch)
+    except BatchSplitError as error:
+        raise BatchSplitError(
+            f"{error} {_name_of(loader)} yields ready batches, which only split_batch can cut. The"
+            " batch then needs a len(): its number of samples."
+        ) from error
+    return Start(fingerprint(batch), rows)
+
+
+class GlobalStep(NamedTuple):
+    """A rank's part of a global batch; a tuple, which torch's pinning of memory passes through.
+
+    Attributes:
+        batch: this rank's samples, collated.
+        fingerprint: checksum of both ends of the global batch.
+        samples: number of samples in the global batch.
+    """
+
+    batch: Any
+    fingerprint: float
+    samples: int
+
+
+class StreamCollate:
+    """Collates this rank's part of the samples of a global batch.
+
+    Args:
+        collate_fn: the user's function.
+        rank: position of this rank among ``sizes``.
+        sizes: samples per step of every rank.
+        microbatch_sizes: as in `RankCollate`.
+    """
+
+    def __init__(
+        self,
+        collate_fn: Callable[[Any], Any],
+        rank: int,
+        sizes: Sequence[int],
+        microbatch_sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.rank, self.sizes = rank, tuple(sizes)
+        self.own = RankCollate(collate_fn, None, microbatch_sizes)
+
+    def __call__(self, samples: Any) -> GlobalStep:
+        # before collating: some collate functions change their samples
+        ends = _CHECKED // 2
+        checksum = fingerprint([*samples[:ends], *samples[-ends:]])
+        dealt = deal(len(samples), self.sizes)
+        start = sum(dealt[: self.rank])
+        self.own.dataset = samples  # shows the shape of an empty batch
+        batch = self.own(samples[start : start + dealt[self.rank]])
+        self.own.dataset = None
+        return GlobalStep(batch, float(checksum or 0), len(samples))
+
+
+class DealtStream(LockStepLoader):
+    """Yields this rank's part of each global batch of a stream that every rank reads whole.
+
+    Args:
+        loader: yields a `GlobalStep`, or a ready batch if ``cut`` is given.
+        gather: compares the global batches of all ranks, once per step and once at the end.
+        entropy: seeds the global generators while the stream is read; equal on all ranks.
+        cut: makes a `GlobalStep` of a ready batch.
+        options: the other arguments of `LockStepLoader`.
+
+    Raises:
+        UnsupportedError: on iteration, on every rank, if ranks read different samples.
+    """
+
+    _own = LockStepLoader._own | {"_gather", "_entropy", "_cut", "_passes"}
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        gather: Gather,
+        entropy: tuple[int, ...],
+        cut: Callable[[Any], GlobalStep] | None = None,
+        **options: Any,
+    ) -> None:
+        self._gather, self._entropy, self._cut, self._passes = gather, entropy, cut, 0
+        super().__init__(loader, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Ranks draw different amounts in training, and a stream may draw in this process.
+        randomness = SwappedRandomness((*self._entropy, self._passes))
+        self._passes += 1
+        with randomness:
+            items = iter(self.loader)
+        number = 0
+        while True:
+            with randomness:
+                step = self._next_step(items)
+            own = [0.0, 0.0, 0.0] if step is None else [1.0, float(step.samples), step.fingerprint]
+            everyones = self._gather(own)
+            if any(row != everyones[0] for row in everyones):
+                raise UnsupportedError(self._differ(everyones, number))
+            if step is None:
+                return
+            yield step.batch
+            number += 1
+
+    def _next_step(self, items: Iterator[Any]) -> GlobalStep | None:
+        try:
+            item = next(items)
+        except StopIteration:
+            return None
+        return item if self._cut is None else self._cut(item)
+
+    def _differ(self, everyones: list[list[float]], number: int) -> str:
+        own = "; ".join(
+            f"rank {rank}: {f'{int(row[1])} samples, checksum {int(row[2])}' if row[0] else 'none'}"
+            for rank, row in enumerate(everyones)
+        )
+        return (
+            f"The stream {_name_of(self.original)} began equally on all ranks, but step {number} of"
+            f" this pass has other samples on some ranks ({own}). {_WAY_OUT}"
+        )
+
+
+class StatefulDealtStream(DealtStream, StatefulLockStepLoader):
+    """A `DealtStream` around a loader that Lightning can save and restore mid-epoch."""
+
+
+def deal_stream(
+    loader: Any,
+    *,
+    rank: int,
+    sizes: Sequence[int],
+    seed: int,
+    epoch: int,
+    gather: Gather,
+    all_have_next: AllHaveNext,
+    layout: BatchLayout | None,
+    microbatch_sizes: Sequence[int] | None = None,
+    training: bool = True,
+) -> LockStepLoader:
+    """Returns a loader of this rank's part of each global batch; collective.
+
+    Args:
+        loader: the user's loader, a stream.
+        sizes: samples per step of every rank; for ready batches, proportions.
+        gather: a collective for numbers.
+        training: warn of what training differs in if the stream divides itself between ranks.
+
+    The other arguments are those of `rebuild_train_loader`.
+    """
+    own = start_of(loader, layout, seed)
+    ready = reading.yields_ready_batches(loader)
+    common = {"all_have_next": all_have_next, "layout": layout, "original": loader}
+    if not Start.is_whole(gather(own.numbers)):
+        if rank == 0 and (training or own.fingerprint is None):
+            said = _divided(loader, sizes, ready, own) if training else _unseen(loader)
+            warnings.warn(said, stacklevel=2)
+        return lock_step(
+            loader if ready else _rebuilt(loader, max(sizes[rank], 1), microbatch_sizes),
+            idle=not sizes[rank],
+            **common,
+        )
+    source = loader
+
+    def cut(batch: Any) -> GlobalStep:
+        return _part_of(batch, layout or BatchLayout(), rank, sizes)
+
+    if not ready:
+
+        def collate(function: Any) -> Any:
+            if isinstance(function, StreamCollate):
+                return function
+            return StreamCollate(function, rank, sizes, microbatch_sizes)
+
+        source = reinstantiate(
+            loader, batch_size=sum(sizes), wrap_collate=collate, **_equally_seeded(loader)
+        )
+    stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+    return (StatefulDealtStream if stateful else DealtStream)(
+        source,
+        gather=gather,
+        entropy=(seed % 2**64, epoch),
+        cut=cut if ready else None,
+        **common,
+    )
+
+
+def _rebuilt(loader: Any, size: int, microbatch_sizes: Sequence[int] | None) -> Any:
+    def collate(function: Any) -> Any:
+        if isinstance(function, RankCollate):
+            return function
+        return RankCollate(function, None, microbatch_sizes)
+
+    return reinstantiate(
+        loader, batch_size=size, wrap_collate=None if microbatch_sizes is None else collate
+    )
+
+
+def _equally_seeded(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Returns the option that gives workers of all ranks the seeds of one device."""
+    seeded = int(os.environ.get("PL_SEED_WORKERS", "0")) and loader.worker_init_fn is None
+    # Lightning would seed the workers of each rank differently: seed_everything(workers=True)
+    return {"worker_init_fn": partial(pl_worker_init_function, rank=0)} if seeded else {}
+
+
+def _part_of(batch: Any, layout: BatchLayout, rank: int, sizes: Sequence[int]) -> GlobalStep:
+    if batch is None:  # on all ranks: Lightning skips the step, as on one device
+        return GlobalStep(None, 0.0, 0)
+    checksum, count = float(fingerprint(batch) or 0), layout.batch_size(batch)
+    dealt = deal(count, sizes)
+    if dealt[rank] == count:
+        return GlobalStep(batch, checksum, count)
+    if layout.splitter is None:
+        start = sum(dealt[:rank])
+        return GlobalStep(layout.take(batch, start, start + dealt[rank]), checksum, count)
+    parts = iter(layout.split(batch, [size for size in dealt if size]))
+    mine = [next(parts) if size else MicrobatchList((), ()) for size in dealt]
+    return GlobalStep(mine[rank], checksum, count)
+
+
+def _name_of(loader: Any) -> str:
+    kind = loader.dataset if isinstance(loader, DataLoader) else loader
+    return type(kind).__name__
+
+
+def _unseen(loader: Any) -> str:
+    return (
+        f"The evaluation stream {_name_of(loader)} has samples without visible content, so that"
+        " ranks cannot compare it. Each rank evaluates what it reads: samples that several ranks"
+        " read count several times. Use samples with tensors, arrays, numbers or strings."
+    )
+
+
+def _divided(loader: Any, sizes: Sequence[int], ready: bool, start: Start) -> str:
+    idle = [rank for rank, size in enumerate(sizes) if not size]
+    if start.fingerprint is None:
+        why = "has samples without visible content, so that ranks cannot compare it"
+    else:
+        why = "begins with other samples on other ranks: it divides itself between ranks"
+    each = "one batch of its own a step"
+    if not ready:
+        each = f"{', '.join(map(str, sizes))} samples of its own a step"
+    lost = f" The parts of the ranks {idle} are lost: the plan gives them no samples."
+    return (
+        f"The training stream {_name_of(loader)} {why}. Each rank trains {each}, until the last"
+        " rank has run out. So steps have other samples than on one device, and those after the"
+        f" end of a shorter part are smaller.{lost if idle else ''} {_WAY_OUT}"
+    )

@@ -1,0 +1,261 @@
+"""Streams are dealt as one device would read them, or the ranks say together that they cannot."""
+
+import dataclasses
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from simulated_ranks import ThreadGroup, alone, gathered_alone, joined, same, single_device
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
+from lightning_cephalo.data import (
+    BatchLayout,
+    MicrobatchList,
+    rebuild_eval_loader,
+    rebuild_train_loader,
+)
+from lightning_cephalo.data.fingerprints import fingerprint
+from lightning_cephalo.data.streams import Start, start_of
+
+
+class Lines(IterableDataset):
+    """Numbers, divided between workers as users divide them."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return (torch.tensor(index) for index in range(first, self.count, step))
+
+
+class ReadyBatches:
+    """No DataLoader: ready batches of different sizes, in a list that starts anew."""
+
+    def __init__(self, *sizes):
+        ends = np.cumsum(sizes)
+        self.batches = [
+            torch.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)
+        ]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def of_ranks(make, sizes, *, epochs=1, evaluate=False, **options):
+    """Each rank's batches, or the error that it raised."""
+    group = ThreadGroup(len(sizes))
+
+    def rank_main(rank):
+        common = {
+            "rank": rank,
+            "seed": 0,
+            "broadcast": same,
+            "all_have_next": group.all_have_next(rank),
+            "gather": group.gather(rank),
+            **options,
+        }
+        if evaluate:
+            loader = rebuild_eval_loader(make(rank), world_size=len(sizes), **common)
+        else:
+            loader = rebuild_train_loader(make(rank), batch_sizes=sizes, **common)
+        try:
+            return [batch.tolist() for _ in range(epochs) for batch in loader]
+        except UnsupportedError as error:
+            return str(error)
+
+    return group.run(rank_main)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("workers", "sizes", "drop_last"),
+    [(0, (6, 2), False), (2, (6, 2), False), (1, (0, 5, 3), True), (0, (8, 0), False)],
+)
+def test_a_whole_stream_gives_each_step_the_samples_of_one_device(workers, sizes, drop_last):
+    def make(batch_size):
+        return DataLoader(
+            Lines(45), batch_size=batch_size, num_workers=workers, drop_last=drop_last
+        )
+
+    ranks = of_ranks(lambda rank: make(2), sizes, epochs=2, global_batch_size=8)
+
+    wanted = single_device(make(8))
+    assert joined(zip(*ranks, strict=True)) == 2 * wanted
+    assert [len(own[0]) for own in ranks] == list(sizes)
+
+
+def test_ready_batches_are_cut_by_the_plan():
+    ranks = of_ranks(lambda rank: ReadyBatches(8, 8, 3, 1), (6, 2))
+
+    assert ranks[0] == [[0, 1, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13], [16, 17], [19]]
+    assert ranks[1] == [[6, 7], [14, 15], [18], []]
+
+
+def test_evaluation_deals_a_whole_stream_evenly_and_repeats_no_sample():
+    ranks = of_ranks(lambda rank: DataLoader(Lines(11), batch_size=3), (1, 1), evaluate=True)
+    ready = of_ranks(lambda rank: ReadyBatches(4, 3), (1, 1), evaluate=True)
+
+    assert joined(zip(*ranks, strict=True)) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    assert ready == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+
+
+class Parts(Lines):
+    """Equal on all ranks at first; from ``first`` on each rank reads samples of its own."""
+
+    def __init__(self, count, rank, first):
+        super().__init__(count)
+        self.rank, self.first = rank, first
+
+    def __iter__(self):
+        for index in range(self.count):
+            yield torch.tensor(index + 100 * self.rank * (index >= self.first))
+
+
+@pytest.mark.parametrize("counts", [(24, 24), (24, 16)])
+def test_streams_that_part_later_are_refused_by_name_on_every_rank(counts):
+    first = 12 if counts[0] == counts[1] else 99
+    ranks = of_ranks(
+        lambda rank: DataLoader(Parts(counts[rank], rank, first), batch_size=4), (6, 2)
+    )
+
+    assert ranks[0] == ranks[1]
+    for part in ("Parts", "step 1" if first == 12 else "step 2", "rank 1", "split_by_node"):
+        assert part in ranks[0]
+
+
+def test_what_divides_itself_is_named_with_what_is_lost():
+    with pytest.warns(UserWarning, match=r"Parts begins with other samples") as found:
+        rebuild_train_loader(
+            DataLoader(Parts(9, 0, 0), batch_size=3),
+            rank=0,
+            batch_sizes=(6, 0),
+            seed=0,
+            broadcast=same,
+            all_have_next=alone,
+            gather=lambda numbers: [numbers, [0.0, 0.0]],
+        )
+    said = str(found[0].message)
+    assert "6, 0 samples of its own a step" in said
+    assert "The parts of the ranks [1] are lost" in said
+    assert "split_dataset_by_node" in said
+
+
+class Opaque:
+    __slots__ = ("value",)
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    name: str
+
+
+class Graph:
+    def __init__(self, x):
+        self.store = {"x": x}
+
+
+Pair = namedtuple("Pair", "x y")
+CONTENTS = [
+    lambda n: torch.arange(300) * n,
+    lambda n: np.arange(5) + n,
+    lambda n: {"x": [n, None], "y": "same"},
+    lambda n: Record(torch.ones(2), f"name {n}"),
+    lambda n: Graph(torch.full((2, 2), n)),
+    lambda n: Pair(n, b"bytes"),
+    lambda n: np.array(["a", n], dtype=object),
+    lambda n: torch.zeros(n),
+    lambda n: torch.full((3,), n, dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_checksums_are_equal_for_equal_content_only(content):
+    assert fingerprint(content(2)) == fingerprint(content(2))
+    assert fingerprint(content(2)) != fingerprint(content(3))
+
+
+def test_a_stream_whose_content_cannot_be_seen_counts_as_divided():
+    assert fingerprint([Opaque(), None]) is None
+    hidden = Start(None).numbers
+    assert not Start.is_whole([hidden, hidden])
+    assert Start.is_whole([hidden])
+    assert not Start.is_whole([Start(1).numbers, Start(2).numbers])
+    assert start_of(DataLoader(Lines(0), batch_size=2), None, 0) == Start(0)
+
+    class Hidden(Lines):
+        def __iter__(self):
+            return (Opaque() for _ in range(self.count))
+
+    with pytest.warns(UserWarning, match="evaluation stream Hidden.*count several times"):
+        rebuild_eval_loader(
+            DataLoader(Hidden(4), batch_size=2),
+            rank=0,
+            world_size=2,
+            seed=0,
+            broadcast=same,
+            all_have_next=alone,
+            gather=lambda numbers: [numbers, numbers],
+        )
+
+
+def test_a_generator_is_refused_because_its_first_batches_would_be_lost():
+    with pytest.raises(UnsupportedError, match="is a generator, which can be read once"):
+        rebuild_train_loader(
+            (torch.ones(2) for _ in range(3)),
+            rank=0,
+            batch_sizes=(2,),
+            seed=0,
+            broadcast=same,
+            all_have_next=alone,
+            gather=gathered_alone,
+        )
+
+
+class Sealed:
+    """A batch that only its user can cut."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def tolist(self):
+        return self.rows
+
+
+def test_a_ready_batch_that_cephalo_cannot_see_into_is_cut_by_the_users_function():
+    def split(batch, sizes):
+        ends = np.cumsum(sizes)
+        return [Sealed(batch.rows[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+    class Seals(ReadyBatches):
+        def __iter__(self):
+            return (Sealed(batch.tolist()) for batch in self.batches)
+
+    with pytest.raises(BatchSplitError, match="which only split_batch can cut"):
+        start_of(Seals(8, 4), None, 0)
+    loaders = [
+        rebuild_train_loader(
+            Seals(8, 4, 1),
+            rank=rank,
+            batch_sizes=(6, 2),
+            seed=0,
+            broadcast=same,
+            all_have_next=alone,
+            gather=gathered_alone,
+            layout=BatchLayout(splitter=split),
+        )
+        for rank in range(2)
+    ]
+    found = [[getattr(batch, "rows", batch) for batch in loader] for loader in loaders]
+    assert found[0] == [[0, 1, 2, 3, 4, 5], [8, 9, 10], [12]]
+    assert found[1] == [[6, 7], [11], []]
+    assert isinstance(found[1][2], MicrobatchList)

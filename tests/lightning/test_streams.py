@@ -1,0 +1,261 @@
+"""Loaders that cannot be indexed train and evaluate as on one device, under the real Trainer."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common import in_ranks
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.utilities import CombinedLoader
+from plans import QUIET, plan_of
+from recording import (
+    Recorder,
+    assert_same_weights,
+    batch_size,
+    joined,
+    make_trainer,
+    records,
+    run,
+    samples,
+)
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_cephalo import CephaloStrategy
+
+
+class Lines(IterableDataset[Any]):
+    """Divides itself between workers, as users' streams do."""
+
+    def __init__(self, count: int = 22) -> None:
+        self.data = list(samples(count))
+
+    def own(self) -> list[Any]:
+        worker = get_worker_info()
+        return self.data if worker is None else self.data[worker.id :: worker.num_workers]
+
+    def __iter__(self) -> Any:
+        return iter(self.own())
+
+
+class Shuffled(Lines):
+    """Draws from a global generator, which differs between ranks."""
+
+    def __iter__(self) -> Any:
+        return iter(random.sample(self.own(), len(self.own())))
+
+
+class ByRank(Lines):
+    """Divides itself between ranks, as under DDP."""
+
+    def __iter__(self) -> Any:
+        rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        return iter(self.own()[rank::ranks])
+
+
+class ReadyBatches:
+    """No DataLoader: ready batches of tensors, arrays and words, and a constant."""
+
+    def __init__(self, count: int = 22) -> None:
+        self.data = samples(count)
+
+    def __iter__(self) -> Any:
+        for numbers, x, y in DataLoader(self.data, batch_size=8):
+            names = [f"sample {number}" for number in numbers.tolist()]
+            yield {"index": numbers.numpy(), "x": x, "y": [y, names], "scale": 2.0}
+
+
+class SizedReadyBatches(ReadyBatches):
+    def __len__(self) -> int:
+        return -(-len(self.data) // 8)
+
+
+class OfReady(Recorder):
+    def parts(self, batch: Any) -> Any:
+        y, names = batch["y"]
+        assert names == [f"sample {number}" for number in batch["index"].tolist()]
+        assert batch["scale"] == 2.0
+        return batch["index"], batch["x"], y
+
+
+class Validates(Recorder):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.record.note("validated", self.indices(batch))
+        self.log("val", self.per_sample(batch).mean(), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.record.note("val", float(self.trainer.callback_metrics["val"]))
+
+
+@pytest.mark.parametrize(("plan", "workers"), [("3:1", 2), ("idle first", 0)])
+def test_a_stream_that_every_rank_reads_whole_is_that_of_one_device(
+    plan: str, workers: int, tmp_path: Path
+) -> None:
+    def loaders(plan: str | None) -> list[DataLoader[Any]]:
+        size = batch_size(plan)
+        training = DataLoader(Lines(), batch_size=size, num_workers=workers)
+        return [training, DataLoader(Lines(13), batch_size=size)]
+
+    alone, together = Validates(tmp_path), Validates(tmp_path)
+    first = run("fit", None, alone, *loaders(None), max_epochs=2)
+    ranks = run("fit", plan, together, *loaders(plan), max_epochs=2)
+    assert joined(ranks) == joined(first)
+    assert_same_weights(together, alone)
+    for rank in ranks:
+        assert rank.notes["val"] == pytest.approx(first[0].notes["val"], rel=1e-6)
+    validated = [i for rank in ranks for step in rank.notes["validated"] for i in step]
+    assert sorted(validated) == sorted(2 * list(range(13)))
+
+
+def test_a_shuffle_without_a_seed_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    def fit(workers: int) -> Any:
+        seed_everything(3, workers=True, verbose=False)
+        data = DataLoader(Shuffled(), batch_size=4, num_workers=workers)
+        return joined(run("fit", "3:1", Recorder(tmp_path), data, max_epochs=2))
+
+    try:
+        for workers in (0, 2):
+            steps = fit(workers)
+            order = [index for step in steps for index in step]
+            assert sorted(order[:22]) == sorted(order[22:]) == list(range(22))
+            assert order[:22] != order[22:]
+            assert order != sorted(order[:22]) * 2
+    finally:
+        os.environ.pop("PL_SEED_WORKERS", None)
+        os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+@pytest.mark.parametrize("sizes", [((3, 3), (2,)), ((4, 4), ())])
+def test_a_stream_that_divides_itself_is_trained_to_its_end_with_one_warning(
+    sizes: Any, tmp_path: Path
+) -> None:
+    plan = plan_of((sizes[0], 0.5), (sizes[1], 0.5))
+    together = Recorder(tmp_path)
+
+    def fit() -> Any:
+        trainer = make_trainer(plan, {"start_method": "popen", "global_batch_size": 8})
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            trainer.fit(together, DataLoader(ByRank(), batch_size=4))
+        said = [str(one.message) for one in found if "training stream" in str(one.message)]
+        return said, together.state_dict()
+
+    (said, weights), (nothing, _) = in_ranks(2, fit)
+    assert len(said) == 1 and not nothing
+    assert "ByRank begins with other samples" in said[0]
+    assert ("The parts of the ranks [1] are lost" in said[0]) == (not sizes[1])
+    steps = joined(records(tmp_path))
+    evens, odds = list(range(0, 22, 2)), list(range(1, 22, 2))
+    assert sorted(chain(*steps)) == sorted(evens + odds if sizes[1] else evens)
+
+    # one device that takes the same steps has the same weights: small steps count their samples
+    alone = Recorder(tmp_path)
+    run("fit", None, alone, DataLoader(samples(22), batch_sampler=steps))
+    together.load_state_dict(weights)
+    assert_same_weights(together, alone)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "iterable": ReadyBatches,
+    "with a length": SizedReadyBatches,
+    "iterable dataset": lambda: DataLoader(AsDataset(), batch_size=None, num_workers=1),
+}
+
+
+class AsDataset(ReadyBatches, IterableDataset[Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loader", "plan"),
+    [("iterable", "3:1"), ("with a length", "idle last"), *[("iterable dataset", "three")]],
+)
+def test_ready_batches_are_cut_by_the_plan(loader: str, plan: str, tmp_path: Path) -> None:
+    alone, together = OfReady(tmp_path), OfReady(tmp_path)
+    options: Any = {"max_epochs": 2, "limit_train_batches": 3}
+    wanted = joined(run("fit", None, alone, LOADERS[loader](), **options))
+    assert joined(run("fit", plan, together, LOADERS[loader](), **options)) == wanted
+    assert_same_weights(together, alone)
+
+
+class OfPair(Recorder):
+    def parts(self, batch: Any) -> Any:
+        ready, lines = batch["ready"], batch["lines"]
+        columns = [[torch.as_tensor(ready["index"]), ready["x"], ready["y"][0]]] if ready else []
+        columns += [lines] if lines else []
+        return [torch.cat(column) for column in zip(*columns, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
+def test_streams_of_a_combined_loader_are_dealt_each_in_its_own_order(
+    mode: Any, tmp_path: Path
+) -> None:
+    def loaders(ranks: int) -> CombinedLoader:
+        lines = DataLoader(Lines(10), batch_size=4 // ranks)
+        return CombinedLoader({"ready": ReadyBatches(), "lines": lines}, mode)
+
+    alone, together = OfPair(tmp_path), OfPair(tmp_path)
+    options: Any = {"strategy_options": {"global_batch_size": None}, "max_epochs": 2}
+    wanted = joined(run("fit", None, alone, loaders(1), max_epochs=2))
+    found = joined(run("fit", "3:1", together, loaders(2), **options))
+    assert [sorted(step) for step in found] == [sorted(step) for step in wanted]
+    assert_same_weights(together, alone, tolerance=1e-5)
+
+
+class Measured(OfReady):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.per_sample(batch).mean()  # measuring calls no other hook
+
+
+def test_the_rows_of_the_first_ready_batch_are_the_global_batch(tmp_path: Path) -> None:
+    def fit(alone: bool) -> Any:
+        module = Measured(tmp_path)
+        strategy: Any = "auto"
+        if not alone:
+            strategy = CephaloStrategy(verbose=False, profile_budget_s=0.5, remeasure=True)
+        options: Any = {"accelerator": "cpu", "devices": 1 if alone else 2, **QUIET}
+        Trainer(strategy=strategy, **options).fit(module, ReadyBatches())
+        sizes = None if alone else strategy.plan.global_batch_size
+        return sizes, module.state_dict()
+
+    found, wanted = in_ranks(2, fit, False), in_ranks(1, fit, True)
+    assert [size for size, _ in found] == [8, 8]
+    for name, value in wanted[0][1].items():
+        torch.testing.assert_close(found[0][1][name], value, rtol=1e-6, atol=1e-6)
+
+
+class OwnShare(Recorder):
+    """Deals for itself, ranks having different numbers of batches."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        own = samples(22)
+        if self.trainer.world_size > 1:
+            own = torch.utils.data.Subset(
+                own, range(18) if self.global_rank == 0 else range(18, 22)
+            )
+        return DataLoader(own, batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.record.note("validated", self.indices(batch))
+
+
+def test_ranks_that_deal_for_themselves_end_together(tmp_path: Path) -> None:
+    together, alone = OwnShare(tmp_path), Recorder(tmp_path)
+    ranks = run("fit", "even", together, use_distributed_sampler=False)
+    steps = joined(ranks)
+    assert steps[:3] == [[0, 1, 18, 19], [2, 3, 20, 21], [4, 5]]
+    assert sorted(chain(*steps)) == list(range(22))
+    seen = [index for rank in ranks for step in rank.notes["validated"] for index in step]
+    assert sorted(seen) == list(range(22))
+    run("fit", None, alone, DataLoader(samples(22), batch_sampler=steps))
+    assert_same_weights(together, alone)
