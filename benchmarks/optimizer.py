@@ -29,7 +29,6 @@ from harness import make_executor  # noqa: E402
 from launch import run_ranks  # noqa: E402
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, local_update  # noqa: E402
-from lightning_cephalo.adapters.rows_arithmetic import RowsArithmetic  # noqa: E402
 
 Pairs = dict[str, list[tuple[float, float]]]
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -56,15 +55,14 @@ def _measure(rank: int, tensors: int, width: int, rounds: int) -> Pairs:
 
     def stepping(optimizer: torch.optim.Optimizer, over_rows: bool) -> Callable[[], None]:
         def step() -> None:
-            with local_update(optimizer) if over_rows else nullcontext(), RowsArithmetic():
+            with local_update(optimizer) if over_rows else nullcontext():
                 optimizer.step()
 
         return step
 
     def clipping(clip: Callable[..., object]) -> Callable[[], None]:
         def step() -> None:
-            with RowsArithmetic():
-                clip(parameters, 1.0)
+            clip(parameters, 1.0)
 
         return step
 

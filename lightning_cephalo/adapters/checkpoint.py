@@ -17,9 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_cephalo.adapters.owned_update import OwnedUpdate
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel, to_full
+from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.materialise import on_cpu
-from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, with_rows_of
+from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part
 
 
 def full_state_dict(module: nn.Module, wanted: bool) -> dict[str, Any]:
@@ -102,14 +105,13 @@ def full_optimizer_state(optimizer: Optimizer, wanted: bool) -> dict[str, Any]:
     if not _is_torchs(state):
         full_state = pytree.tree_map_only(DTensor, partial(to_full, wanted=wanted), state)
         return full_state if wanted else {}
-    parameters = dict(_numbered_parameters(state, optimizer))
     full = {
         index: {
-            name: to_full(with_rows_of(value, parameters[index]), wanted)
-            if isinstance(value, Tensor)
-            else value
+            name: pytree.tree_map_only(Tensor, partial(to_full, wanted=wanted), value)
             for name, value in entries.items()
         }
+        if isinstance(entries, Mapping)
+        else entries
         for index, entries in state["state"].items()
     }
     return {**state, "state": full} if wanted else {}
@@ -128,23 +130,73 @@ def _numbered_parameters(
         yield from zip(saved["params"], group["params"], strict=False)
 
 
-def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an optimizer state of full tensors; every rank has all of ``state``."""
+def load_full_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], owned: OwnedUpdate | None = None
+) -> None:
+    """Load an optimizer state of full tensors; every rank has all of ``state``.
+
+    Args:
+        optimizer: The optimizer.
+        state: The state dict.
+        owned: The optimizer's updates on whole parameters; None: it updates rows.
+    """
     if not _is_torchs(state):
         optimizer.load_state_dict(dict(state))
         return
     parameters = dict(_numbered_parameters(state, optimizer))
-    sharded = {
-        index: {
+
+    def rows(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+        return {
             # a step count has the shape of a 0-d parameter, but is a plain number on every rank
-            name: _like(parameters[index], value)
-            if isinstance(value, Tensor) and index in parameters and name != "step"
-            else value
+            name: value
+            if name == "step"
+            else pytree.tree_map_only(Tensor, partial(_like, parameter), value)
             for name, value in entries.items()
         }
+
+    place: Any = rows if owned is None else (lambda p, entries: owned.loaded(entries, p))
+    sharded = {
+        index: place(parameters[index], entries) if index in parameters else entries
         for index, entries in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": sharded})
+
+
+def whole_checkpoint(
+    checkpoint: Mapping[str, Any], wanted: bool, control: ControlGroup
+) -> dict[str, Any]:
+    """Return a checkpoint with full tensors on the CPU in place of sharded ones; collective.
+
+    Callbacks and hooks put sharded tensors into it: averages of weights, masks.
+
+    Args:
+        checkpoint: The checkpoint of this rank.
+        wanted: Whether this rank wants the values (rank 0); others get an empty dict.
+        control: Messages between ranks.
+
+    Raises:
+        UnsupportedError: If ranks have put different sharded tensors into it.
+    """
+    leaves, tree = pytree.tree_flatten(dict(checkpoint))
+    sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+    shapes = control.gather(tuple(tuple(tensor.shape) for tensor in sharded))
+    if any(row != shapes[0] for row in shapes):
+        counts = [len(row) for row in shapes]
+        raise UnsupportedError(
+            f"The ranks put different sharded tensors into the checkpoint: {counts} of them on rank"
+            " 0 and up. Each rank holds some rows, so every rank must put them in:"
+            " on_save_checkpoint() and state_dict() of a callback run on every rank, and must not"
+            " depend on trainer.is_global_zero."
+        )
+    if not sharded:
+        return dict(checkpoint)
+    full: dict[int, Any] = {}
+    for tensor in sharded:
+        if id(tensor) not in full:  # what is one tensor stays one in the file
+            full[id(tensor)] = to_full(tensor, wanted)
+    if not wanted:
+        return {}
+    return pytree.tree_unflatten([full.get(id(leaf), leaf) for leaf in leaves], tree)
 
 
 def shard_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
@@ -160,7 +212,8 @@ def shard_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
     state = optimizer.state_dict() if optimizer.state else None
     optimizer.state.clear()
     for group in optimizer.param_groups:
-        group["params"] = [
+        # in place: an optimizer may hold the list itself
+        group["params"][:] = [
             parameter if sharded[id(parameter)] is None else sharded[id(parameter)]
             for parameter in group["params"]
         ]

@@ -1,7 +1,7 @@
 """Lets users copy the module, or a part of it, while it is sharded: ``copy.deepcopy(pl_module)``.
 
 The copy is an ordinary module: full parameters, nothing of the strategy in it. Its parameters
-compute with the sharded ones of the module (:mod:`~lightning_cephalo.sharding.full_tensor`), so
+compute with the sharded ones of the module (:mod:`~lightning_cephalo.sharding.row_operators`), so
 that an average of weights that users write by hand works.
 
 ``copy.deepcopy`` looks for ``__deepcopy__`` on the object. It is set on the instances of the
@@ -13,11 +13,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.sharding.full_tensor import full_parameter
+from lightning_cephalo.sharding.placement import whole_of
 
 _NAME = "__deepcopy__"
 _EVERY_RANK = (
@@ -65,11 +67,21 @@ class ModuleCopies:
         for unit in self._model.units:
             for sharded, gathered in unit.parameter_pairs():
                 if id(sharded) in wanted or id(gathered) in wanted:
-                    memo[id(sharded)] = memo[id(gathered)] = full_parameter(sharded)
+                    memo[id(sharded)] = memo[id(gathered)] = _full(sharded)
 
     def finish(self, copied: nn.Module) -> None:
         """Remove from a copy what belongs to the sharded model."""
         self._model.executor.hooks.remove_from_copy(copied)
+
+
+def _full(sharded: nn.Parameter) -> nn.Parameter:
+    """Return a full copy of a sharded parameter with its tags; collective."""
+    assert isinstance(sharded, DTensor)
+    with torch.no_grad():
+        # a rank that holds all rows may get them without a copy
+        full = nn.Parameter(whole_of(sharded).clone(), requires_grad=sharded.requires_grad)
+    full.__dict__.update(sharded.__dict__)
+    return full
 
 
 class _ModuleCopier:

@@ -1,77 +1,83 @@
-"""Runs element-wise updates and gradient clipping on plain local rows instead of DTensors.
+"""Runs updates and gradient clipping on plain tensors instead of DTensors.
 
 Every operator on a DTensor costs a dispatch in Python, many times what the operator itself takes on
 a small tensor. An active ``TorchFunctionMode`` costs a call in Python for every function and
 attribute. An element-wise update needs neither: the rows of a parameter, its gradient and its state
-lie on the same rank. So torch's own ``step`` runs unchanged, but its update finds this rank's rows
-in place of the DTensors. The exchange comes after the closure and after all hooks that run before
-the update. Before and after, users see DTensors: in ``param_groups``, in ``state``, in hooks.
+lie on the same rank. So the optimizer's ``step`` runs unchanged, but its update finds this rank's
+rows in place of the DTensors. Other updates find whole parameters (``owned_update.py``). The
+exchange comes after the closure and after all hooks that run before the update. Before and after,
+users see DTensors: in ``param_groups``, in ``state``, in hooks.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
+from lightning_cephalo.adapters.owned_update import OwnedUpdate, following
+from lightning_cephalo.adapters.scope import known_scope
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, row_spec
 
-# element-wise with any options; a subclass may do anything, and runs on DTensors
-_ELEMENT_WISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-# with these options, torch may hold on to the given tensors (graphs)
-_KEPT = ("differentiable", "capturable")
-
-
-def steps_locally(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's update is known to be the same on each rank's rows alone."""
-    return type(optimizer) in _ELEMENT_WISE and not any(
-        group.get(option) for group in optimizer.param_groups for option in _KEPT
-    )
-
 
 @contextmanager
-def local_update(optimizer: Optimizer) -> Iterator[None]:
-    """While active, ``optimizer.step`` updates this rank's rows as plain tensors, if possible.
+def local_update(optimizer: Optimizer, owned: OwnedUpdate | None = None) -> Iterator[None]:
+    """While active, ``optimizer.step`` updates plain tensors.
 
     Hooks of the optimizer, its closure and all code that the closure calls find DTensors.
+
+    Args:
+        optimizer: The optimizer.
+        owned: Its updates on whole parameters; None: it updates this rank's rows, which is right
+            for element-wise updates, and for all on a single rank.
     """
-    if not steps_locally(optimizer):
-        yield
-        return
-    exchange = _Exchange(optimizer)
+    exchange = _Exchange(optimizer) if owned is None else owned
+    depth = 0  # torch runs hooks again where a step calls that of its base class
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        if depth > 1:
+            return None
         options = dict(kwargs)
+        given = len(args) > 1 or "closure" in options
         closure = args[1] if len(args) > 1 else options.pop("closure", None)
-
-        def closure_and_exchange() -> Any:
+        wrapped = exchange.wrapped(closure)
+        if given:
             # gradients exist, and are clipped, only after the closure has run
-            outcome = closure() if closure is not None else None
-            exchange.show_rows()
-            return outcome
-
-        return (args[0], closure_and_exchange), options
+            return (args[0], wrapped, *args[2:]), options
+        wrapped()  # a gradient scaler has run the closure already
+        return None
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
-        exchange.show_dtensors()
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            exchange.finish(None)
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     # Private: there is no public way to run before the user's own hooks, which must find DTensors.
     hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handles[1].id, last=False)
     try:
-        yield
+        with following(optimizer) if owned is not None else nullcontext():
+            yield
+    except Exception as failure:
+        exchange.finish(failure)
+        raise
     finally:
         for handle in handles:
             handle.remove()
-        exchange.show_dtensors()
+        exchange.restore()
 
 
 class _Exchange:
@@ -79,24 +85,49 @@ class _Exchange:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._is_torchs = known_scope(optimizer) is not None
         self._meanwhile = ExitStack()
         self._dtensors: list[list[Tensor]] = []
+        self._own_memory: list[list[Tensor]] = []
+        self._faces: dict[Tensor, dict[str, Any]] = {}
         self._state: Any = None
 
+    def wrapped(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
+        """Return a closure that also shows rows."""
+
+        def closure_and_exchange() -> Any:
+            self.finish(None)  # of an evaluation before
+            outcome = closure() if closure is not None else None
+            self.show_rows()
+            return outcome
+
+        return closure_and_exchange
+
     def show_rows(self) -> None:
+        """Put this rank's rows in place of DTensors."""
         optimizer = self._optimizer
         self._meanwhile.enter_context(_without_torch_functions())
-        self._dtensors = [group["params"] for group in optimizer.param_groups]
+        self._dtensors = [list(group["params"]) for group in optimizer.param_groups]
+        self._own_memory = []
         self._state, optimizer.state = optimizer.state, defaultdict(dict)
+        for key, entries in self._state.items():
+            if not isinstance(key, Tensor):
+                optimizer.state[key] = entries
         for group, parameters in zip(optimizer.param_groups, self._dtensors, strict=True):
-            group["params"] = self._meanwhile.enter_context(_rows_of(parameters))
-            for parameter, rows in zip(parameters, group["params"], strict=True):
+            rows = self._meanwhile.enter_context(_rows_of(parameters))
+            # in place: an optimizer may hold the list itself
+            group["params"][:] = rows
+            # torch's own optimizers write in place; one view per tensor would cost them time
+            self._own_memory.append([] if self._is_torchs else [own.detach() for own in rows])
+            for parameter, own in zip(parameters, rows, strict=True):
                 if parameter in self._state:
-                    optimizer.state[rows] = {
-                        name: local_part(value) for name, value in self._state[parameter].items()
-                    }
+                    # the same dict: a step may have looked it up before its closure
+                    entries = optimizer.state[own] = self._state[parameter]
+                    self._faces[own] = dict(entries)
+                    for name, value in entries.items():
+                        entries[name] = _mapped(local_part, value)
 
-    def show_dtensors(self) -> None:
+    def finish(self, failure: BaseException | None) -> None:
         """Put the DTensors back, with the update's additions to the state.
 
         Does nothing unless rows are shown.
@@ -105,28 +136,58 @@ class _Exchange:
             return
         optimizer, by_rows = self._optimizer, self._optimizer.state
         optimizer.state, self._state = self._state, None
-        for group, parameters in zip(optimizer.param_groups, self._dtensors, strict=True):
-            group["params"] = parameters
+        for key, entries in by_rows.items():
+            if not isinstance(key, Tensor):
+                optimizer.state[key] = entries
+        for group, parameters, memory in zip(
+            optimizer.param_groups, self._dtensors, self._own_memory, strict=True
+        ):
+            group["params"][:] = parameters
             for parameter in parameters:
                 rows = local_part(parameter)
                 if rows in by_rows:
-                    _take_over(optimizer.state[parameter], by_rows[rows], parameter)
+                    optimizer.state[parameter] = by_rows[rows]
+                    _show_state(by_rows[rows], self._faces.get(rows, {}), parameter)
+            for parameter, own in zip(parameters, memory, strict=False):
+                rows = local_part(parameter)
+                if rows.data_ptr() != own.data_ptr():  # after `p.data = p.data - update`
+                    own.copy_(rows.detach())
+                    rows.data = own
+        self._faces = {}
         self._meanwhile.close()
 
-
-def _take_over(entries: dict[str, Any], by_rows: dict[str, Any], parameter: Tensor) -> None:
-    """Add the new entries of its rows' state to a parameter's state."""
-    for name, value in by_rows.items():
-        # the parameter's state has entries that were updated in place already
-        if name not in entries or local_part(entries[name]) is not value:
-            entries[name] = _as_state(name, value, parameter)
+    def restore(self) -> None:
+        """Put the DTensors back after a failure too."""
+        self.finish(None)
 
 
-def _as_state(name: str, value: Any, parameter: Tensor) -> Any:
+def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply a function to a tensor, or to all tensors of a container."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple, dict)):
+        return pytree.tree_map_only(Tensor, function, value)
+    return value
+
+
+def _show_state(entries: dict[str, Any], faces: dict[str, Any], parameter: Tensor) -> None:
+    """Put DTensors in place of rows in a parameter's state: those of before, and new ones."""
+    for name, value in entries.items():
+        before = faces.get(name)
+        if isinstance(before, Tensor) and local_part(before) is value:
+            entries[name] = before
+        else:
+            entries[name] = _mapped(partial(_as_state, name, parameter), value)
+
+
+def _as_state(name: str, parameter: Tensor, value: Tensor) -> Tensor:
     # a step count has the shape of a 0-d parameter, but is a plain number on every rank
-    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or name == "step":
+    if not isinstance(parameter, DTensor) or name == "step":
         return value
-    rows = getattr(parameter.placements[0], "rows", None)
+    if value.shape != local_part(parameter).shape:  # a number for the whole parameter
+        return value
+    placement = parameter.placements[0]
+    rows = placement if isinstance(placement, Rows) else None
     return as_dtensor(value, row_spec(parameter.device_mesh, rows, parameter.shape, value.dtype))
 
 

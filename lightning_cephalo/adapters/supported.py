@@ -6,10 +6,12 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_cephalo.adapters.optimizer import steps_locally
+from lightning_cephalo.adapters.averaged_weights import averaging_callbacks
+from lightning_cephalo.adapters.batch_norm import batch_norms, refuse_synchronised
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.placement import Rows
 
@@ -19,22 +21,9 @@ if TYPE_CHECKING:
     from lightning_cephalo.execution.sharded_model import ShardedModel
 
 _CALLBACKS = {
-    "StochasticWeightAveraging": "it averages full weights, and each rank holds a part",
-    "WeightAveraging": "it copies and averages full weights, and each rank holds a part",
-    "EMAWeightAveraging": "it copies and averages full weights, and each rank holds a part",
     "ModelPruning": "it masks full weights, and each rank holds a part",
     "BatchSizeFinder": "the batch of each rank is planned, not searched",
 }
-
-_OPTIMIZERS = {
-    "LBFGS": "it multiplies whole gradients with one another, of which each rank holds a part",
-    "SparseAdam": "it needs sparse gradients, and gradients are summed over ranks as dense ones",
-    "Adafactor": "it keeps row and column means of whole matrices, of which each rank holds rows",
-    "Muon": "it multiplies whole matrices, of which each rank holds rows",
-    "Rprop": "it writes through masks, for which DTensor has no rule",
-}
-
-_FUSED = ("Adam", "AdamW")
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
@@ -43,12 +32,6 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
     Raises:
         UnsupportedError: The message names the feature, the reason and the way out.
     """
-    if not module.automatic_optimization:
-        raise UnsupportedError(
-            "Manual optimization does not work under strategy='cephalo': training_step runs once"
-            " per microbatch, so that its own backward() and step() would run once per microbatch"
-            " too. Use automatic optimization (return the loss), or strategy='ddp'."
-        )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise UnsupportedError(
             "training_step(dataloader_iter) pulls its own batches, so that they cannot be dealt."
@@ -64,6 +47,7 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
             "sync_batchnorm=True communicates inside every microbatch, of which ranks have"
             " different numbers. Leave it out, or replace batch by group normalisation."
         )
+    refuse_synchronised(module)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind in type(callback).__mro__:
             if kind.__name__ in _CALLBACKS:
@@ -72,6 +56,20 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
                     f" strategy='cephalo': {_CALLBACKS[kind.__name__]}. Remove it from"
                     " Trainer(callbacks=...)."
                 )
+    _refuse_averaged_statistics(trainer, module)
+
+
+def _refuse_averaged_statistics(trainer: Trainer, module: LightningModule) -> None:
+    """Raise if a callback averages running statistics, which are those of microbatches."""
+    averaging = averaging_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+    if trainer.world_size > 1 and averaging and batch_norms(module):
+        raise UnsupportedError(
+            f"The callback {type(averaging[0]).__name__} averages the running statistics of batch"
+            f" normalisation, which {type(module).__name__} has, or computes them again. Under"
+            " strategy='cephalo' they are those of microbatches. Replace"
+            " batch by group or layer normalisation, or average in a callback of your own:"
+            " torch.optim.swa_utils.AveragedModel in on_fit_start(), update_bn() at the end."
+        )
 
 
 def refuse_shards(module: LightningModule) -> None:
@@ -118,27 +116,15 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> No
     Raises:
         UnsupportedError: The message names the optimizer and the way out.
     """
-    if len(optimizers) > 1:
+    if len(optimizers) > 1 and model.module.automatic_optimization:
         raise UnsupportedError(
             f"configure_optimizers returned {len(optimizers)} optimizers; automatic optimization"
-            " works with one. Use one optimizer with several parameter groups."
+            " works with one. Use one optimizer with several parameter groups, or manual"
+            " optimization (self.automatic_optimization = False)."
         )
     known = model.sharded_parameters()
     for optimizer in optimizers:
-        for kind in type(optimizer).__mro__:
-            if kind.__name__ in _OPTIMIZERS:
-                raise UnsupportedError(
-                    f"The optimizer {type(optimizer).__name__} cannot work on shards:"
-                    f" {_OPTIMIZERS[kind.__name__]}. Use an element-wise one such as AdamW or SGD."
-                )
-        fused = any(group.get("fused") for group in optimizer.param_groups)
-        over_dtensors = not steps_locally(optimizer)
-        if fused and over_dtensors and type(optimizer).__name__ not in _FUSED:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}(fused=True) cannot work on shards: torch's DTensor has"
-                f" rules for the fused kernels of {' and '.join(_FUSED)} only. Leave fused=True"
-                " out; foreach=True is about as fast."
-            )
+        _check_options(optimizer)
         strangers = [
             tuple(parameter.shape)
             for group in optimizer.param_groups
@@ -152,3 +138,34 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> No
                 " fit. Call self.parameters() or self.named_parameters() inside"
                 " configure_optimizers()."
             )
+
+
+def _check_options(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if any(isinstance(optimizer, kind) for kind in (torch.optim.SparseAdam,)):
+        raise UnsupportedError(
+            f"{name} updates only the rows that a batch has used. Gradients of all ranks are summed"
+            " as dense ones, which do not show them. Use Adam or AdamW, and sparse=False in"
+            " nn.Embedding."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise UnsupportedError(
+            f"{name}(differentiable=True) keeps a graph of its update, and parameters in shards are"
+            " no part of graphs. Leave differentiable=True out."
+        )
+    if _is_compiled(optimizer.step):
+        raise UnsupportedError(
+            f"{name}.step is compiled by torch.compile, which would also trace its closure, the"
+            " whole training step. Leave torch.compile(optimizer.step) out; fused=True or"
+            " foreach=True is about as fast."
+        )
+
+
+def _is_compiled(step: Any) -> bool:
+    while step is not None:
+        marks = getattr(step, "__dict__", ())
+        # torch also marks the steps that it never compiles, as LBFGS's
+        if "_torchdynamo_orig_callable" in marks:
+            return "_torchdynamo_disable" not in marks
+        step = getattr(step, "__wrapped__", None)
+    return False

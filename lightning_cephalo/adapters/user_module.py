@@ -11,11 +11,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
-def has_running_statistics(module: nn.Module) -> bool:
-    """Return whether training changes buffers that differ between ranks (batch normalisation)."""
-    return any(getattr(inner, "running_mean", None) is not None for inner in module.modules())
-
-
 def smallest_microbatch(module: nn.Module) -> int:
     """Return 2 if batch normalisation needs more than one value per channel, else 1."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -1,21 +1,18 @@
 """Finds the units of a module: the blocks whose parameters are gathered together.
 
-By default each block in a run of same-typed blocks is a unit (``nn.ModuleList`` or
-``nn.Sequential``: encoder and decoder layers). The root unit holds everything else.
+By default ``sharding/blocks.py`` chooses them: repeated blocks, and by size where few are repeated.
+The root unit holds everything else.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.utils.parametrize import type_before_parametrizations
 
-# A run that is tiny next to the largest one (two heads next to forty blocks) is not worth a gather
-# of its own. Such modules are also the ones that some microbatches skip.
-SMALLEST_RUN_SHARE = 0.1
+from lightning_cephalo.sharding.blocks import blocks_of, type_of
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,12 @@ def find_units(
         ValueError: If a name or type matches nothing, or a unit lies inside another unit.
     """
     if unit_types is None and unit_names is None:
-        chosen = _repeated_blocks(module)
+        chosen = blocks_of(module)
         if not chosen:
             warnings.warn(
                 f"No repeated block (nn.ModuleList or nn.Sequential of modules of one type) was"
-                f" found in {type(module).__name__}: the whole module is one unit, gathered at the"
+                f" found in {type(module).__name__}, nor two layers of a size that is worth a"
+                " gather: the whole module is one unit, gathered at the"
                 " start of a step and kept to its end, so that nothing is saved in memory by"
                 " sharding parameters and no gather is hidden. Name the blocks with"
                 " CephaloStrategy(unit_types=[...]) or unit_names=[...].",
@@ -82,49 +80,6 @@ def find_units(
         chosen = _requested(module, unit_types or (), unit_names or ())
     _refuse_nesting(chosen)
     return _divide_parameters(module, chosen)
-
-
-def _repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    runs = list(_runs("", module))
-    sizes = [sum(_parameter_numel(block) for _, block in run) for run in runs]
-    largest = max(sizes, default=0)
-    chosen: dict[str, nn.Module] = {}
-    for run, size in zip(runs, sizes, strict=True):
-        if size > 0 and size >= SMALLEST_RUN_SHARE * largest:
-            chosen.update(run)
-    return chosen
-
-
-def _runs(prefix: str, module: nn.Module) -> Iterable[list[tuple[str, nn.Module]]]:
-    """Yield the outermost runs of two or more neighbouring modules of one type."""
-    inside: set[int] = set()
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        run: list[tuple[str, nn.Module]] = []
-        for name, child in [*module.named_children(), ("", None)]:
-            if run and (child is None or _type_of(child) is not _type_of(run[0][1])):
-                if len(run) > 1:
-                    inside.update(id(block) for _, block in run)
-                    yield run
-                run = []
-            if child is not None and _can_be_unit(child):
-                run.append((f"{prefix}{name}", child))
-    for name, child in module.named_children():
-        if id(child) not in inside:
-            yield from _runs(f"{prefix}{name}.", child)
-
-
-def _can_be_unit(module: nn.Module) -> bool:
-    containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
-    return not isinstance(module, containers) and _parameter_numel(module) > 0
-
-
-def _type_of(module: nn.Module) -> type[nn.Module]:
-    # weight_norm and the like give each instance a class of its own
-    return type_before_parametrizations(module)
-
-
-def _parameter_numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _requested(
@@ -143,7 +98,7 @@ def _requested(
         found = {
             name: candidate
             for name, candidate in modules.items()
-            if name and (_type_of(candidate).__name__ == wanted or _type_of(candidate) is wanted)
+            if name and (type_of(candidate).__name__ == wanted or type_of(candidate) is wanted)
         }
         if not found:
             raise ValueError(

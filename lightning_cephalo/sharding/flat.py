@@ -23,7 +23,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from weakref import WeakKeyDictionary
@@ -44,13 +44,21 @@ from lightning_cephalo.sharding.collectives import (
 )
 from lightning_cephalo.sharding.layout import Divider, FlatLayout
 from lightning_cephalo.sharding.padding import Padding
-from lightning_cephalo.sharding.placement import as_dtensor, local_part, row_spec, set_local_part
+from lightning_cephalo.sharding.placement import (
+    Meet,
+    Rows,
+    as_dtensor,
+    local_part,
+    row_spec,
+    set_local_part,
+)
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.transfers import Pending
 from lightning_cephalo.sharding.write_guard import (
     GatheredParameter,
     Lock,
+    LockedGradient,
     LockedRows,
     point_to,
 )
@@ -79,6 +87,7 @@ class ShardingContext:
         gradient_buffers: Lends the memory of full gradients.
         padding: Whether nearly equal slices are padded.
         stage: Moves device tensors over backends that run on the host; None: not needed.
+        meet: Waits for all ranks before operators on sharded tensors communicate; None: not.
     """
 
     device: torch.device
@@ -91,6 +100,7 @@ class ShardingContext:
     gradient_buffers: BufferPool = field(default_factory=BufferPool)
     padding: Padding = field(default_factory=Padding)
     stage: HostStage | None = None
+    meet: Meet | None = None
 
     @property
     def rank(self) -> int:
@@ -152,6 +162,8 @@ class Flat:
         ]
         self._own_views = [parameter.data for parameter in self.parameters]
         self._read_versions = [parameter._version for parameter in self.parameters]
+        self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
+        self._has_stand_in = [False] * len(self.parameters)
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.full.untyped_storage().resize_(0)
         self.residence = Residence.OWN
@@ -182,7 +194,8 @@ class Flat:
         self._specs = []
         for index, shape in enumerate(self.shapes):
             rows = None if self.layout is None else self.layout.rows(index)
-            self._specs.append(row_spec(self.context.mesh, rows, shape, self.master_dtype))
+            held = None if rows is None else Rows(rows, self.context.meet)
+            self._specs.append(row_spec(self.context.mesh, held, shape, self.master_dtype))
         self.sharded = [
             _like_parameter(face, original)
             for face, original in zip(self._faces(self.shard), like, strict=True)
@@ -249,6 +262,7 @@ class Flat:
             for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
                 if parameter.requires_grad != sharded.requires_grad:
                     parameter.requires_grad_(sharded.requires_grad)
+            self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
             if self.layout is None or self.context.world_size == 1:
                 return Pending()
             with torch.autograd._unsafe_preserve_version_counter(self.full):
@@ -304,6 +318,68 @@ class Flat:
         if versions == before:
             return [False] * len(versions)
         return [now != then for now, then in zip(versions, before, strict=True)]
+
+    # -- steps with several phases ------------------------------------------------------------
+
+    @property
+    def versions(self) -> list[int]:
+        """Per gathered parameter, a number that rises whenever its values change."""
+        return [parameter._version for parameter in self.parameters]
+
+    def updated(self, parameters: Container[int]) -> None:
+        """Note that the optimizer has changed parameters, so that retained graphs are refused.
+
+        Args:
+            parameters: Ids of the sharded parameters that it may have changed.
+        """
+        for index, (gathered, sharded) in enumerate(
+            zip(self.parameters, self.sharded, strict=True)
+        ):
+            if id(sharded) in parameters and sharded.grad is not None:
+                torch.autograd.graph.increment_version(gathered)
+                self._read_versions[index] += 1
+
+    def show_flags(self, flags: Sequence[bool]) -> None:
+        """Set which gathered parameters need gradients, without a change of the sharded ones."""
+        for parameter, flag in zip(self.parameters, flags, strict=True):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+        self._shown_flags = list(flags)
+
+    def show_gradients(self, names: Sequence[str]) -> None:
+        """Give gathered parameters a stand-in for the gradient that their shards hold.
+
+        Code may set it to None, as ``module.zero_grad()`` does. All other use is refused by name.
+        """
+        for name, parameter, sharded in zip(names, self.parameters, self.sharded, strict=True):
+            if sharded.grad is not None:
+                parameter.grad = LockedGradient(parameter, name)
+        self._has_stand_in = [parameter.grad is not None for parameter in self.parameters]
+
+    def hide_gradients(self) -> None:
+        """Remove the stand-ins of :meth:`show_gradients`."""
+        for parameter, has_stand_in in zip(self.parameters, self._has_stand_in, strict=True):
+            if has_stand_in:
+                parameter.grad = None
+        self._has_stand_in = [False] * len(self.parameters)
+
+    def adopt(self) -> None:
+        """Pass on to the shards what code has done to gathered parameters.
+
+        Code may have changed ``requires_grad``, and set gradients to None.
+        """
+        for index, (parameter, sharded) in enumerate(
+            zip(self.parameters, self.sharded, strict=True)
+        ):
+            shown = self._shown_flags[index]
+            if parameter.requires_grad != shown:
+                sharded.requires_grad_(parameter.requires_grad)
+            elif sharded.requires_grad != shown:
+                parameter.requires_grad_(sharded.requires_grad)
+            self._shown_flags[index] = parameter.requires_grad
+            if self._has_stand_in[index] and parameter.grad is None:
+                sharded.grad = None
+                self._has_stand_in[index] = False
 
     def lock(self, names: Sequence[str]) -> None:
         """Refuse all use of the sharded parameters until :meth:`unlock`.

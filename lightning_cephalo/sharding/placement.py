@@ -2,7 +2,8 @@
 
 Optimizers, gradient clipping, checkpoints and parameter groups see every parameter as a DTensor of
 its original shape and name. ``Shard(0)`` assumes the layout of ``torch.chunk``. :class:`Rows` is a
-``Shard(0)`` that stores the actual rows of each rank.
+``Shard(0)`` that stores the actual rows of each rank. :class:`RowsTensor` is the DTensor: operators
+on it come to ``row_operators.py``, and not to torch's rules, which assume even rows.
 
 Private API: torch has no public way to describe uneven shards (pytorch#169320), so the methods
 below override ``Shard`` internals. ``tests/distributed/test_placement.py`` fails when they change.
@@ -10,16 +11,20 @@ below override ``Shard`` internals. ``tests/distributed/test_placement.py`` fail
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_cephalo.sharding.collectives import all_gather_rows
+
+Meet = Callable[[str, str], None]
+"""Waits until all ranks have come for the same purpose; takes it, and a remedy for messages."""
 
 
 class Rows(Shard):
@@ -32,14 +37,16 @@ class Rows(Shard):
 
     Args:
         rows: ``(first, one past the last)`` row of every rank in rank order.
+        meet: Called before operators communicate; None: they do not wait for other ranks before.
     """
 
-    def __new__(cls, rows: Sequence[tuple[int, int]]) -> Rows:
+    def __new__(cls, rows: Sequence[tuple[int, int]], meet: Meet | None = None) -> Rows:
         return super().__new__(cls, 0)  # type: ignore[call-arg]
 
-    def __init__(self, rows: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, rows: Sequence[tuple[int, int]], meet: Meet | None = None) -> None:
         super().__init__(0)
         self.rows = tuple((int(first), int(end)) for first, end in rows)
+        self.meet = meet
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Rows):
@@ -79,16 +86,66 @@ class Rows(Shard):
         return local_tensor[first:end].clone()
 
 
+class RowsTensor(DTensor):
+    """A tensor of which each rank holds some rows, and that computes like the whole one.
+
+    ::
+
+        average.lerp_(parameter, 0.01)      # element-wise: each rank computes its rows
+        parameter.abs().max()               # a number of the whole tensor, on every rank
+        parameter.T @ parameter             # gathers, and gives a whole plain tensor
+
+    Operators that communicate must run on every rank. [Note: operators on rows] in
+    ``row_operators.py`` has the rules. A pickle of it holds the whole tensor, as a plain one.
+
+    Raises:
+        UnsupportedError: If a rank computes alone what needs the rows of all.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # the rules need this class: importing them above would be circular
+        from lightning_cephalo.sharding.row_operators import compute
+
+        return compute(func, tuple(args), dict(kwargs or {}))
+
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        """Return the whole tensor, on every rank; collective."""
+        from lightning_cephalo.sharding.row_operators import meet_for
+
+        meet_for("full_tensor()", [self])
+        return super().full_tensor(**options)
+
+    def numpy(self, **options: Any) -> Any:
+        """Return the whole tensor as an array; collective."""
+        return self.full_tensor().detach().numpy(**options)
+
+    def tolist(self) -> Any:
+        """Return the whole tensor as numbers; collective."""
+        return self.full_tensor().detach().tolist()
+
+    def __array__(self, *args: Any) -> Any:
+        return self.numpy().__array__(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.full_tensor().detach()
+        if not isinstance(self, nn.Parameter):
+            return plain.__reduce_ex__(protocol)
+        return nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
+
+
 def row_spec(
     mesh: DeviceMesh,
-    rows: Sequence[tuple[int, int]] | None,
+    rows: Sequence[tuple[int, int]] | Rows | None,
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
     """Describe a parameter of ``shape`` with these rows per rank (None: a copy on every rank)."""
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
-    placement = Replicate() if rows is None else Rows(rows)
+    placement = Replicate() if rows is None else rows if isinstance(rows, Rows) else Rows(rows)
     return DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(size, stride, dtype))
 
 
@@ -98,7 +155,20 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     FSDP2 uses the same constructor (``_from_local_no_grad``). The public ``DTensor.from_local``
     runs an autograd function and costs several times as much.
     """
-    return DTensor(local, spec, requires_grad=False)
+    return RowsTensor(local, spec, requires_grad=False)
+
+
+def whole_of(tensor: DTensor) -> torch.Tensor:
+    """Return the whole tensor of one in rows, or the copy that this rank holds; collective.
+
+    Rows may lie on another device than the one that the ranks communicate with.
+    """
+    local, placement, mesh = local_part(tensor).detach(), tensor.placements[0], tensor.device_mesh
+    if not isinstance(placement, Rows):
+        return local
+    sent = local.to(mesh.device_type) if local.device.type != mesh.device_type else local
+    sizes = [end - first for first, end in placement.rows]
+    return all_gather_rows(sent.contiguous(), sizes, mesh.get_group()).to(local.device)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,27 +180,6 @@ def set_local_part(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Replace this rank's rows of a DTensor; nothing is copied."""
     assert isinstance(tensor, DTensor)
     tensor._local_tensor = local
-
-
-def with_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return optimizer state with the rows of its parameter.
-
-    Tensors that DTensor derives (``grad + decay * p``, which SGD stores as its momentum) hold the
-    right rows but have the placement ``Shard(0)``. Their ``full_tensor()`` would be wrong.
-    """
-    if (
-        isinstance(value, DTensor)
-        and isinstance(parameter, DTensor)
-        and value.shape == parameter.shape
-        and value._local_tensor.shape == parameter._local_tensor.shape
-        and value.placements[0].is_shard(0)
-        and not isinstance(value.placements[0], Rows)
-    ):
-        rows = parameter.placements[0]
-        if isinstance(rows, Rows):
-            spec = row_spec(parameter.device_mesh, rows.rows, value.shape, value.dtype)
-            return as_dtensor(value._local_tensor, spec)
-    return value
 
 
 def default_mesh(device_type: str) -> DeviceMesh:

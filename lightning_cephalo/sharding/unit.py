@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -151,6 +151,46 @@ class Unit:
 
     def _show_sharded(self) -> None:
         self._show([flat.sharded for flat in self.flats])
+
+    # -- steps with several phases ------------------------------------------------------------
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """Which parameters need gradients now."""
+        return tuple(p.requires_grad for flat in self.flats for p in flat.sharded)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Per parameter, a number that rises whenever its values change."""
+        return tuple(version for flat in self.flats for version in flat.versions)
+
+    def updated(self, parameters: Container[int]) -> None:
+        """Note that an optimizer may have changed parameters, given by the ids of their shards."""
+        for flat in self.flats:
+            flat.updated(parameters)
+
+    def show_flags(self, flags: Sequence[bool]) -> None:
+        """Set which gathered parameters need gradients; flags as in :attr:`flags`."""
+        start = 0
+        for flat in self.flats:
+            end = start + len(flat.parameters)
+            flat.show_flags(flags[start:end])
+            start = end
+
+    def show_gradients(self) -> None:
+        """Show on gathered parameters that their shards hold gradients."""
+        for names, flat in zip(self._names, self.flats, strict=True):
+            flat.show_gradients(names)
+
+    def hide_gradients(self) -> None:
+        """Undo :meth:`show_gradients`."""
+        for flat in self.flats:
+            flat.hide_gradients()
+
+    def adopt(self) -> None:
+        """Pass on to the shards what code has done to gathered parameters."""
+        for flat in self.flats:
+            flat.adopt()
 
     # -- writes of the user's code ------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.sharding.collectives import all_gather_rows
-from lightning_cephalo.sharding.placement import Rows, local_part
+from lightning_cephalo.sharding.placement import Rows, local_part, whole_of
 from lightning_cephalo.sharding.unit import show_to_recurrent
 from lightning_cephalo.sharding.write_guard import GatheredParameter, LockedRows
 
@@ -113,7 +113,7 @@ def _whole(sharded: torch.Tensor) -> nn.Parameter:
     assert isinstance(sharded, DTensor)
     with torch.no_grad():
         # a rank that holds all rows may get them without a copy
-        values = sharded.full_tensor().clone()
+        values = whole_of(sharded).clone()
     return nn.Parameter(values, requires_grad=sharded.requires_grad)
 
 

@@ -68,26 +68,30 @@ def point_to(parameter: nn.Parameter, values: Tensor) -> None:
     torch.Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
 
 
-class LockedRows(Tensor):
-    """Stands in for this rank's rows of a sharded parameter, and refuses every operator.
+class _Locked(Tensor):
+    """Stands in for a tensor, and refuses every operator.
 
-    Shape, dtype and device of the parameter stay readable.
+    Shape, dtype and device of the tensor stay readable.
 
     Args:
-        rows: The rows that it stands in for.
+        like: The tensor that it stands in for.
         full_name: Name of the parameter, for messages.
 
+    Attributes:
+        refusal: The message, with places for the names and the operator.
+
     Raises:
-        UnitUseError: When an operator reads or writes the parameter.
+        UnitUseError: When an operator reads or writes it.
     """
 
     full_name: str
+    refusal: str
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, rows: Tensor, full_name: str) -> LockedRows:
+    def __new__(cls, like: Tensor, full_name: str) -> Any:
         locked = Tensor._make_wrapper_subclass(
-            cls, rows.shape, strides=rows.stride(), dtype=rows.dtype, device=rows.device
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         locked.full_name = full_name
         return locked
@@ -97,12 +101,30 @@ class LockedRows(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        names = [leaf.full_name for leaf in leaves if isinstance(leaf, LockedRows)]
-        raise UnitUseError(
-            f"training_step reads or writes {spelled(names)} ({func}) while sharded: each rank"
-            " holds some rows, and runs the code once per microbatch. Inside of a step a unit's"
-            f" parameters can be used in its forward only. {REMEDY}"
-        )
+        names = [leaf.full_name for leaf in leaves if isinstance(leaf, cls)]
+        raise UnitUseError(cls.refusal.format(names=spelled(names), operator=func))
+
+
+class LockedRows(_Locked):
+    """Stands in for this rank's rows of a sharded parameter."""
+
+    refusal = (
+        "training_step reads or writes {names} ({operator}) while sharded: each rank holds some"
+        " rows, and runs the code once per microbatch. Inside of a step a unit's parameters can be"
+        " used in its forward only. To read them elsewhere, choose units that hold the code that"
+        " reads them with CephaloStrategy(unit_names=[...]); an empty list makes the whole model"
+        f" one unit. {REMEDY}"
+    )
+
+
+class LockedGradient(_Locked):
+    """Stands in for the gradient of a gathered parameter."""
+
+    refusal = (
+        "training_step uses the gradient of {names} ({operator}) between a forward and its"
+        " backward, where each rank holds some of its rows only. Use gradients behind"
+        " manual_backward(), before the next forward. Set them to None by zero_grad()."
+    )
 
 
 def spelled(names: list[str]) -> str:

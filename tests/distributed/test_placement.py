@@ -22,7 +22,6 @@ from lightning_cephalo.sharding.placement import (
     default_mesh,
     local_part,
     row_spec,
-    with_rows_of,
 )
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.unit import Unit
@@ -121,7 +120,7 @@ def _confused(rank):
             first, end = rows[rank]
             assert torch.equal(local_part(torch.zeros_like(face)), torch.zeros(end - first, 3))
             assert torch.equal(local_part(torch.zeros_like(face) + face), whole[first:end])
-            assert float(face.square().sum().full_tensor()) == float(whole.square().sum())
+            assert float(face.square().sum()) == float(whole.square().sum())
     assert len({face.placements[0] for face in faces}) == len(layouts)
     assert len({hash(face._spec) for face in faces}) == len(layouts)
 
@@ -174,12 +173,12 @@ def _optimizes(rank, fractions):
                     [p.grad for p in module.parameters()], foreach=foreach
                 )
                 torch.testing.assert_close(
-                    norm.full_tensor(),
+                    norm,
                     nn.utils.get_total_norm([p.grad for p in single.parameters()]),
                 )
             norm = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             expected = nn.utils.clip_grad_norm_(single.parameters(), 1.0)
-            torch.testing.assert_close(norm.full_tensor(), expected)
+            torch.testing.assert_close(norm, expected)
             nn.utils.clip_grad_value_(module.parameters(), 0.2)
             nn.utils.clip_grad_value_(single.parameters(), 0.2)
             ours.step()
@@ -188,7 +187,6 @@ def _optimizes(rank, fractions):
             torch.testing.assert_close(face.full_tensor(), plain.detach(), msg=name)
             for key, value in ours.state[face].items():
                 if isinstance(value, torch.Tensor) and value.ndim:
-                    value = with_rows_of(value, face)
                     assert type(value.placements[0]) is type(face.placements[0])
                     assert value.placements == face.placements
                     torch.testing.assert_close(value.full_tensor(), theirs.state[plain][key])
@@ -197,22 +195,6 @@ def _optimizes(rank, fractions):
 @pytest.mark.parametrize("fractions", FRACTIONS, ids=str)
 def test_optimizers_and_clipping_do_what_they_do_on_one_device(fractions):
     run_ranks(len(fractions), _optimizes, fractions)
-
-
-def _loses_its_rows(rank):
-    module = Parameters()
-    shard(module, (0.75, 0.25))
-    face = module.matrix
-    derived = face.detach() * 2
-    assert not isinstance(derived.placements[0], Rows), "with_rows_of is no longer needed"
-    assert torch.equal(with_rows_of(derived, face).full_tensor(), face.full_tensor() * 2)
-    assert with_rows_of(face, face) is face
-    number = torch.tensor(3.0)
-    assert with_rows_of(number, face) is number
-
-
-def test_what_dtensor_derives_from_a_parameter_can_be_given_its_rows_again():
-    run_ranks(2, _loses_its_rows)
 
 
 # -- copies -----------------------------------------------------------------------------------
@@ -225,7 +207,7 @@ def _copies(rank):
         again = pickle.loads(pickle.dumps(face.placements))
         assert again == face.placements
         # torch 2.13 itself can neither pickle nor deep-copy a DTensor whose local part is a view
-        twin = with_rows_of(face.detach().clone(), face)
+        twin = face.detach().clone()
         assert twin.placements == face.placements
         assert type(twin.placements[0]) is type(face.placements[0])
         assert torch.equal(local_part(twin), local_part(face))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from common import (
@@ -14,6 +16,8 @@ from common import (
     trainer,
     values_of,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
 
 # In double precision: several of these divide by differences of tiny moments, which in single
 # precision would magnify that sums are taken in another order than on one device.
@@ -66,7 +70,7 @@ OPTIMIZERS = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
     "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
-    "Lion": lambda p: Lion(p, lr=1e-3),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
 }
 
 
@@ -86,8 +90,8 @@ def _fit(plan, make):
     return model.losses, values_of(model), runs.strategy.optimizer_state(runs.optimizers[0])
 
 
-# one for each way to update: over DTensors, and over local rows in a loop, together, in a kernel
-WITH_EMPTY_RANKS = ("RMSprop", "AdamW loop", "AdamW foreach", "AdamW fused", "Lion")
+# one for each way to update over local rows: in a loop, together, in a kernel, through masks
+WITH_EMPTY_RANKS = ("RMSprop", "AdamW loop", "AdamW foreach", "AdamW fused", "Rprop")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -101,72 +105,366 @@ def test_three_steps_equal_one_device(name):
     assert_same_optimizer_state(state, wanted_state, TOLERANCE)
 
 
+class Lamb(torch.optim.Optimizer):
+    """A user's own: it scales each parameter's update by norms of the whole parameter."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.lerp_(p.grad, 0.1)
+                p.data = p.data - average * (group["lr"] * p.norm() / (average.norm() + 1e-8))
+        return loss
+
+
+class Soap(torch.optim.Optimizer):
+    """A user's own: its state has lists of square matrices of both dimensions, and a number."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad, state = p.grad.reshape(len(p) if p.ndim else 1, -1), self.state[p]
+                if not state:
+                    state["sides"] = [grad.new_zeros(n, n) for n in grad.shape]
+                    state["seen"], state["scale"] = 0, grad.new_zeros(())
+                left, right = state["sides"]
+                left += grad @ grad.T
+                right += grad.T @ grad
+                state["seen"] += 1
+                state["scale"] += grad.norm()
+                inverse = [torch.linalg.inv(m + torch.eye(len(m), dtype=m.dtype))
+                           for m in (left, right)]  # fmt: skip
+                update = (inverse[0] @ grad @ inverse[1]).reshape(p.shape)
+                p.add_(update, alpha=-group["lr"] / state["seen"])
+        return loss
+
+
+class Prodigy(torch.optim.Optimizer):
+    """A user's own: one learning rate, estimated from all parameters and the loss."""
+
+    def __init__(self, params):
+        super().__init__(params, {"estimate": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        size = torch.stack([p.grad.norm() for p in held]).norm().item()
+        for group in self.param_groups:
+            group["estimate"] = max(group["estimate"], min(0.05, float(loss) / size**2))
+        for p in held:
+            p.sub_(p.grad, alpha=self.param_groups[0]["estimate"])
+        return loss
+
+
 class _FusedSGD(torch.optim.SGD):
-    """A subclass: what it does is not known, so that it would run over DTensors."""
+    """A subclass: what it does is not known."""
 
 
-REFUSED = {
-    "LBFGS": lambda p: torch.optim.LBFGS(p),
-    "SparseAdam": lambda p: torch.optim.SparseAdam(p),
-    "Adafactor": lambda p: torch.optim.Adafactor(p),
-    "Muon": lambda p: torch.optim.Muon([parameter for parameter in p if parameter.ndim == 2]),
-    "Rprop": lambda p: torch.optim.Rprop(p),
-    "_FusedSGD(fused=True)": lambda p: _FusedSGD(p, fused=True),
+MORE = {
+    "Lion": lambda p: Lion(p, lr=1e-3),
+    "_FusedSGD fused": lambda p: _FusedSGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "Muon": lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], lr=1e-2),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "Lamb": lambda p: Lamb([{"params": [q]} for q in p], lr=1e-2),
+    "Soap": lambda p: Soap(p, lr=1e-2),
+    "Prodigy": Prodigy,
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4),
+    "LBFGS strong Wolfe": lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
 }
 
 
-def _fit_refused(plan, make):
+def _scope(runs):
+    """Of the optimizer's updates, as they run."""
+    session = getattr(runs.strategy, "_session", None)
+    found = None if session is None else session.updates.of(runs.optimizers[0])
+    return "rows" if found is None else "model" if found._single else "parameter"
+
+
+def _fit_more(plan, folder):
+    """Fit with all optimizers one after another, saving in the middle; also the ways they took."""
+    found = {}
+    for name, make in MORE.items():
+        ways = []
+
+        class Fitted(_Fitted):
+            def on_train_end(self, ways=ways):
+                ways.append(_scope(self.trainer))
+
+        torch.manual_seed(0)
+        model = Fitted(make)
+        options = {"limit_val_batches": 0, "precision": "64-true", "gradient_clip_val": 2.0}
+        if "LBFGS" not in name:
+            options["accumulate_grad_batches"] = 2
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*(one rank|So rank).*")
+            runs = trainer(plan, limit_train_batches=4, **options)
+            runs.fit(model, loader(40), loader(8))
+        path = folder / f"{name}.ckpt"
+        runs.save_checkpoint(path)
+        found[name] = model.losses, values_of(model), ways
+    return found
+
+
+@pytest.fixture(scope="module")
+def more_on_one_device(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    return folder, by_plan(None, _fit_more, folder)
+
+
+@pytest.mark.parametrize("plan", ["3:1", "three"])
+def test_updates_of_whole_parameters_equal_one_device(plan, more_on_one_device, tmp_path):
+    """Losses, weights, and checkpoints with the state of optimizers."""
+    folder, wanted = more_on_one_device
+    found = by_plan(plan, _fit_more, tmp_path)
+    ways = {name: ways for name, (*_, ways) in found.items()}
+    whole = {"Prodigy", "LBFGS", "LBFGS strong Wolfe"}
+    assert ways == {name: ["model" if name in whole else "parameter"] for name in MORE}
+    for name, (losses, values, _) in wanted.items():
+        # line searches and inverses magnify the order of sums
+        tolerance = 1e-6 if name in whole or name == "Soap" else TOLERANCE
+        torch.testing.assert_close(
+            found[name][0],
+            losses,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+        assert_same_tensors(found[name][1], values, tolerance)
+        paths = tmp_path / f"{name}.ckpt", folder / f"{name}.ckpt"
+        saved, wanted_saved = (torch.load(path) for path in paths)
+        _assert_same_tree(saved["optimizer_states"], wanted_saved["optimizer_states"], tolerance)
+
+
+def _assert_same_tree(found, wanted, tolerance):
+    (leaves, tree), (wanted_leaves, wanted_tree) = map(tree_flatten, (found, wanted))
+    assert tree == wanted_tree
+    for one, other in zip(leaves, wanted_leaves, strict=True):
+        if isinstance(other, (torch.Tensor, float)):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+        else:
+            assert one == other
+
+
+RESUMED = ("Soap", "LBFGS")
+
+
+def _fit_a_step_more(plan, folder, steps):
+    found = []
+    for name in RESUMED:
+        model = _Fitted(MORE[name])
+        runs = trainer(plan, max_epochs=steps, limit_val_batches=0, precision="64-true")
+        saved = folder / f"{name}{steps - 1}.ckpt" if steps > 1 else None
+        runs.fit(model, loader(8), loader(8), ckpt_path=saved)
+        runs.save_checkpoint(folder / f"{name}{steps}.ckpt")
+        found += model.losses
+    return found
+
+
+def test_resuming_under_other_plans_continues_the_state_of_owners(tmp_path_factory):
+    losses = []
+    for plans in (["3:1", "three", None], [None] * 3):
+        folder = tmp_path_factory.mktemp("saved")
+        losses.append([by_plan(p, _fit_a_step_more, folder, n + 1) for n, p in enumerate(plans)])
+    found, wanted = losses
+    assert all(len(step) == len(RESUMED) for step in found)
+    for step, wanted_step in zip(found, wanted, strict=True):
+        assert step == pytest.approx(wanted_step, rel=1e-6)
+
+
+class _Nested(torch.optim.Optimizer):
+    """It holds another optimizer, whose state an exchange would not reach."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
+
+
+class _MovesFirst(torch.optim.SGD):
+    """It steps to where gradients are to be computed before it calls the closure."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.9)
+        with torch.enable_grad():
+            return closure()
+
+
+class _Switched(Lamb):
+    def train(self):
+        """Change parameters outside of a step."""
+
+    def eval(self):
+        """Change them back."""
+
+
+def _compiled(p):
+    optimizer = torch.optim.SGD(p, lr=0.1)
+    optimizer.step = torch.compile(optimizer.step)
+    return optimizer
+
+
+REFUSED = {
+    "SparseAdam updates only the rows": lambda p: torch.optim.SparseAdam(p),
+    "AdamW(differentiable=True) keeps": lambda p: torch.optim.AdamW(p, differentiable=True),
+    "SGD.step is compiled": _compiled,
+    "_Nested holds parameters, a module or another optimizer in its attributes ['inner']": _Nested,
+    "_MovesFirst changes parameters before": lambda p: _MovesFirst(p, lr=0.1),
+    "_Switched has train() and eval()": lambda p: _Switched(p, lr=0.1),
+}
+
+
+def _fit_all_refused(plan):
+    found = []
+    # torch.compile, which one of them calls, marks LBFGS as never compiled
+    for make in (*REFUSED.values(), torch.optim.LBFGS):
+        try:
+            _fit(plan, make)
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+        else:
+            found.append(("", "it trained"))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_an_optimizer_that_cannot_train_as_on_one_device_is_refused_by_name_on_every_rank():
+    for *rank, after_compiling in in_ranks(2, _fit_all_refused, "3:1"):
+        assert after_compiling == ("", "it trained")
+        for (kind, message), wanted in zip(rank, REFUSED, strict=True):
+            assert kind == "UnsupportedError", message
+            assert message.startswith(wanted)
+            assert "use " in message.lower() or "Leave " in message
+
+
+class _FailsOnOneRank(Lamb):
+    """On the rank that owns most, in its second step."""
+
+    def step(self, closure):
+        loss = super().step(closure)
+        held = sum(p.numel() for g in self.param_groups for p in g["params"])
+        if self.param_groups[0]["steps"] == 2 and held > 200:
+            raise ValueError("no more")
+        return loss
+
+
+def _fit_failing(plan):
     try:
-        _fit(plan, make)
+        _fit(plan, lambda p: _FailsOnOneRank(p, lr=0.1))
     except Exception as error:
         return type(error).__name__, str(error)
-    return "", "it trained"
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_cannot_work_on_rows_is_refused_by_name_on_every_rank(name):
-    for kind, message in in_ranks(2, _fit_refused, "3:1", REFUSED[name]):
-        assert kind == "UnsupportedError"
-        assert f"{name} cannot work on shards" in message
-        assert "Use an element-wise one" in message or "Leave fused=True out" in message
+def test_a_step_that_fails_on_an_owner_is_raised_on_every_rank():
+    (kind, message), (other, told) = in_ranks(2, _fit_failing, "3:1")
+    assert (kind, message) == ("ValueError", "no more")
+    assert other == "RemoteRankError" and "updating by _FailsOnOneRank" in told
+    assert "no more" in told
 
 
-class _ByItsMean(torch.optim.SGD):
-    """A user's own optimizer, of which no name is known: it divides gradients by their mean."""
+class ScheduleFree(torch.optim.Optimizer):
+    """Its parameters are averages in evaluation, and other points in training."""
+
+    def __init__(self, params):
+        super().__init__(params, {"steps": 0, "training": False})
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def _switch(self, training):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p] and group["training"] != training:
+                    p.lerp_(end=self.state[p]["z"], weight=0.1 if training else 1 - 1 / 0.9)
+            group["training"] = training
+
+    def train(self):
+        self._switch(True)
+
+    def eval(self):
+        self._switch(False)
+
+    @torch.no_grad()
+    def step(self, closure):
         with torch.enable_grad():
             loss = closure()
-        for parameter in self.param_groups[0]["params"]:
-            size = parameter.grad.abs().mean() + parameter.grad.norm()
-            parameter.sub_(parameter.grad / size * 1e-2)
+        for group in self.param_groups:
+            assert group["training"]
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    p.lerp_(end=z, weight=1 / group["steps"])
+                    p.sub_(p.grad, alpha=1e-2 * 0.9 * (1 - 1 / group["steps"]))
+                    z.sub_(p.grad, alpha=1e-2)
         return loss
 
 
-class _ByItsRows(torch.optim.SGD):
-    """Another one, which multiplies matrices."""
+class _Averaged(_Fitted):
+    def on_fit_start(self):
+        self.seen = []
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure()
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.ndim == 2:
-                parameter.sub_(parameter.grad @ parameter.grad.T @ parameter.grad)
-        return loss
+    def on_train_epoch_start(self):
+        self.optimizers().train()
+
+    def on_validation_epoch_start(self):
+        self.optimizers().eval()
+
+    def on_train_batch_end(self, *_):
+        state = self.optimizers().state
+        held = [entries["z"] for entries in state.values()]
+        whole = [z.full_tensor() if isinstance(z, DTensor) else z for z in held]
+        self.seen.append(sum(float(z.norm()) for z in whole))
+
+    def on_train_end(self):
+        self.optimizers().eval()
 
 
-def test_an_unknown_optimizer_that_takes_means_of_gradients_equals_one_device():
-    _, values, _ = by_plan("three", _fit, _ByItsMean)
-    _, wanted, _ = by_plan(None, _fit, _ByItsMean)
+def _fit_averaged(plan):
+    model = _Averaged(ScheduleFree)
+    options = {"strategy_options": {"optimizer_scope": {"ScheduleFree": "element"}}} if plan else {}
+    trainer(plan, max_epochs=2, precision="64-true", **options).fit(model, loader(24), loader(8))
+    return model.seen, values_of(model)
+
+
+def test_an_optimizer_that_is_said_to_be_element_wise_switches_parameters_in_hooks():
+    seen, values = by_plan("three", _fit_averaged)
+    wanted_seen, wanted = by_plan(None, _fit_averaged)
+    assert len(seen) == 6 and seen == pytest.approx(wanted_seen, rel=TOLERANCE)
     assert_same_tensors(values, wanted, TOLERANCE)
 
 
-def test_an_unknown_optimizer_that_mixes_rows_is_stopped_in_its_first_step_on_every_rank():
-    for kind, message in in_ranks(2, _fit_refused, "3:1", _ByItsRows):
-        assert kind == "UnsupportedError"
-        assert message.startswith("matmul() of whole gradients") and "AdamW" in message
+def _fit_claimed(plan):
+    try:
+        model = _Fitted(lambda p: Lamb(p, lr=1e-2))
+        options = {"optimizer_scope": "element"}
+        trainer(plan, options, max_steps=1).fit(model, loader(), loader(8))
+    except Exception as error:
+        return str(error)
+
+
+def test_a_wrong_claim_is_refused_on_every_rank():
+    for message in in_ranks(2, _fit_claimed, "3:1"):
+        assert message.startswith('optimizer_scope="element", but a trial of Lamb')
 
 
 class _MakesItsOptimizerEarly(Net):

@@ -37,6 +37,9 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width)
 
+    def forward(self, x):
+        return self.linear(x)
+
 
 class Model(nn.Module):
     def __init__(self, depth: int = 3) -> None:
@@ -137,6 +140,9 @@ class MixtureBlock(nn.Module):
         self.gate = nn.Linear(4, 3)
         self.experts = nn.ModuleList([Block() for _ in range(3)])
 
+    def forward(self, x):
+        return sum(expert(x) for expert in self.experts)
+
 
 def test_experts_inside_a_block_are_not_units():
     model = nn.Module()
@@ -169,12 +175,165 @@ def test_blocks_without_parameters_are_not_units():
     assert list(units_of(model)) == ["", *(f"blocks.{i}" for i in range(3))]
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_without_a_repeated_block_all_is_one_unit_and_a_warning_says_what_is_lost(depth):
+def test_without_two_layers_all_is_one_unit_and_a_warning_says_what_is_lost():
     with pytest.warns(UserWarning, match=r"whole module is one unit.*unit_types="):
-        units = find_units(Model(depth))
+        units = find_units(Model(depth=0))
     assert [unit.name for unit in units] == [""]
-    assert len(units[0].parameters) == 2 + 2 * depth
+    assert len(units[0].parameters) == 2
+
+
+class Stage(nn.Module):
+    """A block that holds blocks: of a U-Net, or of a network whose stages grow."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([TwoLayers(width) for _ in range(depth)])
+        self.down = nn.Linear(width, 2 * width)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.down(x)
+
+
+class TwoLayers(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+class Other(Block):
+    pass
+
+
+def holder(**children: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for name, child in children.items():
+        setattr(model, name, child)
+    return model
+
+
+def sequential(width: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+class ReadsWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.first, self.second, self.code = (nn.Linear(8, 8) for _ in range(3))
+        self.coder, self.last = Coder(), nn.Linear(8, 8)
+        self.last.weight.data.zero_()
+
+    def forward(self, x):
+        x = nn.functional.linear(self.second(self.first(x)), self.code.weight)
+        return self.last(self.coder.decode(x))
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.down(x)
+
+    def decode(self, x):
+        return self.up(self.down(x))
+
+
+class WithoutForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def encode(self, x):
+        return self.b(self.a(x))
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.wide = sequential()
+
+    def forward(self, x):
+        return self.wide(self.attention(x, x, x)[0])
+
+
+OTHER_MODELS = {
+    "a list of Sequentials": (
+        lambda: holder(blocks=nn.ModuleList([sequential() for _ in range(3)])),
+        "blocks.0 blocks.1 blocks.2",
+    ),
+    "stages, one of them of one block": (
+        lambda: holder(stages=nn.ModuleList([Stage(4, 1), Stage(8, 3), Stage(16, 2)])),
+        "stages.0.blocks.0 stages.1.blocks.0 stages.1.blocks.1 stages.1.blocks.2"
+        " stages.2.blocks.0 stages.2.blocks.1",
+    ),
+    "stages, two of them alike": (
+        lambda: holder(stages=nn.ModuleList([Stage(w, 2) for w in (4, 4, 8, 16)])),
+        " ".join(f"stages.{stage}.blocks.{block}" for stage in range(4) for block in range(2)),
+    ),
+    "stages in a Sequential": (
+        lambda: nn.Sequential(
+            nn.Sequential(TwoLayers(4), TwoLayers(4)), nn.Sequential(TwoLayers(8), TwoLayers(8))
+        ),
+        "0.0 0.1 1.0 1.1",
+    ),
+    "stages of U-Nets of other types, and one between": (
+        lambda: holder(
+            down=nn.ModuleList([Stage(8, 2), holder(blocks=nn.ModuleList([TwoLayers(8)] * 1))]),
+            middle=TwoLayers(8),
+            up=nn.ModuleList([Stage(8, 2)]),
+        ),
+        "down.0.blocks.0 down.0.blocks.1 down.1.blocks.0 middle up.0.blocks.0 up.0.blocks.1",
+    ),
+    "blocks of two types in turns": (
+        lambda: holder(layers=nn.ModuleList([Block(8), Other(8), Block(8), Other(8)])),
+        "layers.0 layers.1 layers.2 layers.3",
+    ),
+    "a block of another type among others, and a small one": (
+        lambda: holder(layers=nn.ModuleList([Block(8), Block(8), Other(8), nn.LayerNorm(2)])),
+        "layers.0 layers.1 layers.2",
+    ),
+    "experts in all blocks but the first": (
+        lambda: holder(layers=nn.ModuleList([Block(), MixtureBlock(), MixtureBlock()])),
+        "layers.0 layers.1 layers.2",
+    ),
+    "a plain list of layers": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 4)),
+        "2 3",
+    ),
+    "layers by size": (
+        lambda: nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8), nn.LayerNorm(8)),
+        "0 2",
+    ),
+    "layers whose weights other code reads": (ReadsWeights, "first second last"),
+    "a part that is called by another name": (
+        lambda: holder(part=WithoutForward(), head=nn.Linear(8, 8)),
+        "part.a part.b head",
+    ),
+    "attention of torch": (Attends, "attention wide.0 wide.2"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_models_of_other_shapes_have_sensible_units(name):
+    make, expected = OTHER_MODELS[name]
+    assert list(units_of(make())) == ["", *expected.split()]
+
+
+def test_blocks_of_hugging_face_stages_are_units():
+    from transformers import ResNetConfig, ResNetModel, SwinConfig, SwinModel
+
+    swin = SwinConfig(image_size=16, patch_size=2, embed_dim=4, depths=[2, 1], num_heads=[1, 2])
+    names = list(units_of(build(lambda: SwinModel(swin))))
+    blocks = ["0.blocks.0", "0.blocks.1", "1.blocks.0"]
+    assert names == ["", *(f"encoder.layers.{block}" for block in blocks)]
+    resnet = ResNetConfig(embedding_size=4, hidden_sizes=[32, 64], depths=[2, 1])
+    names = list(units_of(build(lambda: ResNetModel(resnet))))
+    blocks = ["0.layers.0", "0.layers.1", "1.layers.0"]
+    assert names == ["", *(f"encoder.stages.{block}" for block in blocks)]
 
 
 # -- shared parameters ------------------------------------------------------------------------

@@ -1,0 +1,433 @@
+"""Runs an optimizer's own step on whole parameters, each on the rank that owns it.
+
+After the closure the owners get the rows of parameters and gradients (``sharding/owners.py``). The
+optimizer then finds plain parameters in its groups: those that its rank owns. Its own ``step`` runs
+unchanged. Afterwards all ranks get their rows of the new values.
+
+Each owned parameter has one plain object for the whole training, whose memory exists only during
+updates. So optimizers may keep what belongs to a parameter under its identity.
+
+State stays on the owner. Between steps ``optimizer.state`` has the same entries on every rank:
+tensors as DTensors whose rows lie on the owner, everything else as equal values. Hooks and
+checkpoints read them as those of parameters.
+
+If the update depends on the whole model, one rank owns everything. Only that rank runs the step; it
+may evaluate its closure as often as it likes. The others follow: they run the closure together with
+it, and leave their own ``step`` at its first closure.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.sharding.owners import Owners, on_owner
+from lightning_cephalo.sharding.placement import local_part
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Stands for a tensor of the owner's state in messages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _StepElsewhere(BaseException):
+    """Ends a step on a rank that only follows; no user's ``except Exception`` catches it."""
+
+    def __init__(self, outcome: Any) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
+class OwnedUpdate:
+    """The updates of an optimizer on whole parameters; lives as long as the optimizer.
+
+    Args:
+        optimizer: The optimizer; its parameters are DTensors.
+        owners: Which rank owns which parameter.
+        control: Messages between ranks.
+        single: Whether one rank owns everything.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, owners: Owners, control: ControlGroup, single: bool
+    ) -> None:
+        self._optimizer, self._owners, self._control = optimizer, owners, control
+        self._single = single
+        self._runs = not single or owners.largest == control.rank
+        self._whole: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._meanwhile = ExitStack()
+        self._shown: list[list[Tensor]] | None = None
+        self._before: list[list[Any]] = []
+        self._state: Any = None
+        self._faces: dict[Tensor, dict[str, Any]] = {}
+        # state between two evaluations of a closure: the dict, and what it held
+        self._unfinished: dict[Tensor, tuple[dict[str, Any], dict[str, Any]]] = {}
+        owners.assign(self.parameters())
+
+    @property
+    def owners(self) -> Owners:
+        """Which rank owns which parameter."""
+        return self._owners
+
+    def parameters(self) -> list[DTensor]:
+        """Return the optimizer's parameters in the order of its groups."""
+        groups = self._shown or [group["params"] for group in self._optimizer.param_groups]
+        return cast("list[DTensor]", list(itertools.chain.from_iterable(groups)))
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def wrapped(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
+        """Return a closure that also brings the parameters to their owners; collective."""
+
+        def closure_and_collect() -> Any:
+            if self._shown is not None:
+                self._go_on()
+            outcome = closure() if closure is not None else None
+            self.show()
+            if not self._runs:
+                self._follow(closure)
+                raise _StepElsewhere(outcome)
+            return outcome
+
+        return closure_and_collect
+
+    def _go_on(self) -> None:
+        """Give all ranks the parameters at which the closure is evaluated once more."""
+        if not self._single:
+            raise UnsupportedError(
+                f"{type(self._optimizer).__name__} evaluates its closure several times a step, and"
+                " ranks may do so differently often. Use"
+                ' CephaloStrategy(optimizer_scope="model"): one rank then decides for all.'
+            )
+        self._control.broadcast(True, self._owners.largest)
+        state = self._optimizer.state
+        self._unfinished = {
+            key: (entries, dict(entries))
+            for key, entries in state.items()
+            if isinstance(key, Tensor)
+        }
+        self._hide()
+
+    def _follow(self, closure: Callable[[], Any] | None) -> None:
+        """Do what the running rank asks for, until its step is over."""
+        while self._control.broadcast(None, self._owners.largest):
+            self._hide()
+            assert closure is not None
+            closure()
+            self.show()
+        self.finish(None)
+
+    def show(self) -> None:
+        """Put whole parameters in place of DTensors; collective."""
+        optimizer, owners = self._optimizer, self._owners
+        parameters = self.parameters()
+        owners.assign(parameters)  # groups may have come since the last step
+        doing = f"making room for the whole parameters of {type(optimizer).__name__}"
+        whole = self._control.together(doing, lambda: [self._room(p) for p in parameters])
+        with torch.no_grad():
+            owners.collect(parameters, [local_part(p) for p in parameters], whole)
+            graded = [i for i, p in enumerate(parameters) if p.grad is not None]
+            gradients = [None if whole[i] is None else whole[i].grad for i in graded]
+            owners.collect(
+                [parameters[i] for i in graded],
+                [local_part(cast(Tensor, parameters[i].grad)) for i in graded],
+                gradients,
+            )
+        # private, as in adapters/optimizer.py: no mode of the user sees the exchange
+        self._meanwhile.enter_context(torch._C.DisableTorchFunction())
+        self._shown = [list(group["params"]) for group in optimizer.param_groups]
+        self._before = [_numbers(group) for group in optimizer.param_groups]
+        self._state, optimizer.state = optimizer.state, defaultdict(dict)
+        for key, entries in self._state.items():
+            if not isinstance(key, DTensor):
+                optimizer.state[key] = entries
+            elif key in self._whole:
+                # the same dict: a step may have looked it up before its closure
+                self._faces[key] = dict(entries)
+                entries.update(pytree.tree_map_only(Tensor, local_part, self._faces[key]))
+                optimizer.state[self._whole[key]] = entries
+        for whole_key, (entries, values) in self._unfinished.items():
+            entries.clear()
+            entries.update(values)
+            optimizer.state[whole_key] = entries
+        self._unfinished = {}
+        for group, held in zip(optimizer.param_groups, self._shown, strict=True):
+            # in place: an optimizer may hold the list itself
+            group["params"][:] = [self._whole[p] for p in held if owners.owns(p)]
+
+    def _room(self, parameter: DTensor) -> Tensor | None:
+        if not self._owners.owns(parameter):
+            return None
+        if parameter not in self._whole:
+            values = torch.empty(
+                parameter.shape, dtype=parameter.dtype, device=local_part(parameter).device
+            )
+            made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            made.__dict__.update(parameter.__dict__)  # the user's tags
+            self._whole[parameter] = made
+        whole = cast(nn.Parameter, self._whole[parameter])
+        storage = whole.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(whole.numel() * whole.element_size())
+        whole.requires_grad_(parameter.requires_grad)
+        whole.grad = None if parameter.grad is None else torch.empty_like(whole)
+        return whole
+
+    def _hide(self) -> None:
+        """Give all ranks their rows, and put the DTensors back; collective."""
+        self.restore()
+        parameters = self.parameters()
+        whole = [self._whole.get(p) if self._owners.owns(p) else None for p in parameters]
+        with torch.no_grad():
+            self._owners.spread(
+                parameters,
+                [None if each is None else each.detach() for each in whole],
+                [local_part(p).detach() for p in parameters],
+            )
+
+    def finish(self, failure: BaseException | None) -> None:
+        """End the step: new values, state and options for all ranks; collective.
+
+        Does nothing unless whole parameters are shown.
+
+        Args:
+            failure: What the step raised on this rank; then no rank gets new values.
+        """
+        if self._shown is None:
+            return
+        optimizer, control = self._optimizer, self._control
+        if self._single and self._runs:
+            control.broadcast(False, self._owners.largest)
+        by_whole = {key: _copied(entries) for key, entries in optimizer.state.items()}
+        try:
+            control.raise_if_any_failed(failure, f"updating by {type(optimizer).__name__}")
+            message = control.together("reading the optimizer's state", self._message)
+            messages = control.gather(message)
+        except BaseException:
+            self.restore()
+            self._free([])
+            raise
+        self._hide()
+        self._take_options(messages)
+        self._take_state(messages, by_whole)
+        self._free(by_whole.values())
+
+    def restore(self) -> None:
+        """Put the DTensors back, with the state of the last step; no communication."""
+        if self._shown is None:
+            return
+        optimizer, shown = self._optimizer, self._shown
+        self._shown = None
+        optimizer.state, self._state = self._state, None
+        for parameter, entries in self._faces.items():
+            optimizer.state[parameter].clear()
+            optimizer.state[parameter].update(entries)
+        self._faces = {}
+        for group, held in zip(optimizer.param_groups, shown, strict=True):
+            group["params"][:] = held
+        self._meanwhile.close()
+
+    def _free(self, states: Any) -> None:
+        """Free the memory of whole parameters, unless state shares it."""
+        leaves = [leaf for leaf in pytree.tree_leaves(list(states)) if isinstance(leaf, Tensor)]
+        shared = {local_part(leaf).untyped_storage()._cdata for leaf in leaves}
+        for whole in self._whole.values():
+            whole.grad = None
+            if whole.untyped_storage()._cdata not in shared:
+                whole.untyped_storage().resize_(0)
+
+    # -- what all ranks know ------------------------------------------------------------------
+
+    def _message(self) -> dict[str, Any]:
+        """Return what this rank's step has made of options and state, without the tensors."""
+        optimizer = self._optimizer
+        assert self._shown is not None
+        if not self._runs:
+            return {"options": {}, "state": {}, "common": {}}
+        options = {
+            index: _changed(group, before)
+            for index, (group, before) in enumerate(
+                zip(optimizer.param_groups, self._before, strict=True)
+            )
+            if group["params"]
+        }
+        state = {
+            index: pytree.tree_map(self._told, optimizer.state[self._whole[p]])
+            for index, p in enumerate(self.parameters())
+            if self._owners.owns(p) and self._whole[p] in optimizer.state
+        }
+        common = {
+            key: pytree.tree_map(self._told, entries)
+            for key, entries in optimizer.state.items()
+            if not isinstance(key, Tensor)
+        }
+        return {"options": options, "state": state, "common": common if state else {}}
+
+    def _told(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and type(leaf) in (Tensor, nn.Parameter) and not leaf.is_sparse:
+            return _Held(tuple(leaf.shape), leaf.dtype) if leaf.ndim else leaf.detach().cpu()
+        if isinstance(leaf, _PLAIN):
+            return leaf
+        raise UnsupportedError(
+            f"{type(self._optimizer).__name__} keeps a {type(leaf).__name__} in its state, which"
+            " other ranks and checkpoints cannot hold: expected tensors, numbers and containers of"
+            " them. Use an optimizer with such state, or strategy='ddp'."
+        )
+
+    def _take_options(self, messages: list[dict[str, Any]]) -> None:
+        """Give every rank the numbers that owners have written to their groups."""
+        for index, group in enumerate(self._optimizer.param_groups):
+            for message in messages:
+                if index in message["options"]:
+                    group.update(message["options"][index])
+                    break
+
+    def _take_state(self, messages: list[dict[str, Any]], by_whole: Any) -> None:
+        state, rank = self._optimizer.state, self._control.rank
+        for index, parameter in enumerate(self.parameters()):
+            owner = self._owners.of(parameter)
+            told = messages[owner]["state"].get(index)
+            if told is None:
+                state.pop(parameter, None)
+                continue
+            own = by_whole[self._whole[parameter]] if owner == rank else None
+            entries = _shown_state(told, own, state.get(parameter, {}), parameter, owner)
+            # the same dict, which hooks may hold
+            state[parameter].clear()
+            state[parameter].update(entries)
+        for message in messages:
+            if message["common"]:
+                state.update(message["common"])
+                break
+
+    def loaded(self, entries: Any, parameter: DTensor) -> Any:
+        """Return saved state of whole tensors as this rank shows it, on the right device."""
+        owner = self._owners.of(parameter)
+
+        def place(value: Tensor) -> Tensor:
+            if not value.ndim or isinstance(value, DTensor):
+                return value
+            dtype = parameter.dtype if value.is_floating_point() else value.dtype
+            meta = torch.empty(value.shape, dtype=dtype, device="meta")
+            own = None
+            if owner == self._owners.rank:
+                # a copy, so that the loaded file's memory is free
+                own = value.detach().to(local_part(parameter).device, dtype, copy=True).contiguous()
+            return on_owner(own, owner, parameter, meta)
+
+        return pytree.tree_map_only(Tensor, place, entries)
+
+    def adopt_state(self) -> None:
+        """Bring state that exists in rows to the owners; collective."""
+        state = self._optimizer.state
+        for parameter in self.parameters():
+            if parameter in state:
+                whole = pytree.tree_map_only(
+                    DTensor, lambda value: value.full_tensor().detach(), state[parameter]
+                )
+                state[parameter] = self.loaded(whole, parameter)
+
+
+@contextmanager
+def following(optimizer: Optimizer) -> Iterator[None]:
+    """While active, ``optimizer.step`` returns where it is left for a step of another rank."""
+    before = vars(optimizer).get("step")
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_or_follow(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except _StepElsewhere as end:
+            # private: torch runs these behind a step's body, which was left
+            hooks = (
+                optimizer._optimizer_step_post_hooks,
+                torch_optimizer._global_optimizer_post_hooks,
+            )
+            for hook in itertools.chain.from_iterable(each.values() for each in hooks):
+                hook(optimizer, args, kwargs)
+            return end.outcome
+
+    optimizer.step = step_or_follow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del optimizer.step
+        else:
+            optimizer.step = before  # type: ignore[method-assign]
+
+
+def _shown_state(told: Any, own: Any, held: Any, parameter: DTensor, owner: int) -> Any:
+    """Return state as every rank shows it."""
+    leaves, spec = pytree.tree_flatten(told)
+    owns = pytree.tree_leaves(own) if own is not None else [None] * len(leaves)
+    faces, before = pytree.tree_flatten(held)
+    if before != spec:
+        faces = [None] * len(leaves)
+    made = []
+    for leaf, value, face in zip(leaves, owns, faces, strict=True):
+        if not isinstance(leaf, _Held):
+            made.append(leaf if value is None else value)
+        elif (
+            isinstance(face, DTensor)
+            and face.shape == leaf.shape
+            and face.dtype == leaf.dtype
+            and (value is None or local_part(face) is value)
+        ):
+            made.append(face)
+        else:
+            meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            made.append(on_owner(value, owner, parameter, meta))
+    return pytree.tree_unflatten(made, spec)
+
+
+def _copied(entries: Any) -> Any:
+    return dict(entries) if isinstance(entries, dict) else entries
+
+
+def _numbers(group: dict[str, Any]) -> list[Any]:
+    """Return what shows whether an update has written to the options of a group."""
+    return [
+        (path, leaf._version if isinstance(leaf, Tensor) else leaf, id(leaf))
+        for path, leaf in pytree.tree_flatten_with_path(_options(group))[0]
+    ]
+
+
+def _changed(group: dict[str, Any], before: list[Any]) -> dict[str, Any]:
+    now, names = _numbers(group), set()
+    known = {path: (value, key) for path, value, key in before}
+    for path, value, key in now:
+        was = known.pop(path, None)
+        if was is None or (key != was[1] and value != was[0]) or (value != was[0]):
+            names.add(path[0].key)
+    names |= {path[0].key for path in known}
+    return {
+        name: pytree.tree_map_only(Tensor, lambda value: value.detach().cpu(), group[name])
+        for name in names
+        if name in group
+    }
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}

@@ -1,0 +1,371 @@
+"""Finds out what an optimizer's update of one element depends on.
+
+An update that depends on the element alone runs on each rank's rows. One that depends on the whole
+parameter (Muon, Adafactor, LAMB) runs where all rows of it are. One that depends on the whole model
+(LBFGS, Prodigy) runs where the whole model is.
+
+For an optimizer of which nothing is known, a copy of it updates a few small random parameters: all
+together, and each alone. If the results differ, its update depends on the whole model. The trial
+never decides that an update is element-wise. Too many optimizers factor or quantise a tensor only
+above some size, so a trial on small tensors would be wrong without an error. Users say so with
+``CephaloStrategy(optimizer_scope="element")``, and a trial contradicts what is plainly wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+# Steps of a trial: more than the periods of common slow updates (5, 6 and 10).
+_STEPS = 12
+# Parameters of a trial, and of one kind in one group.
+_MOST, _OF_A_KIND = 16, 2
+# A difference, relative to the largest change, below which results count as equal: batched kernels
+# sum in another order.
+_ALIKE = 1e-3
+_SHAPES = ((6, 4, 3, 2, 2), (5, 7, 2, 3, 1))
+
+
+class Scope(Enum):
+    """What the update of one element of a parameter depends on."""
+
+    ELEMENT = "element"
+    PARAMETER = "parameter"
+    MODEL = "model"
+
+
+_KNOWN: dict[type[Optimizer], Scope] = {
+    **dict.fromkeys(
+        (
+            torch.optim.SGD,
+            torch.optim.Adam,
+            torch.optim.AdamW,
+            torch.optim.Adamax,
+            torch.optim.NAdam,
+            torch.optim.RAdam,
+            torch.optim.RMSprop,
+            torch.optim.Adagrad,
+            torch.optim.Adadelta,
+            torch.optim.ASGD,
+            torch.optim.Rprop,
+        ),
+        Scope.ELEMENT,
+    ),
+    torch.optim.Adafactor: Scope.PARAMETER,
+    torch.optim.LBFGS: Scope.MODEL,
+}
+if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
+    _KNOWN[torch.optim.Muon] = Scope.PARAMETER
+
+# Element-wise in the versions of docs/optimizers.md; a trial checks that they still are.
+_ELEMENT_WISE_PACKAGES = {
+    ("adabelief_pytorch", "AdaBelief"),
+    ("lion_pytorch", "Lion"),
+    ("schedulefree", "AdamWScheduleFree"),
+    ("schedulefree", "RAdamScheduleFree"),
+    ("schedulefree", "SGDScheduleFree"),
+}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A parameter of a trial, or some of its rows: where it starts, and where gradients pull it."""
+
+    start: Tensor
+    target: Tensor
+
+    def rows(self, rows: slice) -> _Piece:
+        return _Piece(self.start[rows], self.target[rows])
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of a trial.
+
+    Attributes:
+        scope: What the optimizer's update was seen to depend on; MODEL if the trial failed.
+        is_element_wise: Whether whole tensors and cut ones were updated alike.
+        moves_first: Whether the step changes parameters before it calls the closure.
+        draws: Whether the step draws random numbers.
+        why: Why the scope is MODEL.
+    """
+
+    scope: Scope
+    is_element_wise: bool = False
+    moves_first: bool = False
+    draws: bool = False
+    why: str = ""
+
+
+def known_scope(optimizer: Optimizer) -> Scope | None:
+    """Return the scope of torch's own optimizers; None for others, and for subclasses."""
+    return _KNOWN.get(type(optimizer))
+
+
+def is_listed(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer is one of a package whose updates were found element-wise."""
+    kind = type(optimizer)
+    return (kind.__module__.partition(".")[0], kind.__name__) in _ELEMENT_WISE_PACKAGES
+
+
+def claimed_scope(optimizer: Optimizer, claims: str | Mapping[Any, str]) -> Scope | None:
+    """Return the scope that the user's option gives an optimizer; None: it is to be found out.
+
+    Raises:
+        ValueError: If it is none of the possible values.
+    """
+    claim: Any = claims
+    if isinstance(claims, Mapping):
+        kinds = type(optimizer).__mro__
+        names = itertools.chain.from_iterable((kind, kind.__name__) for kind in kinds)
+        claim = next((claims[name] for name in names if name in claims), "auto")
+    return None if claim == "auto" else Scope(claim)
+
+
+def try_out(optimizer: Optimizer) -> Trial:
+    """Run a few steps of copies of the optimizer on small random parameters.
+
+    The optimizer, its parameters and all random generators stay as they are. Nothing is
+    communicated. It runs on the CPU, so that all ranks find the same.
+    """
+    groups = _stand_ins(optimizer)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return _trial(optimizer, groups)
+        except Exception as failure:
+            return Trial(Scope.MODEL, why=f"a trial raised {type(failure).__name__}: {failure}")
+
+
+def _trial(optimizer: Optimizer, groups: list[list[_Piece | None]]) -> Trial:
+    if optimizer.state:
+        return Trial(Scope.MODEL, why="it has state already, so that no copy of it can be tried")
+    before = torch.get_rng_state()
+    together = _run(optimizer, groups, lambda p: p)
+    draws = not torch.equal(before, torch.get_rng_state())
+    if together.moves_first:
+        return Trial(Scope.MODEL, moves_first=True, draws=draws)
+    if together.evaluations > 1:
+        return Trial(Scope.MODEL, draws=draws, why="it evaluates its closure several times a step")
+    element_wise = _cut_alike(optimizer, groups, together)
+    for g, group in enumerate(groups):
+        for i, parameter in enumerate(group):
+            if parameter is None:
+                continue
+            alone = [[None] * len(other) for other in groups]
+            alone[g][i] = parameter  # type: ignore[call-overload]
+            one = _run(optimizer, alone, lambda p: p)
+            found = _difference(one, together, g, i, parameter.start)
+            if found:
+                return Trial(Scope.MODEL, draws=draws, why=found)
+    return Trial(Scope.PARAMETER, element_wise, draws=draws)
+
+
+def _stand_ins(optimizer: Optimizer) -> list[list[_Piece | None]]:
+    """Return a small random tensor for some of the parameters of every group, None for others."""
+    generator = torch.Generator().manual_seed(7)
+    counts: dict[tuple[str, int], int] = {}
+    found: list[list[_Piece | None]] = []
+    for group in optimizer.param_groups:
+        options = repr({k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")})
+        found.append([])
+        for parameter in group["params"]:
+            kind = (options, parameter.ndim)
+            count = counts.get(kind, 0)
+            if count == _OF_A_KIND or sum(counts.values()) >= _MOST or parameter.ndim > 5:
+                found[-1].append(None)
+                continue
+            counts[kind] = count + 1
+            shape = _SHAPES[count][: parameter.ndim]
+            start, target = (torch.randn(shape, generator=generator) for _ in range(2))
+            dtype = parameter.dtype
+            found[-1].append(_Piece(start.to(dtype), target.to(dtype)))
+    return found
+
+
+@dataclass
+class _Run:
+    """What a copy has made of its parameters: by group and index, values after every step."""
+
+    values: dict[tuple[int, int], list[Tensor]]
+    state: dict[tuple[int, int], Any]
+    options: list[dict[str, Any]]
+    common: dict[Any, Any]
+    moves_first: bool
+    evaluations: int
+
+
+def _run(
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[_Piece | None]],
+    shown: Callable[[Tensor], Tensor],
+) -> _Run:
+    """Let a copy of the optimizer update parameters by gradients that pull them to targets."""
+    held: dict[tuple[int, int], Tensor] = {}
+    targets: dict[tuple[int, int], Tensor] = {}
+    for g, group in enumerate(groups):
+        for i, piece in enumerate(group):
+            if piece is not None:
+                original = optimizer.param_groups[g]["params"][i]
+                targets[g, i] = piece.target
+                held[g, i] = shown(nn.Parameter(piece.start.clone()))
+                held[g, i].__dict__.update(original.__dict__)
+    clone = _clone(optimizer, held)
+    run = _Run({}, {}, [], {}, False, 0)
+    last: dict[tuple[int, int], Tensor] = {}
+    for step in range(_STEPS):
+        last = {place: tensor.detach().clone() for place, tensor in held.items()}
+        evaluations = 0
+
+        def closure(step: int = step, last: Mapping[Any, Tensor] = last) -> Tensor:
+            nonlocal evaluations
+            if evaluations == 0:
+                moved = any(not _same_bits(held[place], last[place]) for place in held)
+                run.moves_first |= moved
+            evaluations += 1
+            for place, tensor in held.items():
+                # gradients of many sizes, so that clipping by a norm of all becomes visible
+                pull = tensor.detach() - targets[place]
+                tensor.grad = pull * 10.0 ** (sum(place) % 3 - 1)
+            return torch.tensor(1.0 / (step + 1))
+
+        clone.step(closure)  # type: ignore[arg-type]
+        run.evaluations = max(run.evaluations, evaluations)
+        for place, tensor in held.items():
+            run.values.setdefault(place, []).append(tensor.detach().clone())
+    places = {id(tensor): place for place, tensor in held.items()}
+    for key, entries in clone.state.items():
+        if id(key) in places:
+            run.state[places[id(key)]] = entries
+        else:
+            run.common[key] = entries
+    run.options = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in clone.param_groups
+    ]
+    return run
+
+
+def _clone(optimizer: Optimizer, held: Mapping[tuple[int, int], Tensor]) -> Optimizer:
+    """Return a copy of an optimizer that holds other parameters, and has no hooks."""
+    clone: Any = object.__new__(type(optimizer))
+    skipped = ("state", "param_groups", "step", "_params")
+    for name, value in vars(optimizer).items():
+        if name in skipped:
+            continue
+        clone.__dict__[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value)
+    clone.state = defaultdict(dict)
+    clone.param_groups = []
+    for g, group in enumerate(optimizer.param_groups):
+        options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+        members = [held[place] for place in sorted(held) if place[0] == g]
+        clone.param_groups.append({"params": members, **options})
+    if callable(getattr(clone, "train", None)):
+        clone.train()
+    return clone
+
+
+def _cut_alike(
+    optimizer: Optimizer, groups: Sequence[Sequence[_Piece | None]], together: _Run
+) -> bool:
+    """Return whether rows are updated as in whole tensors, and all state has their rows."""
+
+    def cut(piece: _Piece | None, rows: slice) -> _Piece | None:
+        if piece is None or not piece.start.ndim:  # every rank has all of a 0-d parameter
+            return piece
+        return piece.rows(rows)
+
+    upper, lower = (
+        [[cut(piece, rows) for piece in group] for group in groups]
+        for rows in (slice(2), slice(2, None))
+    )
+    try:
+        runs = [_run(optimizer, part, lambda p: p.detach()) for part in (upper, lower)]
+    except Exception:
+        return False
+    for place, values in together.values.items():
+        piece, value = groups[place[0]][place[1]], values[-1]
+        assert piece is not None
+        steps = zip(*(run.values[place] for run in runs), strict=True)
+        joined = [torch.cat(parts) if value.ndim else parts[0] for parts in steps]
+        if not _equal(joined, values, piece.start):
+            return False
+        leaves = [leaf for leaf in pytree.tree_leaves(together.state.get(place, {}))
+                  if isinstance(leaf, Tensor)]  # fmt: skip
+        if any(leaf.ndim and leaf.shape != value.shape for leaf in leaves):
+            return False
+    return not _unlike(runs[0].options, together.options)
+
+
+def _equal(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Tensor) -> bool:
+    """Return whether values after every step are alike, until they are not finite any more."""
+    for one, other in zip(found, wanted, strict=True):
+        if not other.isfinite().all():
+            break
+        most = (other - start).abs().max() if other.numel() else 0.0
+        if not bool(((one - other).abs() <= _ALIKE * most).all()):
+            return False
+    return True
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
+
+
+def _difference(one: _Run, together: _Run, g: int, i: int, start: Tensor) -> str:
+    """Say what differs for a parameter that is updated alone; empty: nothing."""
+    place = (g, i)
+    if not _equal(one.values[place], together.values[place], start):
+        return "its update of a parameter changes with the other parameters"
+    unlike = _unlike(one.state.get(place, {}), together.state.get(place, {}))
+    if unlike:
+        return f"its state of a parameter changes with the other parameters ({unlike})"
+    unlike = _unlike(one.options[g], together.options[g]) or _unlike(one.common, together.common)
+    return f"it keeps numbers of all parameters ({unlike})" if unlike else ""
+
+
+def _unlike(found: Any, wanted: Any) -> str:
+    """Return the path of the first entry that differs; empty: none does."""
+    pairs = [pytree.tree_flatten_with_path(tree)[0] for tree in (found, wanted)]
+    if [path for path, _ in pairs[0]] != [path for path, _ in pairs[1]]:
+        return "different entries"
+    for (path, one), (_, other) in zip(*pairs, strict=True):
+        if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+            same = not abs(one - other) > _ALIKE * abs(other)
+        elif isinstance(one, Tensor) and isinstance(other, Tensor):
+            zero = torch.zeros_like(other, dtype=torch.float32)
+            same = one.shape == other.shape and _equal([one.float()], [other.float()], zero)
+        else:
+            same = type(one) is type(other)
+        if not same:
+            return pytree.keystr(path)
+    return ""
+
+
+def parameters_elsewhere(optimizer: Optimizer) -> list[str]:
+    """Return the attributes that hold parameters, modules or other optimizers."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    lists = {id(group["params"]) for group in optimizer.param_groups}
+
+    def holds(value: Any) -> bool:
+        if id(value) in lists:  # the same list is exchanged together with the group's
+            return False
+        leaves: Iterable[Any] = pytree.tree_leaves(value)
+        if isinstance(value, Mapping):
+            leaves = [*leaves, *value]
+        return any(id(leaf) in own or isinstance(leaf, Optimizer | nn.Module) for leaf in leaves)
+
+    attributes = vars(optimizer).items()
+    return [
+        name for name, value in attributes
+        if name not in ("state", "param_groups", "defaults") and holds(value)
+    ]  # fmt: skip

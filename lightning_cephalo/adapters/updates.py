@@ -1,0 +1,164 @@
+"""Chooses for every optimizer where its updates run, before training, and equally on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_cephalo.adapters import scope
+from lightning_cephalo.adapters.owned_update import OwnedUpdate
+from lightning_cephalo.adapters.scope import Scope, Trial
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.common.quantities import format_mib
+from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.sharding.owners import Owners
+
+
+class OptimizerUpdates:
+    """The updates of all optimizers of a training.
+
+    ::
+
+        with local_update(optimizer, updates.of(optimizer)):
+            optimizer.step(closure)
+
+    Args:
+        model: The sharded model.
+        claims: The user's option ``optimizer_scope``.
+    """
+
+    def __init__(self, model: ShardedModel, claims: str | Mapping[Any, str]) -> None:
+        self._model, self._claims = model, claims
+        self._chosen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def of(self, optimizer: Optimizer) -> OwnedUpdate | None:
+        """Return the optimizer's updates on whole parameters; None: on rows; collective at first.
+
+        Raises:
+            UnsupportedError: On every rank, if the optimizer cannot train as on one device.
+        """
+        if optimizer not in self._chosen:
+            self._chosen[optimizer] = self._choose(optimizer)
+        return self._chosen[optimizer]
+
+    def _choose(self, optimizer: Optimizer) -> OwnedUpdate | None:
+        control = self._model.control
+        if control.world_size == 1:
+            return None  # the only rank's rows are whole
+        found = control.together("trying out the optimizer", lambda: self._scope(optimizer))
+        # devices may differ in what they compute: the widest scope is right for all
+        widest = max(control.gather(float(list(Scope).index(found))))
+        chosen = list(Scope)[int(widest)]
+        if chosen is Scope.ELEMENT:
+            return None
+        single = chosen is Scope.MODEL
+        owners = Owners(self._model.fractions, control.rank, single)
+        update = OwnedUpdate(optimizer, owners, control, single)
+        update.adopt_state()
+        return update
+
+    def _scope(self, optimizer: Optimizer) -> Scope:
+        known = scope.known_scope(optimizer)
+        if known is not None:
+            return known
+        _check_held(optimizer)
+        try:
+            claimed = scope.claimed_scope(optimizer, self._claims)
+        except ValueError:
+            raise UnsupportedError(
+                f"optimizer_scope: expected 'auto', 'element', 'parameter' or 'model', or a dict of"
+                f" them by optimizer class, but got {self._claims!r}."
+            ) from None
+        if claimed is Scope.MODEL:
+            return claimed
+        name = type(optimizer).__name__
+        trial = scope.try_out(optimizer)
+        if trial.moves_first:
+            raise UnsupportedError(
+                f"{name} changes parameters before it calls its closure, where each rank holds rows"
+                " of them. Use a form of it that calls the closure first (for ScheduleFree: the"
+                " class without 'Closure' in its name)."
+            )
+        found = _judged(name, claimed, trial, scope.is_listed(optimizer))
+        if found is not Scope.ELEMENT and _switches(optimizer):
+            raise UnsupportedError(
+                f"{name} has train() and eval(), which change parameters outside of step(). That"
+                " works for element-wise updates only. If its update is element-wise, say so:"
+                ' CephaloStrategy(optimizer_scope="element"). Else use another optimizer.'
+            )
+        if found is Scope.MODEL:
+            self._warn(optimizer, trial)
+        return found
+
+    def _warn(self, optimizer: Optimizer, trial: Trial) -> None:
+        """Say that one rank holds and updates everything."""
+        fractions = self._model.fractions
+        rank = max(range(len(fractions)), key=lambda rank: fractions[rank])
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        nbytes = sum(p.numel() * p.element_size() for p in held)
+        draws = " It draws random numbers, which are not those of one device." * trial.draws
+        rank_zero_warn(
+            f"{type(optimizer).__name__}: {trial.why}. So rank {rank} gathers all its parameters"
+            f" ({format_mib(nbytes)}), updates them, and holds all its state, which the plan has"
+            f" not counted.{draws} If each parameter's update depends on that parameter alone, say"
+            ' so: CephaloStrategy(optimizer_scope="parameter"), or "element" if it depends on the'
+            " element alone (docs/optimizers.md)."
+        )
+
+    def whole_loss(self, optimizer: Optimizer, loss: Any, weight: float) -> Any:
+        """Return the loss of the global batch, for optimizers that may read it; collective.
+
+        Args:
+            optimizer: The optimizer whose closure has returned the loss.
+            loss: This rank's mean loss.
+            weight: This rank's weight; 0 without samples.
+        """
+        known = scope.known_scope(optimizer)
+        control = self._model.control
+        if control.world_size == 1 or known in (Scope.ELEMENT, Scope.PARAMETER):
+            return loss  # torch's own do not read it
+        if not isinstance(loss, Tensor):
+            return loss
+        rows = control.gather([float(loss) * weight if weight else 0.0, float(weight)])
+        weights = sum(own for _, own in rows)
+        value = sum(part for part, _ in rows) / weights if weights else float(loss)
+        return torch.tensor(value, dtype=loss.dtype, device=loss.device)
+
+
+def _judged(name: str, claimed: Scope | None, trial: Trial, listed: bool) -> Scope:
+    """Return the scope of an optimizer that is none of torch's."""
+    if claimed is Scope.ELEMENT and not trial.is_element_wise and not trial.draws:
+        raise UnsupportedError(
+            f'optimizer_scope="element", but a trial of {name} updates rows in another way than'
+            f" whole parameters{': ' + trial.why if trial.why else ''}. Leave the option out, or"
+            ' use "parameter" or "model".'
+        )
+    if claimed is Scope.PARAMETER and trial.scope is Scope.MODEL:
+        rank_zero_warn(
+            f'optimizer_scope="parameter" is followed, but a trial of {name} contradicts it:'
+            f" {trial.why}."
+        )
+    if claimed is not None:
+        return claimed
+    return Scope.ELEMENT if listed and trial.is_element_wise else trial.scope
+
+
+def _check_held(optimizer: Optimizer) -> None:
+    """Raise if the optimizer holds parameters where an exchange does not reach them."""
+    found = scope.parameters_elsewhere(optimizer)
+    if found:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} holds parameters, a module or another optimizer in its"
+            f" attributes {found}, where they stay in shards during its update. Use an optimizer"
+            " that finds its parameters in param_groups, and its state in `state`, only."
+        )
+
+
+def _switches(optimizer: Optimizer) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))

@@ -1,0 +1,550 @@
+"""Computes operators on sharded tensors as on whole ones.
+
+[Note: operators on rows]
+1. Element-wise operators compute each rank's rows where they are, if all operands have the same
+   rows, or are numbers. Nothing is sent. The result has the same rows.
+2. Reductions to one number combine the numbers of the ranks that hold rows: ``p.abs().max()``. One
+   number per rank is sent. The result is a plain tensor.
+3. Everything else gathers the operands, and computes with whole plain tensors on every rank. The
+   result is plain. What is written to a sharded tensor is cut to its rows again. A view
+   (``p[0]``, ``p.view(-1)``) is a :class:`RowsView`, through which the tensor can be written.
+
+Plain operands are whole tensors: copies of parameters from before sharding, of ``copy.deepcopy``,
+of a checkpoint. An operator with both kinds gives a plain result by rule 3. If it writes to the
+sharded tensor, each rank takes its rows of the plain one. Then ranks compare what they would write,
+since tensors may differ between ranks (activations, random numbers).
+
+Considered: torch's own rules for DTensors. They assume even rows, average means of ranks, give
+results with wrong rows, and refuse plain operands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.sharding.collectives import all_gather_rows
+from lightning_cephalo.sharding.placement import (
+    Rows,
+    RowsTensor,
+    as_dtensor,
+    local_part,
+    row_spec,
+    whole_of,
+)
+from lightning_cephalo.sharding.write_guard import LockedRows
+
+# element-wise, though torch does not tag them so
+_ELEMENT_WISE = {
+    *("alias", "clone", "copy_", "detach", "fill", "fill_", "lift_fresh", "masked_fill_"),
+    *("empty_like", "full_like", "ones_like", "zero_", "zeros_like", "_to_copy"),
+    *("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
+}
+_SAME_MEMORY = {"alias", "detach", "lift_fresh"}
+_NOT_ELEMENT_WISE = {"equal", "_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
+# applied to their results for parts, they give the result for the whole
+_COMBINING = {
+    *("all", "amax", "amin", "any", "linalg_vector_norm", "max", "min", "nansum", "prod", "sum"),
+}
+_EVERY_RANK = (
+    "Each rank holds some rows, so every rank must compute it at the same place: not behind `if"
+    " trainer.is_global_zero` or @rank_zero_only."
+)
+# ranks of different devices round differently: how far sums may be apart, in units of rounding
+_SAME_ULPS = 64.0
+
+
+def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator whose operands include sharded tensors, or views of them.
+
+    Args:
+        func: An overload of torch's operators.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+
+    Raises:
+        UnsupportedError: If ranks do different things, or operands cannot be combined.
+    """
+    args, kwargs = pytree.tree_map_only(DTensor, _adopted, (args, kwargs))
+    call = _Call(func, args, kwargs)
+    call.refuse_locked()
+    if call.name in _SAME_MEMORY and isinstance(args[0], DTensor):
+        # the same local tensor, so that both count their writes together
+        return as_dtensor(local_part(args[0]), args[0]._spec)
+    if call.kind.combines and _reduces_all(call):
+        return _combined(call)
+    if call.kind.is_element_wise:
+        return _element_wise(call)
+    return _of_whole_tensors(call)
+
+
+def meet_for(doing: str, tensors: Iterable[Tensor]) -> None:
+    """Wait until all ranks have come to communicate about tensors in rows."""
+    for tensor in tensors:
+        rows = _rows_of(tensor)
+        if rows is not None and rows.meet is not None:
+            rows.meet(f"computing {doing} of a sharded tensor", _EVERY_RANK)
+            return
+
+
+class RowsView(Tensor):
+    """A view of a sharded tensor (``p[0]``, ``p.T``): whole values, which can be written.
+
+    A write to it reaches the rows. It is valid until the tensor is written in another way.
+
+    Args:
+        base: The sharded tensor.
+        whole: Its whole values.
+        values: A view of ``whole``.
+
+    Raises:
+        UnsupportedError: If it is used after its tensor was written in another way.
+    """
+
+    base: DTensor
+    whole: Tensor
+    _shown: Tensor
+    _version_of_base: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, base: DTensor, whole: Tensor, values: Tensor) -> RowsView:
+        view = Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
+        )
+        view.base, view.whole, view._shown = base, whole, values
+        view._version_of_base = _version(base)
+        return view
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return compute(func, tuple(args), dict(kwargs or {}))
+
+    @property
+    def shown(self) -> Tensor:
+        """The values, as a plain tensor."""
+        if _version(self.base) != self._version_of_base:
+            raise UnsupportedError(
+                f"A view of a sharded tensor, of shape {tuple(self.shape)}, is used after a write"
+                " to the tensor, which it does not show. Take the view again after the write, for"
+                " example `parameter.view(-1)`."
+            )
+        return self._shown
+
+    def keep(self) -> None:
+        """Copy what was written to the values into the rows."""
+        _write(self.base, self.whole)
+        self._version_of_base = _version(self.base)
+
+    def numpy(self, **options: Any) -> Any:
+        """Return the values as an array."""
+        return self.shown.numpy(**options)
+
+    def tolist(self) -> Any:
+        """Return the values as numbers."""
+        return self.shown.tolist()
+
+    def __array__(self, *args: Any) -> Any:
+        return self.shown.numpy().__array__(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.shown.clone().__reduce_ex__(protocol)
+
+
+def _version(base: DTensor) -> int:
+    local = local_part(base)
+    return 0 if local.is_inference() else local._version
+
+
+# -- what an operator is ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is known of an operator.
+
+    Attributes:
+        is_element_wise: Whether each element of the result depends on one of each operand.
+        combines: Whether it may be a reduction of parts.
+        is_view: Whether results share memory with operands that it does not write.
+        is_random: Whether it draws random numbers.
+        written: Place and name of the arguments that it writes.
+    """
+
+    is_element_wise: bool
+    combines: bool
+    is_view: bool
+    is_random: bool
+    written: tuple[tuple[int, str], ...]
+
+
+@cache
+def _kind_of(func: Any) -> _Kind:
+    name, arguments = func.overloadpacket.__name__, func._schema.arguments
+    aliases = [argument.alias_info for argument in arguments]
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    tagged = torch.Tag.pointwise in func.tags or name.startswith("_foreach_")
+    return _Kind(
+        is_element_wise=(name in _ELEMENT_WISE or (tagged and not is_random))
+        and name not in _NOT_ELEMENT_WISE,
+        combines=name in (*_COMBINING, "mean") and len(func._schema.returns) == 1,
+        is_view=any(alias is not None and not alias.is_write for alias in aliases),
+        is_random=is_random,
+        written=tuple(
+            (index, argument.name)
+            for index, (argument, alias) in enumerate(zip(arguments, aliases, strict=True))
+            if alias is not None and alias.is_write
+        ),
+    )
+
+
+class _Call:
+    """An operator and its operands."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.kind = _kind_of(func)
+        leaves = pytree.tree_leaves((args, kwargs))
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        held = [
+            args[index] if index < len(args) else kwargs.get(name)
+            for index, name in self.kind.written
+        ]
+        leaves = pytree.tree_leaves(held)
+        self.written = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def name(self) -> str:
+        """Name of the operator for messages, such as "mean"."""
+        return str(self.func.overloadpacket.__name__)
+
+    def refuse_locked(self) -> None:
+        """Raise if the parameters cannot be used now: a step is running."""
+        if any(isinstance(local_part(tensor), LockedRows) for tensor in self.tensors):
+            args, kwargs = pytree.tree_map_only(Tensor, local_part, (self.args, self.kwargs))
+            self.func(*args, **kwargs)  # raises
+
+    def run(self, place: Callable[[Tensor], Tensor]) -> Any:
+        """Return what the operator gives for its placed operands."""
+        args, kwargs = pytree.tree_map_only(Tensor, place, (self.args, self.kwargs))
+        return self.func(*args, **kwargs)
+
+    def in_place(self, computed: Any) -> Any:
+        """Return the written operands where the operator returns what it has computed in them."""
+        if isinstance(computed, Tensor):
+            return self.written[0]
+        returned = len(self.func._schema.returns)
+        return tuple(self.written[:returned]) if returned > 1 else computed
+
+
+def _adopted(tensor: DTensor) -> DTensor:
+    """Return the tensor itself, or one that ``DTensor.from_local`` has made of rows."""
+    if isinstance(tensor, RowsTensor):
+        return tensor
+    placement = tensor.placements[0]
+    fits = isinstance(placement, Replicate)
+    if isinstance(placement, Rows):
+        first, end = placement.rows[tensor.device_mesh.get_local_rank()]
+        shape = (end - first, *tensor.shape[1:])
+        fits = tensor.shape[0] == placement.rows[-1][1] and local_part(tensor).shape == shape
+    if not fits or len(tensor.placements) > 1:
+        raise UnsupportedError(
+            f"A DTensor of shape {tuple(tensor.shape)} with the placements {tensor.placements} is"
+            " combined with a sharded parameter, whose rows it does not have. Make it from the"
+            " parameter, as in `parameter.clone()`, or pass shape=parameter.shape and"
+            " stride=parameter.stride() to DTensor.from_local()."
+        )
+    return as_dtensor(local_part(tensor), tensor._spec)
+
+
+def _rows_of(tensor: Tensor) -> Rows | None:
+    placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
+    return placement if isinstance(placement, Rows) else None
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether it is a plain tensor, other than a number, or a view."""
+    return not isinstance(tensor, DTensor) and tensor.ndim > 0
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the values of all rows; collective if they are sharded."""
+    if isinstance(tensor, DTensor):
+        return whole_of(tensor)
+    return tensor.shown if isinstance(tensor, RowsView) else tensor
+
+
+def _own_rows(rows: Rows, like: DTensor) -> tuple[int, int]:
+    return rows.rows[like.device_mesh.get_local_rank()]
+
+
+def _write(tensor: DTensor, whole: Tensor) -> None:
+    rows = _rows_of(tensor)
+    if rows is not None:
+        first, end = _own_rows(rows, tensor)
+        local_part(tensor).copy_(whole[first:end])
+        _count_write(tensor)
+
+
+def _count_write(tensor: Tensor) -> None:
+    """Raise the version of rows; below autograd, where operators come here, none does."""
+    local = local_part(tensor)
+    if isinstance(tensor, DTensor) and not local.is_inference():
+        torch.autograd.graph.increment_version(local)
+
+
+# -- 1. element-wise --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where operands of one element-wise computation come together.
+
+    Attributes:
+        tensor: One that has the rows of the result; None: the whole is computed on every rank.
+        shape: Shape of the whole result.
+    """
+
+    tensor: DTensor | None
+    shape: torch.Size
+
+    @property
+    def rows(self) -> Rows | None:
+        """The rows of the result, if it is sharded."""
+        return None if self.tensor is None else _rows_of(self.tensor)
+
+    def has(self, operand: Tensor) -> bool:
+        """Return whether an operand is there, so that nothing is sent for it."""
+        rows = _rows_of(operand)
+        if rows is None:
+            return True
+        return self.rows == rows and self.tensor is not None and operand.ndim == len(self.shape)
+
+    def place(self, operand: Tensor) -> Tensor:
+        """Return the values of an operand that are needed there; collective unless it is there."""
+        rows = self.rows
+        if rows is None or self.tensor is None:
+            return _plain(operand)
+        if isinstance(operand, DTensor) and self.has(operand):
+            return local_part(operand)
+        values = _plain(operand)
+        is_broadcast = values.ndim < len(self.shape) or len(values) != self.shape[0]
+        if values.ndim == 0 or is_broadcast:
+            return values
+        first, end = _own_rows(rows, self.tensor)
+        return values[first:end]
+
+    def wrap(self, computed: Any) -> Any:
+        """Return computed rows as a sharded tensor."""
+        if self.tensor is None or not isinstance(computed, Tensor):
+            return computed
+        spec = self.tensor._spec
+        shape = self.tensor.shape[:1] + computed.shape[1:]
+        if shape != self.tensor.shape or computed.dtype != self.tensor.dtype:
+            spec = row_spec(self.tensor.device_mesh, self.rows, shape, computed.dtype)
+        return as_dtensor(computed, spec)
+
+
+def _home_of(operands: Sequence[Tensor], written: set[int]) -> _Home:
+    shape = operands[0].shape
+    if any(operand.shape != shape for operand in operands):
+        shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
+    changed = [operand for operand in operands if id(operand) in written]
+    sharded = [one for one in changed or operands if isinstance(one, DTensor)]
+    in_rows = [one for one in sharded if _rows_of(one) is not None]
+    if not changed:
+        plain = [operand for operand in operands if not isinstance(operand, DTensor)]
+        # a plain number only scales rows; what it gives with another number is a plain one
+        if any(one.ndim for one in plain) or (plain and not in_rows):
+            return _Home(None, shape)
+        in_rows = [one for one in in_rows if one.ndim == len(shape) and one.shape[0] == shape[0]]
+        if not in_rows and any(_rows_of(one) is not None for one in sharded):
+            return _Home(None, shape)
+    return _Home(next(iter(in_rows or sharded), None), shape)
+
+
+def _element_wise(call: _Call) -> Any:
+    values = [*call.args, *call.kwargs.values()]
+    lists = [v for v in values if isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor)]
+    written = {id(tensor) for tensor in call.written}
+    if lists:  # foreach and fused operators compute each index by itself
+        count = len(lists[0])
+        groups = [[held[i] for held in lists if len(held) == count] for i in range(count)]
+    else:
+        groups = [call.tensors]
+    homes = [_home_of(group, written) for group in groups]
+    _bring_together(call, list(zip(groups, homes, strict=True)))
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _plain(value) if lists else homes[0].place(value)
+        if any(value is held for held in lists) and len(value) == len(homes):
+            return [home.place(one) for home, one in zip(homes, value, strict=True)]
+        return value
+
+    args = [placed(value) for value in call.args]
+    kwargs = {name: placed(value) for name, value in call.kwargs.items()}
+    computed = call.func(*args, **kwargs)
+    _keep_views(call)
+    for tensor in call.written:
+        _count_write(tensor)
+    if call.written:
+        return call.in_place(computed)
+    if lists:
+        return [home.wrap(one) for home, one in zip(homes, computed, strict=True)]
+    return pytree.tree_map_only(Tensor, homes[0].wrap, computed)
+
+
+def _bring_together(call: _Call, groups: Sequence[tuple[Sequence[Tensor], _Home]]) -> None:
+    """Meet if operands must be sent, and refuse writes that differ between ranks; collective."""
+    sent = [one for group, home in groups for one in group if not home.has(one)]
+    cut = [
+        (one, home)
+        for group, home in groups
+        if home.rows is not None
+        for one in group
+        if _is_whole(one)
+    ]
+    if sent or cut:
+        meet_for(call.name, [*sent, *(home.tensor for _, home in cut if home.tensor is not None)])
+    if cut:
+        _refuse_different([_plain(one) for one, _ in cut], cut[0][1].tensor, call.name)
+
+
+# -- 2. reductions ----------------------------------------------------------------------------
+
+
+def _arguments(call: _Call) -> dict[str, Any]:
+    names = [argument.name for argument in call.func._schema.arguments]
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+
+
+def _reduces_all(call: _Call) -> bool:
+    """Return whether it reduces one tensor in rows to one number, by parts."""
+    arguments = _arguments(call)
+    tensor = arguments["self"]
+    if len(call.tensors) != 1 or _rows_of(tensor) is None or arguments.get("keepdim"):
+        return False
+    if not tensor.numel() or arguments.get("ord") == 0:  # a norm that counts
+        return False
+    dim = arguments.get("dim")
+    dims = [dim] if isinstance(dim, int) else list(dim or range(tensor.ndim))
+    return {d % tensor.ndim for d in dims} == set(range(tensor.ndim))
+
+
+def _combined(call: _Call) -> Tensor:
+    """Return a reduction of the results of the ranks that hold rows; collective."""
+    arguments = _arguments(call)
+    tensor = arguments["self"]
+    rows = _rows_of(tensor)
+    assert rows is not None
+    is_mean = call.name == "mean"
+    reduce = torch.ops.aten.sum.dim_IntList if is_mean else call.func
+    options = {name: value for name, value in arguments.items() if name != "self"}
+    if is_mean:
+        options = {"dtype": options.get("dtype"), "dim": None}
+    local = local_part(tensor).detach()
+    # a rank without rows sends a number of the right dtype, which is left out
+    own = local if len(local) else local.new_zeros((1,) * local.ndim)
+    meet_for(call.name, [tensor])
+    numbers = _of_all_ranks(reduce(own, **options).reshape(1), tensor)
+    held = torch.tensor([end > first for first, end in rows.rows], device=numbers.device)
+    if "dim" in options:
+        options["dim"] = 0 if isinstance(options["dim"], int) else [0]
+    result = reduce(numbers[held], **options)
+    return result / tensor.numel() if is_mean else result
+
+
+def _of_all_ranks(own: Tensor, tensor: DTensor) -> Tensor:
+    """Return the 1-d tensors of equal sizes of all ranks, one behind the other; collective."""
+    mesh = tensor.device_mesh
+    sent = own.to(mesh.device_type) if own.device.type != mesh.device_type else own
+    gathered = all_gather_rows(sent, [len(own)] * mesh.size(), mesh.get_group())
+    return gathered.to(own.device)
+
+
+# -- 3. everything else -----------------------------------------------------------------------
+
+
+def _of_whole_tensors(call: _Call) -> Any:
+    """Gather the operands, run the operator on every rank, and keep what it writes; collective."""
+    sharded = [tensor for tensor in call.tensors if isinstance(tensor, DTensor)]
+    if any(_rows_of(tensor) is not None for tensor in sharded):
+        meet_for(call.name, sharded)
+    # one plain tensor for each operand, so that a write and its result are the same memory
+    plain = {id(tensor): _plain(tensor) for tensor in call.tensors}
+    computed = call.run(lambda tensor: plain[id(tensor)])
+    in_rows = [tensor for tensor in call.written if _rows_of(tensor) is not None]
+    if in_rows and (call.kind.is_random or any(_is_whole(tensor) for tensor in call.tensors)):
+        _refuse_different([plain[id(one)] for one in in_rows], in_rows[0], call.name)
+    for tensor in call.written:
+        if isinstance(tensor, DTensor):
+            _write(tensor, plain[id(tensor)])
+    _keep_views(call)
+    if call.written:
+        return call.in_place(computed)
+    if not call.kind.is_view:
+        return computed
+    base = call.args[0]
+    if isinstance(base, RowsView):
+        return pytree.tree_map_only(Tensor, lambda v: RowsView(base.base, base.whole, v), computed)
+    if _rows_of(base) is None:
+        return computed  # of a copy that each rank holds: a view of that copy
+    whole = plain[id(base)]
+    return pytree.tree_map_only(Tensor, lambda v: RowsView(base, whole, v), computed)
+
+
+def _keep_views(call: _Call) -> None:
+    """Let what an operator has written to views reach the rows; collective if it may differ."""
+    views = [tensor for tensor in call.written if isinstance(tensor, RowsView)]
+    others = [tensor for tensor in call.tensors if not isinstance(tensor, RowsView)]
+    if views and (call.kind.is_random or any(_is_whole(tensor) for tensor in others)):
+        meet_for(call.name, [views[0].base])
+        _refuse_different([view.shown for view in views], views[0].base, call.name)
+    for view in views:
+        view.keep()
+
+
+def _refuse_different(values: Sequence[Tensor], tensor: Tensor | None, name: str) -> None:
+    """Raise if tensors differ between ranks by more than rounding; collective.
+
+    Raises:
+        UnsupportedError: On every rank.
+    """
+    assert isinstance(tensor, DTensor)
+    double = [value.detach().to(torch.float64) for value in values]
+    sums = [number for value in double for number in (value.sum(), value.abs().sum())]
+    own = torch.stack(sums)
+    ranks = _of_all_ranks(own, tensor).view(-1, len(values), 2).cpu()
+    for index, value in enumerate(values):
+        found = ranks[:, index, :]
+        rounding = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
+        tolerance = _SAME_ULPS * rounding * float(found[0, 1].nan_to_num())
+        if not all(
+            _is_close(a, b, tolerance)
+            for row in found.tolist()
+            for a, b in zip(row, found[0].tolist(), strict=True)
+        ):
+            raise UnsupportedError(
+                f"{name}() writes a tensor of shape {tuple(value.shape)} to a sharded one, and it"
+                f" differs between ranks (its sums are {found[:, 0].tolist()}), so that each rank"
+                " would write rows of another one. Average or share it first:"
+                " self.trainer.strategy.reduce(tensor) or .broadcast(tensor)."
+            )
+
+
+def _is_close(one: float, other: float, tolerance: float) -> bool:
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other) <= tolerance
+    return one == other or (math.isnan(one) and math.isnan(other))

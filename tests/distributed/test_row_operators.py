@@ -1,0 +1,192 @@
+"""Operators on sharded tensors: any gives what it gives for whole ones, on every rank."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+from test_placement import Parameters, shard
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.sharding.placement import Rows, local_part
+from lightning_cephalo.sharding.row_operators import RowsView
+
+FRACTIONS = [(0.75, 0.25), (0.0, 0.3, 0.7)]
+# the rows of each pair are cut at different places
+PAIRS = [("matrix", "twin"), ("vector", "vector"), ("single", "single"), ("scale", "scale")]
+
+READS = {
+    "mean": lambda p, q: p.mean(),
+    "abs max": lambda p, q: p.abs().max(),
+    "mean of squares": lambda p, q: (p**2).mean(),
+    "std": lambda p, q: p.std(correction=0),
+    "var": lambda p, q: p.var(correction=0),
+    "sum": lambda p, q: p.sum(),
+    "sum of rows": lambda p, q: p.sum(0),
+    "min": lambda p, q: p.min(),
+    "norms": lambda p, q: torch.stack([p.norm(order) for order in (0, 1, 2, -1, float("inf"))]),
+    "distance": lambda p, q: (p - q).abs().mean(),
+    "nan": lambda p, q: p.isnan().any(),
+    "all": lambda p, q: bool((p > -9).all().item()),
+    "counts": lambda p, q: (p > 0).sum(),
+    "matrix product": lambda p, q: p.t() @ q,
+    "vector": lambda p, q: nn.utils.parameters_to_vector([p, q]),
+    "view": lambda p, q: p.view(-1)[: p.numel() // 2].mean(),
+    "rows one by one": lambda p, q: [row.sum() for row in p] if p.ndim else p,
+    "masked": lambda p, q: p[p > 0],
+    "item": lambda p, q: p.sum().item(),
+    "arrays": lambda p, q: torch.from_numpy(p.detach().numpy()[..., None]) + torch.tensor(1.0),
+    "lists": lambda p, q: [p.tolist(), p.reshape(-1).tolist()],
+    "histogram": lambda p, q: torch.histc(p, 4),
+    "quantile": lambda p, q: p.quantile(0.3),
+    "softmax": lambda p, q: p.softmax(0),
+    "foreach norm": lambda p, q: torch.stack(torch._foreach_norm([p, q])),
+    "total norm": lambda p, q: nn.utils.get_total_norm([p, q]),
+    "unit length": lambda p, q: p / p.norm(),
+    "with a whole one": lambda p, q: p + torch.ones(p.shape),
+    "broadcast": lambda p, q: p * torch.arange(1, 1 + p.shape[-1]) if p.ndim else p,
+    "lerp": lambda p, q: torch.zeros(p.shape).lerp(p, 0.5),
+    "where": lambda p, q: torch.where(p > q, p, q * 2),
+    "equal": lambda p, q: (torch.equal(p, q), torch.allclose(p, p.clone())),
+    "double": lambda p, q: p.double().mean(),
+    "pickle": lambda p, q: pickle.loads(pickle.dumps(p.detach())),
+}
+WRITES = {
+    "copy": lambda p, q: p.copy_(torch.ones(p.shape)),
+    "add": lambda p, q: p.add_(torch.arange(float(p.numel())).view(p.shape)),
+    "lerp": lambda p, q: p.lerp_(q, 0.3),
+    "row": lambda p, q: p.data[0].fill_(3.0) if p.ndim else None,
+    "columns": lambda p, q: p.data[..., 0].mul_(torch.ones(len(p)) * 2) if p.ndim == 2 else None,
+    "item": lambda p, q: p.data.__setitem__(0 if p.ndim else (), 5.0),
+    "mask": lambda p, q: p.data.__setitem__(p > 0, 5.0),
+    "view": lambda p, q: p.data.view(-1)[1:3].mul_(7.0),
+    "clamp": lambda p, q: p.clamp_(-0.1, 0.1),
+    "random": lambda p, q: p.normal_(),
+    "noise": lambda p, q: p.add_(torch.randn_like(p)),
+    "foreach": lambda p, q: torch._foreach_lerp_([p, q], [torch.ones(p.shape), q * 2], 0.5),
+    "out": lambda p, q: torch.add(p, q, out=p.data),
+    "by columns": lambda p, q: p.div_(p.norm(dim=0, keepdim=True)),
+}
+
+
+def _outcome(function, p, q, written):
+    torch.manual_seed(7)
+    try:
+        found = function(p, q)
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        return type(error)
+    values = [p.detach(), q.detach()] if written else found
+    return torch.utils._pytree.tree_map_only(torch.Tensor, _whole, values)
+
+
+def _whole(value):
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    return value.shown if isinstance(value, RowsView) else value.detach().clone()
+
+
+def _all_alike(rank, fractions):
+    single, module = Parameters(), Parameters()
+    shard(module, fractions)
+    before = {name: local_part(face).clone() for name, face in module.named_parameters()}
+    failed = []
+    for written, table in ((False, READS), (True, WRITES)):
+        for what, function in table.items():
+            for names in PAIRS:
+                faces = [getattr(module, name) for name in names]
+                plains = [nn.Parameter(getattr(single, name).detach().clone()) for name in names]
+                if names[0] == names[1]:
+                    plains[1] = plains[0]
+                with torch.set_grad_enabled(not written):
+                    wanted = _outcome(function, *plains, written)
+                    found = _outcome(function, *faces, written)
+                for name in names:
+                    local_part(getattr(module, name)).copy_(before[name])
+                try:
+                    if isinstance(wanted, type):
+                        assert isinstance(found, type), f"{found}, not {wanted}"
+                    else:
+                        torch.testing.assert_close(found, wanted, equal_nan=True)
+                except AssertionError as error:
+                    failed.append(f"{what} of {names}: {error}")
+    return failed
+
+
+@pytest.mark.parametrize("fractions", FRACTIONS, ids=str)
+def test_every_operator_gives_what_it_gives_for_whole_tensors_on_every_rank(fractions):
+    for failed in run_ranks(len(fractions), _all_alike, fractions):
+        assert not failed, "\n".join(failed)
+
+
+def _averages_every_step(rank):
+    """What an average in rows costs, and what it and its results are."""
+    module = Parameters()
+    shard(module, (0.0, 0.3, 0.7))
+    averages = [parameter.detach().clone() for parameter in module.parameters()]
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("it communicates")
+
+    kept = dist.all_reduce, dist.isend, dist.batch_isend_irecv, dist.broadcast
+    dist.all_reduce = dist.isend = dist.batch_isend_irecv = dist.broadcast = forbidden
+    values = [parameter.detach() for parameter in module.parameters()]
+    for average, value in zip(averages, values, strict=True):
+        average.mul_(0.9).add_(value, alpha=0.1)
+        average.copy_(average * 0.9 + value * torch.tensor(0.1))
+    torch._foreach_lerp_(averages, values, 0.5)
+    faces = [one for one in averages if one.ndim]
+    assert all(isinstance(one.placements[0], Rows) for one in faces)
+    derived = [(one * 2).double().abs() for one in faces]
+    dist.all_reduce, dist.isend, dist.batch_isend_irecv, dist.broadcast = kept
+    for one, face in zip(derived, faces, strict=True):
+        assert one.placements == face.placements
+        torch.testing.assert_close(one.full_tensor(), face.full_tensor().double().abs() * 2)
+    for average, parameter in zip(averages, module.parameters(), strict=True):
+        torch.testing.assert_close(average.full_tensor(), parameter.full_tensor().detach())
+
+
+def test_an_average_in_rows_sends_nothing():
+    run_ranks(3, _averages_every_step)
+
+
+def _refused(rank):
+    module = Parameters()
+    shard(module, (0.75, 0.25))
+    parameter = module.matrix.detach()
+    before = parameter.full_tensor()
+    told = []
+    torch.manual_seed(rank)
+    for write in (
+        lambda: parameter.copy_(torch.randn(5, 3)),
+        lambda: parameter.normal_(),
+        lambda: parameter.data[0].add_(torch.randn(3)),
+        lambda: torch._foreach_add_([parameter], [torch.randn(5, 3)]),
+    ):
+        with pytest.raises(UnsupportedError) as refused:
+            write()
+        told.append(str(refused.value))
+    assert all("differs between ranks" in one and "strategy.reduce" in one for one in told)
+    assert torch.equal(parameter.full_tensor(), before)
+    view = parameter.view(-1)
+    parameter.mul_(2)
+    with pytest.raises(UnsupportedError, match="Take the view again"):
+        view.sum()
+    mesh, rows = module.matrix.device_mesh, module.matrix.placements
+    again = DTensor.from_local(
+        local_part(parameter), mesh, rows, shape=parameter.shape, stride=parameter.stride()
+    )
+    assert torch.equal((parameter + again).full_tensor(), before * 4)
+    wrong = DTensor.from_local(local_part(parameter), mesh, rows)
+    with pytest.raises(UnsupportedError, match=r"shape=parameter\.shape"):
+        parameter + wrong
+
+
+def test_what_would_write_other_values_on_each_rank_is_refused_and_writes_nothing():
+    run_ranks(2, _refused)
