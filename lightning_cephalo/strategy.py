@@ -7,6 +7,8 @@ call the packages below.
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -15,6 +17,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.init import _EmptyInit
@@ -29,15 +32,16 @@ from typing_extensions import override
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.backends import backend_named
-from lightning_cephalo.adapters import checkpoint, precision, supported
+from lightning_cephalo.adapters import batch_norm, checkpoint, precision, supported
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
-from lightning_cephalo.adapters.rows_arithmetic import RowsArithmetic
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
+from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, weights_of_log
 from lightning_cephalo.adapters.termination import Termination
 from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.cutting import (
+    detached,
     evaluation_samples,
     evaluation_weight,
     joined_result,
@@ -87,7 +91,7 @@ class CephaloStrategy(ParallelStrategy):
         global_batch_size: Samples per step over all ranks; None: the loader's batch size times
             the number of ranks, as under DDP.
         unit_types: Classes, or their names, whose instances are units. A unit is gathered as one.
-        unit_names: Names of modules that are units.
+        unit_names: Names of modules that are units. An empty list makes the whole model one unit.
         recompute: Retain only the inputs of a unit, and recompute its inside in the backward.
             "auto": the plan chooses for each rank, which takes more measuring. A given plan that
             does not say recomputes.
@@ -101,6 +105,9 @@ class CephaloStrategy(ParallelStrategy):
             every tensor along its first dimension.
         equal_microbatches: Every rank runs the same number of microbatches, so that code in
             ``training_step`` may use collectives of its own.
+        summed_buffers: Full names of buffers to which ``training_step`` adds sums over samples,
+            such as counts of codes; ``"*.count"`` names those of all modules. All other buffers
+            get the mean over the samples.
         memory_cap: How much of its device's memory each rank may use: a fraction (a float up to
             1.0), or bytes (an int, or "8 GB"). One value is for every rank. With a mapping from
             ranks, ranks that it does not name have no cap. The plan obeys the cap; an emulated
@@ -108,6 +115,9 @@ class CephaloStrategy(ParallelStrategy):
         host_memory_cap: How much of its host's memory each rank may use for activations that the
             plan offloads because a device is too small for them. A fraction or bytes, as in
             ``memory_cap``, or 0 for none; None: an equal part of half of the free memory.
+        optimizer_scope: What an optimizer's update of one element depends on, for optimizers that
+            are not torch's: "element", "parameter" or "model". "auto": a trial on a copy decides
+            between the last two. A dict gives one for each class, or name of a class.
         profile_budget_s: Seconds that measuring may take, approximately.
         remeasure: Measure even if an earlier start of the same job on the same devices has.
         verbose: Whether rank 0 prints the plan before and the prediction after training.
@@ -138,8 +148,10 @@ class CephaloStrategy(ParallelStrategy):
         collate_per_microbatch: bool = False,
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         equal_microbatches: bool = False,
+        summed_buffers: Sequence[str] = (),
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         host_memory_cap: float | int | str | None = None,
+        optimizer_scope: str | Mapping[type | str, str] = "auto",
         profile_budget_s: float = 20.0,
         remeasure: bool = False,
         verbose: bool = True,
@@ -165,8 +177,10 @@ class CephaloStrategy(ParallelStrategy):
             collate_per_microbatch=collate_per_microbatch,
             split_batch=split_batch,
             equal_microbatches=equal_microbatches,
+            summed_buffers=tuple(summed_buffers),
             memory_cap=Cap.parse("memory_cap", memory_cap, by_rank=True),
             host_memory_cap=Cap.parse("host_memory_cap", host_memory_cap, zero=True),
+            optimizer_scope=optimizer_scope,
             profile_budget_s=profile_budget_s,
             remeasure=remeasure,
             verbose=verbose,
@@ -185,13 +199,20 @@ class CephaloStrategy(ParallelStrategy):
         self._samplers = SamplerTakeover()
         self._termination = Termination()
         self._watch = Watch(trace)
+        self._skipped_steps = SkippedSteps()
         # from setup_environment() until the process ends, or until this rank fails alone on a
         # backend that must be aborted
         self._ranks: launch.Ranks | None = None
+        # weight of this rank's batch in the last step
+        self._batch_weight = 0.0
         # from setup() to teardown()
         self._session: Session | None = None
         # whether the run has ended with an error that all ranks have raised at the same place
         self._failed_together = False
+        # whether other ranks have been told of the error that ends the run
+        self._has_told = False
+        # whether training or evaluation can begin
+        self._is_set_up = False
         # results, which outlive the ranks and the session
         self._plan: Plan | None = None
         self._measured_memory: tuple[RankMemory, ...] | None = None
@@ -298,7 +319,7 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         supported.refuse_shards(self._module)
-        self._failed_together = False
+        self._failed_together = self._has_told = self._is_set_up = False
         super().setup_environment()
         launch.limit_threads(self._start_method, self.num_processes)
         self.set_world_ranks()
@@ -309,6 +330,7 @@ class CephaloStrategy(ParallelStrategy):
         if self._ranks is None:
             self._ranks = launch.Ranks.create(self._timeout, self._environment.node_rank())
         self._samplers.take(self._module.trainer)
+        self._termination.begin(self._module.trainer)
 
     @override
     @contextmanager
@@ -351,8 +373,10 @@ class CephaloStrategy(ParallelStrategy):
             self.session.control.together(
                 "making the optimizers", partial(self._make_optimizers, trainer)
             )
-            self.session.optimizers = self.optimizers
+            self.session.use_optimizers(self.optimizers)
         self.setup_precision_plugin()
+        self._termination.check(self.session.control)
+        self._is_set_up = True
 
     def _shard_by_plan(self, trainer: Trainer) -> None:
         """Prepare for training, in the stages of :mod:`~lightning_cephalo.preparation.prepare`."""
@@ -367,12 +391,18 @@ class CephaloStrategy(ParallelStrategy):
         plan = job.plan
         memory: tuple[RankMemory, ...] = ()
         if plan is None:
-            problem = measure_or_load(job, session.model, trainer)
+            pause = partial(self._termination.check, control)
+            problem = measure_or_load(job, session.model, trainer, pause, session.manual)
             plan = make_plan(job, problem, control)
             memory = predicted(problem, plan, session.model)
         if self._options.verbose and self.is_global_zero:
-            report.show(report.plan_table(plan))
+            report.show(report.plan_table(plan, model=session.unit_sizes()))
         session.apply(plan, memory)
+        control.together(
+            "looking for batch normalisation",
+            partial(batch_norm.warn_of_microbatches, self._module, plan, self.global_rank),
+        )
+        session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
         self._plan = plan
         self._watch.begin(session.model)
 
@@ -396,7 +426,7 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if not self._samplers.deals:
-            return dataloader
+            return self.session.in_step(dataloader)
         trainer = self._module.trainer
         training = trainer.state.stage == RunningStage.TRAINING
         return self.session.dealt(dataloader, training=training, epoch=trainer.current_epoch)
@@ -405,13 +435,20 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._termination.begin(self._module.trainer)
         self.session.start_training(self.optimizers)
 
     @override
     def training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
-        session = self.session
         self._watch.start_step()
+        if self.session.manual is None:
+            return self._training_step(batch, *rest, **kwargs)
+        with self.session.memory.step():
+            outputs = self._training_step(batch, *rest, **kwargs)
+        self._watch.finish_step(counts=not self.session.memory.slowed)
+        return outputs
+
+    def _training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
+        session = self.session
         session.memory.before_forward(batch)
         pieces, failure = session.cut(batch)
         counts = [count for _, count in pieces]
@@ -421,19 +458,31 @@ class CephaloStrategy(ParallelStrategy):
             _call(partial(step, piece, *rest, **kwargs), count, log, index)
             for index, (piece, count) in enumerate(pieces)
         ]
+        self._batch_weight = float(sum(counts))
         session.user_gathers.before_step("training", len(calls), failed=failure is not None)
-        scale_loss = precision.loss_scaler(self.precision_plugin)
+        note = partial(self._note, log)
         with self.precision_plugin.train_step_context():
-            outcome = session.model.executor.forward(
-                calls, scale_loss, partial(self._note, log), failure
-            )
+            if session.manual is not None:
+                outcome = session.manual.run(calls, note, failure)
+            else:
+                scale_loss = precision.loss_scaler(self.precision_plugin)
+                outcome = session.model.executor.forward(calls, scale_loss, note, failure)
         self._termination.learn([row[-1] for row in outcome.notes])
         session.memory.after_forward()
         with self.precision_plugin.forward_context():
-            session.logs.finish(log, outcome, outcome.weights, self.reduce)
+            if session.manual is not None:
+                session.logs.finish(log, outcome, outcome.weights, self.reduce)
+                return detached(outcome.results[0])
+            weights = weights_of_log(outcome.results, outcome.weights, counts)
+            session.logs.finish(log, outcome, weights, self.reduce)
+        self._skipped_steps.learn(outcome)
+        if outcome.is_skipped:
+            return no_loss()
+        self._batch_weight = math.fsum(outcome.weights)
         joined = joined_result(outcome.results, outcome.weights, counts)
-        samples = log.samples_of(outcome.notes)
-        return session.outputs.of_step(joined, math.fsum(outcome.weights), samples)
+        pairs = zip(outcome.results, counts, strict=True)
+        trained = [count for result, count in pairs if result is not None]
+        return session.outputs.of_step(joined, self._batch_weight, sum(trained), outcome.losses)
 
     def _note(self, log: StepLog) -> tuple[float, ...]:
         """Return the numbers that every rank sends with the exchange of a step."""
@@ -443,6 +492,11 @@ class CephaloStrategy(ParallelStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        manual = self.session.manual
+        if manual is not None:
+            manual.check_is_running()
+            # ends in loss.backward(), perhaps in a backward() of the user's
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         steps = float(self._module.trainer.accumulate_grad_batches)
         layered = self.session.model.executor.backward
@@ -461,19 +515,31 @@ class CephaloStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
+        session, manual = self.session, self.session.manual
+        if manual is None:
+            with session.memory.step():
+                result = self._update(optimizer, closure, model, **kwargs)
+            self._watch.finish_step(counts=not session.memory.slowed)
+            return result
+        if manual.is_measured:
+            return closure()
+        with manual.updating(optimizer):
+            return self._update(optimizer, manual.closure(closure), model, **kwargs)
+
+    def _update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
+    ) -> Any:
         session = self.session
-        with session.memory.step(), ExitStack() as after_backward, local_update(optimizer):
+        update = local_update(optimizer, session.updates.of(optimizer))
+        with ExitStack() as after_closure, update:
 
-            def closure_and_rules() -> Any:
+            def whole_closure() -> Any:
+                after_closure.close()  # some optimizers evaluate their closure several times
                 outcome = closure()
-                after_backward.enter_context(session.model.executor.update())
-                # from here on, hooks and the optimizer see gradients as DTensors
-                after_backward.enter_context(RowsArithmetic())
-                return outcome
+                after_closure.enter_context(session.model.executor.update())
+                return session.updates.whole_loss(optimizer, outcome, self._batch_weight)
 
-            result = super().optimizer_step(optimizer, closure_and_rules, model, **kwargs)
-        self._watch.finish_step(counts=not session.memory.slowed)
-        return result
+            return super().optimizer_step(optimizer, whole_closure, model, **kwargs)
 
     @override
     def on_train_end(self) -> None:
@@ -485,22 +551,6 @@ class CephaloStrategy(ParallelStrategy):
         self._watch.end(session.plan, verbose)
 
     # -- evaluation ---------------------------------------------------------------------------
-
-    @override
-    def on_validation_start(self) -> None:
-        self._begin_evaluation()
-
-    @override
-    def on_test_start(self) -> None:
-        self._begin_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._begin_evaluation()
-
-    def _begin_evaluation(self) -> None:
-        self._termination.begin(self._module.trainer)
-        self.session.share_changed_buffers()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -536,7 +586,20 @@ class CephaloStrategy(ParallelStrategy):
         outcome = session.model.executor.evaluate(call, f"running {name}", note)
         self._termination.learn([row[-1] for row in outcome.notes])
         session.logs.finish(log, outcome, (log.weight,) if samples else (), self.reduce)
+        if self._evaluation_ends():  # hooks at the end of the epoch may write parameters
+            session.model.executor.reshard()
         return (outcome.results[0] if samples else None), samples
+
+    def _evaluation_ends(self) -> bool:
+        """Whether the batch of this step is the last of its validation or test."""
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.PREDICTING:
+            return False
+        loop = {
+            TrainerFn.VALIDATING: trainer.validate_loop,
+            TrainerFn.TESTING: trainer.test_loop,
+        }.get(trainer.state.fn or TrainerFn.FITTING, trainer.fit_loop.epoch_loop.val_loop)
+        return loop.batch_progress.is_last_batch
 
     @override
     def on_validation_end(self) -> None:
@@ -558,10 +621,13 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_after_own_failure("a barrier")
+        self._meet("waiting in a barrier", "Call strategy.barrier() on every rank, or on none.")
         launch.barrier(self.root_device)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        self._refuse_after_own_failure("a broadcast")
         return launch.broadcast(obj, src)
 
     @override
@@ -570,6 +636,7 @@ class CephaloStrategy(ParallelStrategy):
             return tensor  # metrics are combined over microbatches and ranks after the step
         if self._session is not None and self._session.logs.are_combining:
             return tensor
+        self._refuse_after_own_failure("a reduction over ranks")
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()  # Lightning #21859: the mean of integers would be truncated
         sent = tensor if communicates(tensor, group) else tensor.cpu()
@@ -579,6 +646,7 @@ class CephaloStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._inside_microbatch:
             self.session.user_gathers.called(self._module.trainer.training)
+        self._refuse_after_own_failure("a gather over ranks")
         if sync_grads:
             return super().all_gather(tensor, group=group, sync_grads=True)
         return all_gather_rows(tensor.detach()[None], [1] * self.world_size, group)
@@ -612,11 +680,26 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._refuse_after_own_failure("a checkpoint")
+        self._meet(
+            "saving a checkpoint",
+            "Every rank holds a part of it: call trainer.save_checkpoint() on every rank, without"
+            " 'if trainer.is_global_zero'. Rank 0 writes the file.",
+        )
         if self._session is not None:
             self._session.model.executor.reshard()
-            self._session.share_changed_buffers()
         with accelerator_of(self.root_device).on_host():
             return checkpoint.full_state_dict(self._module, wanted=self.is_global_zero)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint_: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        with accelerator_of(self.root_device).on_host():
+            whole = checkpoint.whole_checkpoint(
+                checkpoint_, self.is_global_zero, self._connection.control
+            )
+        super().save_checkpoint(whole, filepath, storage_options)
 
     @override
     def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:
@@ -634,17 +717,52 @@ class CephaloStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
         states = checkpoint_["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            checkpoint.load_full_optimizer_state(optimizer, state)
+            owned = self.session.updates.of(optimizer)
+            checkpoint.load_full_optimizer_state(optimizer, state, owned)
 
     # -- the end ------------------------------------------------------------------------------
+
+    def _meet(self, purpose: str, remedy: str) -> None:
+        """Wait for all ranks; raise UnsupportedError if the others wait elsewhere."""
+        if self._ranks is not None:
+            self._ranks.groups.meeting.meet(purpose, remedy, is_patient=True)
+
+    def _refuse_after_own_failure(self, what: str) -> None:
+        """Raise this rank's failure again in hooks for it that need ranks which do not share it.
+
+        ``on_exception`` of callbacks and modules comes before the strategy's. Those that save a
+        checkpoint would wait for ranks that are elsewhere, or gone, and nobody would learn why.
+        """
+        failure = sys.exc_info()[1]  # Lightning calls these hooks where it handles the failure
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        is_ending = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        if failure is None or not is_ending or not dist.is_initialized():
+            return
+        self.on_exception(failure)
+        if self._termination.ends_with(failure):
+            if self._is_set_up:
+                return
+            why = "SIGTERM came before training began: there is nothing to save yet"
+        elif self._failed_together:
+            return
+        else:
+            why = f"the other ranks do not share this failure, and {what} needs all of them"
+        self._termination.end()  # Lightning ends here, without teardown
+        warnings.warn(
+            f"Rank {self.global_rank} ends with {type(failure).__name__}; {what} in on_exception()"
+            f" is refused: {why}. Checkpoints that were saved before are whole.",
+            stacklevel=3,
+        )
+        raise failure
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._ranks is None or self._termination.ends_with(exception):
+        if self._ranks is None or self._termination.ends_with(exception) or self._has_told:
             return
         crash_report = self._ranks.crash_report
         crash_report.on_exception(exception)
+        self._has_told = True
         self._failed_together = crash_report.is_common(exception) or self.world_size == 1
         aborts = backend_named(self._process_group_backend).must_be_aborted
         if aborts and not self._failed_together:
@@ -686,9 +804,15 @@ def _call(
     step: Callable[[], Any], samples: int, log: StepLog, microbatch: int = 0
 ) -> MicrobatchCall:
     """Return a microbatch of ``samples`` samples that logs into the step's log."""
+
+    def weight_of(result: Any) -> tuple[Tensor, float | Tensor] | None:
+        if result is None:
+            log.weight += samples
+        return loss_and_weight(result, samples)
+
     return MicrobatchCall(
         step,
-        partial(loss_and_weight, samples=samples),
+        weight_of,
         partial(log.resume, microbatch),
         partial(log.pause, microbatch),
         samples,

@@ -12,7 +12,7 @@ weight of a value   the ``batch_size`` given to ``self.log``; else the ``"weight
 torchmetrics        collected by the object itself, exactly; its value of a *step* is the weighted
                     mean over microbatches, exact for metrics that are means over samples
 sums                add up over microbatches, so that counts of samples are right; a constant, which
-                    cannot be told from a count, counts once for each microbatch
+                    cannot be told from a count, counts once for each microbatch, with a warning
 no samples          a rank without samples in a step takes the other ranks' value
 ==================  ================================================================================
 
@@ -33,6 +33,7 @@ from torchmetrics import Metric
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
+from lightning_cephalo.adapters.summed_constants import SummedConstants
 from lightning_cephalo.adapters.torchmetrics import metrics_of, prepare_states, states_of
 from lightning_cephalo.execution.step import ForwardOutcome
 from lightning_cephalo.ranks.control import ControlGroup
@@ -89,9 +90,11 @@ class StepLog:
         results: The trainer's result collection of the running loop, or None.
         sample_counts: Samples of each of this rank's microbatches.
         metrics: The module's torchmetrics objects, by their names.
+        constants: Finds constants among the summed values of this rank.
 
     Attributes:
-        weight: Weight of this rank's step among all ranks', if the step gives none (evaluation).
+        weight: Weight of this rank's samples without a loss: all in evaluation, and those of
+            microbatches whose ``training_step`` returned None.
     """
 
     def __init__(
@@ -99,7 +102,9 @@ class StepLog:
         results: Any,
         sample_counts: Sequence[int],
         metrics: Sequence[tuple[str, Metric]] = (),
+        constants: SummedConstants | None = None,
     ) -> None:
+        self._constants = constants or SummedConstants()
         self._results = results
         self._sample_counts = sample_counts
         self._metrics = metrics
@@ -176,7 +181,7 @@ class StepLog:
         ranks: ValuesOfRanks,
         module: torch.nn.Module,
         sync: Callable[..., Any],
-        total_weight: float | None = None,
+        total_weight: float = 0.0,
     ) -> None:
         """Combine the values; collective exactly if the notes of all ranks require it.
 
@@ -186,10 +191,10 @@ class StepLog:
             ranks: Exchanges values between ranks.
             module: The LightningModule, which holds the torchmetrics objects that were logged.
             sync: Lightning's reduce function, for keys that this rank has not logged itself.
-            total_weight: Weight of all microbatches of all ranks; None: the sum over the notes.
+            total_weight: Weight of the losses of all ranks; the notes have that of the others.
         """
         samples = sum(self.samples_of(notes))
-        total = sum(row[3] for row in notes) if total_weight is None else total_weight
+        total = total_weight + sum(row[3] for row in notes)
         weight_of_sample = total / samples if samples else 1.0
         own = {key: self._combined(key, calls, weights) for key, calls in self._calls.items()}
         for key, values in self._metric_values.items():
@@ -207,6 +212,9 @@ class StepLog:
         values = torch.stack([call.value.detach().double().reshape(()) for call in calls])
         reduce_fx = self._results[key].meta.reduce_fx
         samples = sum(int(call.batch_size) for call in calls)
+        if reduce_fx is torch.sum and len(calls) > 1:
+            sizes = [self._sample_counts[call.microbatch] for call in calls]
+            self._constants.look(self._results[key].meta.name, values, sizes)
         if reduce_fx is not torch.mean:
             return _Combined(reduce_fx(values), 1.0, samples, True)
         given = not all(isinstance(call.batch_size, _Samples) for call in calls)
@@ -395,10 +403,12 @@ class StepLogs:
         self.are_combining = False
         self._module = module
         self.ranks = ValuesOfRanks(groups, accelerator)
+        self._constants = SummedConstants()
 
     def of_step(self, sample_counts: Sequence[int]) -> StepLog:
         """Return the log of a step whose microbatches have these numbers of samples."""
-        return StepLog(self._module.trainer._results, sample_counts, self.metrics)
+        results = self._module.trainer._results
+        return StepLog(results, sample_counts, self.metrics, self._constants)
 
     def finish(
         self,
@@ -417,8 +427,7 @@ class StepLogs:
         """
         self.are_combining = True
         try:
-            # evaluation has no total weight: the notes hold the weights
-            total = outcome.total_weight or None
+            total = outcome.total_weight
             log.finish(weights, outcome.notes, self.ranks, self._module, sync, total)
         finally:
             self.are_combining = False

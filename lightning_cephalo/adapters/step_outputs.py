@@ -1,8 +1,8 @@
 """Gives a rank without samples the outputs of a training step that the other ranks have.
 
-Callbacks get the outputs of ``training_step``. A rank without samples has none of its own, and a
-callback that reads ``outputs["accuracy"]`` would fail on that rank alone. So it gets what the other
-ranks agree on:
+Callbacks get the outputs of ``training_step``. A rank without samples has none of its own, nor has
+one whose ``training_step`` has returned None for all of them. A callback that reads
+``outputs["accuracy"]`` would fail on that rank alone. So it gets what the other ranks agree on:
 
 =====================================  ============================================================
 output of the other ranks              on a rank without samples
@@ -67,18 +67,19 @@ class StepOutputs:
         self._ranks = ranks
         self._device = device
 
-    def of_step(self, result: Any, weight: float, samples: Sequence[float]) -> Any:
-        """Return the outputs of a step; collective if a rank has no samples in it.
+    def of_step(self, result: Any, weight: float, samples: int, losses: Sequence[int]) -> Any:
+        """Return the outputs of a step; collective if a rank has no loss in it.
 
         Args:
             result: The joined result of this rank's microbatches; unused without samples.
             weight: Sum of the weights of this rank's microbatches.
-            samples: Samples of every rank in this step.
+            samples: Samples of this rank's microbatches with a loss.
+            losses: Microbatches with a loss of every rank.
         """
-        if all(samples):
+        if all(losses):
             return result
         control = self._ranks.control
-        own = int(samples[control.rank])
+        own = samples if losses[control.rank] else 0
         parts = result if isinstance(result, Mapping) else {"loss": result}
         described = None
         if own:

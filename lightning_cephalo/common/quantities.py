@@ -9,6 +9,7 @@ differ by a factor of 8. Messages and tables print amounts with the ``format_`` 
     format_bytes_exactly(3 * GIB)  "3.000 GiB (3221225472 bytes)"
     format_seconds(0.0125)         "12.5 ms"
     format_rate(12_500.4)          "12,500"
+    format_count(38_600_000)       "38.6M"
 """
 
 from __future__ import annotations
@@ -147,6 +148,14 @@ def format_seconds(seconds: float | None) -> str:
         if abs(seconds) >= size or seconds == 0:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
+
+
+def format_count(count: float) -> str:
+    """Return a count with three digits: ``950``, ``38.6M``, ``1.24B``."""
+    for letter, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:.0f}"
 
 
 def format_rate(per_s: float) -> str:

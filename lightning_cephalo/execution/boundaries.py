@@ -13,9 +13,9 @@ the user's tensor no longer exists.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ class _OutOfUnit(torch.autograd.Function):
 
 
 # nodes where the glue's graph ends: parameters and other leaves, and outputs of units
-_ENDS = ("AccumulateGrad", "_OutOfUnitBackward")
+_OUTPUT = "_OutOfUnitBackward"
+_ENDS = ("AccumulateGrad", _OUTPUT)
 
 
 @dataclass
@@ -67,16 +68,37 @@ class _Glue:
     leaf: Tensor
 
 
+@dataclass
+class VisitsBehind:
+    """The visits that a backward passes, by their positions.
+
+    Attributes:
+        direct: Nodes of the glue that gradients reach without a visit.
+        positions: Visits whose outputs get gradients.
+        glue: Visits before which the glue gets gradients.
+        nodes: Nodes of the glue that gradients reach through a visit.
+    """
+
+    direct: set[Any]
+    positions: set[int] = field(default_factory=set)
+    glue: set[int] = field(default_factory=set)
+    nodes: set[Any] = field(default_factory=set)
+
+
 class Boundaries:
     """The cuts of one microbatch.
 
     Args:
         inside: Ids of the units' parameters, in a step that checks for tensors that leave a unit
             other than as its outputs; None: no check.
+        several_backwards: Whether the step has several backwards, each of a part of the graph.
     """
 
-    def __init__(self, inside: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, inside: frozenset[int] | None = None, several_backwards: bool = False
+    ) -> None:
         self._inside = inside
+        self._several_backwards = several_backwards
         self._cuts: dict[int, _Cut] = {}
         self._glue: dict[int, list[_Glue]] = {}
         self._entered: dict[int, list[_Cut]] = {}
@@ -103,9 +125,10 @@ class Boundaries:
             self._needed_until.setdefault(position, []).append(cut.leaf)
         return cut.leaf
 
-    def show(self, output: Tensor) -> tuple[Tensor, Tensor]:
+    def show(self, output: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Cut an output of a unit; return its leaf and the glue's stand-in for it."""
         leaf = _new_leaf(output)
+        leaf._visit = position  # type: ignore[attr-defined]
         shown = _OutOfUnit.apply(leaf)
         cut = _Cut(TensorWeakRef(shown), shown.grad_fn, leaf)
         self._cuts[id(shown)] = cut
@@ -158,11 +181,18 @@ class Boundaries:
 
     def passed(self, position: int) -> None:
         """Release the values of leaves that first entered a unit there: its backward is done."""
+        if self._several_backwards:  # a later one may need them
+            return
         for leaf in self._needed_until.pop(position, []):
             take_memory(leaf)
 
-    def through_glue(self, position: int) -> None:
-        """Run the glue's backward for the leaves that first entered a unit there."""
+    def through_glue(self, position: int, retain: bool = False) -> None:
+        """Run the glue's backward for the leaves that first entered a unit there.
+
+        Args:
+            position: Position of the visit of that unit.
+            retain: Whether another backward may pass the same glue again.
+        """
         entries = self._glue.pop(position, [])
         reached = [entry for entry in entries if entry.leaf.grad is not None]
         if reached:
@@ -171,6 +201,62 @@ class Boundaries:
                 [entry.leaf.grad for entry in reached],
                 retain_graph=True,
             )
+        if not self._several_backwards:
+            return
+        for entry in reached:
+            entry.leaf.grad = None
+        rest = entries if retain else [each for each in entries if each not in reached]
+        if rest:
+            self._glue[position] = rest
+
+    def visits_behind(
+        self, roots: Sequence[Tensor], inputs_of: Callable[[int], Sequence[Tensor]]
+    ) -> VisitsBehind:
+        """Return the visits that a backward from these tensors passes.
+
+        Args:
+            roots: Tensors with graphs, the loss for example.
+            inputs_of: Returns the differentiable inputs of a visit, given its position.
+
+        Raises:
+            UnitUseError: If an earlier backward has passed one of them.
+        """
+        entries = {
+            id(entry.leaf): (position, entry.edge.node)
+            for position, entries in self._glue.items()
+            for entry in entries
+        }
+        nodes = _nodes([root.grad_fn for root in roots])
+        found = VisitsBehind(direct=nodes)
+        while True:
+            leaves = [node.next_functions[0][0].variable for node in nodes if _is_output(node)]
+            glue = []
+            while leaves:
+                leaf = leaves.pop()
+                position = getattr(leaf, "_visit", None)
+                if position in found.positions:
+                    continue
+                if position is not None:
+                    found.positions.add(position)
+                    leaves.extend(inputs_of(position))
+                elif id(leaf) in entries:
+                    position, node = entries[id(leaf)]
+                    found.glue.add(position)
+                    glue.append(node)
+                else:
+                    raise passed_before()
+            if not glue:
+                return found
+            nodes = _nodes(glue, found.nodes)
+            found.nodes.update(nodes)
+
+
+def passed_before() -> UnitUseError:
+    """Return the error for a second backward through the same graph."""
+    return UnitUseError(
+        "A second backward through the same graph: the first one has freed it. Call"
+        " self.manual_backward(loss, retain_graph=True) the first time, or sum the losses."
+    )
 
 
 @contextmanager
@@ -226,12 +312,18 @@ def _reachable(roots: Sequence[Any]) -> set[Any]:
     return {node for node in _nodes(roots) if type(node).__name__ not in _ENDS}
 
 
-def _nodes(roots: Sequence[Any]) -> set[Any]:
+def _is_output(node: Any) -> bool:
+    return type(node).__name__ == _OUTPUT
+
+
+def _nodes(roots: Sequence[Any], known: set[Any] | None = None) -> set[Any]:
+    """Return the nodes from these roots down, without those that are known already."""
     seen: set[Any] = set()
+    known = known or set()
     stack = [node for node in roots if node is not None]
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in seen or node in known:
             continue
         seen.add(node)
         if type(node).__name__ not in _ENDS:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.throttle import Throttle
-from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.combined_buffers import CombinedBuffers
 from lightning_cephalo.execution.failure import Failure
 from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch
 from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.offload import HostArena
+from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.step import (
-    Divergence,
     ForwardOutcome,
     MicrobatchCall,
     Step,
@@ -31,7 +31,14 @@ from lightning_cephalo.execution.step import (
 from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
 from lightning_cephalo.execution.user_collectives import UserCollectives
 from lightning_cephalo.execution.user_writes import UserWrites, explained
-from lightning_cephalo.execution.visits import FAILED, FINISHED, Visits, where
+from lightning_cephalo.execution.visits import (
+    FAILED,
+    FINISHED,
+    Visits,
+    agree,
+    where,
+    without_backward,
+)
 from lightning_cephalo.plan.program import (
     COMPUTE,
     NONE,
@@ -51,7 +58,7 @@ from lightning_cephalo.sharding.flat import Residence
 from lightning_cephalo.sharding.unit import Unit, UnitState
 
 # A rank's state in the exchange that ends a forward.
-_WELL, _FAILED, _DIVERGED = 0.0, 1.0, 2.0
+_WELL, _FAILED, _UNFINISHED = 0.0, 1.0, 2.0
 
 # code of the user that runs while parameters are gathered for the backward, for messages
 _BEFORE_BACKWARD = "a hook between the forward and the backward"
@@ -79,6 +86,7 @@ class Executor:
         failure: Holds this rank's failure.
         writes: Finds writes of the user's code to parameters.
         state: Gives each microbatch its own values of tensors that code stores on modules.
+        buffers: Combines the buffers that microbatches write.
         arena: Host memory for boundaries; None: they stay on the device.
         on_user_collective: Called with the name of a collective of torch.distributed before the
             user's step runs it, while the order of units is traced; None: nothing is watched.
@@ -100,9 +108,10 @@ class Executor:
         self.hooks = UnitHooks(units, meet, self.writes)
         self.failure = Failure(control.rank, names)
         self.state = ModuleState(units[ROOT].module)
+        self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
         self.arena: HostArena | None = None
         self.on_user_collective: Callable[[str], None] | None = None
-        self._visits = Visits(names)
+        self._visits = Visits()
         self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
         self._recompute, self._reshard_after_forward = recompute, True
@@ -233,6 +242,9 @@ class Executor:
 
         Raises:
             RemoteRankError: If another rank failed; this rank's own failure is raised as it is.
+
+        Returns:
+            The outcome. If no microbatch of any rank has a loss, there is no backward to call.
         """
         self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
@@ -244,9 +256,11 @@ class Executor:
             self.failure.note(failure)
         if self.arena is not None:
             self.failure.guarded(self.arena.start)  # may allocate
-        self.failure.guarded(self.state.begin, [call.samples for call in calls])
+        samples = [call.samples for call in calls]
+        self.failure.guarded(self.buffers.begin, samples)
+        self.failure.guarded(self.state.begin, samples)
         with self.writes.locked():
-            self._run(self._traced() if visits is None else self._step.program.forward)
+            self.run(self._traced() if visits is None else self._step.program.forward)
         # no reference stays here: results hold graphs, which must die with the caller's references
         outcome, self._outcome = self._outcome, ForwardOutcome((), (), 0.0)
         return outcome
@@ -258,21 +272,31 @@ class Executor:
         visits: Sequence[Visit] | None,
     ) -> None:
         last = NONE if visits is None else len(visits) - 1
-        inside = self._inside_units() if visits is None else None
+        checks = not self._visits.is_checked(trainable)
+        inside = self.inside_units() if checks else None
         microbatches = [
             Microbatch(
-                call.step, self.accelerator, self._recompute, inside, self.arena, last, self.state
+                call.step,
+                self.accelerator,
+                self._recompute,
+                inside,
+                self.arena,
+                last,
+                self.state,
+                self.buffers.of_microbatches,
             )
             for call in calls
         ]
         step = self._step = Step(calls, microbatches, trainable, [0.0] * len(calls))
+        step.checks_leaks = checks
         self.failure.begin(microbatches, "beginning of the root unit")
         self._readback = self.accelerator.readback()
         step.loss_scale = 0.5 ** round(math.log2(max(self._total_weight, 1e-30)))
         if visits is not None:
             self._replay(visits)
 
-    def _inside_units(self) -> frozenset[int]:
+    def inside_units(self) -> frozenset[int]:
+        """Return the ids of the gathered parameters of all units but the root."""
         flats = [flat for unit in self.units[1:] for flat in unit.flats]
         return frozenset(id(parameter) for flat in flats for parameter in flat.parameters)
 
@@ -287,6 +311,43 @@ class Executor:
             offload_boundaries=self.arena is not None,
         )
 
+    def begin_phases(
+        self,
+        calls: Sequence[MicrobatchCall],
+        microbatches: list[Microbatch],
+        visits: Sequence[Visit],
+    ) -> Step:
+        """Begin a step that calls its backwards itself; see ``execution/manual_step.py``.
+
+        Args:
+            calls: This rank's step.
+            microbatches: Its run.
+            visits: The order of the step, which grows while the step runs.
+        """
+        self._throttle.begin_step()
+        self._step = Step(calls, microbatches, visits=visits, is_traced=True, goes_on=True)
+        self._step.weights = [0.0] * len(calls)
+        self.failure.begin(microbatches, "beginning of the step")
+        self._readback = self.accelerator.readback()
+        return self._step
+
+    def end_phases(self, visits: Sequence[Visit]) -> None:
+        """End such a step, and drop all that its microbatches hold."""
+        self._visits.last = tuple(visits)
+        self._step.microbatches.clear()
+        self._step = Step((), [])
+        self._throttle.end_step()
+
+    @property
+    def parked(self) -> list[Visit | None]:
+        """The places of the microbatches of the running step."""
+        return self._step.parked
+
+    @property
+    def microbatches(self) -> list[Microbatch]:
+        """The microbatches of the running step."""
+        return self._step.microbatches
+
     def backward(self, divisor: float = 1.0, factor: float = 1.0) -> None:
         """Run the backward of all units and set the gradients of the sharded parameters.
 
@@ -300,8 +361,8 @@ class Executor:
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
         for unit in gathered_after(step.program.forward):
             if self.units[unit].state is UnitState.SHARDED:
-                self._execute(Instruction(Operation.GATHER, unit))
-        self._run(step.program.backward)
+                self.execute(Instruction(Operation.GATHER, unit))
+        self.run(step.program.backward)
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -343,21 +404,21 @@ class Executor:
         microbatches = [Microbatch(call.step, self.accelerator, recompute=False) for call in calls]
         step = self._step = Step(calls, microbatches)
         self.failure.begin(microbatches, "evaluation of the root unit")
-        self._execute(Instruction(Operation.GATHER, ROOT))
-        self._execute(Instruction(Operation.FORWARD, ROOT, microbatch=0))
+        self.execute(Instruction(Operation.GATHER, ROOT))
+        self.execute(Instruction(Operation.FORWARD, ROOT, microbatch=0))
         while True:
             parked = step.parked or [None]
             if parked == [None]:
                 self.failure.guarded(self.writes.check, doing.removeprefix("running "))
-            own, _ = where(failed=self.failure.error is not None, parked=parked)
-            rows = self._exchange([own, *note()])
+            own = where(failed=self.failure.error is not None, parked=parked, choice=Choice(()))[0]
+            rows = self.exchange([own, *note()])
             said = [row[0] for row in rows]
             if FAILED in said:
-                self._give_up(doing)
+                self.give_up(doing)
             wanted = [unit for unit in said if unit != FINISHED]
             if not wanted:
                 break
-            self._run(evaluation_of(int(min(wanted)), takes_part=own == min(wanted)))
+            self.run(evaluation_of(int(min(wanted)), takes_part=own == min(wanted)))
         results = tuple(microbatch.result for microbatch in microbatches)
         microbatches.clear()
         self._step = Step((), [])
@@ -365,13 +426,15 @@ class Executor:
 
     # -- running instructions -----------------------------------------------------------------
 
-    def _run(self, instructions: Iterable[Instruction]) -> None:
+    def run(self, instructions: Iterable[Instruction]) -> None:
+        """Run instructions in their order."""
         for instruction in instructions:
-            self._execute(instruction)
+            self.execute(instruction)
 
-    def _execute(self, instruction: Instruction) -> None:
+    def execute(self, instruction: Instruction) -> None:
+        """Run one instruction."""
         self._now = self.failure.place = instruction
-        if instruction.operation in COMPUTE:
+        if instruction.operation in COMPUTE and instruction.unit != NONE:
             self.units[instruction.unit].wait_gather(self._wait)
         if not self._observers:
             self._handlers[instruction.operation](self, instruction)
@@ -389,7 +452,8 @@ class Executor:
         for observer in self._observers:
             observer.after_wait(self._now)
 
-    def _exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of every rank; each gives equally many."""
         for observer in self._observers:
             observer.before_wait(self._now)
         rows = self.control.gather(list(numbers))
@@ -414,66 +478,53 @@ class Executor:
 
     def _forward_of(self, instruction: Instruction) -> None:
         step, index, position = self._step, instruction.microbatch, instruction.visit
-        if not step.microbatches or step.has_left(position):
+        if not step.microbatches:
             return
-        if position != NONE and not step.is_traced:
-            expected, found = step.visits[position], step.microbatches[index].parked
-            if found != expected:
-                self._leave(instruction, found, expected)
-                return
+        microbatch = step.microbatches[index]
+        if position != NONE and microbatch.parked != step.visits[position]:
+            microbatch.let_pass()
+            return
         self._advance(index)
+        if microbatch.finished and not step.is_traced and position < len(step.visits) - 1:
+            self._loss_of(instruction)  # its memory would wait for the end of the order
 
     def _advance(self, index: int) -> None:
         call = self._step.calls[index]
         call.on_resume()
+        self.buffers.of_microbatches.resume(index)
         self.state.resume(index)
         try:
             with self._watching():
                 self.hooks.advance(self._step.microbatches[index])
         except RuntimeError as error:
             raise explained(error) from error.__cause__
+        self.buffers.of_microbatches.pause(index)
         self.state.pause(index)
         call.on_pause()
 
     def _watching(self) -> AbstractContextManager[Any]:
-        if self.on_user_collective is None or not self._step.is_traced:
+        if self.on_user_collective is None or not self._step.checks_leaks:
             return nullcontext()
         return UserCollectives(self.on_user_collective)
-
-    def _leave(self, instruction: Instruction, found: Visit | None, expected: Visit | None) -> None:
-        """Record that this rank's microbatches have left the order.
-
-        Raises:
-            UnitUseError: If they have not all left it in the same way.
-        """
-        step, index = self._step, instruction.microbatch
-        if index == 0:
-            if instruction.operation is Operation.FORWARD:
-                self._visits.check_parked(step.parked)
-            position = instruction.visit + (instruction.operation is Operation.LOSS)
-            step.divergence = Divergence(position, found)
-        elif (
-            instruction.operation is Operation.FORWARD
-            or step.divergence is None
-            or step.divergence.place != found
-        ):
-            raise self._visits.differ(index, found, expected)
 
     def _loss(self, instruction: Instruction) -> None:
         self.failure.guarded(self._loss_of, instruction)
 
     def _loss_of(self, instruction: Instruction) -> None:
         step, index = self._step, instruction.microbatch
-        if not step.microbatches or step.has_left(instruction.visit):
+        if not step.microbatches or index in step.with_loss:
             return
         microbatch = step.microbatches[index]
         if microbatch.parked is BEHIND_THE_LAST:
             self._advance(index)
-        if not microbatch.finished or step.divergence is not None:
-            self._leave(instruction, microbatch.parked, None)
-            return
+        if not microbatch.has_loss:
+            return  # it visits more units than are known
         step.with_loss.add(index)
-        loss, weight = step.calls[index].weight_of(microbatch.result)
+        found = step.calls[index].weight_of(microbatch.result)
+        if found is None:
+            step.skipped += 1
+            return
+        loss, weight = found
         without_weight = None
         if isinstance(weight, Tensor) and not loss.requires_grad:
             weight = float(weight)  # a constant is right only if it has no weight
@@ -505,7 +556,7 @@ class Executor:
         self.failure.guarded(self._offload_of, instruction)
 
     def _offload_of(self, instruction: Instruction) -> None:
-        if self._step.microbatches and not self._step.has_left(instruction.visit):
+        if self._step.microbatches:
             self._step.microbatches[instruction.microbatch].offload(instruction.visit)
 
     def _fetch(self, instruction: Instruction) -> None:
@@ -557,41 +608,77 @@ class Executor:
         step, doing = self._step, "running training_step"
         self.failure.guarded(self._read_weights)
         self.failure.guarded(self.writes.check, "training_step")
-        self.failure.guarded(self.state.finish)
+        is_finished = all(microbatch.finished for microbatch in step.microbatches)
+        if is_finished:  # the others still read and store what these hold
+            self.failure.guarded(self.state.finish)
+            self.failure.guarded(self.finish_buffers)
         state = _FAILED if self.failure.error is not None else _WELL
-        if state == _WELL and step.divergence is not None:
-            state = _DIVERGED
-        said = self._exchange([state, math.fsum(step.weights), *self._note()])
+        if state == _WELL and not is_finished:
+            state = _UNFINISHED
+        made = step.made()
+        with_loss = len(step.with_loss) - step.skipped
+        own = [state, math.fsum(step.weights), step.written_buffers]
+        own += [all(made), with_loss, step.skipped]
+        said = self.exchange([*own, *self._note()])
         states = {row[0] for row in said}
         if _FAILED in states:
-            self._give_up(doing)
-        if _DIVERGED in states:
-            self._trace_again(doing)
+            self.give_up(doing)
+        if _UNFINISHED in states:
+            self._trace_rest()
             return
         total = math.fsum(row[1] for row in said)
-        if not total > 0.0:
+        outcome = ForwardOutcome(
+            tuple(microbatch.result for microbatch in step.microbatches),
+            tuple(step.weights),
+            total,
+            tuple(tuple(row[6:]) for row in said),
+            losses=tuple(int(row[4]) for row in said),
+            skipped=int(sum(row[5] for row in said)),
+        )
+        if not total > 0.0 and not outcome.is_skipped:
             self.failure.error = ValueError(
                 f"The weights of all microbatches of this step sum to {total}; expected more than"
                 " 0. Does training_step return a wrong 'weight', or did no rank get a sample?"
             )
-            self._give_up(doing)
-        self._total_weight = total
-        self._visits.learn(step.trainable, step.visits)
-        if step.is_traced:
-            self._replay(step.visits)
-        results = tuple(microbatch.result for microbatch in step.microbatches)
+            self.give_up(doing)
+        self.combine_buffers([row[2] for row in said], doing)
+        self._total_weight = total or self._total_weight
+        # without a loss, tensors that reach it past the units' outputs cannot be found
+        searched = step.checks_leaks and not outcome.skipped
+        self._learn(made, someone_made_all=any(row[3] for row in said), is_checked=searched)
         for microbatch in step.microbatches:
             microbatch.result = None
-        notes = tuple(tuple(row[2:]) for row in said)
-        self._outcome = ForwardOutcome(results, tuple(step.weights), total, notes)
+        self._outcome = outcome
+        if outcome.is_skipped:
+            self._release_all()
+            self._throttle.end_step()
+
+    def combine_buffers(self, written: Sequence[float], doing: str) -> None:
+        """Combine what microbatches of all ranks have written to buffers; collective.
+
+        Args:
+            written: ``Step.written_buffers`` of every rank.
+            doing: What the step does, for messages.
+        """
+        try:
+            self.buffers.agree(written)
+        except Exception as failure:  # on all ranks
+            self.failure.note(failure)
+            self.give_up(doing)
+        self.buffers.combine()
+
+    def finish_buffers(self) -> None:
+        """Show the module's own buffers again, and note what other ranks need to learn."""
+        self._step.written_buffers = self.buffers.finish()
 
     def _end_backward(self) -> None:
         """Set the gradients of parameters that at least one rank used, or raise on all ranks."""
         step = self._step
         self._finish_reduce(None)
         self.hooks.in_backward = False
-        step.microbatches.clear()
-        self._throttle.end_step()
+        if not step.goes_on:
+            step.microbatches.clear()
+            self._throttle.end_step()
         self.failure.guarded(self.writes.check, _BEFORE_BACKWARD)
         flags = [self.failure.error is not None]
         for used in step.used.values():
@@ -602,23 +689,27 @@ class Executor:
         for observer in self._observers:
             observer.after_wait(self._now)
         if agreed[0]:
-            self._give_up("running the backward")
+            self.give_up("running the backward")
         start = 1
         for index, used in step.used.items():
             end = start + len(used)
             self.units[index].publish(agreed[start:end])
             start = end
 
-    def _give_up(self, doing: str) -> None:
+    def give_up(self, doing: str) -> None:
         """Free and disarm all units, then raise on all ranks."""
         failure = self.failure.take()
+        self._release_all()
+        self.hooks.in_backward = False
+        self.control.raise_if_any_failed(failure, doing)
+
+    def _release_all(self) -> None:
         self.failure.abandon()
+        self.buffers.of_microbatches.abandon()
         self._reducing = None
         for unit in self.units:
             unit.wait_reduce()
             unit.free()
-        self.hooks.in_backward = False
-        self.control.raise_if_any_failed(failure, doing)
 
     # -- tracing ------------------------------------------------------------------------------
 
@@ -630,31 +721,41 @@ class Executor:
         instructions = layered_forward(self._discovered(visits), len(step.calls), step.has_returned)
         return self._by_mode(instructions, visits)
 
-    def _trace_again(self, doing: str) -> None:
-        """Trace the step from the place where all ranks have left the known order.
-
-        Raises on all ranks if they have not left it at one place.
-        """
+    def _trace_rest(self) -> None:
+        """Trace the visits that are left when the known order has come to its end."""
         step = self._step
-        try:
-            position = self._visits.agree_on_divergence(
-                self.control, step.divergence, step.parked, step.visits
-            )
-        except UnitUseError as failure:
-            self.failure.note(failure)
-            self._give_up(doing)
         for unit in self.units[1:]:
             unit.free()
         for microbatch in step.microbatches:
             microbatch.last = NONE
-        visits = list(step.visits[:position])
-        step.is_traced, step.visits, step.divergence = True, visits, None
+        visits = list(step.visits)
+        step.is_traced, step.visits, step.is_apart = True, visits, True
         instructions = resumed_forward(
-            self._discovered(visits), position, len(step.calls), step.has_returned
+            self._discovered(visits), len(visits), len(step.calls), step.has_returned
         )
-        self._run(self._by_mode(instructions, visits))
-        # the check for tensors that leave a unit other than as outputs needs a whole traced step
-        self._visits.forget()
+        self.run(self._by_mode(instructions, visits))
+
+    def _learn(self, made: Sequence[bool], *, someone_made_all: bool, is_checked: bool) -> None:
+        """Store the order, and compile the backward of the visits that were made; collective.
+
+        Args:
+            made: Per visit, whether a microbatch of this rank has made it.
+            someone_made_all: Whether all of them are true on some rank.
+            is_checked: Whether all losses were searched for leaks.
+        """
+        step, paths = self._step, None
+        if someone_made_all:
+            made = [True] * len(step.visits)
+        else:
+            rows = self.exchange([float(is_made) for is_made in made])
+            made = [any(column) for column in zip(*rows, strict=True)]
+        if step.is_apart:
+            of_ranks = self.control.gather(step.paths())
+            paths = [path for paths_of_rank in of_ranks for path in paths_of_rank]
+        visits = step.visits
+        self._visits.learn(step.trainable, visits, made, paths, is_checked=is_checked)
+        if step.is_traced or not all(made):
+            self._replay(without_backward(visits, made))
 
     def _by_mode(
         self, instructions: Iterator[Instruction], visits: Sequence[Visit]
@@ -669,20 +770,14 @@ class Executor:
     def _discovered(self, visits: list[Visit]) -> Iterator[Visit]:
         """Yield visits as ranks reach them: before each gather all ranks exchange positions."""
         step = self._step
+        choice = Choice(self._visits.known(step.trainable) or ())
         while True:
-            self.failure.guarded(self._check_parked)
-            place = where(failed=self.failure.error is not None, parked=step.parked)
-            try:
-                visit = self._visits.agree(self._exchange(place))
-            except UnitUseError as failure:
-                self.failure.note(failure)
-                visit = None
+            place = where(failed=self.failure.error is not None, parked=step.parked, choice=choice)
+            visit, is_apart = agree(self.exchange(place), choice)
+            step.is_apart = step.is_apart or is_apart
             if visit is None:
                 break
             visits.append(visit)
             yield visit
         if any(not microbatch.finished for microbatch in step.microbatches):
             self.failure.abandon()  # another rank has failed; the next exchange reports it
-
-    def _check_parked(self) -> None:
-        self._visits.check_parked(self._step.parked)

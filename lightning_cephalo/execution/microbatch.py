@@ -20,8 +20,8 @@ unit, and for shared position biases.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,20 +32,29 @@ from torch import Tensor
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.arguments import refuse_changed_containers, without_empty_caches
-from lightning_cephalo.execution.boundaries import Boundaries, zeroed_where
+from lightning_cephalo.execution.boundaries import (
+    Boundaries,
+    VisitsBehind,
+    passed_before,
+    zeroed_where,
+)
 from lightning_cephalo.execution.call_tree import (
     CallStructure,
     Structure,
     flatten_call,
     flatten_result,
 )
+from lightning_cephalo.execution.module_buffers import ModuleBuffers, Shown
 from lightning_cephalo.execution.module_state import ModuleState, Stored
 from lightning_cephalo.execution.offload import HostArena, OffloadedTensor
 from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, ThreadState
-from lightning_cephalo.plan.program import NONE, Visit
+from lightning_cephalo.plan.program import NONE, ROOT, Visit
 
 BEHIND_THE_LAST = Visit(NONE)
 """The place of a microbatch that has passed the last unit; only its loss is left."""
+
+AT_BACKWARD = Visit(-4)
+"""The place of a microbatch whose code has called a backward itself."""
 
 _MAX_PARKS_WHILE_STOPPING = 100
 _CHANGED_INPUT = (
@@ -67,6 +76,7 @@ class _Record:
     random: RandomState | None = None
     modes: ThreadState | None = None
     buffers: list[Any] = field(default_factory=list)
+    shown: Shown = field(default_factory=list)
     stored: Stored | None = None
     away: list[OffloadedTensor] = field(default_factory=list)
 
@@ -85,6 +95,15 @@ class Microbatch:
             visit, so that its loss is an instruction of its own.
         state: The tensors that the step stores on modules; None: a recomputed unit finds those of
             the end of the step.
+        buffers: The buffers of the model's modules; None: as for ``state``.
+        outside: Returns a context for code of this package that runs within the step; None if the
+            step has one backward only. See ``execution/manual_step.py``.
+
+    Attributes:
+        parked: The visit that it waits for; None: none.
+        made: Positions of its visits in the order.
+        result: Return value of the step.
+        finished: Whether the step has returned.
     """
 
     def __init__(
@@ -96,9 +115,14 @@ class Microbatch:
         arena: HostArena | None = None,
         last: int = NONE,
         state: ModuleState | None = None,
+        buffers: ModuleBuffers | None = None,
+        outside: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self._inside = inside
+        self._outside = outside
+        self._retains = False
         self._state = state
+        self._buffers = buffers
         self._arena = arena
         self.last = last
         self._accelerator = accelerator
@@ -108,7 +132,8 @@ class Microbatch:
         # a greenlet starts with no context variables of its own
         self._greenlet.gr_context = contextvars.copy_context()
         self._records: list[_Record | None] = []
-        self._boundaries = Boundaries(inside)
+        self.made: list[int] = []
+        self._boundaries = Boundaries(inside, several_backwards=outside is not None)
         self.parked: Visit | None = None
         self.result: Any = None
         self.finished = False
@@ -126,6 +151,10 @@ class Microbatch:
         else:
             self.parked = switched
 
+    def let_pass(self) -> None:
+        """Wait, or have returned, while other microbatches make a visit."""
+        self._records.append(None)
+
     def abandon(self) -> None:
         """Stop the step where it is and drop all that it holds."""
         before = ThreadState.capture(self._device_types)
@@ -140,6 +169,53 @@ class Microbatch:
             for record in self._records:
                 self._forget(record)
             self._records, self._boundaries = [], Boundaries()
+
+    # -- steps that call their backwards themselves, inside the greenlet ------------------------
+
+    def need_root(self) -> None:
+        """Park until the root unit is gathered."""
+        with self.outside():
+            self._park(Visit(ROOT))
+
+    def need_backward(self, loss: Tensor, retain: bool) -> None:
+        """Park until the backward of a loss has run.
+
+        Args:
+            loss: The loss.
+            retain: Whether another backward may pass the same graph.
+        """
+        self.result, self._retains = loss, retain
+        with self.outside():
+            self._park(AT_BACKWARD)
+        self.result = None
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Return a context for code of this package that runs within the step."""
+        return nullcontext() if self._outside is None else self._outside()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether :attr:`result` holds a loss whose backward is due."""
+        return self.finished or self.parked is AT_BACKWARD
+
+    def visits_behind(self, roots: Sequence[Tensor]) -> VisitsBehind:
+        """Return the visits that a backward from these tensors passes."""
+        return self._boundaries.visits_behind(roots, self._inputs_of)
+
+    def _inputs_of(self, position: int) -> list[Tensor]:
+        record = self._records[position]
+        if record is None:
+            raise passed_before()
+        return [each for each in record.inputs if isinstance(each, Tensor) and each.requires_grad]
+
+    def refuse_other_backwards(self) -> None:
+        """Raise UnitUseError if code has run a backward that ends at units."""
+        leaves = (leaf for record in self._records if record for _, leaf in record.output_leaves)
+        if any(leaf.grad is not None for leaf in leaves):
+            raise UnitUseError(
+                "training_step has run a backward that ends at a unit, so that gradients before it"
+                " would be lost (torch.autograd.backward?). Call self.manual_backward(loss)."
+            )
 
     # -- forward, inside the greenlet ---------------------------------------------------------
 
@@ -166,9 +242,10 @@ class Microbatch:
                 " save_on_cpu around it). Cephalo recomputes units itself: switch gradient"
                 " checkpointing off in the model, or choose larger units with unit_names=."
             )
-        position = len(self._records)
         self._boundaries.drop_values()
         modes = self._park(Visit(unit, differentiable))
+        position = len(self._records)  # visits that others have made meanwhile count
+        self.made.append(position)
         # autocast would cache casts of weights that are about to be freed, and would cache them
         # without a graph where the forward runs without one
         torch.set_autocast_cache_enabled(False)
@@ -215,6 +292,7 @@ class Microbatch:
         if self._recompute:
             record.random, record.modes = RandomState(self._accelerator), modes
             versions, kept = buffers.versions(), buffers.save()
+            record.shown = [] if self._buffers is None else self._buffers.now(buffers.modules)
             record.stored = None if self._state is None else self._state.now()
             # the check for tensors that leave otherwise needs their graph, which is dropped below
             with torch.no_grad() if self._inside is None else nullcontext():
@@ -232,7 +310,7 @@ class Microbatch:
                 continue
             if not self._recompute and not output.requires_grad:
                 continue
-            leaf, outputs[index] = self._boundaries.show(output)
+            leaf, outputs[index] = self._boundaries.show(output, position)
             record.output_leaves.append((index, leaf))
         return output_structure.unflatten(outputs)
 
@@ -288,7 +366,7 @@ class Microbatch:
                 " the loss detached?"
             )
         self._boundaries.refuse_leaks(loss)
-        retain = self._boundaries.shares_glue(loss)
+        retain = self._retains or self._boundaries.shares_glue(loss)
         with zeroed_where(loss, without_weight) if without_weight is not None else nullcontext():
             torch.autograd.backward([loss], retain_graph=retain)
         self._boundaries.drop_values()
@@ -296,30 +374,47 @@ class Microbatch:
     def backward_of_visit(self, position: int) -> None:
         """Run the backward of one visit and of the glue before it."""
         record = self._records[position]
-        self._records[position] = None
         if record is not None:
-            self._through_body(record)
-            self._forget(record)  # without gradients the offloaded values were never restored
+            is_passed = self._through_body(record)
+            if self._outside is None or (is_passed and not self._retains):
+                self._records[position] = None
+                self._forget(record)  # without gradients the offloaded values were never restored
         self._boundaries.passed(position)
-        self._boundaries.through_glue(position)
+        self._boundaries.through_glue(position, self._retains)
 
     def _forget(self, record: _Record | None) -> None:
         if self._arena is not None and record is not None:
             for away in record.away:
                 self._arena.discard(away)
 
-    def _through_body(self, record: _Record) -> None:
+    def _through_body(self, record: _Record) -> bool:
+        """Run the backward of a visit's body; return whether its outputs had gradients."""
         gradients = [(i, leaf.grad) for i, leaf in record.output_leaves if leaf.grad is not None]
         if not gradients:
-            return
-        with ChangingBuffers.replayed(record.buffers) if record.buffers else nullcontext():
+            return False
+        with self._replayed_buffers(record):
             outputs = record.outputs if record.outputs is not None else self._compute_again(record)
             reached = [(outputs[i], gradient) for i, gradient in gradients]
             reached = [(output, gradient) for output, gradient in reached if output.requires_grad]
             if reached:
                 torch.autograd.backward(
-                    [output for output, _ in reached], [gradient for _, gradient in reached]
+                    [output for output, _ in reached],
+                    [gradient for _, gradient in reached],
+                    retain_graph=self._retains and record.outputs is not None,
                 )
+        if self._outside is not None:
+            for _, leaf in record.output_leaves:
+                leaf.grad = None
+        return True
+
+    @contextmanager
+    def _replayed_buffers(self, record: _Record) -> Iterator[None]:
+        with ExitStack() as stack:
+            if record.shown and self._buffers is not None:
+                stack.enter_context(self._buffers.replayed(record.shown))
+            if record.buffers:  # on top: the unit itself writes these, and will again
+                stack.enter_context(ChangingBuffers.replayed(record.buffers))
+            yield
 
     def _compute_again(self, record: _Record) -> Sequence[Any]:
         assert record.random is not None and record.modes is not None

@@ -14,7 +14,8 @@ samples of this rank, joined along the dimension that follows the number of samp
     step 2   microbatch 0 finds its [2, 3, 8],             microbatch 1 its [2, 2, 8]
 
 Scalars are averaged over the samples; any other value is the last microbatch's. Values that are
-changed in place (lists that grow, counters, metrics) are shared by all microbatches.
+changed in place (lists that grow, counters, metrics) are shared by all microbatches. Buffers belong
+to the whole model: ``execution/module_buffers.py``, except for those whose shape changes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # private, but torch, Lightning and others build on it
-
-from lightning_cephalo.execution.queues import Queues
 
 _MISSING = object()
 # their modules store no tensors of a batch, or keep account of what microbatches add
@@ -88,7 +87,7 @@ class _Before:
     """What a module held at the beginning of a step.
 
     Attributes:
-        names: The dictionary of the module: its attributes or its buffers.
+        names: The module's attributes.
         values: A copy. It keeps the values alive, so that equal ids are equal objects.
         ids: The ids of the values.
     """
@@ -119,16 +118,9 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        named = [
-            (name, inner)
-            for name, inner in module.named_modules()
-            if inner is module or _may_store(inner)
-        ]
-        owners = [inner for _, inner in named]
-        self._queues = Queues(named)
-        # those of the top module come first
+        # the top module comes first
         self._places: list[dict[str, Any]] = [
-            names for owner in owners for names in (vars(owner), owner._buffers)
+            vars(inner) for inner in module.modules() if inner is module or _may_store(inner)
         ]
         self._known: dict[tuple[int, str], _Attribute] = {}
         self._before: list[_Before] = []
@@ -144,7 +136,6 @@ class ModuleState:
         if not sizes:  # this rank's values stay as they are
             return
         self._before = [_Before.of(names) for names in self._places]
-        self._queues.begin()
         for attribute in self._known.values():
             attribute.values = self._first_values(attribute)
 
@@ -159,14 +150,18 @@ class ModuleState:
         return [_cut(now, sizes, index) for index in range(len(sizes))]
 
     def resume(self, microbatch: int) -> None:
-        """Show a microbatch's values."""
+        """Show a microbatch's values; outside of a training step, nothing changes."""
+        if not self._before:
+            return
         self._running = microbatch
         for attribute in self._known.values():
             attribute.write(attribute.values[microbatch])
 
     def pause(self, microbatch: int) -> None:
         """Keep a microbatch's values, and find attributes that it is the first to store."""
-        for before in self._before if self._looks_everywhere else self._before[:2]:
+        if not self._before:
+            return
+        for before in self._before if self._looks_everywhere else self._before[:1]:
             self._find(before)
         for attribute in self._known.values():
             attribute.values[microbatch] = attribute.read()
@@ -179,20 +174,33 @@ class ModuleState:
             first = before.values.get(name, _MISSING)
             if value is first or (id(names), name) in self._known or not _holds_tensors(value):
                 continue
-            values = [_cut(first, self._sizes, index) for index in range(len(self._sizes))]
-            self._known[id(names), name] = _Attribute(names, name, first, values, list(values))
+            self._learn(names, name, first)
             found = True
         return found
 
-    def finish(self) -> None:
-        """Show the values of all samples of this rank's microbatches.
+    def _learn(self, names: dict[str, Any], name: str, first: Any) -> _Attribute:
+        firsts = [_cut(first, self._sizes, index) for index in range(len(self._sizes))]
+        attribute = _Attribute(names, name, first, firsts, list(firsts))
+        self._known[id(names), name] = attribute
+        return attribute
 
-        Raises:
-            UnitUseError: If a buffer takes one row per sample; see ``execution/queues.py``.
+    def adopt(self, names: dict[str, Any], name: str, first: Any, values: Sequence[Any]) -> None:
+        """Treat a buffer as an attribute from now on.
+
+        Args:
+            names: The dictionary of the module that holds it.
+            name: Its name there.
+            first: Its value before the step.
+            values: Its value for each microbatch; empty: they find it as it was before the step.
         """
+        attribute = self._learn(names, name, first)
+        if values:
+            attribute.values = list(values)
+
+    def finish(self) -> None:
+        """Show the values of all samples of this rank's microbatches."""
         if not self._sizes:
             return
-        self._queues.finish(sum(self._sizes))
         # one of an inner module may appear in a later step; the next step looks for more
         late = [self._find(before) for before in self._before]
         for attribute in self._known.values():

@@ -112,6 +112,11 @@ class ChangingBuffers:
         self._suspects = list(self._modules)
         self._looked = False
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the unit that hold buffers."""
+        return self._modules
+
     def versions(self) -> list[tuple[int, int]]:
         """Return the id and version of every buffer."""
         return [

@@ -24,7 +24,7 @@ from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.padding import slot_numel
-from lightning_cephalo.sharding.placement import default_mesh
+from lightning_cephalo.sharding.placement import default_mesh, whole_of
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.unit import Unit
@@ -99,6 +99,7 @@ class ShardedModel:
             self.routing,
             compute_dtype,
             stage=self.stage,
+            meet=groups.meeting.meet,
         )
         self.padding = context.padding
         self.fractions = tuple(fractions)
@@ -139,15 +140,11 @@ class ShardedModel:
             # metrics hold their state in plain attributes, which only their own `_apply` moves
             if type(inner)._apply is not nn.Module._apply and not list(inner.parameters()):
                 inner.to(self.device)
-        self.share_buffers(0)
-
-    def share_buffers(self, source: int) -> None:
-        """Give every rank the buffers of rank ``source``; collective."""
         if dist.get_world_size() == 1:
             return
         for buffer in self.module.buffers():
             if buffer.numel():
-                broadcast(buffer, None, source)
+                broadcast(buffer, None, 0)
 
     # -- sizes --------------------------------------------------------------------------------
 
@@ -321,6 +318,6 @@ def to_full(value: Tensor, wanted: bool) -> Tensor | None:
     """
     if isinstance(value, DTensor):
         with torch.no_grad():
-            full = value.full_tensor()
+            full = whole_of(value)
         return full.cpu() if wanted else None
     return value.detach().cpu() if wanted else None

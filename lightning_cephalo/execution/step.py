@@ -24,14 +24,15 @@ class MicrobatchCall:
         step: Calls the user's step.
         weight_of: Maps the step's return value to ``(loss, weight)``. The microbatch's share of
             the gradient is ``weight / total weight of all ranks``. A weight that is a tensor on the
-            device is read when the device has more work to do.
+            device is read when the device has more work to do. None: the step has no loss, and no
+            share.
         on_resume: Called each time before the step resumes.
         on_pause: Called each time after the step has parked or returned.
         samples: Number of its samples; 0 if it is unknown.
     """
 
     step: Callable[[], Any]
-    weight_of: Callable[[Any], tuple[Tensor, float | Tensor]]
+    weight_of: Callable[[Any], tuple[Tensor, float | Tensor] | None]
     on_resume: Callable[[], None] = _nothing
     on_pause: Callable[[], None] = _nothing
     samples: int = 0
@@ -57,25 +58,21 @@ class ForwardOutcome:
         weights: Weights of these microbatches.
         total_weight: Sum of the weights of all microbatches of all ranks.
         notes: The numbers that ``note`` returned on every rank.
+        losses: Number of microbatches with a loss on every rank.
+        skipped: Number of microbatches without a loss, on all ranks.
     """
 
     results: tuple[Any, ...]
     weights: tuple[float, ...]
     total_weight: float
     notes: tuple[tuple[float, ...], ...] = ()
+    losses: tuple[int, ...] = ()
+    skipped: int = 0
 
-
-@dataclass(frozen=True)
-class Divergence:
-    """The point where the microbatches of a rank have left the known order of visits.
-
-    Attributes:
-        position: Position in that order.
-        place: The visit where they are instead; None: the end of the step.
-    """
-
-    position: int
-    place: Visit | None
+    @property
+    def is_skipped(self) -> bool:
+        """Whether no microbatch of any rank has a loss; then there is no backward."""
+        return self.skipped > 0 and not any(self.losses)
 
 
 @dataclass
@@ -90,14 +87,19 @@ class Step:
         unread: Microbatches whose weights are on their way to the host, in the order of the copies.
         visits: The order of the step; while the step is traced, the part found so far.
         is_traced: Whether the order is discovered while the step runs.
-        divergence: The point where the microbatches have left the order.
+        is_apart: Whether microbatches of any rank have visited units that the order lacked, or
+            have waited for one another while it was traced.
+        checks_leaks: Whether the step looks for tensors that leave units other than as outputs.
         program: This rank's program; its forward is unused while the step is traced.
         scale_loss: Multiplies every loss (a gradient scaler's); gradients carry the factor until
             the optimizer's step.
         loss_scale: Factor of every loss in addition to its weight.
         gradient_scale: Factor of all gradients when they are reduced.
-        with_loss: Microbatches whose loss has been computed.
+        with_loss: Microbatches whose loss has been computed, or skipped.
+        written_buffers: What the other ranks need to learn of this rank's buffers.
+        skipped: Number of those without a loss.
         used: Per reduced unit, whether each parameter got a gradient on this rank.
+        goes_on: Whether the microbatches run on when a backward is done.
     """
 
     calls: Sequence[MicrobatchCall]
@@ -107,13 +109,17 @@ class Step:
     unread: list[int] = field(default_factory=list)
     visits: Sequence[Visit] = ()
     is_traced: bool = False
-    divergence: Divergence | None = None
+    is_apart: bool = False
+    checks_leaks: bool = False
     program: Program = field(default_factory=lambda: Program((), ()))
     scale_loss: Callable[[Tensor], Tensor] | None = None
     loss_scale: float = 1.0
     gradient_scale: float = 1.0
     with_loss: set[int] = field(default_factory=set)
+    written_buffers: float = 0.0
+    skipped: int = 0
     used: dict[int, list[bool]] = field(default_factory=dict)
+    goes_on: bool = False
 
     def has_returned(self, visit: int, microbatch: int) -> bool:
         """Whether a microbatch's step has returned and only its loss remains."""
@@ -121,11 +127,17 @@ class Step:
             return False
         return self.microbatches[microbatch].finished
 
-    def has_left(self, position: int) -> bool:
-        """Whether the microbatches have left the order at this visit or at an earlier one."""
-        return self.divergence is not None and self.divergence.position <= position
-
     @property
     def parked(self) -> list[Visit | None]:
         """The visits at which this rank's microbatches are parked; None: the end of the step."""
         return [microbatch.parked for microbatch in self.microbatches]
+
+    def made(self) -> list[bool]:
+        """Return for each visit whether a microbatch of this rank has made it."""
+        positions = {position for microbatch in self.microbatches for position in microbatch.made}
+        return [position in positions for position in range(len(self.visits))]
+
+    def paths(self) -> tuple[tuple[Visit, ...], ...]:
+        """Return the different sequences of visits of this rank's microbatches."""
+        paths = [tuple(self.visits[at] for at in each.made) for each in self.microbatches]
+        return tuple(dict.fromkeys(paths))

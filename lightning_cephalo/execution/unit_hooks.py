@@ -102,6 +102,11 @@ class UnitHooks:
         """Whether a microbatch's step is running right now."""
         return self._running is not None
 
+    @property
+    def running(self) -> Microbatch | None:
+        """The microbatch whose step is running right now."""
+        return self._running
+
     def advance(self, microbatch: Microbatch) -> None:
         """Run a microbatch's step until it parks or returns."""
         self._running = microbatch
@@ -143,6 +148,8 @@ class UnitHooks:
     def _before_root(self, module: nn.Module, args: Any) -> None:
         root = self._units[ROOT]
         if self._in_step:
+            if root.state is UnitState.SHARDED and self._running is not None:
+                self._running.need_root()
             root.wait_gather()
             return
         if not self._outside_depth and not self._is_kept(root):
@@ -181,7 +188,8 @@ class UnitHooks:
                 " checkpointing off in the model."
             )
         if self._running is not None:
-            return self._running.visit(index, unit.trainable, body, buffers, args, kwargs)
+            with self._running.outside():
+                return self._running.visit(index, unit.trainable, body, buffers, args, kwargs)
         return self._outside(unit, body, args, kwargs)
 
     def _outside(

@@ -1,18 +1,23 @@
-"""Traces the order in which microbatches visit units, then replays and checks it.
+"""Traces the order in which microbatches visit units, then replays it.
 
 ::
 
     TRACING --- all ranks reach the end ---> REPLAYING
        ^                                        |
-       +--- all ranks leave it at one place ----+
+       +--- a microbatch wants another visit ---+
 
 While a step is traced, all ranks exchange the positions of their microbatches before each visit.
-Then they gather the requested unit; nothing is prefetched. From the next step on the order is
-known, and a program is compiled from it.
+Then they gather the unit that comes first among the requested ones; nothing is prefetched.
+Microbatches that want another one wait. From the next step on the order is known, and a program is
+compiled from it.
 
-If microbatches leave the order, their rank still communicates as the program says. It reports the
-divergence in the exchange that ends the forward. If all ranks with data have left the order at one
-place, the step is traced from there on. Otherwise all ranks raise.
+While a step is replayed, a microbatch lets visits pass that it does not make. So an order that
+contains the visits of all microbatches costs no exchange, whatever each of them skips. If a
+microbatch has visits left at the end of the order, all ranks trace the rest of the step. The known
+order then takes in what every microbatch has visited (``execution/orders.py``).
+
+Visits that no microbatch of any rank has made are left out of the backward. If nobody makes a visit
+for some steps, the known order drops it.
 
 Orders are stored per set of trainable units: freezing a unit changes which units are reduced, not
 the user's code.
@@ -20,56 +25,165 @@ the user's code.
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.step import Divergence
+from lightning_cephalo.execution.orders import Choice, is_too_long, merged
 from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.program import Program, Visit, compile_step
-from lightning_cephalo.ranks.control import ControlGroup
 
 # sent in place of a unit's index
 NO_DATA, FINISHED, FAILED = -1.0, -2.0, -3.0
 
+# A visit that is not made in so many steps in a row has left the model for good, or nearly.
+KEPT_FOR_STEPS = 16
+# So many of the last steps with unknown visits are a property of the model.
+_MANY, _OF_STEPS = 8, 16
+# Where microbatches skip units at random, each step has a program of its own.
+_PROGRAMS = 128
 
-def where(*, failed: bool, parked: Sequence[Visit | None]) -> tuple[float, float]:
-    """Return this rank's position for an exchange: the unit or a code, and differentiable or not.
 
-    The codes are ``NO_DATA``, ``FINISHED`` and ``FAILED``.
+def where(
+    *, failed: bool, parked: Sequence[Visit | None], choice: Choice
+) -> tuple[float, float, float]:
+    """Return this rank's position for an exchange: the unit or a code, and two flags.
+
+    The codes are ``NO_DATA``, ``FINISHED`` and ``FAILED``. The flags: whether the visit is
+    differentiable, and whether the microbatches of this rank are at different places.
+
+    Args:
+        failed: Whether this rank has failed.
+        parked: Places of its microbatches; None: the end of the step.
+        choice: Chooses among different places.
     """
     if failed:
-        return FAILED, 0.0
+        return FAILED, 0.0, 0.0
     if not parked:
-        return NO_DATA, 0.0
-    visit = parked[0]
+        return NO_DATA, 0.0, 0.0
+    apart = float(len(set(parked)) > 1)
+    visit = choice.first(parked)
     if visit is None:
-        return FINISHED, 0.0
-    return float(visit.unit), float(visit.differentiable)
+        return FINISHED, 0.0, apart
+    return float(visit.unit), float(visit.differentiable), apart
+
+
+def agree(said: Sequence[Sequence[float]], choice: Choice) -> tuple[Visit | None, bool]:
+    """Return the next visit, and whether microbatches are at different places.
+
+    Args:
+        said: Result of :func:`where` on every rank.
+        choice: Chooses among different places; it notes the visit.
+
+    Returns:
+        The visit is None at the end of the step and after a failure.
+    """
+    with_data = {(unit, flag) for unit, flag, _ in said if unit != NO_DATA}
+    if any(unit == FAILED for unit, _ in with_data):
+        return None, False
+    wanted = [Visit(int(unit), bool(flag)) for unit, flag in with_data if unit != FINISHED]
+    return choice.next(wanted), len(with_data) > 1 or any(apart for _, _, apart in said)
+
+
+@dataclass
+class _Known:
+    """A known order.
+
+    Attributes:
+        visits: The order.
+        is_checked: Whether a whole step has been checked for tensors that leave a unit other than
+            as outputs since the order has changed.
+        idle_steps: Per visit, for how many steps in a row nobody has made it.
+    """
+
+    visits: tuple[Visit, ...]
+    is_checked: bool
+    idle_steps: list[int] = field(default_factory=list)
 
 
 class Visits:
-    """Stores the order of visits and compares the positions of microbatches and ranks.
-
-    Args:
-        names: Names of all units, by index.
+    """Stores the orders of visits, and the programs compiled from them.
 
     Attributes:
-        last: The order of the last training step.
+        last: The visits of the last training step that some microbatch has made.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._known: dict[tuple[bool, ...], tuple[Visit, ...]] = {}
+    def __init__(self) -> None:
+        self._known: dict[tuple[bool, ...], _Known] = {}
         self._programs: dict[tuple[object, ...], Program] = {}
+        self._with_unknown: deque[bool] = deque(maxlen=_OF_STEPS)
+        self._has_warned = False
         self.last: tuple[Visit, ...] = ()
 
     def known(self, trainable: tuple[bool, ...]) -> tuple[Visit, ...] | None:
         """Return the order with these units trainable; None: it must be traced."""
-        return self._known.get(trainable)
+        known = self._known.get(trainable)
+        return None if known is None else known.visits
 
-    def learn(self, trainable: tuple[bool, ...], visits: Sequence[Visit]) -> None:
-        """Store the order of a step that has reached its end."""
-        self.last = self._known[trainable] = tuple(visits)
+    def is_checked(self, trainable: tuple[bool, ...]) -> bool:
+        """Whether steps of this order need no check for tensors that leave units otherwise."""
+        known = self._known.get(trainable)
+        return known is not None and known.is_checked
+
+    def learn(
+        self,
+        trainable: tuple[bool, ...],
+        visits: Sequence[Visit],
+        made: Sequence[bool],
+        paths: Sequence[Sequence[Visit]] | None = None,
+        *,
+        is_checked: bool,
+    ) -> None:
+        """Store the order of a step that has reached its end.
+
+        Args:
+            trainable: Per unit, whether it needs gradients.
+            visits: The order of the step.
+            made: Per visit, whether any microbatch of any rank has made it.
+            paths: The visits of every microbatch of all ranks, if the order does not contain them
+                well: it was found while microbatches waited for one another.
+            is_checked: Whether the step was searched for leaks from its beginning.
+        """
+        self.last = tuple(visit for visit, is_made in zip(visits, made, strict=True) if is_made)
+        known = self._known.get(trainable)
+        self._count(paths is not None)
+        if paths is not None:
+            order = merged([() if known is None else known.visits, *paths])
+            if is_too_long(order, paths):
+                self._known.pop(trainable, None)
+            else:
+                self._known[trainable] = _Known(order, is_checked, [0] * len(order))
+        elif known is None:
+            self._known[trainable] = _Known(tuple(visits), is_checked, [0] * len(visits))
+        else:
+            known.is_checked = known.is_checked or is_checked
+            self._drop_idle(known, made)
+
+    @staticmethod
+    def _drop_idle(known: _Known, made: Sequence[bool]) -> None:
+        pairs = zip(known.idle_steps, made, strict=True)
+        known.idle_steps = [0 if is_made else steps + 1 for steps, is_made in pairs]
+        if any(steps >= KEPT_FOR_STEPS for steps in known.idle_steps):
+            kept = [at for at, steps in enumerate(known.idle_steps) if steps < KEPT_FOR_STEPS]
+            known.visits = tuple(known.visits[at] for at in kept)
+            known.idle_steps = [known.idle_steps[at] for at in kept]
+
+    def _count(self, has_unknown: bool) -> None:
+        """Warn once if many of the last steps had visits that were not known."""
+        self._with_unknown.append(has_unknown)
+        count = sum(self._with_unknown)
+        if count >= _MANY and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"In {count} of the last {len(self._with_unknown)} steps, microbatches visited"
+                " units in an order that was not known. Gradients are right, but these steps are"
+                " slower: the ranks exchange a message before each visit, and gather its unit only"
+                " then. Blocks that are skipped cost nothing; visits in another order do. Keep the"
+                " order, or let one unit hold all alternatives with"
+                " CephaloStrategy(unit_names=...).",
+                stacklevel=2,
+            )
 
     def forget(self) -> None:
         """Forget all orders: the next step is traced."""
@@ -94,6 +208,8 @@ class Visits:
             offload_boundaries,
         )
         if key not in self._programs:
+            if len(self._programs) >= _PROGRAMS:
+                self._programs.clear()
             program, without_data = (
                 compile_step(
                     visits,
@@ -110,98 +226,10 @@ class Visits:
             self._programs[key] = program
         return self._programs[key]
 
-    # -- where microbatches are ---------------------------------------------------------------
 
-    def check_parked(self, parked: Sequence[Visit | None]) -> None:
-        """Raise UnitUseError unless all of this rank's microbatches are at the same place."""
-        if len(set(parked)) > 1:
-            names = [f"microbatch {i}: {self._name(visit)}" for i, visit in enumerate(parked)]
-            raise self._differ(names[1:], names[0])
-
-    def differ(self, microbatch: int, parked: Visit | None, expected: Visit | None) -> UnitUseError:
-        """Return the error for a microbatch that is not where the others are."""
-        return self._differ(
-            [f"microbatch {microbatch}: {self._name(parked)}"], self._name(expected)
-        )
-
-    def agree(self, said: Sequence[Sequence[float]]) -> Visit | None:
-        """Return the visit that all ranks with data are at; None at the end or after a failure.
-
-        Args:
-            said: Result of :func:`where` on every rank.
-
-        Raises:
-            UnitUseError: If ranks are at different places; raised on all ranks.
-        """
-        wanted = {(unit, flag) for unit, flag in said if unit != NO_DATA}
-        if any(unit == FAILED for unit, _ in wanted):
-            return None
-        if len(wanted) > 1:
-            names = [
-                f"rank {rank}: {self._name(_visit(unit, flag))}"
-                for rank, (unit, flag) in enumerate(said)
-                if unit != NO_DATA
-            ]
-            raise self._differ(names[1:], names[0])
-        return _visit(*wanted.pop()) if wanted else None
-
-    def agree_on_divergence(
-        self,
-        control: ControlGroup,
-        own: Divergence | None,
-        parked: Sequence[Visit | None],
-        expected: Sequence[Visit],
-    ) -> int:
-        """Return the position from which all ranks trace the step again; collective.
-
-        Args:
-            control: Exchanges messages between ranks.
-            own: The point where this rank has left the order.
-            parked: Positions of its microbatches; empty on a rank without data.
-            expected: The order.
-
-        Raises:
-            UnitUseError: If ranks with data have not all left the order at one place; raised on
-                all ranks.
-        """
-        position = len(expected) if own is None else own.position
-        place = where(failed=False, parked=parked)
-        if own is not None:
-            place = where(failed=False, parked=[own.place])
-        said = control.gather([float(position) if parked else NO_DATA, *place])
-        with_data = [(rank, *row) for rank, row in enumerate(said) if row[0] != NO_DATA]
-        positions = {int(row[1]) for row in with_data}
-        if len({tuple(row[1:]) for row in with_data}) == 1:
-            return positions.pop()
-        first = min(positions)
-        names = []
-        for rank, at, unit, flag in with_data:
-            visit = _visit(unit, flag) if int(at) == first else _at(expected, first)
-            names.append(f"rank {rank}: {self._name(visit)}")
-        raise self._differ(names, self._name(_at(expected, first)))
-
-    def _name(self, visit: Visit | None) -> str:
-        if visit is None:
-            return "the end of the step"
-        without = "" if visit.differentiable else " (without gradient)"
-        return f"unit {self._names[visit.unit]!r}{without}"
-
-    @staticmethod
-    def _differ(found: Sequence[str], expected: str) -> UnitUseError:
-        why = ""
-        if any("(without gradient)" in place for place in (*found, expected)):
-            why = " Without gradient: under torch.no_grad, or in reentrant torch.utils.checkpoint."
-        return UnitUseError(
-            "Microbatches must visit the same units in the same order, in every step and on every"
-            f" rank; expected {expected}, but {'; '.join(found)}. Modules that only some samples"
-            " pass cannot be units: choose others with CephaloStrategy(unit_types=...) or"
-            f" unit_names=...{why}"
-        )
-
-
-def _visit(unit: float, differentiable: float) -> Visit | None:
-    return None if unit == FINISHED else Visit(int(unit), bool(differentiable))
-
-
-def _at(visits: Sequence[Visit], position: int) -> Visit | None:
-    return visits[position] if position < len(visits) else None
+def without_backward(visits: Sequence[Visit], made: Sequence[bool]) -> tuple[Visit, ...]:
+    """Return the visits so that a backward leaves out those that nobody has made."""
+    return tuple(
+        visit if is_made else replace(visit, differentiable=False)
+        for visit, is_made in zip(visits, made, strict=True)
+    )

@@ -18,6 +18,7 @@ from lightning_cephalo.common.quantities import (
     ABSENT,
     byte_unit,
     format_bytes,
+    format_count,
     format_rate,
     format_seconds,
 )
@@ -26,6 +27,67 @@ from lightning_cephalo.plan import Plan, RankPlan
 
 _MICROBATCHES_IN_FULL = 4
 _RANKS_IN_FULL = 24
+_KINDS_IN_FULL = 4
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """A unit as tables name it.
+
+    Attributes:
+        name: Full name of its module; "" for the root unit.
+        kind: Name of the module's class.
+        parameters: Number of elements of its parameters.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+
+
+def units_text(units: Sequence[UnitSize]) -> str:
+    """Return the units of a model in one line, the root unit last.
+
+    ::
+
+        units: 12 × Block (model.layers.0–11, 7.1M each), root 38.6M
+
+    Beyond four kinds only the largest ones are named.
+
+    Args:
+        units: All units, the root unit first.
+    """
+    root, *others = units
+    kinds: dict[str, list[UnitSize]] = {}
+    for unit in others:
+        kinds.setdefault(unit.kind, []).append(unit)
+    groups = sorted(kinds.values(), key=lambda group: -sum(unit.parameters for unit in group))
+    parts = [f"{len(g)} × {g[0].kind} ({_names(g)}, {_sizes(g)})" for g in groups[:_KINDS_IN_FULL]]
+    if groups[_KINDS_IN_FULL:]:
+        parts.append(f"{sum(map(len, groups[_KINDS_IN_FULL:]))} of other kinds")
+    return f"units: {', '.join([*parts, f'root {format_count(root.parameters)}'])}"
+
+
+def _names(units: Sequence[UnitSize]) -> str:
+    """Return ``model.layers.0–11`` where only the last number differs, else the first and last."""
+    first, last = units[0].name, units[-1].name
+    if len(units) == 1:
+        return first
+    prefix, _, start = first.rpartition(".")
+    lead = f"{prefix}." if prefix else ""
+    begin = int(start) if start.isdigit() else 0
+    if [unit.name for unit in units] == [f"{lead}{begin + step}" for step in range(len(units))]:
+        return f"{first}–{last.rpartition('.')[2]}"
+    return f"{first} … {last}"
+
+
+def _sizes(units: Sequence[UnitSize]) -> str:
+    smallest, largest = (
+        format_count(choose(unit.parameters for unit in units)) for choose in (min, max)
+    )
+    if smallest != largest:
+        return f"{smallest}–{largest} each"
+    return f"{largest} each" if len(units) > 1 else largest
 
 
 def plan_table(
@@ -33,6 +95,7 @@ def plan_table(
     *,
     devices: Sequence[str] | None = None,
     units: int | None = None,
+    model: Sequence[UnitSize] = (),
     title: str = "Plan",
 ) -> Table:
     """Return a plan as a table: a row for each rank, and below them the prediction for the step.
@@ -46,6 +109,7 @@ def plan_table(
         devices: a name for each rank, in rank order; None: the names in the plan.
         units: number of the model's units. With it, a rank's predicted time is that of a whole
             step, also as a share of the step; without it, that of one unit.
+        model: the model's units, the root unit first; a line below the table names them.
         title: the table's heading.
 
     Raises:
@@ -56,7 +120,10 @@ def plan_table(
             f"Expected a device name for each of the plan's {plan.world_size} ranks, "
             f"but got {len(devices)}."
         )
-    table = Table(title=title, caption=_outcome(plan), caption_justify="left", show_footer=True)
+    notes = [f"global batch {plan.global_batch_size}, {units_text(model)}"] if model else []
+    outcome = _outcome(plan)
+    caption = "\n".join([*notes, *([outcome] if outcome else [])]) or None
+    table = Table(title=title, caption=caption, caption_justify="left", show_footer=True)
     table.add_column("rank", justify="right")
     table.add_column("device")
     table.add_column("samples", str(plan.global_batch_size), justify="right")

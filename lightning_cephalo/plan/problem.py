@@ -115,6 +115,8 @@ class Problem(FileRecord):
             no samples.
         equal_microbatches: whether every rank runs the same number of microbatches (for modules
             with their own collectives).
+        single_microbatch: whether every rank runs exactly one microbatch (for steps that call their
+            backwards themselves); it needs ``equal_microbatches``.
         step_overhead_s: time of a step that no other field covers.
         even_gather_s: ``gather_s`` when all ranks hold equal shares; None: the same.
         even_reduce_s: ``reduce_s`` when all ranks hold equal shares; None: the same.
@@ -153,6 +155,7 @@ class Problem(FileRecord):
     gathered_bytes: Amount = 0.0
     minimum_microbatch_size: Count = 1
     equal_microbatches: Annotated[bool, OneOf((True, False), "True or False")] = False
+    single_microbatch: Annotated[bool, OneOf((True, False), "True or False")] = False
     step_overhead_s: Amount = 0.0
     even_gather_s: Amount | None = None
     even_reduce_s: Amount | None = None

@@ -256,16 +256,20 @@ def _forward_of(
 
 
 def layered_backward(
-    visits: Sequence[Visit], microbatches: int, trainable: Sequence[bool]
+    visits: Sequence[Visit],
+    microbatches: int,
+    trainable: Sequence[bool],
+    held: int | None = None,
 ) -> Instructions:
     """Return the instructions of the backward.
 
-    The root unit and the unit of the last visit are already gathered.
+    The root unit is already gathered, and one other.
 
     Args:
         visits: Visits in the order of the forward.
         microbatches: Number of this rank's microbatches.
         trainable: Per unit, the root unit first, whether it has gradients to reduce.
+        held: The other unit that is gathered; -1 for none. None: that of the last visit.
     """
     order = backward_order(visits)
     reduced_at = {visits[position].unit: position for position in order}
@@ -273,7 +277,9 @@ def layered_backward(
     found: list[Instruction] = []
     # The last visit's unit is still gathered. If the backward starts with another unit, it is
     # freed before everything else.
-    held, held_since = (visits[-1].unit if visits else NONE), NONE
+    if held is None:
+        held = visits[-1].unit if visits else NONE
+    held_since = NONE
     for position in order:
         unit = visits[position].unit
         if unit != held:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal
@@ -60,8 +60,10 @@ class Options:
         collate_per_microbatch: Whether each microbatch is collated separately.
         split_batch: Cuts a batch in place of the built-in rules.
         equal_microbatches: Whether every rank runs the same number of microbatches.
+        summed_buffers: Names of buffers to which steps add sums over samples.
         memory_cap: Cap of every rank's device.
         host_memory_cap: Cap of every rank's part of its host.
+        optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         profile_budget_s: Seconds that measuring may take, approximately.
         remeasure: Whether to measure even if an earlier start has measured.
         verbose: Whether rank 0 prints tables.
@@ -75,8 +77,10 @@ class Options:
     collate_per_microbatch: bool = False
     split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None
     equal_microbatches: bool = False
+    summed_buffers: tuple[str, ...] = ()
     memory_cap: Cap = field(default_factory=lambda: Cap("memory_cap"))
     host_memory_cap: Cap = field(default_factory=lambda: Cap("host_memory_cap"))
+    optimizer_scope: str | Mapping[Any, str] = "auto"
     profile_budget_s: float = 20.0
     remeasure: bool = False
     verbose: bool = True

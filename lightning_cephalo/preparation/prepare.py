@@ -13,6 +13,7 @@ A given plan skips the two stages in the middle. Every stage is collective.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,11 @@ import torch
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
 from lightning_cephalo.adapters.user_module import smallest_microbatch, step_arguments
-from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
+from lightning_cephalo.data import BatchLayout, agreed_seed, global_batch_size, learn_layout
 from lightning_cephalo.data.cutting import BatchCutter
+from lightning_cephalo.data.reading import is_stream, refuse_one_pass
+from lightning_cephalo.data.streams import Start, start_of
+from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
 from lightning_cephalo.preparation.limits import (
@@ -122,6 +126,7 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
         RemoteRankError: If any of this failed on another rank.
     """
     failure, world_size = None, control.world_size
+    seed, start = agreed_seed(control.broadcast), None
     try:
         doing = "reading the training dataloader"
         loaders = _training_loaders(trainer)
@@ -129,16 +134,21 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
         own_size = _global_batch_size(loaders, options, world_size)
         doing = "finding how batches can be split"
         layouts = _layouts(loaders, options)
+        if own_size is None and options.plan is None:
+            doing = "counting the samples of the first batch"
+            start = start_of(loaders.flat[0], layouts[0], seed)
         doing = "reading the memory caps"
         own = _limits(trainer, control, options)
-        doing = "reading the plan"
-        plan = _given_plan(options, world_size, own_size)
-        doing = "checking the number of ranks"
-        batch_size = _check_ranks(plan, world_size, own_size)
     except Exception as error:
         failure = error
     control.raise_if_any_failed(failure, doing)
-    limits = tuple(control.gather(own))
+    own_limits, starts = zip(*control.gather((own, start)), strict=True)
+    if start is not None:
+        own_size = _samples_of_ready_batches([one.numbers for one in starts])
+    plan, batch_size = control.together(
+        "reading the plan", partial(_plan_and_batch_size, options, world_size, own_size)
+    )
+    limits = tuple(own_limits)
     check_limits(limits)
     plan = control.broadcast(plan)
     if plan is not None:
@@ -161,7 +171,10 @@ def _training_loaders(trainer: Trainer) -> Loaders:
 
     source = trainer.fit_loop._data_source
     if not source.is_defined():
-        raise PlanError("fit() was given no training dataloader, which planning needs.")
+        raise PlanError(
+            "fit() was given no training dataloader, which planning needs. Give"
+            " fit(module, loader) or fit(module, datamodule=...), or write train_dataloader()."
+        )
     vars(source).pop("dataloader", None)  # of a run that has failed before its loop began
     found = _request_dataloader(source)
     if source.is_module():
@@ -169,7 +182,12 @@ def _training_loaders(trainer: Trainer) -> Loaders:
     nested = found.iterables if isinstance(found, CombinedLoader) else found
     flat, spec = pytree.tree_flatten(nested)
     if not flat:
-        raise PlanError("train_dataloader() returned no dataloader.")
+        raise PlanError(
+            f"Expects a training dataloader, but got an empty {type(found).__name__}. Give a"
+            " DataLoader, or an object whose __iter__ yields batches."
+        )
+    for each in flat:
+        refuse_one_pass(each)
     single = len(flat) == 1 and nested is flat[0]
     return Loaders(tuple(flat), None if single else spec)
 
@@ -192,12 +210,31 @@ def _global_batch_size(loaders: Loaders, options: Options, world_size: int) -> i
             )
         return options.global_batch_size
     size = global_batch_size(loaders.flat[0], world_size)
-    if size is None and options.plan is None:
+    if size is None and options.plan is None and not is_stream(loaders.flat[0]):
         raise PlanError(
-            "The training dataloader does not say how many samples a batch has (batch_size=None,"
-            " or not a DataLoader). Say it with CephaloStrategy(global_batch_size=...)."
+            "The training dataloader does not say how many samples a batch has (batch_size=None"
+            " with a map-style dataset, or an empty batch sampler). Give"
+            " DataLoader(batch_size=...)."
         )
     return size
+
+
+def _samples_of_ready_batches(starts: list[list[float]]) -> int:
+    """Return the rows of the first ready batch; of all ranks' if each reads a stream of its own."""
+    own = [int(rows) for _, rows in starts]
+    if not any(own):
+        raise PlanError(
+            "The training dataloader yields no batch, so that nothing can be measured or planned."
+            " Check its data."
+        )
+    return own[0] if Start.is_whole(starts) else sum(own)
+
+
+def _plan_and_batch_size(
+    options: Options, world_size: int, own_size: int | None
+) -> tuple[Plan | None, int]:
+    plan = _given_plan(options, world_size, own_size)
+    return plan, _check_ranks(plan, world_size, own_size)
 
 
 def _layouts(loaders: Loaders, options: Options) -> tuple[BatchLayout, ...]:
@@ -234,7 +271,7 @@ def _check_ranks(plan: Plan | None, world_size: int, batch_size: int | None) -> 
     """
     if plan is not None:
         return plan.global_batch_size
-    assert batch_size is not None, "without a plan it was read, or refused"
+    assert batch_size is not None, "without a plan it was read, or found in the first batch"
     if batch_size < world_size:
         raise PlanError(
             f"There are more ranks than samples: a global batch of {batch_size} for {world_size}"
@@ -247,13 +284,21 @@ def _check_ranks(plan: Plan | None, world_size: int, batch_size: int | None) -> 
 # -- measuring the job, or loading an earlier measurement -----------------------------------------
 
 
-def measure_or_load(job: Job, model: ShardedModel, trainer: Trainer) -> Problem:
+def measure_or_load(
+    job: Job,
+    model: ShardedModel,
+    trainer: Trainer,
+    pause: Callable[[], None],
+    manual: ManualSteps | None = None,
+) -> Problem:
     """Return the measured or cached problem, with the choices of the plan; collective.
 
     Args:
         job: The training to run.
         model: The sharded model; afterwards it holds no full parameters.
         trainer: The trainer that is fitting.
+        pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
+        manual: Runs steps that call their backwards themselves; None: the executor runs both.
 
     Raises:
         ProfilingError: If a rank fails while it is measured.
@@ -286,19 +331,24 @@ def measure_or_load(job: Job, model: ShardedModel, trainer: Trainer) -> Problem:
                 loader=job.loaders.source,
                 step=partial(_step_of_user, module),
                 context=trainer.precision_plugin.train_step_context,
+                pause=pause,
                 global_batch_size=job.global_batch_size,
                 options=ProfileOptions(
                     budget_s=options.profile_budget_s,
                     minimum_microbatch_size=smallest,
-                    equal_microbatches=options.equal_microbatches,
-                    choose_recompute=options.recompute.is_planned,
+                    equal_microbatches=options.equal_microbatches or manual is not None,
+                    choose_recompute=options.recompute.is_planned and manual is None,
                     verbose=options.verbose,
                 ),
+                manual=manual,
             )
-        _check_loss(job, problem, model, trainer)
+        if manual is None:
+            _check_loss(job, problem, model, trainer)
         _keep(problem, found, options, control)
     model.release_buffers()
     problem = replace(problem, reshard_after_forward=options.reshard_after_forward.as_given)
+    if manual is not None:
+        return replace(problem, reshard_after_forward=True)
     if not options.recompute.default:
         return problem  # retained activations hold the boundaries: there is nothing to offload
     return with_host_memory(problem, [own.host for own in job.limits])
@@ -328,10 +378,10 @@ def _check_loss(job: Job, problem: Problem, model: ShardedModel, trainer: Traine
             step = partial(_step_of_user, module)
             context = trainer.precision_plugin.train_step_context
             found = additivity.compared(model, step, context, batch, parts)
-    except Exception as error:  # on every rank: a step may need gradients, or training mode
+    except Exception as error:  # on every rank
         Progress(job.options.verbose and is_first).warn(
-            "Whether microbatches change the loss of training_step was not found out:"
-            f" {type(error).__name__}: {error}"
+            "The loss of a batch was not compared with that of its parts (steps without gradients,"
+            f" in evaluation mode). {type(error).__name__}: {error}"
         )
         return
     if is_first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,14 +13,18 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.step_outputs import StepOutputs
+from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_gathers import UserGathers
-from lightning_cephalo.adapters.user_module import SwitchedOffCaches, has_running_statistics
+from lightning_cephalo.adapters.user_module import SwitchedOffCaches
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data import agreed_seed, rebuild_eval_loader, rebuild_train_loader
+from lightning_cephalo.data import agreed_seed, deal, rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.data.cutting import BatchCutter, EmptyPredictions
+from lightning_cephalo.data.lockstep import lock_step
+from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import report
@@ -32,6 +37,7 @@ from lightning_cephalo.preparation.limits import (
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.profiling.memory_model import check_capacities
 from lightning_cephalo.ranks.groups import Groups
+from lightning_cephalo.sharding.blocks import type_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -67,6 +73,7 @@ class Session:
         user_gathers: Rejects collectives of the user's step that would hang.
         predictions: Serves prediction steps in which this rank has no samples.
         optimizers: The optimizers that hold the model's parameters, once they exist.
+        updates: Where the optimizers' updates run.
         memory: Measures this rank's memory, from :meth:`start_training` on.
         predicted_memory: The plan's prediction of every rank's memory.
     """
@@ -94,21 +101,28 @@ class Session:
             compute_dtype=compute_dtype,
             recompute=options.recompute.default,
         )
+        self.model.executor.buffers.sum_up(options.summed_buffers)
         self._at_end.callback(ModuleCopies(self.model).remove)
         if job.trains:
             self._at_end.callback(SwitchedOffCaches(module).restore)
-        self.plan = Plan(tuple(RankPlan((1,), fraction) for fraction in fractions))
+        self.plan = _plan_before(job, fractions)
         self.cutter = BatchCutter((), None, ())
+        self._layouts = itertools.cycle(job.layouts)
         self.logs = StepLogs(module, groups, accelerator)
         self.outputs = StepOutputs(self.logs.ranks, self.model.device)
         self.user_gathers = UserGathers(groups.control, options.equal_microbatches)
-        if groups.control.world_size > 1:
+        self.manual: ManualSteps | None = None
+        if job.trains and not module.automatic_optimization:
+            self.manual = ManualSteps(self.model.executor)
+        elif groups.control.world_size > 1:
             # evaluation steps are not traced
             called = partial(self.user_gathers.called, True)
             self.model.executor.on_user_collective = called
         self.predictions = EmptyPredictions()
         self.optimizers: list[Optimizer] = []
+        self.updates = OptimizerUpdates(self.model, options.optimizer_scope)
         self.predicted_memory: tuple[RankMemory, ...] = ()
+        self._averages: AveragedWeights | None = None
 
     @property
     def own_plan(self) -> RankPlan:
@@ -121,6 +135,16 @@ class Session:
         return self.model.executor.inside_microbatch
 
     # -- training -----------------------------------------------------------------------------
+
+    def use_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Choose where the optimizers' updates run; collective.
+
+        Raises:
+            UnsupportedError: On every rank, if an optimizer cannot train as on one device.
+        """
+        self.optimizers = list(optimizers)
+        for optimizer in optimizers:
+            self.updates.of(optimizer)
 
     def enforce_limits(self) -> None:
         """Check that every rank can hold its part within its limits, and enforce them; collective.
@@ -153,6 +177,8 @@ class Session:
             PlanError: If the plan offloads boundaries that retained activations hold.
             HostMemoryError: If the host has less memory than the plan needs.
         """
+        if self.manual is not None:
+            _refuse_several_microbatches(plan)
         self._move_shards([rank.state_fraction for rank in plan.ranks])
         self.plan = plan
         peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
@@ -169,7 +195,8 @@ class Session:
         executor.recompute = job.options.recompute.of_plan(own.recompute)
         executor.failure.planned_memory = _planned_memory(own)
         executor.arena = self.control.together("allocating host memory", self._host_memory)
-        self.cutter = BatchCutter(job.layouts, job.loaders.spec, own.microbatch_sizes)
+        sizes = own.microbatch_sizes if self.manual is None else ()  # a batch stays whole
+        self.cutter = BatchCutter(job.layouts, job.loaders.spec, sizes)
 
     def _move_shards(self, fractions: list[float]) -> None:
         if tuple(fractions) == self.model.fractions:
@@ -184,6 +211,14 @@ class Session:
                 " CephaloStrategy(plan=...)."
             )
         self.model.change_fractions(fractions)
+
+    def shard_averages(self, callbacks: Sequence[Any]) -> None:
+        """Shard the averages that callbacks hold like the model; collective, after the last plan.
+
+        Args:
+            callbacks: The Trainer's callbacks.
+        """
+        self._averages = AveragedWeights(self.model.module, callbacks)
 
     def _host_memory(self) -> HostArena | None:
         own = self.own_plan
@@ -213,6 +248,15 @@ class Session:
         rows = self.control.gather(self.memory.measured())
         return tuple(rows) if all(rank is not None for rank in rows) else None
 
+    def unit_sizes(self) -> list[report.UnitSize]:
+        """Return the units as tables name them, the root unit first."""
+        return [
+            report.UnitSize(
+                unit.name, type_of(unit.module).__name__, sum(flat.numel for flat in unit.flats)
+            )
+            for unit in self.model.units
+        ]
+
     def report(self, step_s: float | None, memory: Sequence[RankMemory] | None) -> None:
         """Print predicted against measured step time and memory."""
         if step_s is not None:
@@ -235,36 +279,37 @@ class Session:
             "seed": agreed_seed(self.control.broadcast),
             "broadcast": self.control.broadcast,
             "all_have_next": self.control.all,
+            "gather": self.control.gather,
             "epoch": epoch,
         }
         if not training:
             return rebuild_eval_loader(loader, world_size=self.control.world_size, **common)
-        options = self._job.options
+        # Lightning passes all training dataloaders each time, in the order of their tree
+        layout, options = next(self._layouts), self._job.options
         own_sizes = self.own_plan.microbatch_sizes
         return rebuild_train_loader(
             loader,
             batch_sizes=[rank.batch_size for rank in self.plan.ranks],
             global_batch_size=options.global_batch_size,
             microbatch_sizes=own_sizes if options.collate_per_microbatch else None,
-            layout=self._job.layouts[0],
+            layout=layout,
+            every_rank=self.manual is not None,
             **common,
         )
 
+    def in_step(self, loader: Any) -> Any:
+        """Return a loader that the user deals, so that its ranks end together; collective."""
+        if self.control.world_size == 1:
+            return loader
+        return lock_step(loader, all_have_next=self.control.all)
+
     # -- the whole model ----------------------------------------------------------------------
-
-    def share_changed_buffers(self) -> None:
-        """Give every rank the running statistics of the rank with most samples; collective.
-
-        They differ between ranks; those of a rank that has data are used on all ranks.
-        """
-        if has_running_statistics(self.model.module):
-            sizes = [rank.batch_size for rank in self.plan.ranks]
-            self.model.share_buffers(sizes.index(max(sizes)))
 
     def close(self) -> None:
         """Restore the full module on the CPU, and leave nothing behind; collective."""
         with self._at_end, self.model.accelerator.on_host():
-            self.share_changed_buffers()
+            if self._averages is not None:
+                self._averages.restore_full()
             self.model.restore_full()
 
     def close_after_failure(self) -> None:
@@ -276,6 +321,7 @@ class Session:
         try:
             self.control.together("restoring the model", self._try_to_gather)
         except Exception:
+            # the user sees the error that ended the run; the next run refuses the shards by name
             self.abandon()
         else:
             self.close()
@@ -292,6 +338,29 @@ class Session:
         """Leave without communicating after a failure, as other ranks may be gone."""
         with self._at_end:
             self.model.abandon()
+
+
+def _refuse_several_microbatches(plan: Plan) -> None:
+    wrong = [(r, rank) for r, rank in enumerate(plan.ranks) if len(rank.microbatch_sizes) != 1]
+    if wrong:
+        number, rank = wrong[0]
+        raise PlanError(
+            f"The plan gives rank {number} the microbatches {list(rank.microbatch_sizes)}, but with"
+            " manual optimization training_step runs once on every rank, over all of its samples:"
+            f" expected [{rank.batch_size or 1}]. Give each rank one microbatch in the plan, or"
+            " leave plan= out, to make such a plan."
+        )
+    if any(rank.offload for rank in plan.ranks):
+        raise PlanError(
+            "The plan says offload: true, which manual optimization does not support yet. Say"
+            " offload: false."
+        )
+
+
+def _plan_before(job: Job, fractions: Sequence[float]) -> Plan:
+    """Return the plan until one is applied: an even batch, which counts the steps of an epoch."""
+    even = deal(max(job.global_batch_size, len(fractions)), [1] * len(fractions))
+    return Plan(tuple(RankPlan((n,), f) for n, f in zip(even, fractions, strict=True)))
 
 
 def _percent(fractions: Sequence[float]) -> str:

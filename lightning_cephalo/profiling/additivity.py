@@ -119,8 +119,10 @@ def _loss_of(
     model: ShardedModel, step: Callable[[Any], Any], batch: Any, samples: int
 ) -> tuple[float, float]:
     def loss_of_step() -> tuple[float, float]:
-        loss, weight = loss_and_weight(step(batch), samples)
-        return float(loss), float(weight)
+        found = loss_and_weight(step(batch), samples)
+        if found is None:  # a batch that training_step skips: nothing can be said of its loss
+            return math.nan, math.nan
+        return float(found[0]), float(found[1])
 
     # an error in the step is known to all ranks, one behind it would not be
     call = MicrobatchCall(loss_of_step, lambda _: (torch.zeros(()), 0.0), samples=samples)

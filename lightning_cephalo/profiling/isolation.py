@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -212,7 +213,7 @@ def _muted(trainer: Trainer, module: Any, accelerator: Accelerator) -> Iterator[
     trainer.loggers = [DummyLogger() for _ in loggers]
     module._current_fx_name = "training_step"
     try:
-        with _stand_in_optimizer(trainer.strategy):
+        with _stand_in_optimizer(trainer, module):
             yield
     finally:
         loop._results, trainer.loggers, trainer.should_stop = results, loggers, stopping
@@ -221,22 +222,44 @@ def _muted(trainer: Trainer, module: Any, accelerator: Accelerator) -> Iterator[
 
 
 @contextmanager
-def _stand_in_optimizer(strategy: Any) -> Iterator[None]:
+def _stand_in_optimizer(trainer: Trainer, module: Any) -> Iterator[None]:
     """Make ``self.optimizers()`` and ``self.lr_schedulers()`` return stand-ins.
 
     The user's own are created later, for the planned shards. Steps that log the learning rate must
-    run before that.
+    run before that. With manual optimization the step unpacks them, so the stand-ins come from the
+    user's hook: nothing else knows how many there are.
     """
-    optimizers, schedulers = strategy.optimizers, strategy.lr_scheduler_configs
-    stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-    strategy.optimizers = [stand_in]
-    strategy.lr_scheduler_configs = [
-        LRSchedulerConfig(torch.optim.lr_scheduler.LambdaLR(stand_in, lambda _: 1.0))
-    ]
+    strategy: Any = trainer.strategy
+    before = strategy.optimizers, strategy.lr_scheduler_configs
+    if module.automatic_optimization:
+        stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+        strategy.optimizers = [stand_in]
+        strategy.lr_scheduler_configs = [
+            LRSchedulerConfig(torch.optim.lr_scheduler.LambdaLR(stand_in, lambda _: 1.0))
+        ]
+    else:
+        with _no_loaders_left(trainer):
+            made = _init_optimizers_and_lr_schedulers(module)
+        strategy.optimizers, strategy.lr_scheduler_configs = made
     try:
         yield
     finally:
-        strategy.optimizers, strategy.lr_scheduler_configs = optimizers, schedulers
+        strategy.optimizers, strategy.lr_scheduler_configs = before
+
+
+@contextmanager
+def _no_loaders_left(trainer: Trainer) -> Iterator[None]:
+    """Undo that ``trainer.estimated_stepping_batches`` deals the loaders, before there is a plan.
+
+    Private API: Lightning keeps them, and their source, in the loop.
+    """
+    loop = trainer.fit_loop
+    combined, source = loop._combined_loader, dict(vars(loop._data_source))
+    try:
+        yield
+    finally:
+        loop._combined_loader = combined
+        vars(loop._data_source).update(source)
 
 
 def expect_samples(trainer: Trainer, count: int) -> None:

@@ -172,6 +172,7 @@ def describe(
                       str(model.compute_dtype), torch.get_float32_matmul_precision(),
                       torch.are_deterministic_algorithms_enabled()],
         "recompute": model.executor.recompute,
+        **({} if getattr(module, "automatic_optimization", True) else {"manual": True}),
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
         **({"nodes": model.routing.nodes} if model.routing.has_choice else {}),
         "threads": torch.get_num_threads() if model.accelerator.computes_on_host else None,

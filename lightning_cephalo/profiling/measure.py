@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
 from lightning_cephalo.data import sample_batches
+from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
@@ -77,8 +78,10 @@ def measure(
     loader: Any,
     step: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
+    pause: Callable[[], None],
     global_batch_size: int,
     options: ProfileOptions,
+    manual: ManualSteps | None = None,
 ) -> Problem:
     """Run the user's step on growing microbatches of real samples; collective.
 
@@ -93,8 +96,10 @@ def measure(
             :class:`~lightning_cephalo.preparation.prepare.Loaders`.
         step: The user's training step on one batch.
         context: The precision plugin's context of a training step.
+        pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
         global_batch_size: Samples of a step over all ranks.
         options: Budget and limits.
+        manual: Runs steps that call their backwards themselves; None: the executor runs both.
 
     Returns:
         The same problem on every rank.
@@ -113,26 +118,34 @@ def measure(
         expect_samples(trainer, size)
         return batches(size)
 
+    def report(sizes: Sequence[int]) -> None:
+        pause()
+        progress.timing(sizes)
+
     with (
         lost_rank_explained(control.rank, "profiling"),
         progress,
         isolated(trainer, model.module, model.accelerator),
     ):
-        prober = Prober(model, clock, counted_batch, step, context)
+        prober = Prober(model, clock, counted_batch, step, context, manual)
         sweep = Sweep(
             ladder(smallest, global_batch_size),
             options.budget_s * _TIMING_SHARE,
             control.gather(device.name),
             options.equal_microbatches,
-            progress.timing,
+            manual is not None,
+            report,
         )
         measured = measure_times(prober, sweep)
+        pause()
         progress.say("profiling: memory")
         own_kept = measure_memory(prober, measured, sweep)
         no_recompute = None
         if options.choose_recompute:
+            pause()
             progress.say("profiling: without recomputation")
             no_recompute = measure_no_recompute(prober, measured, sweep)
+        pause()
         progress.say("profiling: network")
         # a backend allocates when it first communicates, and cannot use memory that torch caches
         model.accelerator.empty_cache()
@@ -185,6 +198,7 @@ def measure(
         gathered_bytes=model.gathered_bytes + resting,
         minimum_microbatch_size=smallest,
         equal_microbatches=options.equal_microbatches,
+        single_microbatch=manual is not None,
         step_overhead_s=network.step_overhead_s,
         even_gather_s=network.even_gather_s if visits else None,
         even_reduce_s=even_reduce_s,

@@ -63,14 +63,16 @@ def _receive_bytes(model: ShardedModel) -> int:
 def resting_bytes(model: ShardedModel) -> int:
     """Return the bytes that this rank holds between steps in addition to its share of the state.
 
-    These are the model's buffers, and what optimizers hold per parameter whatever the rank's share
-    (a step counter).
+    These are the model's buffers, the copies that microbatches write to, and what optimizers hold
+    per parameter whatever the rank's share (a step counter).
     """
     held = {
         buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
         for buffer in model.module.buffers()
     }
-    resting = sum(held.values()) + _COUNTER_BYTES * sum(len(flat.sharded) for flat in model.flats)
+    copies = model.executor.buffers.of_microbatches.resting_bytes
+    counters = _COUNTER_BYTES * sum(len(flat.sharded) for flat in model.flats)
+    resting = sum(held.values()) + copies + counters
     allocator = model.accelerator.allocator
     if allocator is not None:
         shards = [flat.shard for flat in model.flats]

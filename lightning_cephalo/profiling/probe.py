@@ -14,11 +14,12 @@ import torch
 
 from lightning_cephalo.common.errors import ProfilingError, RemoteRankError
 from lightning_cephalo.data.cutting import loss_and_weight
+from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall, checked_weight
-from lightning_cephalo.plan.program import COMPUTE, ROOT, Instruction, Operation
+from lightning_cephalo.plan.program import COMPUTE, NONE, ROOT, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import Held, StepMeter, batch_bytes
@@ -63,6 +64,7 @@ class Prober:
         batch_of: Returns a batch of the given number of samples on the device.
         step: The user's training step on one batch.
         context: The precision plugin's context of a training step.
+        manual: Runs steps that call their backwards themselves; None: the executor runs both.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class Prober:
         batch_of: Callable[[int], Any],
         step: Callable[[Any], Any],
         context: Callable[[], AbstractContextManager[Any]],
+        manual: ManualSteps | None = None,
     ) -> None:
+        self.manual = manual
         self.model = model
         self.control = model.control
         self._clock = clock
@@ -162,6 +166,10 @@ class Prober:
         failure: BaseException | None,
         between: Callable[[], None] = lambda: None,
     ) -> None:
+        if self.manual is not None:
+            with self._context(), self.manual.measuring():
+                self.manual.run(calls, failure=failure)
+            return
         with self._context():
             self.model.executor.forward(calls, failure=failure)
         between()
@@ -171,7 +179,7 @@ class Prober:
         """Return the microbatches to run, or why this rank cannot run them."""
         if not size:
             return [], None
-        weight_of = partial(_finite_loss_and_weight, samples=size)
+        weight_of: Any = partial(_finite_loss_and_weight, samples=size)
         try:
             batch = self._batch_of(size)
         except Exception as failure:
@@ -202,14 +210,20 @@ class _PhaseClock(Observer):
         took_s = self._clock() - self._began_s
         if instruction.operation is Operation.BACKWARD:
             self.backward_s += took_s
-        elif instruction.unit == ROOT:
+        elif instruction.unit in (ROOT, NONE):
             self.tail_s += took_s
         else:
             self.forward_s += took_s
 
 
 def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:
-    loss, weight = loss_and_weight(result, samples)
+    found = loss_and_weight(result, samples)
+    if found is None:
+        raise TypeError(
+            "training_step returned None for a batch that is profiled, so that its backward cannot"
+            " be timed; expected a loss."
+        )
+    loss, weight = found
     weight = checked_weight(float(weight))
     if weight and not bool(torch.isfinite(loss)):  # the mean over no tokens may be 0/0
         raise FloatingPointError(

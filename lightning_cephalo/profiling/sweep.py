@@ -83,6 +83,7 @@ class Sweep:
             slower one is being disturbed.
         everyone_runs: Whether ranks that are done run their smallest size again, because the
             user's step may communicate.
+        has_one_microbatch: Whether each rank runs all of its samples at once.
         report: Called on every rank with the sizes that the ranks run next; 0 for none.
     """
 
@@ -90,6 +91,7 @@ class Sweep:
     budget_s: float
     devices: Sequence[str]
     everyone_runs: bool = False
+    has_one_microbatch: bool = False
     report: Callable[[Sequence[int]], None] = lambda sizes: None
 
 
@@ -127,12 +129,17 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
     pace = _Pace([0.0] * control.world_size, prober.wall_s)
     while True:
         size = _next_size(
-            measured, sweep.sizes, _useful(pace.rates[control.rank], pace.rates, whole)
+            measured,
+            sweep.sizes,
+            _useful(pace.rates[control.rank], pace.rates, whole),
+            sweep.has_one_microbatch,
         )
         remaining_s = sweep.budget_s - (prober.now_s() - started_s)
         own = [float(size if able else 0), _expected_s(measured, size), remaining_s, pace.beside_s]
-        rows = control.gather(own)
+        rows = control.gather([*own, measured.largest])
         remaining_s = min(row[2] for row in rows)
+        if sweep.has_one_microbatch and sum(row[4] for row in rows) < whole:
+            remaining_s = math.inf  # there is no plan without these sizes
         pace.beside_s = max(row[3] for row in rows)
         sizes = _together([(int(row[0]), row[1]) for row in rows], smallest,
                           remaining_s - pace.beside_s)  # fmt: skip
@@ -144,7 +151,9 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
         _time_round(prober, measured, sizes, remaining_s, pace, sweep)
 
 
-def _next_size(measured: Measured, sizes: Sequence[int], useful: float) -> int:
+def _next_size(
+    measured: Measured, sizes: Sequence[int], useful: float, has_one_microbatch: bool = False
+) -> int:
     """Return the size to measure next; 0 for none."""
     largest, too_large = measured.largest, measured.smallest_too_large
     if not largest:
@@ -156,6 +165,8 @@ def _next_size(measured: Measured, sizes: Sequence[int], useful: float) -> int:
     if too_large is not None and size >= too_large:
         size = (largest + too_large) // 2
     worthwhile = size >= _WORTHWHILE_GROWTH * largest and _gains(measured)
+    if has_one_microbatch:  # a rank's whole share is needed, whatever it gains
+        worthwhile = size > largest
     return size if size <= most and worthwhile else 0
 
 
@@ -338,6 +349,8 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
             measured.smallest_too_large = size
             measured.times = {at: found for at, found in measured.times.items() if at < size}
     single = measured.held.get(smallest)
+    if prober.manual is not None:  # there is one microbatch, whose peak holds all
+        return RetainedBytes(0.0, 0.0)
     for count in _COUNTS:
         several = _held(prober, smallest if single is not None else 0, count, idle)
         known = single is None or several is not None

@@ -90,7 +90,10 @@ def model_on(device: LateDevice) -> FakeModel:
         buffer_pools=[],
         buffers=list,
         executor=SimpleNamespace(
-            attach=lambda _: None, detach=lambda _: None, observed_by=lambda _: nullcontext()
+            attach=lambda _: None,
+            detach=lambda _: None,
+            observed_by=lambda _: nullcontext(),
+            buffers=SimpleNamespace(of_microbatches=SimpleNamespace(resting_bytes=0)),
         ),
     )
 

@@ -16,6 +16,7 @@ from lightning_cephalo.common.quantities import (
     byte_unit,
     format_bytes,
     format_bytes_exactly,
+    format_count,
     format_gib,
     format_mib,
     format_rate,
@@ -60,6 +61,21 @@ def test_seconds_have_a_fitting_unit(seconds: float | None, expected: str) -> No
 )
 def test_rates_have_three_digits_and_no_exponent(per_s: float, expected: str) -> None:
     assert format_rate(per_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (0, "0"),
+        (950, "950"),
+        (999.6, "1k"),
+        (7_110_000, "7.11M"),
+        (38_600_000, "38.6M"),
+        (1.2e9, "1.2B"),
+    ],
+)
+def test_counts_have_three_digits(count: float, expected: str) -> None:
+    assert format_count(count) == expected
 
 
 @pytest.mark.parametrize(

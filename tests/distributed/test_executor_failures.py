@@ -53,12 +53,11 @@ class Faulty(Base):
 
     blocks_of = staticmethod(lambda: [FaultyBlock() for _ in range(3)])
     fault: Fault = staticmethod(lambda place, x: x)
-    order = staticmethod(lambda: (0, 1, 2))
     call = staticmethod(lambda block, x: block(x))
 
     def through(self, x):
-        for index in self.order():
-            x = self.call(self.blocks[index], x)
+        for index, block in enumerate(self.blocks):
+            x = self.call(block, x)
             if index == 1:
                 x = self.fault("glue", x)
         return self.fault("tail", x)
@@ -68,7 +67,7 @@ class Faulty(Base):
 
     def mend(self) -> None:
         for module in (self, self.blocks[1]):
-            for name in ("fault", "order", "call"):
+            for name in ("fault", "call"):
                 module.__dict__.pop(name, None)
 
 
@@ -112,24 +111,12 @@ class Scenario:
     recompute: bool | None = None
 
 
-def orders(*wanted: tuple[int, ...]) -> Callable[[Faulty], None]:
-    """The microbatches of a rank visit units in these orders, in turn."""
-
-    def breaks(model: Faulty) -> None:
-        remaining = list(wanted)
-        model.order = lambda: remaining.pop(0) if len(remaining) > 1 else remaining[0]
-
-    return breaks
-
-
 def checkpointed(**kwargs: Any) -> Callable[[Faulty], None]:
     def breaks(model: Faulty) -> None:
         model.call = lambda block, x: checkpoint(block, x, **kwargs)
 
     return breaks
 
-
-DIFFERENT = "must visit the same units in the same order"
 
 SCENARIOS = {
     "raises in the glue": Scenario(lambda m: m.break_with(raising("glue")), "in the glue"),
@@ -173,18 +160,6 @@ SCENARIOS = {
         lambda m: m.break_with(lambda place, x: x),  # see LOSSES
         "does not require a gradient",
         error=UnitUseError,
-    ),
-    "a second microbatch skips a unit": Scenario(
-        orders((0, 1, 2), (0, 2)), DIFFERENT, error=UnitUseError
-    ),
-    "a second microbatch stops early": Scenario(
-        orders((0, 1, 2), (0, 1)), DIFFERENT, error=UnitUseError
-    ),
-    "a second microbatch goes on": Scenario(
-        orders((0, 1, 2), (0, 1, 2, 0)), DIFFERENT, error=UnitUseError
-    ),
-    "a second microbatch visits nothing": Scenario(
-        orders((0, 1, 2), ()), DIFFERENT, error=UnitUseError
     ),
     "recomputation around a unit": Scenario(
         checkpointed(use_reentrant=False), "torch.utils.checkpoint", (0, 1), UnitUseError
@@ -306,32 +281,6 @@ def _cannot_cut(rank: int, good_steps_before: int, failure: Exception, message: 
 )
 def test_a_failure_before_the_step_is_raised_on_all_ranks(failure, message, good_steps_before):
     run_ranks(3, _cannot_cut, good_steps_before, failure, message)
-
-
-# -- ranks that differ ------------------------------------------------------------------------
-
-
-def _ranks_differ(rank: int, good_steps_before: int) -> None:
-    for order in ((0, 2), (0, 1), (0, 1, 2, 2), ()):
-        model = Faulty()
-        single = copy.deepcopy(model)
-        executor = make_executor(model, UNEVEN.fractions, True)
-        torch.manual_seed(3)
-        for _ in range(good_steps_before):
-            good_step(executor, model, single, rank)
-        if rank == 1:
-            orders(order)(model)
-        parts = microbatches_of(make_batch(4), UNEVEN, rank)
-        with pytest.raises((UnitUseError, RemoteRankError), match=DIFFERENT):
-            executor.forward(calls_of(model, parts, None))
-        assert_idle(executor)
-        model.mend()
-        good_step(executor, model, single, rank)
-
-
-@pytest.mark.parametrize("good_steps_before", [0, 1], ids=["first step", "later step"])
-def test_ranks_that_visit_different_units_are_told_so(good_steps_before):
-    run_ranks(3, _ranks_differ, good_steps_before)
 
 
 # -- weights ----------------------------------------------------------------------------------

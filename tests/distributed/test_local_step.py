@@ -19,10 +19,8 @@ from lightning_cephalo.adapters.optimizer import (
     clip_by_norm,
     clip_by_value,
     local_update,
-    steps_locally,
 )
-from lightning_cephalo.adapters.rows_arithmetic import RowsArithmetic
-from lightning_cephalo.sharding.placement import local_part, with_rows_of
+from lightning_cephalo.sharding.placement import local_part
 
 SHARES = {"3:1": (0.75, 0.25), "3:1:0": (0.75, 0.25, 0.0)}
 
@@ -79,7 +77,7 @@ def _trained(make, parameters, initial, locally):
     for step in range(2):  # the second finds the state of the first
         _set_gradients(parameters, step)
         if locally:
-            with local_update(optimizer), RowsArithmetic():
+            with local_update(optimizer):
                 optimizer.step()
         else:
             optimizer.step()
@@ -89,7 +87,6 @@ def _trained(make, parameters, initial, locally):
 def _compare(rank, make, parameters, initial):
     expected, general = _trained(make, parameters, initial, False)
     found, local = _trained(make, parameters, initial, True)
-    assert steps_locally(local)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     moved = any(not torch.equal(one, was) for one, was in zip(found, initial, strict=True))
     assert moved
@@ -117,9 +114,7 @@ def _assert_same_state(found, expected, parameter):
         if isinstance(value, DTensor):
             assert found[name].placements[0] == parameter.placements[0]
             assert found[name].stride() == value.stride()
-            # over DTensors SGD's momentum may have lost its rows, when weight decay was added
-            whole = with_rows_of(value, parameter).full_tensor()
-            assert torch.equal(found[name].full_tensor(), whole)
+            assert torch.equal(found[name].full_tensor(), value.full_tensor())
 
 
 ADAM = [
@@ -244,44 +239,6 @@ def test_after_a_failure_dtensors_are_back_and_the_next_step_works():
     assert all(run_ranks(2, _failing))
 
 
-class _OwnAdamW(AdamW):
-    """What a user may have written."""
-
-
-def _kinds_seen(rank, make):
-    parameters = _unused_last(_parameters(SHARES["3:1"]))
-    optimizer = make(parameters)
-    seen = set()
-    kernel = torch.Tensor.lerp_  # what the loop over tensors calls for its first moment
-
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is kernel:
-                seen.add(type(args[0]))
-            return func(*args, **(kwargs or {}))
-
-    _set_gradients(parameters, 0)
-    with local_update(optimizer), Watch():
-        optimizer.step()
-    return steps_locally(optimizer), seen == {DTensor}
-
-
-def test_a_subclass_goes_over_dtensors():
-    assert run_ranks(2, _kinds_seen, lambda p: _OwnAdamW(p, foreach=False)) == [(False, True)] * 2
-
-
-def test_the_plain_class_does_not_go_over_dtensors():
-    assert run_ranks(2, _kinds_seen, lambda p: AdamW(p, foreach=False)) == [(True, False)] * 2
-
-
-@pytest.mark.parametrize("option", ["capturable", "differentiable"])
-def test_options_that_keep_hold_of_tensors_are_not_known_to_be_safe(option):
-    optimizer = AdamW([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)])
-    assert steps_locally(optimizer)
-    optimizer.param_groups[1][option] = True
-    assert not steps_locally(optimizer)
-
-
 def _clipped(rank, shares):
     return [
         _clipped_alike(shares, largest, dtype)
@@ -293,7 +250,7 @@ def _clipped(rank, shares):
 def _clipped_alike(shares, largest, dtype):
     gradients, norms = [], []
     for clip in (
-        lambda p: nn.utils.clip_grad_norm_(p, largest).full_tensor(),
+        lambda p: nn.utils.clip_grad_norm_(p, largest),
         lambda p: clip_by_norm(iter(p), largest),
     ):
         parameters = _unused_last(_parameters(shares, dtype))

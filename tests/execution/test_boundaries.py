@@ -38,11 +38,11 @@ def test_gradients_pass_units_and_the_glue_between_them():
     x = 3 * w
     leaf_x = boundaries.leaf_of(x, 0)
     inside_0 = leaf_x**2
-    out_0, shown_0 = boundaries.show(inside_0.detach().requires_grad_())
+    out_0, shown_0 = boundaries.show(inside_0.detach().requires_grad_(), 0)
     y = x + shown_0
     leaf_y = boundaries.leaf_of(y, 1)
     inside_1 = leaf_y.sin()
-    out_1, shown_1 = boundaries.show(inside_1.detach().requires_grad_())
+    out_1, shown_1 = boundaries.show(inside_1.detach().requires_grad_(), 0)
     loss = (shown_1 * y).sum()
     boundaries.end_forward()
     torch.autograd.backward([loss], retain_graph=boundaries.shares_glue(loss))
@@ -65,7 +65,7 @@ def test_the_loss_shares_glue_only_with_what_units_were_called_with(shares):
     boundaries, w = Boundaries(), weight()
     hidden = w.exp()
     boundaries.leaf_of(hidden, 0)
-    _, shown = boundaries.show(weight())
+    _, shown = boundaries.show(weight(), 0)
     loss = shown * hidden if shares else shown * 2
     assert boundaries.shares_glue(loss.sum()) is shares
 
@@ -88,9 +88,9 @@ def has_memory(tensor: Tensor) -> bool:
 
 def test_values_of_outputs_that_nobody_can_ask_for_are_dropped():
     boundaries = Boundaries()
-    dropped, shown = boundaries.show(weight(1, 2, 3))
-    used, shown_used = boundaries.show(weight(1, 2, 3))
-    held, shown_held = boundaries.show(weight(1, 2, 3))
+    dropped, shown = boundaries.show(weight(1, 2, 3), 0)
+    used, shown_used = boundaries.show(weight(1, 2, 3), 0)
+    held, shown_held = boundaries.show(weight(1, 2, 3), 0)
     boundaries.leaf_of(shown_used, 0)
     del shown, shown_used
     gc.collect()
@@ -136,5 +136,5 @@ def test_a_leaf_that_leaves_a_unit_is_refused_and_an_output_is_not():
     leaf = boundaries.leaf_of(weight() * 3, 0)
     with pytest.raises(UnitUseError):
         boundaries.refuse_leaks(leaf * 2)
-    _, shown = boundaries.show(leaf.detach().requires_grad_())
+    _, shown = boundaries.show(leaf.detach().requires_grad_(), 0)
     boundaries.refuse_leaks(shown * 2)

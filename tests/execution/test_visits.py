@@ -6,84 +6,115 @@ from itertools import permutations
 
 import pytest
 
-from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.step import Divergence
-from lightning_cephalo.execution.visits import FAILED, FINISHED, NO_DATA, Visits, where
+from lightning_cephalo.execution.orders import Choice
+from lightning_cephalo.execution.visits import (
+    FAILED,
+    FINISHED,
+    KEPT_FOR_STEPS,
+    NO_DATA,
+    Visits,
+    agree,
+    where,
+    without_backward,
+)
 from lightning_cephalo.plan.program import Operation, Visit
 
-NAMES = ["root", "encoder", "decoder"]
 ORDER = (Visit(1), Visit(2))
 ALL = (True, True, True)
 
 
 @pytest.fixture
 def visits() -> Visits:
-    return Visits(NAMES)
+    return Visits()
 
 
 @pytest.mark.parametrize(
     ("failed", "parked", "expected"),
     [
-        (True, [Visit(1)], (FAILED, 0.0)),
-        (False, [], (NO_DATA, 0.0)),
-        (False, [None, None], (FINISHED, 0.0)),
-        (False, [Visit(2), Visit(2)], (2.0, 1.0)),
-        (False, [Visit(2, False)], (2.0, 0.0)),
+        (True, [Visit(1)], (FAILED, 0.0, 0.0)),
+        (False, [], (NO_DATA, 0.0, 0.0)),
+        (False, [None, None], (FINISHED, 0.0, 0.0)),
+        (False, [Visit(2), Visit(2)], (2.0, 1.0, 0.0)),
+        (False, [Visit(2, False)], (2.0, 0.0, 0.0)),
+        (False, [Visit(2), Visit(1)], (1.0, 1.0, 1.0)),
+        (False, [None, Visit(2)], (2.0, 1.0, 1.0)),
     ],
 )
 def test_where_a_rank_is_as_numbers(failed, parked, expected):
-    assert where(failed=failed, parked=parked) == expected
+    assert where(failed=failed, parked=parked, choice=Choice(())) == expected
 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ([(1.0, 1.0), (1.0, 1.0)], Visit(1)),
-        ([(1.0, 0.0), (NO_DATA, 0.0)], Visit(1, False)),
-        ([(FINISHED, 0.0), (NO_DATA, 0.0)], None),
-        ([(NO_DATA, 0.0), (NO_DATA, 0.0)], None),
-        ([(1.0, 1.0), (FAILED, 0.0)], None),
-        ([(1.0, 1.0), (2.0, 1.0), (FAILED, 0.0)], None),
+        ([(1.0, 1.0, 0.0), (1.0, 1.0, 0.0)], (Visit(1), False)),
+        ([(1.0, 1.0, 0.0), (1.0, 1.0, 1.0)], (Visit(1), True)),
+        ([(1.0, 0.0, 0.0), (NO_DATA, 0.0, 0.0)], (Visit(1, False), False)),
+        ([(FINISHED, 0.0, 0.0), (NO_DATA, 0.0, 0.0)], (None, False)),
+        ([(NO_DATA, 0.0, 0.0), (NO_DATA, 0.0, 0.0)], (None, False)),
+        ([(1.0, 1.0, 0.0), (FAILED, 0.0, 0.0)], (None, False)),
+        ([(1.0, 1.0, 0.0), (2.0, 1.0, 0.0), (FAILED, 0.0, 0.0)], (None, False)),
+        ([(1.0, 1.0, 0.0), (2.0, 1.0, 0.0)], (Visit(1), True)),
+        ([(1.0, 1.0, 0.0), (FINISHED, 0.0, 0.0)], (Visit(1), True)),
+        ([(1.0, 1.0, 0.0), (1.0, 0.0, 0.0)], (Visit(1, False), True)),
     ],
 )
-def test_ranks_agree_on_the_next_visit_whatever_their_order(visits, said, expected):
+def test_ranks_agree_on_the_next_visit_whatever_their_order(said, expected):
     for rows in permutations(said):
-        assert visits.agree(rows) == expected
+        assert agree(rows, Choice(())) == expected
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        [(1.0, 1.0), (2.0, 1.0)],
-        [(1.0, 1.0), (FINISHED, 0.0)],
-        [(NO_DATA, 0.0), (1.0, 1.0), (1.0, 0.0)],
-    ],
-)
-def test_ranks_at_different_places_are_named(visits, said):
-    with pytest.raises(UnitUseError, match="same units in the same order") as raised:
-        visits.agree(said)
-    message = str(raised.value)
-    assert "rank 2" in message if len(said) == 3 else "rank 1" in message
-    assert ("reentrant torch.utils.checkpoint" in message) == (len(said) == 3)
-
-
-def test_microbatches_at_different_places_are_named(visits):
-    visits.check_parked([])
-    visits.check_parked([Visit(1), Visit(1)])
-    with pytest.raises(UnitUseError, match=r"expected microbatch 0: unit 'encoder'.*'decoder'"):
-        visits.check_parked([Visit(1), Visit(2)])
-    with pytest.raises(UnitUseError, match="the end of the step"):
-        visits.check_parked([Visit(1), None])
+def learn(visits, order=ORDER, trainable=ALL, made=None, paths=None, is_checked=True):
+    made = [True] * len(order) if made is None else made
+    visits.learn(trainable, order, made, paths, is_checked=is_checked)
 
 
 def test_an_order_is_known_by_which_units_want_gradients(visits):
     frozen = (True, False, True)
-    visits.learn(ALL, ORDER)
+    learn(visits)
     assert visits.known(ALL) == ORDER == visits.last and visits.known(frozen) is None
-    visits.learn(frozen, ORDER[::-1])
+    learn(visits, ORDER[::-1], frozen)
     assert visits.known(ALL) == ORDER and visits.last == ORDER[::-1]
     visits.forget()
     assert visits.known(ALL) is None and visits.known(frozen) is None
+
+
+def test_an_order_takes_in_what_microbatches_visit_and_is_checked_for_leaks_again(visits):
+    learn(visits)
+    assert visits.is_checked(ALL) and not visits.is_checked((False,))
+    rest = (*ORDER, Visit(1), Visit(2))
+    paths = [(Visit(1), Visit(2)), (Visit(1), Visit(1), Visit(2))]
+    learn(visits, rest, paths=paths, made=[True, False, True, True], is_checked=False)
+    assert visits.known(ALL) == (Visit(1), Visit(1), Visit(2))
+    assert visits.last == (Visit(1), Visit(1), Visit(2))
+    assert not visits.is_checked(ALL)
+    learn(visits, visits.known(ALL))
+    assert visits.is_checked(ALL)
+
+
+def test_an_order_drops_visits_that_nobody_makes_for_some_steps(visits):
+    learn(visits)
+    for _ in range(KEPT_FOR_STEPS - 1):
+        learn(visits, made=[True, False])
+    learn(visits, made=[False, True])
+    for _ in range(KEPT_FOR_STEPS - 1):
+        learn(visits, made=[True, False])
+    assert visits.known(ALL) == ORDER
+    learn(visits, made=[True, False])
+    assert visits.known(ALL) == (Visit(1),) == visits.last
+
+
+def test_an_order_far_longer_than_what_a_microbatch_visits_is_forgotten(visits):
+    learn(visits, (Visit(1), Visit(2)) * 2)
+    learn(visits, paths=[(Visit(2), Visit(1))])  # contained
+    assert visits.known(ALL) is not None
+    learn(visits, paths=[(Visit(1),)])
+    assert visits.known(ALL) is None
+
+
+def test_visits_that_nobody_has_made_have_no_backward():
+    assert without_backward(ORDER, [False, True]) == (Visit(1, False), Visit(2))
+    assert without_backward(ORDER, [True, True]) == ORDER
 
 
 def program(visits, order=ORDER, microbatches=2, *, reshard=True, offload=False):
@@ -104,47 +135,8 @@ def test_a_program_is_compiled_once_for_each_mode(visits):
     assert Operation.OFFLOAD not in {i.operation for i in first.forward}
 
 
-class Control:
-    """What all ranks say, as if they had exchanged it."""
-
-    def __init__(self, *rows: list[float]) -> None:
-        self.rows = rows
-
-    def gather(self, row: list[float]) -> list[list[float]]:
-        assert row == self.rows[0], "not what this rank says"
-        return [list(row) for row in self.rows]
-
-
-NEW = Visit(1)
-LEFT = [1.0, 1.0, 1.0]
-"""In front of visit 1 of the order, at unit 1."""
-DIVERGENCE = Divergence(1, NEW)
-
-
-def agreed(visits, *rows, own=DIVERGENCE, parked=(NEW,)):
-    return visits.agree_on_divergence(Control(*rows), own, parked, ORDER)
-
-
-def test_ranks_that_leave_the_order_at_one_place_trace_from_there(visits):
-    assert agreed(visits, LEFT, LEFT) == 1
-    assert agreed(visits, LEFT, [NO_DATA, NO_DATA, 0.0]) == 1
-    # at the end, where the order would go on
-    assert agreed(visits, [1.0, FINISHED, 0.0], own=Divergence(1, None), parked=(None,)) == 1
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        ([2.0, FINISHED, 0.0], "rank 1: unit 'decoder'"),  # has kept to the order
-        ([1.0, FINISHED, 0.0], "rank 1: the end of the step"),
-        ([0.0, 2.0, 1.0], "rank 1: unit 'decoder'"),  # has left it before
-    ],
-)
-def test_ranks_that_leave_the_order_at_different_places_raise(visits, other, words):
-    with pytest.raises(UnitUseError, match=words):
-        agreed(visits, LEFT, other)
-
-
-def test_a_rank_that_keeps_to_the_order_says_so(visits):
-    with pytest.raises(UnitUseError, match=r"expected unit 'decoder'.*rank 1: unit 'encoder'"):
-        agreed(visits, [2.0, FINISHED, 0.0], LEFT, own=None, parked=(None,))
+def test_programs_do_not_pile_up(visits):
+    for bits in range(300):
+        order = tuple(Visit(1, bool(bits >> digit & 1)) for digit in range(9))
+        program(visits, order, microbatches=1)
+    assert len(visits._programs) < 200

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from common import in_ranks
 from launch import SOON_S, RankFailure
 from lightning.pytorch import Callback, Trainer
-from plans import PLANS, plan_of
+from plans import PLANS, QUIET, plan_of
 from recording import Recorder, assert_same_weights, loader, make_trainer, samples
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -341,26 +341,45 @@ class FirstDies(Dies):
     rank = 0
 
 
-@pytest.mark.parametrize("kind", [Dies, Exits, FirstDies])
-def test_a_rank_that_dies_ends_the_others(kind: type[Dies], tmp_path: Path) -> None:
-    reports = tmp_path / "reports"
+class Freezes(Dies):
+    """The first rank, on which the store of the process group lives, is stopped."""
+
+    rank = 0
+
+    def die(self) -> None:
+        (self.folder / "stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("kind", [Dies, Exits, FirstDies, Freezes])
+def test_a_rank_that_dies_or_freezes_ends_the_others(kind: type[Dies], tmp_path: Path) -> None:
+    reports, stopped = tmp_path / "reports", tmp_path / "stopped"
     reports.mkdir()
+    timeout = timedelta(seconds=10) if kind is Freezes else timedelta(minutes=30)
 
     def fit() -> None:
         start = time.monotonic()
         try:
-            trainer_of().fit(kind(tmp_path), loader("3:1"))
+            trainer_of("three", {"timeout": timeout}).fit(kind(tmp_path), loader("three"))
         except Exception as failure:
             text = f"{time.monotonic() - start}\n{failure}\n{getattr(failure, '__notes__', '')}"
             (reports / os.environ["RANK"]).write_text(text)
+            while (
+                kind is Freezes and os.environ["RANK"] == "1" and len(list(reports.iterdir())) < 2
+            ):
+                time.sleep(0.1)
+            if stopped.exists() and os.environ["RANK"] == "1":
+                os.kill(int(stopped.read_text()), signal.SIGKILL)
             raise
 
     with pytest.raises(RankFailure, match=f"rank {kind.rank}:\ndied without a result"):
-        in_ranks(2, fit)
-    (report,) = reports.iterdir()
-    seconds, message = report.read_text().split("\n", 1)
-    assert float(seconds) < SOON_S
-    assert "Another rank has gone" in message and "out of memory" in message
+        in_ranks(3, fit)
+    first, second = reports.iterdir()
+    for report in (first, second):
+        seconds, message = report.read_text().split("\n", 1)
+        assert float(seconds) < SOON_S
+        assert message.startswith(f"Rank {kind.rank} (process"), message
+        assert ("is silent" if kind is Freezes else "is gone") in message
 
 
 class FailsAlone(Recorder):
@@ -385,29 +404,11 @@ def test_a_rank_that_fails_alone_leaves_no_collective_to_wait_for(tmp_path: Path
     (first_s, first, is_first), (second_s, second, is_second) = in_ranks(2, fit)
     assert max(first_s, second_s) < SOON_S
     assert second == "only here"
-    assert "Rank 1 failed: ValueError: only here" in first
+    assert "Rank 1 (process" in first and " failed: ValueError: only here" in first
     assert not is_first and not is_second
 
 
 # -- models and modules that cannot work -------------------------------------------------------
-
-
-class Sometimes(Recorder):
-    """Skips a block for samples above 10."""
-
-    def forward(self, x: Any) -> Any:
-        x = self.inputs(x)
-        for number, block in enumerate(self.blocks):
-            if number == 0 or float(x.detach().sum()) > self.limit:
-                x = block(x)
-        return self.head(x)
-
-    limit = 0.0
-
-
-def test_microbatches_that_visit_different_units(tmp_path: Path) -> None:
-    found = failures(lambda: trainer_of().fit(Sometimes(tmp_path), loader("3:1")))
-    assert_everywhere(found, UnitUseError, "visit the same units", "unit_types")
 
 
 class Checkpointed(Recorder):
@@ -423,25 +424,9 @@ def test_checkpointing_around_units(tmp_path: Path) -> None:
     assert_everywhere(found, UnitUseError, "torch.utils.checkpoint", "switch gradient")
 
 
-class Manual(Recorder):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.automatic_optimization = False
-
-
 class Pulls(Recorder):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return self.per_sample(next(dataloader_iter)[0]).mean()
-
-
-class Lbfgs(Recorder):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
-class Factored(Recorder):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.parameters())
 
 
 class Copied(Recorder):
@@ -458,12 +443,16 @@ class TwoOptimizers(Recorder):
         return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
 
+class Synchronised(Recorder):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.norm = torch.nn.SyncBatchNorm(3)
+
+
 UNSUPPORTED: dict[str, tuple[type[Recorder], dict[str, Any], tuple[str, ...]]] = {
-    "manual optimization": (Manual, {}, ("Manual optimization", "automatic optimization")),
     "dataloader_iter": (Pulls, {}, ("dataloader_iter", "training_step(batch, batch_idx)")),
-    "LBFGS": (Lbfgs, {}, ("LBFGS", "AdamW")),
-    "Adafactor": (Factored, {}, ("Adafactor", "AdamW")),
     "copied parameters": (Copied, {}, ("SGD holds", "inside", "configure_optimizers()")),
+    "SyncBatchNorm": (Synchronised, {}, ("['norm'] (1 in all)", "torch.nn.BatchNorm", "GroupNorm")),
     "sync_batchnorm": (Recorder, {"sync_batchnorm": True}, ("sync_batchnorm", "group norm")),
 }
 
@@ -628,6 +617,26 @@ def test_ready_batches_of_a_map_style_dataset(tmp_path: Path) -> None:
     data = DataLoader(Ready(), batch_size=None)
     found = failures(lambda: trainer_of().fit(Recorder(tmp_path), data))
     assert_everywhere(found, ValueError, "batch_size=None", "single samples")
+
+    def measured() -> None:
+        strategy = CephaloStrategy(verbose=False)
+        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, **QUIET)
+        trainer.fit(Recorder(tmp_path), data)
+
+    assert_everywhere(failures(measured), PlanError, "batch_size=None", "DataLoader(batch_size=")
+
+
+def test_dataloaders_that_give_nothing_are_refused_by_name(tmp_path: Path) -> None:
+    for data, *parts in (
+        ([DataLoader(samples(0), batch_size=4)], "at least one sample", "TensorDataset"),
+        ([[]], "training dataloader", "empty list"),
+        ([iter([torch.ones(4, 3)])], "list_iterator", "read once"),
+        ([], "no training dataloader", "fit(module, loader)"),
+    ):
+        found = failures(lambda data=data: trainer_of().fit(Recorder(tmp_path), *data))
+        kinds = {failure.kind for failure in found}
+        assert kinds <= {"ValueError", "PlanError", "UnsupportedError"}, found
+        assert all(part in failure.message for part in parts for failure in found), found
 
 
 class Returns(Recorder):

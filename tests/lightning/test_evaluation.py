@@ -252,7 +252,7 @@ def test_ranks_may_call_the_model_differently_often(stage: str, tmp_path: Path) 
 
 
 class Normalised(Recorder):
-    """Batch normalisation: its running statistics differ between ranks while training."""
+    """Batch normalisation: its running statistics are those of all microbatches of all ranks."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -268,18 +268,24 @@ class Normalised(Recorder):
     test_step = validation_step
 
 
+@pytest.mark.filterwarnings("ignore:The layers .'norm'. .1 in all. are batch normalisation")
 @pytest.mark.parametrize("plan", ["3:1", "idle first", "idle last"])
-def test_running_statistics_are_one_rank_with_datas_for_all(plan: str, tmp_path: Path) -> None:
+def test_running_statistics_are_those_of_the_global_batch(plan: str, tmp_path: Path) -> None:
+    alone = Normalised(tmp_path)
+    run("fit", None, alone, loader(None, 16), DataLoader(samples(4), batch_size=2))
+    wanted = alone.norm.running_mean
     module = Normalised(tmp_path)
     ranks = run("fit", plan, module, loader(plan, 16), DataLoader(samples(4), batch_size=2))
     means = [mean for rank in ranks for mean in rank.notes["mean"]]
     assert len(means) == 2 and means[0] == means[1] != [0.0, 0.0, 0.0]
+    torch.testing.assert_close(torch.tensor(means[0]), wanted)
+    assert module.norm.num_batches_tracked == alone.norm.num_batches_tracked == 2
     module.record = Record()
     # the last steps of an epoch need not be followed by validation
     data = loader(plan, 16), DataLoader(samples(4), batch_size=2)
     run("fit", plan, module, *data, check_val_every_n_epoch=5)
-    tracked = int(module.norm.num_batches_tracked)
-    assert tracked >= 4 and module.norm.running_mean.tolist() != means[0]
+    assert module.norm.num_batches_tracked == 4
+    assert module.norm.running_mean.tolist() != means[0]
     tested = run("test", plan, module, DataLoader(samples(4), batch_size=2))
     left = module.norm.running_mean.tolist()
     assert all(mean == left for rank in tested for mean in rank.notes["mean"])

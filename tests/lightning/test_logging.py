@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from common import (
     assert_same_tensors,
     by_plan,
     dataset,
+    in_ranks,
     trainer,
     values_of,
 )
@@ -513,3 +515,32 @@ def test_a_constant_logged_after_the_step_counts_once_a_step_and_rank(tmp_path):
     for plan in ("3:1", "idle last", None):
         ranks = run("fit", plan, _CountsSteps(tmp_path), loader(plan))
         assert [rank.notes["steps"][-1] for rank in ranks] == [3.0] * len(ranks)
+
+
+class _LogsInMicrobatches(Recorder):
+    """Logs sums: a constant, samples, and values of samples."""
+
+    def training_step(self, batch, batch_idx):
+        index = self.parts(batch)[0]
+        sums = {"one": 1.0, "samples": len(index), "even": (index % 2 == 0).sum()}
+        for key, value in sums.items():
+            self.log(key, float(value), on_step=False, on_epoch=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_constant_that_is_summed_over_microbatches_is_named_once(tmp_path):
+    def fit():
+        module = _LogsInMicrobatches(tmp_path)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            make_trainer("3:1", {"start_method": "popen"}, max_epochs=2).fit(module, loader("3:1"))
+        totals = {key: float(value) for key, value in module.trainer.callback_metrics.items()}
+        return [str(one.message) for one in found if "reduce_fx" in str(one.message)], totals
+
+    (first, totals), (second, others) = in_ranks(2, fit)
+    assert len(first) == 1 and "self.log('one', ..., reduce_fx='sum') got 1" in first[0]
+    assert "on_train_batch_end" in first[0]
+    assert not second  # one microbatch a step: it counts once a step
+    assert (totals["one"], others["one"]) == (6.0, 3.0)
+    assert totals["samples"] + others["samples"] == 22.0
+    assert totals["even"] + others["even"] == 11.0

@@ -9,10 +9,12 @@ from rich.table import Table
 
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.report import (
+    UnitSize,
     format_microbatches,
     memory_table,
     plan_table,
     prediction_table,
+    units_text,
 )
 from lightning_cephalo.plan import Plan, RankPlan
 
@@ -95,6 +97,20 @@ def test_plan_table_of_a_solved_plan_shows_every_prediction() -> None:
         "predicted step 500 ms (102 samples/s), proven bound 490 ms, gap 2.0%, "
         "solved by HiGHS in 123 ms"
     ) in " ".join(text.split())
+
+
+def test_plan_table_names_the_units_and_the_global_batch() -> None:
+    layers = [UnitSize(f"model.layers.{i}", "Block", 7_110_000) for i in range(12)]
+    stages = [UnitSize("a.0.b", "Stage", 1_000), UnitSize("c.0", "Stage", 2_000_000)]
+    root = UnitSize("", "Net", 38_600_000)
+    text = text_of(plan_table(SOLVED, model=[root, *stages, *layers, UnitSize("d", "Head", 5)]))
+    assert (
+        "global batch 51, units: 12 × Block (model.layers.0–11, 7.11M each),"
+        " 2 × Stage (a.0.b … c.0, 1k–2M each), 1 × Head (d, 5), root 38.6M"
+    ) in " ".join(text.split())
+    assert units_text([root]) == "units: root 38.6M"
+    others = [UnitSize(f"{i}", f"Kind{i}", 9 - i) for i in range(9)]
+    assert units_text([root, *others]).endswith("1 × Kind3 (3, 6), 5 of other kinds, root 38.6M")
 
 
 def test_plan_table_of_a_plan_written_by_hand_shows_dashes() -> None:

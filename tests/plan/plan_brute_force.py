@@ -69,6 +69,8 @@ def least_step(problem: Problem) -> float | None:
         ):
             if problem.equal_microbatches and len({way.microbatches for way in choice}) > 1:
                 continue
+            if problem.single_microbatch and any(way.microbatches != 1 for way in choice):
+                continue
             left = [way.left_bytes for way in choice]
             slowest = [max(part) for part in zip(*(way.work for way in choice), strict=True)]
             steps = []

@@ -94,6 +94,7 @@ def problems(draw) -> Problem:
     ranks = draw(st.lists(profiles(), min_size=1, max_size=2))
     if draw(st.booleans()):
         ranks.append(ranks[0])
+    equal = draw(st.sampled_from([False, False, True]))
     return Problem(
         ranks,
         units=draw(st.integers(1, 3)),
@@ -104,7 +105,8 @@ def problems(draw) -> Problem:
         boundary_bytes=draw(st.sampled_from([0.0, 0.3, 1.0])),
         gathered_bytes=draw(st.sampled_from([0.0, 2.0])),
         minimum_microbatch_size=draw(st.sampled_from([1, 1, 1, 2])),
-        equal_microbatches=draw(st.sampled_from([False, False, True])),
+        equal_microbatches=equal,
+        single_microbatch=equal and draw(st.sampled_from([False, False, True])),
         optimizer_s=draw(st.sampled_from([0.0, 1.0])),
         even_gather_s=draw(st.sampled_from([None, None, 1.0])),
         even_reduce_s=draw(st.sampled_from([None, None, 1.0])),

@@ -285,6 +285,8 @@ class _Builder:
         if found is None:
             found = self._ragged_and_even()
         found = found.take(found.batch >= self.limits.smallest_batch)
+        if self.problem.single_microbatch:
+            found = found.take(found.count <= 1)
         if not self.mode.offload:
             return found
         # Copy times count only now: earlier they would hide times that later microbatches add to.

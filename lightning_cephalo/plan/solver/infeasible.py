@@ -102,6 +102,12 @@ def _rank_too_small(problem: Problem, types: Sequence[RankType]) -> str | None:
 def _no_rank_for_samples(problem: Problem, types: Sequence[RankType]) -> str | None:
     """Explain if no rank can take samples, or if a rank that must take some cannot."""
     without = [kind for kind in types if not _sizes(problem, kind.profile)]
+    if problem.single_microbatch and without:
+        return (
+            f"Samples bind on rank {_members(without[0])}: it can take none "
+            f"({_why_none(problem, without[0].profile)}), but every rank runs one microbatch, as "
+            f"with manual optimization. Leave this rank out."
+        )
     if problem.equal_microbatches and without:
         return (
             f"Samples bind on rank {_members(without[0])}: it can take none "
@@ -135,7 +141,9 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
             f"even without any state. {_remedies(room)}"
         )
     options = []
-    if problem.equal_microbatches:
+    if problem.single_microbatch:
+        options.append("one microbatch on each rank (manual optimization)")
+    elif problem.equal_microbatches:
         options.append("equal_microbatches=True")
     if problem.minimum_microbatch_size > 1:
         options.append(f"minimum_microbatch_size={problem.minimum_microbatch_size}")
@@ -204,7 +212,8 @@ def _remedies(room: _Room, *, more: bool = False) -> str:
         further = room.further_ranks(index)
         if further:
             found.append(f"add {further} more {name!r}")
-    if problem.equal_microbatches and fits(equal_microbatches=False):
+    can_drop = problem.equal_microbatches and not problem.single_microbatch
+    if can_drop and fits(equal_microbatches=False):
         found.append("drop equal_microbatches=True")
     least = problem.minimum_microbatch_size
     if least > 1 and fits(minimum_microbatch_size=1):

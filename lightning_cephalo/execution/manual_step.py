@@ -1,0 +1,551 @@
+"""Runs a step whose code calls its backwards and optimizers itself (manual optimization).
+
+[Note: phases]
+``training_step`` runs once on each rank, over all samples that the rank has in the step. Its code
+computes losses, runs backwards and optimizers, and reads and writes parameters in between, all as
+on one device. So it cannot run once per microbatch. Each backward ends a phase of the step: all
+ranks meet there. It passes, in the layered order, the units that the loss depends on. A unit is
+gathered once and reduced once per backward. Gradients add up until the code sets them to None.
+
+Between its uses a parameter is its shard: a DTensor, which optimizers and other code see. The root
+unit is gathered when the code first calls one of its modules or computes with one of its
+parameters. It is freed by a backward and by an optimizer's step.
+
+Before each gather all ranks exchange their places, as in a step that is traced. The next unit of
+the step before is gathered ahead. Exchanges cannot be left out: code between two visits may take
+another way at any time.
+
+Considered: several microbatches per rank, all of which meet at each call of a backward and of an
+optimizer. Each would run the code in between, such as ``target.lerp_(online, 0.01)``, once more.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+
+from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
+from lightning_cephalo.execution.executor import Executor
+from lightning_cephalo.execution.microbatch import AT_BACKWARD, Microbatch
+from lightning_cephalo.execution.orders import Choice
+from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
+from lightning_cephalo.execution.visits import FAILED, FINISHED, agree, where
+from lightning_cephalo.plan.program import (
+    NONE,
+    ROOT,
+    Instruction,
+    Operation,
+    Program,
+    Visit,
+    layered_backward,
+    prefetch,
+)
+from lightning_cephalo.sharding.flat import Residence
+from lightning_cephalo.sharding.unit import Unit, UnitState
+from lightning_cephalo.sharding.write_guard import spelled
+
+_DOING = "running training_step"
+_RESUME = Instruction(Operation.FORWARD, microbatch=0)
+
+
+class ManualSteps:
+    """Runs steps with several backwards on one executor.
+
+    ::
+
+        steps = ManualSteps(executor)
+        steps.run([call])      # training_step, whose code runs the next three lines
+            loss.backward()
+            with steps.updating(optimizer):
+                optimizer.step(steps.closure(user))
+
+    Args:
+        executor: Runs the instructions.
+
+    Attributes:
+        is_measured: Whether steps are measured: optimizers update nothing then.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._functions = _StepFunctions(self)
+        self.is_measured = False
+        self._is_checked = False
+        self._expected: list[Visit] = []
+        self._places: list[Visit] = []
+        self._order: list[Visit] = []
+        self._choice = Choice(())
+        self._seen: list[tuple[tuple[bool, ...], tuple[int, ...]]] = []
+        # a graph of glue may live from one gather of the root unit to the next
+        self._root.choose_residence(Residence.OWN)
+
+    @property
+    def _root(self) -> Unit:
+        return self._executor.units[ROOT]
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def run(
+        self,
+        calls: Sequence[MicrobatchCall],
+        note: Callable[[], Sequence[float]] = tuple,
+        failure: BaseException | None = None,
+    ) -> ForwardOutcome:
+        """Run a step; collective.
+
+        Args:
+            calls: This rank's step, over all of its samples. Without one, the rank communicates
+                only: allowed while ranks are measured.
+            note: Returns numbers to send to all ranks at the end of the step.
+            failure: This rank's failure before the step: all ranks raise.
+
+        Raises:
+            RemoteRankError: If another rank failed; this rank's own failure is raised as it is.
+        """
+        executor = self._executor
+        calls = [replace(call, step=self._watched(call.step)) for call in calls]
+        if not calls and failure is None and not self.is_measured:
+            failure = UnsupportedError(
+                "This rank has no samples in a step with manual optimization, whose code every rank"
+                " must run, as it updates the optimizers. Use DataLoader(drop_last=True), or a"
+                " plan with samples for every rank."
+            )
+        # tensors that leave a unit other than as outputs are looked for in the first step
+        inside = None if self._is_checked else executor.inside_units()
+        microbatches = [
+            Microbatch(
+                each.step,
+                executor.accelerator,
+                executor.recompute,
+                inside,
+                state=executor.state,
+                buffers=executor.buffers.of_microbatches,
+                outside=self._functions.suspended,
+            )
+            for each in calls
+        ]
+        self._places, self._order, self._seen = [], [], []
+        self._choice = Choice([place for place in self._expected if place.unit > ROOT])
+        step = executor.begin_phases(calls, microbatches, self._order)
+        if failure is not None:
+            executor.failure.note(failure)
+        samples = [each.samples for each in calls]
+        executor.failure.guarded(executor.buffers.begin, samples)
+        executor.failure.guarded(executor.state.begin, samples)
+        self._advance(_RESUME)
+        while (place := self._next_place(step)) is not None:
+            if place == AT_BACKWARD:
+                self._backward(step)
+            else:
+                self._visit(place)
+            self._places.append(place)
+        return self._finish(step, note)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Run steps that are measured in a ``with`` block."""
+        self.is_measured = True
+        try:
+            with warnings.catch_warnings():
+                # no optimizer steps here, which schedules that step complain of
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                yield
+        finally:
+            self.is_measured = False
+
+    def _watched(self, user: Callable[[], Any]) -> Callable[[], Any]:
+        def step() -> Any:
+            with self._functions:
+                return user()
+
+        return step
+
+    def _advance(self, instruction: Instruction) -> None:
+        """Run the step's code until it parks, and take over what it did to parameters."""
+        self._executor.execute(instruction)
+        self._executor.failure.guarded(self._look)
+
+    def _look(self) -> None:
+        for unit in self._gathered():
+            unit.adopt()
+        for microbatch in self._executor.microbatches:
+            microbatch.refuse_other_backwards()
+
+    def _gathered(self) -> list[Unit]:
+        return [unit for unit in self._executor.units if unit.state is UnitState.GATHERED]
+
+    def _next_place(self, step: Step) -> Visit | None:
+        """Return the place where ranks go on; None at the end of the step and after a failure.
+
+        A backward comes when all ranks have called theirs: ranks may visit different units before.
+        """
+        executor, choice = self._executor, self._choice
+        failed = executor.failure.error is not None
+        said = executor.exchange(where(failed=failed, parked=step.parked, choice=choice))
+        visits = [row for row in said if row[0] != AT_BACKWARD.unit]
+        place, _ = agree(visits, choice)
+        codes = {row[0] for row in said}
+        if place is None and FAILED not in codes and AT_BACKWARD.unit in codes:
+            if FINISHED not in codes:
+                return AT_BACKWARD
+            executor.failure.note(
+                UnitUseError(
+                    "Ranks call different numbers of backwards in training_step: some have"
+                    " returned, others call self.manual_backward(). All ranks run each backward"
+                    " together, so the number must not depend on a rank's own samples."
+                )
+            )
+        if place is None and any(not each.finished for each in step.microbatches):
+            executor.failure.abandon()  # the exchange at the end of the step reports the failure
+        return place
+
+    def _visit(self, place: Visit) -> None:
+        """Gather a unit, and run the code until its next place."""
+        units = self._executor.units
+        if place.unit == ROOT:
+            self._gather(ROOT)
+            if place in self._executor.parked:  # other ranks may wait elsewhere
+                self._advance(Instruction(Operation.FORWARD, ROOT, microbatch=0))
+            return
+        position = len(self._order)
+        self._order.append(place)  # which is also `step.visits`
+        if self._executor.reshard_after_forward:
+            for index, unit in enumerate(units[1:], start=1):
+                if index != place.unit and unit.state is not UnitState.SHARDED:
+                    self._executor.execute(Instruction(Operation.FREE, index, position))
+        self._gather(place.unit, position)
+        self._gather_ahead(place, position)
+        unit = units[place.unit]
+        self._seen.append((unit.flags, unit.versions))
+        self._advance(Instruction(Operation.FORWARD, place.unit, position, microbatch=0))
+
+    def _gather(self, unit: int, position: int = NONE) -> None:
+        if self._executor.units[unit].state is UnitState.SHARDED:
+            self._executor.execute(Instruction(Operation.GATHER, unit, position))
+            self._executor.units[unit].show_gradients()
+
+    def _gather_ahead(self, place: Visit, position: int) -> None:
+        """Begin to gather the unit that followed this place in the last step."""
+        known = [*self._places, place]
+        if self._expected[: len(known)] != known:
+            return
+        for after in self._expected[len(known) : len(known) + 1]:
+            if after.unit > ROOT and after.unit != place.unit:
+                self._gather(after.unit, position + 1)
+
+    def _finish(self, step: Step, note: Callable[[], Sequence[float]]) -> ForwardOutcome:
+        executor = self._executor
+        executor.failure.guarded(executor.writes.check, "training_step")
+        executor.failure.guarded(executor.finish_buffers)
+        executor.failure.guarded(executor.state.finish)
+        failed = executor.failure.error is not None
+        samples = math.fsum(call.samples for call in step.calls)
+        said = executor.exchange([float(failed), samples, step.written_buffers, *note()])
+        if any(row[0] for row in said):
+            executor.give_up(_DOING)
+        executor.combine_buffers([row[2] for row in said], _DOING)
+        self.reshard()
+        self._expected, self._is_checked = self._places, True
+        results = tuple(microbatch.result for microbatch in step.microbatches)
+        executor.end_phases(self._order)
+        total = math.fsum(row[1] for row in said)
+        notes = tuple(tuple(row[3:]) for row in said)
+        weights = tuple(float(call.samples) for call in step.calls)
+        return ForwardOutcome(results, weights, total, notes)
+
+    # -- a backward ---------------------------------------------------------------------------
+
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Run the backward of a loss, from within a step; arguments as for ``Tensor.backward``.
+
+        Raises:
+            UnsupportedError: For other arguments than ``retain_graph``.
+        """
+        given = {"gradient": gradient, "create_graph": create_graph, "inputs": inputs}
+        wrong = [name for name, value in given.items() if value is not None and value is not False]
+        if wrong:
+            raise UnsupportedError(
+                f"backward({wrong[0]}=...) under strategy='cephalo': only retain_graph is possible,"
+                " because the backward runs over units, one by one, on all ranks. Multiply the loss"
+                " instead of a gradient."
+            )
+        assert self.running is not None
+        self.running.need_backward(loss, bool(retain_graph))
+
+    def check_is_running(self) -> None:
+        """Raise UnsupportedError outside of a step: no backward can run there."""
+        if self.running is None:
+            raise UnsupportedError(
+                "manual_backward() outside of training_step: all ranks run the backward together,"
+                " unit by unit. Call it in training_step()."
+            )
+
+    @property
+    def running(self) -> Microbatch | None:
+        """The step whose code is running right now."""
+        return self._executor.hooks.running
+
+    def _backward(self, step: Step) -> None:
+        """Run one backward of the step on all ranks, and let the code go on."""
+        executor, units = self._executor, self._executor.units
+        reached = [False] * len(self._order)
+        executor.failure.guarded(self._find_visits, step, reached)
+        executor.failure.guarded(executor.writes.check, "training_step")
+        failed = executor.failure.error is not None
+        samples = math.fsum(call.samples for call in step.calls)
+        said = executor.exchange([float(failed), samples, *reached])
+        if any(row[0] for row in said):
+            executor.give_up(_DOING)
+        total = math.fsum(row[1] for row in said)
+        step.loss_scale = 0.5 ** round(math.log2(total))
+        step.gradient_scale = 1.0 / (step.loss_scale * total)
+        step.trainable = tuple(unit.trainable for unit in units)
+        step.used, step.with_loss = {}, set()
+        visits = [
+            replace(visit, differentiable=any(row[2 + position] for row in said))
+            for position, visit in enumerate(self._order)
+        ]
+        executor.failure.guarded(self._check_unchanged, visits)
+        for unit in units:
+            unit.hide_gradients()
+        self._gather(ROOT)
+        self._root.hide_gradients()
+        executor.execute(Instruction(Operation.ARM, ROOT))
+        executor.execute(Instruction(Operation.LOSS, ROOT, len(visits) - 1, microbatch=0))
+        held = self._held()
+        after = layered_backward(visits, len(step.microbatches), step.trainable, held)
+        executor.hooks.in_backward = True
+        for instruction in prefetch(Program((), after)).backward:
+            if instruction.operation is Operation.BACKWARD:
+                units[instruction.unit].wait_gather()
+                units[instruction.unit].show_flags(self._seen[instruction.visit][0])
+            executor.execute(instruction)
+        self.reshard()
+        self._advance(_RESUME)
+
+    def _held(self) -> int:
+        """Return the unit of the last visit if it is still gathered; free all others."""
+        held = self._order[-1].unit if self._order else NONE
+        for index, unit in enumerate(self._executor.units[1:], start=1):
+            if index != held and self._executor.reshard_after_forward:
+                unit.free()
+        is_gathered = held != NONE and self._executor.units[held].state is UnitState.GATHERED
+        return held if is_gathered else NONE
+
+    def _find_visits(self, step: Step, reached: list[bool]) -> None:
+        for microbatch in step.microbatches:
+            behind = microbatch.visits_behind([microbatch.result])
+            for position in behind.positions | behind.glue:
+                reached[position] = True
+
+    def _check_unchanged(self, visits: Sequence[Visit]) -> None:
+        """Raise if a backward would find other parameters than its forward."""
+        for position, visit in enumerate(visits):
+            if not visit.differentiable:
+                continue
+            unit = self._executor.units[visit.unit]
+            flags, versions = self._seen[position]
+            if unit.versions != versions:
+                raise UnitUseError(
+                    f"The parameters of unit {unit.name!r} were updated between a forward and its"
+                    " backward, which needs their old values; torch refuses this too, on one"
+                    " device. Run the backward before the optimizer's step, or the forward again."
+                )
+            if any(then and not now for then, now in zip(flags, unit.flags, strict=True)):
+                raise UnitUseError(
+                    f"Parameters of unit {unit.name!r} needed gradients in the forward, but"
+                    " requires_grad is False in its backward. Let toggle_optimizer() and"
+                    " untoggle_optimizer() enclose both."
+                )
+
+    # -- updates of parameters ----------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Free all gathered units: from here on, code sees the shards."""
+        for unit in self._gathered():
+            unit.adopt()
+        for unit in self._executor.units:
+            unit.hide_gradients()
+        self._executor.reshard()
+
+    @contextmanager
+    def updating(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let an optimizer see and change the shards in a ``with`` block."""
+        with self._functions.suspended():
+            self._show_shards()
+            yield
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for unit in self._executor.units:
+                unit.updated(held)
+
+    def closure(self, user: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the step's own closure of an optimizer, for that block."""
+
+        def closure() -> Any:
+            with self._functions.resumed():
+                outcome = user()
+            self._show_shards()
+            return outcome
+
+        return closure
+
+    def _show_shards(self) -> None:
+        self._executor.writes.check("training_step")
+        self.reshard()
+
+    # -- torch functions of the step's code ---------------------------------------------------
+
+    def root_parameters(self) -> dict[int, Tensor]:
+        """Return the gathered parameters of the root unit, by the ids of their shards."""
+        return {id(sharded): gathered for sharded, gathered in self._root.parameter_pairs()}
+
+    def names_inside(self) -> dict[int, str]:
+        """Return the names of the trained parameters of all other units, by their ids."""
+        named = [pair for unit in self._executor.units[1:] for pair in unit.named_sharded()]
+        return {id(parameter): name for name, parameter in named if parameter.requires_grad}
+
+    def need_root(self) -> None:
+        """Gather the root unit, from within a step; with this step's torch functions suspended."""
+        if self._root.state is UnitState.SHARDED and self.running is not None:
+            self.running.need_root()
+
+    def refuse_gradients_through_units(self, outputs: Sequence[Tensor], inputs: Any) -> None:
+        """Raise if ``torch.autograd.grad`` would have to pass units."""
+        assert self.running is not None
+        behind = self.running.visits_behind(outputs)
+        wanted = [torch.autograd.graph.get_gradient_edge(each).node for each in inputs]
+        if behind.positions and any(
+            node in behind.nodes or node not in behind.direct for node in wanted
+        ):
+            raise UnsupportedError(
+                "torch.autograd.grad() of something that units have computed (a gradient penalty?)"
+                " under strategy='cephalo': a unit's graph exists only in the layered backward."
+                " Leave that network out of the units: CephaloStrategy(unit_types=...) with the"
+                " blocks of the other networks."
+            )
+
+
+class _StepFunctions(TorchFunctionMode):
+    """Handles torch functions that the code of a step calls between its uses of units.
+
+    Args:
+        steps: Runs the step.
+    """
+
+    def __init__(self, steps: ManualSteps) -> None:
+        super().__init__()
+        self._steps = steps
+        self._root: dict[int, Tensor] = {}
+        self._inside: dict[int, str] = {}
+        self._is_suspended = False
+
+    def __enter__(self) -> _StepFunctions:
+        self._root = self._steps.root_parameters()
+        self._inside = self._steps.names_inside()
+        super().__enter__()
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_suspended or self._steps.running is None:
+            return func(*args, **kwargs)
+        if func is Tensor.backward:
+            return self._steps.backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            outputs, inputs = (_listed(each) for each in (*args, *kwargs.values())[:2])
+            self._steps.refuse_gradients_through_units(outputs, inputs)
+        elif _computes(func):
+            args = self._with_root(func, args)
+        return func(*args, **kwargs)
+
+    def _with_root(self, func: Any, args: Any) -> Any:
+        """Return arguments with gathered parameters of the root unit in place of their shards.
+
+        Code without gradients reads and writes shards: an average of weights, for example. A
+        parameter without dimensions is the same as a shard and gathered.
+
+        Raises:
+            UnitUseError: If a function with gradients uses a parameter of another unit.
+        """
+        leaves = [each for arg in args for each in _listed(arg)]
+        with_gradients = torch.is_grad_enabled()
+        inside = [self._inside[id(each)] for each in leaves if id(each) in self._inside]
+        if inside and with_gradients:
+            raise UnitUseError(
+                f"training_step computes ({getattr(func, '__name__', func)}) with {spelled(inside)}"
+                " of a unit, outside of the unit's forward, so that the gradient would be lost. Do"
+                " it in the forward; code that needs no gradient stands under torch.no_grad()."
+            )
+        used = [each for each in leaves if id(each) in self._root]
+        if used and (with_gradients or all(each.ndim == 0 for each in used)):
+            self._steps.need_root()
+            return [self._gathered(each) for each in args]
+        return args
+
+    def _gathered(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._gathered(each) for each in value])
+        return self._root.get(id(value), value)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Undo :meth:`suspended` in a ``with`` block."""
+        before, self._is_suspended = self._is_suspended, False
+        try:
+            with self:
+                yield
+        finally:
+            self._is_suspended = before
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Do nothing in a ``with`` block, for code that is not the user's.
+
+        Private API: torch has no public way to leave a mode in the middle of its block. Functions
+        are faster without it, and ``torch.compile`` need not trace it. If the user's code has
+        entered a mode of its own (``with torch.device(...)``), this one stays, and does nothing.
+        """
+        before, self._is_suspended = self._is_suspended, True
+        is_innermost = _get_current_function_mode() is self
+        if is_innermost:
+            _pop_mode()
+        try:
+            yield
+        finally:
+            self._is_suspended = before
+            if is_innermost:
+                _push_mode(self)
+
+
+_NO_COMPUTING = frozenset(
+    ("__get__", "__set__", "__delete__", "detach", "requires_grad_", "register_hook")
+)
+
+
+def _computes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in _NO_COMPUTING or name.startswith(("register_", "is_")):
+        return False
+    return not name.endswith("_") or name.endswith("__")
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)

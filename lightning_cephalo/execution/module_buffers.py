@@ -1,0 +1,435 @@
+"""Gives each microbatch its own buffers in a step, so that all start from the step's values.
+
+On one device the code that updates a buffer runs once a step, on the whole batch. Here it runs once
+per microbatch. If microbatches shared the buffer, a centre or running mean would decay several
+times a step, by other numbers on every rank. So each microbatch writes to a copy:
+
+::
+
+    before the step    module.center  c               the same on all ranks
+    in the step        microbatch 0   m c + (1-m) x0   microbatch 1   m c + (1-m) x1
+    after the step     module.center  the mean over all samples of the step, on all ranks
+
+The first write finds a buffer. Until then microbatches share one copy of it. Between steps, and on
+a rank without samples, the module holds its own tensors. Code that runs then finds the values of
+the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.queues import refuse_queue
+
+# a larger buffer has a copy in the first step only, if that step does not write it
+COPIED_BYTES = 2**20
+# batch normalisation writes these without raising their version
+_WITHOUT_VERSION = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True)
+class Place:
+    """An entry of a module's dictionary of buffers.
+
+    Attributes:
+        module: The module.
+        key: The name in that module.
+    """
+
+    module: nn.Module
+    key: str
+
+    def read(self) -> Any:
+        return self.module._buffers.get(self.key)
+
+    def write(self, value: Any) -> None:
+        self.module._buffers[self.key] = value
+
+
+@dataclass(eq=False)
+class StepBuffer:
+    """A buffer of the model.
+
+    Attributes:
+        name: Its full name.
+        places: All places that hold it; more than one if modules share it.
+        own: The module's tensor. Microbatches never write to it.
+        version: Version of ``own`` when the step began.
+        start: A copy of the values at the beginning of the step. As long as no microbatch has
+            written to the buffer, it is the copy that all of them share. None: they share ``own``.
+        start_version: Version of ``start`` then.
+        values: The tensor of each microbatch, if the buffer is written.
+        versions: Versions of these tensors when they were made.
+        is_written: Whether some step has written it.
+        copies: For recomputation: a microbatch's tensor after a write, its version, and a copy.
+    """
+
+    name: str
+    places: list[Place]
+    own: Tensor
+    version: int = 0
+    start: Tensor | None = None
+    start_version: int = 0
+    values: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    is_written: bool = False
+    copies: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+
+    @property
+    def shared(self) -> Tensor:
+        """The tensor that microbatches share until one of them writes."""
+        return self.own if self.start is None else self.start
+
+    def show(self, tensor: Any) -> None:
+        for place in self.places:
+            place.write(tensor)
+
+    def make_values(self, microbatches: int) -> None:
+        """Give each microbatch a copy of the values at the beginning of the step."""
+        self.values = [self.own.clone() for _ in range(microbatches)]
+        self.versions = [value._version for value in self.values]
+        self.copies.clear()
+
+    def is_touched(self, microbatch: int) -> bool:
+        """Whether a microbatch has written its tensor, or shows another in its place."""
+        value = self.values[microbatch]
+        return value._version != self.versions[microbatch] or value is not self.places[0].read()
+
+
+Shown = list[tuple[StepBuffer, Tensor | None]]
+"""What a unit's buffers were when a microbatch entered it; None: as when the step began."""
+
+
+class ModuleBuffers:
+    """The buffers of a model in a step.
+
+    ::
+
+        buffers.begin([3, 2])      # samples of this rank's microbatches
+        buffers.resume(0)          # microbatch 0 finds its own buffers
+        ...                        # it runs until it parks
+        buffers.pause(0)
+        ...
+        buffers.finish()           # the module holds its own tensors again
+
+    Args:
+        module: The model.
+        on_local: Called for a buffer that changes its shape: it belongs to the samples of a
+            microbatch, or is a table that the code fills when it needs it. Takes a place, the
+            tensor there before the step, and those of the microbatches (empty: none has one yet).
+
+    Attributes:
+        found: Names of the buffers that this step is the first to write.
+        localised: Names of the buffers of which this step has changed the shape.
+    """
+
+    def __init__(
+        self, module: nn.Module, on_local: Callable[[Place, Any, list[Any]], None]
+    ) -> None:
+        self._modules = [(n, inner) for n, inner in module.named_modules() if not _is_metric(inner)]
+        self._on_local = on_local
+        self._entries: dict[int, StepBuffer] = {}
+        self._of_module: dict[int, list[StepBuffer]] = {}
+        self._local: set[tuple[int, str]] = set()
+        self._empty: list[tuple[str, Place]] = []
+        self._sizes: tuple[int, ...] = ()
+        self._is_first = True
+        self._shown: int | None = None
+        self._is_open = False
+        self.localised: list[str] = []
+        self.found: list[str] = []
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of this rank's microbatches."""
+        return self._sizes
+
+    @property
+    def written(self) -> list[StepBuffer]:
+        """The buffers that some step has written, by name."""
+        entries = [entry for entry in self._entries.values() if entry.is_written]
+        return sorted(entries, key=lambda entry: entry.name)
+
+    @property
+    def names(self) -> list[str]:
+        """Full names of all buffers."""
+        return [
+            f"{prefix}.{key}" if prefix else key
+            for prefix, inner in self._modules
+            for key in inner._buffers
+        ]
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of the copies that stay between steps."""
+        self._read_places()
+        sizes = {e: e.own.numel() * e.own.element_size() for e in self._entries.values()}
+        return sum(n for e, n in sizes.items() if e.is_written or n <= COPIED_BYTES)
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Begin a step with microbatches of these numbers of samples."""
+        self._sizes, self._shown = tuple(sizes), None
+        self.localised, self.found = [], []
+        self._read_places()
+        self.forget_values()
+        if not sizes:
+            return
+        self._is_open = True
+        for entry in self._entries.values():
+            stale = entry.start is None or entry.own._version != entry.version
+            entry.version = entry.own._version
+            if entry.is_written or any(p.module.training and _is_quiet(p) for p in entry.places):
+                entry.is_written = True
+                if stale:
+                    entry.start = entry.own.clone()
+                entry.make_values(len(sizes))
+                continue
+            nbytes = entry.own.numel() * entry.own.element_size()
+            if stale:
+                copied = self._is_first or nbytes <= COPIED_BYTES
+                entry.start = entry.own.clone() if copied else None
+            entry.start_version = entry.shared._version
+            entry.show(entry.shared)
+
+    def _read_places(self) -> None:
+        """Find the buffers anew: code between steps may have set others."""
+        places: dict[int, list[tuple[str, Place]]] = {}
+        self._empty = []
+        tensors: dict[int, Tensor] = {}
+        for prefix, inner in self._modules:
+            for key, tensor in inner._buffers.items():
+                if (id(inner), key) in self._local:
+                    continue
+                named = (f"{prefix}.{key}" if prefix else key, Place(inner, key))
+                if tensor is None:
+                    self._empty.append(named)
+                elif _is_plain(tensor):
+                    tensors[id(tensor)] = tensor
+                    places.setdefault(id(tensor), []).append(named)
+        known = {entry.name: entry for entry in self._entries.values()}
+        self._entries = {}
+        for key, found in places.items():
+            name, own = found[0][0], tensors[key]
+            entry = known.get(name)
+            if entry is None or entry.own is not own or len(entry.places) != len(found):
+                is_written = entry is not None and entry.is_written
+                entry = StepBuffer(name, [p for _, p in found], own, is_written=is_written)
+            self._entries[key] = entry
+        self._of_module = {}
+        for entry in self._entries.values():
+            for place in entry.places:
+                self._of_module.setdefault(id(place.module), []).append(entry)
+
+    def resume(self, microbatch: int) -> None:
+        """Show a microbatch's buffers; outside of a training step, nothing changes."""
+        if not self._is_open or microbatch == self._shown:
+            return
+        self._shown = microbatch
+        for entry in self._entries.values():
+            if entry.is_written:
+                entry.show(entry.values[microbatch])
+
+    def pause(self, microbatch: int) -> None:
+        """Keep a microbatch's buffers, and find those that it is the first to write.
+
+        Raises:
+            UnitUseError: If a large buffer is written for the first time in a later step.
+        """
+        if not self._is_open:
+            return
+        for entry in [*self._entries.values()]:
+            now = entry.places[0].read()
+            if entry.is_written:
+                if now is not entry.values[microbatch]:
+                    self._replace(entry, microbatch, now)
+            elif now is not entry.shared or now._version != entry.start_version:
+                self._find(entry, microbatch, now)
+        for name, place in [*self._empty]:
+            if place.read() is not None:
+                self._empty.remove((name, place))
+                self._make_local(name, place, None, [])
+
+    def _find(self, entry: StepBuffer, microbatch: int, now: Any) -> None:
+        if entry.start is None and now is entry.own:
+            raise UnitUseError(
+                f"training_step writes the buffer {entry.name!r} for the first time in a later"
+                f" step, and it is larger than {COPIED_BYTES >> 20} MiB. Its values from before"
+                " the write are gone, and other microbatches need them. Write it in the first step"
+                " too (a factor of 1 changes nothing), or in on_train_batch_end."
+            )
+        entry.is_written = True
+        self.found.append(entry.name)
+        entry.start = entry.own.clone()
+        entry.make_values(len(self._sizes))
+        self._replace(entry, microbatch, now)
+
+    def _replace(self, entry: StepBuffer, microbatch: int, now: Any) -> None:
+        """Take a tensor that a microbatch shows in place of the one that it was given."""
+        if not _is_like(now, entry.own):
+            self._localise(entry, microbatch, now)
+            return
+        if any(place.read() is not now for place in entry.places[1:]):
+            raise UnitUseError(
+                f"training_step sets the buffer {entry.name!r}, which several modules share, in one"
+                " of them only. Write to it in place, by copy_(), mul_() or add_()."
+            )
+        entry.values[microbatch] = now
+        entry.versions[microbatch] = -1  # another tensor counts as a write
+
+    def _localise(self, entry: StepBuffer, microbatch: int, now: Any) -> None:
+        values: list[Any] = [*entry.values]
+        values[microbatch] = now
+        self.make_local(entry, values)
+
+    def make_local(self, entry: StepBuffer, values: list[Any]) -> None:
+        """Leave a buffer to the microbatches: it has other shapes in each of them."""
+        del self._entries[id(entry.own)]
+        for place in entry.places:
+            self._make_local(entry.name, place, entry.own, values)
+
+    def _make_local(self, name: str, place: Place, first: Any, values: list[Any]) -> None:
+        self._local.add((id(place.module), place.key))
+        self.localised.append(name)
+        self._on_local(place, first, values)
+
+    def finish(self, adds_rows: Callable[[str], bool] = lambda name: False) -> None:
+        """Show the module's own tensors again, and check what was written.
+
+        Args:
+            adds_rows: Whether rows of single samples are right in the buffer of this name: the
+                rows that microbatches add are summed.
+
+        Raises:
+            UnitUseError: If a buffer takes one row per sample (see ``execution/queues.py``), or is
+                written through another reference.
+        """
+        if not self._is_open:
+            return
+        self._hide()
+        self._is_first = False
+        for entry in self._entries.values():
+            if entry.own._version != entry.version:
+                raise UnitUseError(
+                    f"training_step writes the buffer {entry.name!r} through a reference that was"
+                    " taken before the step, which bypasses the module. Read the buffer from the"
+                    " module in each step, or write it in on_train_batch_end."
+                )
+            if not entry.is_written and entry.own.numel() * entry.own.element_size() > COPIED_BYTES:
+                entry.start = None
+            if entry.name in self.found and not adds_rows(entry.name):
+                refuse_queue(entry.name, entry.own, entry.values, self._sizes)
+
+    def abandon(self) -> None:
+        """Show the module's own tensors again after a failure."""
+        if self._is_open:
+            self._hide()
+
+    def _hide(self) -> None:
+        self._is_open, self._shown = False, None
+        for entry in self._entries.values():
+            entry.show(entry.own)
+
+    def wrote(self) -> bool:
+        """Whether a microbatch of this step has written a buffer that is not local."""
+        return any(
+            (_is_quiet(entry.places[0]) and entry.places[0].module.training)
+            or any(v._version != n for v, n in zip(entry.values, entry.versions, strict=True))
+            for entry in self._entries.values()
+            if entry.is_written and entry.values
+        )
+
+    def forget_values(self) -> None:
+        """Drop the tensors of the microbatches, when they are combined."""
+        for entry in self._entries.values():
+            entry.values, entry.versions = [], []
+
+    def also_written(self, names: set[str]) -> None:
+        """Treat these buffers as written: another rank has written them."""
+        for entry in self._entries.values():
+            if entry.name in names and not entry.is_written:
+                entry.is_written = True
+                entry.start = entry.own.clone()
+                entry.make_values(len(self._sizes))
+
+    def is_persistent(self, name: str) -> bool:
+        """Whether a buffer is part of the state dict."""
+        owner, _, key = name.rpartition(".")
+        found = [inner for prefix, inner in self._modules if prefix == owner]
+        return any(key not in inner._non_persistent_buffers_set for inner in found)
+
+    # -- recomputation ------------------------------------------------------------------------
+
+    def now(self, modules: Sequence[nn.Module]) -> Shown:
+        """Return what these modules' buffers are now, for :meth:`replayed`.
+
+        Code outside of the unit may write them later in the step.
+        """
+        if not modules or self._shown is None:
+            return []
+        entries = {id(e): e for module in modules for e in self._of_module.get(id(module), ())}
+        shown: Shown = []
+        for entry in entries.values():
+            value = None
+            if entry.is_written and entry.is_touched(self._shown):
+                value = self._copy(entry, self._shown)
+            shown.append((entry, value))
+        return shown
+
+    @staticmethod
+    def _copy(entry: StepBuffer, microbatch: int) -> Tensor:
+        """Copy a microbatch's tensor, once for all visits between two writes."""
+        now = entry.places[0].read()
+        known = entry.copies.get(microbatch)
+        if known is None or known[0] is not now or known[1] != now._version:
+            known = (now, now._version, now.detach().clone())
+            entry.copies[microbatch] = known
+        return known[2]
+
+    @contextmanager
+    def replayed(self, shown: Shown) -> Iterator[None]:
+        """Show the buffers of an earlier :meth:`now` in a ``with`` block, then the current ones."""
+        changed = [(e, value, e.places[0].read()) for e, value in shown if e.is_written]
+        for entry, value, _ in changed:
+            entry.show(entry.shared if value is None else value)
+        try:
+            yield
+        finally:
+            for entry, _, before in changed:
+                entry.show(before)
+
+
+def _is_metric(module: nn.Module) -> bool:
+    """Metrics keep account of what microbatches add."""
+    return any(k.__module__.startswith("torchmetrics.") for k in type(module).__mro__)
+
+
+def _is_quiet(place: Place) -> bool:
+    return place.key in _WITHOUT_VERSION
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_inference()
+    )
+
+
+def _is_like(value: Any, own: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and _is_plain(value)
+        and value.shape == own.shape
+        and value.dtype == own.dtype
+        and value.device == own.device
+    )

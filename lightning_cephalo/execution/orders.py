@@ -1,0 +1,114 @@
+"""Finds one order of visits for microbatches that visit different units.
+
+Layers are dropped at random, a step leaves early, or the data choose a branch. Then one order is
+made that contains those of all microbatches. A microbatch passes the visits that it wants and waits
+at the others, which stay empty for it::
+
+    microbatch 0   1 2   4
+    microbatch 1   1   3 4
+    one order      1 2 3 4
+
+This file is pure: every rank computes the same from the same messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning_cephalo.plan.program import Visit
+
+# An order with many more visits than each microbatch makes costs more than it saves.
+LONGEST = 3
+
+
+class Choice:
+    """Chooses the visit to make next, where microbatches wait at different ones.
+
+    The earliest one in the known order comes first. A visit that the order lacks comes before the
+    first one of a later unit. Each chosen visit brings a microbatch ahead, so this always ends.
+
+    ::
+
+        choice = Choice([Visit(1), Visit(2), Visit(4)])
+        choice.next([Visit(4), Visit(3)])    # Visit(3): its place is before unit 4
+
+    Args:
+        known: The known order; empty: that of the units.
+    """
+
+    def __init__(self, known: Sequence[Visit]) -> None:
+        self._known = tuple(known)
+        self._passed = 0
+
+    def first(self, wanted: Iterable[Visit | None]) -> Visit | None:
+        """Return the visit that comes first; None if none is wanted."""
+        return min((visit for visit in wanted if visit is not None), key=self._place, default=None)
+
+    def next(self, wanted: Iterable[Visit | None]) -> Visit | None:
+        """Like :meth:`first`; that visit is then made."""
+        visit = self.first(wanted)
+        if visit is not None and visit in self._known[self._passed :]:
+            self._passed = self._known.index(visit, self._passed) + 1
+        return visit
+
+    def _place(self, visit: Visit) -> tuple[int, bool, int, bool]:
+        """Return the key by which visits are sorted; equal on all ranks."""
+        for position in range(self._passed, len(self._known)):
+            if self._known[position] == visit:
+                return position, True, visit.unit, visit.differentiable
+        later = (
+            position
+            for position in range(self._passed, len(self._known))
+            if self._known[position].unit > visit.unit
+        )
+        return next(later, len(self._known)), False, visit.unit, visit.differentiable
+
+
+def merged(orders: Iterable[Sequence[Visit]]) -> tuple[Visit, ...]:
+    """Return one order that contains every given one, each with gaps.
+
+    The first two are merged into their shortest common supersequence, the result with the third,
+    and so on. Of two visits that may come in either order, the one of the earlier unit comes first.
+    """
+    result: tuple[Visit, ...] = ()
+    for order in orders:
+        if not is_within(order, result):
+            result = _supersequence(result, order)
+    return result
+
+
+def is_within(order: Sequence[Visit], whole: Sequence[Visit]) -> bool:
+    """Whether an order is contained in another one, with gaps."""
+    rest = iter(whole)
+    return all(visit in rest for visit in order)
+
+
+def is_too_long(order: Sequence[Visit], paths: Iterable[Sequence[Visit]]) -> bool:
+    """Whether an order has so many visits that a step should find its own order instead."""
+    return len(order) > LONGEST * max((len(path) for path in paths), default=0)
+
+
+def _supersequence(first: Sequence[Visit], second: Sequence[Visit]) -> tuple[Visit, ...]:
+    # common[i][j]: length of the longest common subsequence of first[i:] and second[j:]
+    common = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i in reversed(range(len(first))):
+        for j in reversed(range(len(second))):
+            if first[i] == second[j]:
+                common[i][j] = common[i + 1][j + 1] + 1
+            else:
+                common[i][j] = max(common[i + 1][j], common[i][j + 1])
+    found: list[Visit] = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        if first[i] == second[j]:
+            found.append(first[i])
+            i, j = i + 1, j + 1
+        elif common[i + 1][j] > common[i][j + 1] or (
+            common[i + 1][j] == common[i][j + 1] and first[i].unit <= second[j].unit
+        ):
+            found.append(first[i])
+            i += 1
+        else:
+            found.append(second[j])
+            j += 1
+    return (*found, *first[i:], *second[j:])
