@@ -41,6 +41,15 @@ def _cache_of_the_tests(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
+def _no_rank_of_a_launcher():
+    """A variable that a test leaves behind would make later tests take themselves for its rank."""
+    names = {"RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    yield
+    assert {name: os.environ[name] for name in names if name in os.environ} == before
+
+
+@pytest.fixture(autouse=True)
 def _no_processes(request, monkeypatch):
     """`make unit` selects tests that start no process: one that does needs the marker."""
     if "not processes" not in request.config.option.markexpr:

@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,13 +32,23 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def run_main_job(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ROOT / "examples" / "train.py", *overrides],
+    command = [sys.executable, ROOT / "examples" / "train.py", *overrides]
+    with subprocess.Popen(
+        command,
         cwd=folder,
-        capture_output=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=250,
-    )
+        start_new_session=True,
+    ) as job:
+        try:
+            stdout, stderr = job.communicate(timeout=250)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGABRT)  # each rank says where it waits
+            stdout, stderr = job.communicate()
+            pytest.fail(f"no end in 250 s:\n{stdout}\n{stderr}")
+    return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -76,6 +76,7 @@ def test_a_rank_that_dies_is_missed_by_the_others_within_seconds():
         in_ranks(2, lambda: fit(Failing("die"), loader()))
     assert time.monotonic() - started < SOON_S
     assert "rank 1:\ndied without a result" in str(caught.value)
+    assert "Rank 1 (process" in str(caught.value) and "is gone" in str(caught.value)
     assert "Rank 0 lost the connection to another rank while profiling" in str(caught.value)
 
 

@@ -73,6 +73,13 @@ def test_a_rank_measures_up_to_somewhat_more_than_its_share(known, useful, expec
     assert _next_size(measured(**known), ladder(1, 64), useful) == expected
 
 
+def test_a_rank_that_runs_its_share_at_once_measures_all_of_it():
+    assert _next_size(measured(m4=4.0), ladder(1, 64), 5.0, has_one_microbatch=True) == 5
+    no_gain = measured(m16=16.0, m32=31.9)
+    assert _next_size(no_gain, ladder(1, 64), 99.0, has_one_microbatch=True) == 64
+    assert _next_size(measured(m4=4.0), ladder(1, 64), 4.0, has_one_microbatch=True) == 0
+
+
 def test_a_rank_without_memory_for_a_size_tries_once_or_twice_between():
     found = measured(m8=8.0)
     found.smallest_too_large = 16

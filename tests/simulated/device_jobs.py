@@ -79,6 +79,34 @@ class Encoder(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class TwoLosses(Encoder):
+    """Updates the head by a loss of its own, then everything, with manual optimization."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, y = batch
+        whole, head = self.optimizers()
+        features = self.layers(x)
+        head.zero_grad()
+        self.manual_backward((self.head(features.detach()).mean(1) - y).abs().mean())
+        self.clip_gradients(head, 0.5, "norm")
+        head.step()
+        loss = nn.functional.mse_loss(self.head(features).mean(1), y)
+        whole.zero_grad()
+        self.manual_backward(loss)
+        whole.step()
+        self.log("loss", loss, **self.logged)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9),
+            torch.optim.SGD(self.head.parameters(), lr=0.05),
+        ]
+
+
 class PaddingSeen(pl.Callback):
     """Bytes of padded slices after a step: gathers and reduces, held and counted on."""
 
@@ -130,7 +158,7 @@ def train(
         given: Under "plan", "strategy", "trainer", "model" and "data" options for each of them;
             "accelerators": the kind of each rank's device;
             "scale" of 16-mixed; "compile" with this backend; "resume" from this checkpoint, and
-            "save" one; "padding" to look at that of the slices.
+            "save" one; "padding" to look at that of the slices; "manual" for manual optimization.
     """
     os.environ.update(environments[rank], OMP_NUM_THREADS="1")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -146,7 +174,8 @@ def train(
     else:
         plan = plan_of(*ranks, **given.get("plan", {}))
         chosen = strategy(plan, **given.get("strategy", {}))
-    model = Encoder(**given.get("model", {}))
+    kind = TwoLosses if "manual" in given else Encoder
+    model = kind(**given.get("model", {}))
     if "compile" in given:
         for layer in model.layers:
             layer.compile(backend=given["compile"])

@@ -55,7 +55,7 @@ def waits(simulated, ranks, **given):
 
 ONLY_THE_THROTTLE = {"event in throttle.py": STEADY[1] - STEADY[0]}
 # torch's gradient scaler itself reads whether the step overflowed, with or without us
-AND_THE_SCALER = {**ONLY_THE_THROTTLE, "aten::_local_scalar_dense in rows_arithmetic.py": 4}
+AND_THE_SCALER = {**ONLY_THE_THROTTLE, "aten::_local_scalar_dense in amp.py": 4}
 
 
 @pytest.mark.parametrize("ranks", [ONE, UNEVEN, IDLE_WITH_ALL_STATE], ids=["one", "two", "idle"])

@@ -202,6 +202,16 @@ def test_half_precision_follows_one_device(simulated, precision, ranks):
     assert_equal(found, wanted, rel=3e-2)
 
 
+@pytest.mark.parametrize(
+    ("given", "rel"),
+    [({}, 1e-5), ({"strategy": {"recompute": False}}, 1e-5), ({"scale": 2.0**10}, 3e-2)],
+    ids=["full", "retained", "16-mixed"],
+)
+def test_manual_optimization(simulated, given, rel):
+    (wanted,) = trained(simulated, None, manual=True, **{**given, "strategy": {}})
+    assert_equal(trained(simulated, [((5,), 0.8), ((3,), 0.2)], manual=True, **given), wanted, rel)
+
+
 def test_overflow_skips_the_same_steps(simulated):
     given = {"scale": 2.0**30}
     (wanted,) = trained(simulated, None, **given)
