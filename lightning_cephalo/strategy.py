@@ -350,7 +350,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision.adapt(precision_plugin)
+        self._precision_plugin = precision.adapt(precision_plugin, self._before_norm)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -540,6 +540,15 @@ class CephaloStrategy(ParallelStrategy):
                 return session.updates.whole_loss(optimizer, outcome, self._batch_weight)
 
             return super().optimizer_step(optimizer, whole_closure, model, **kwargs)
+
+    def _before_norm(self) -> bool:
+        """Let all ranks come before gradients are clipped; return whether to clip at all."""
+        manual = None if self._session is None else self._session.manual
+        if manual is None:
+            return True
+        if not manual.is_measured:  # else ranks without samples are not here
+            manual.meet()
+        return not manual.is_measured
 
     @override
     def on_train_end(self) -> None:

@@ -53,13 +53,20 @@ class RanksGradScaler(torch.amp.GradScaler):
 
 
 class _OverRows(lightning.Precision):
-    """Clips gradients without DTensors."""
+    """Clips gradients without DTensors.
+
+    Attributes:
+        before_norm: Called before a norm over all ranks; returns whether to clip at all.
+    """
+
+    before_norm: Callable[[], bool] = staticmethod(lambda: True)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         clip_by_value(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_norm(self.main_params(optimizer), clip_val)
+        if self.before_norm():
+            clip_by_norm(self.main_params(optimizer), clip_val)
 
 
 # named like Lightning's classes: checkpoints hold a plugin's state under the name of its class
@@ -87,8 +94,14 @@ _PLUGINS: dict[type[lightning.Precision], type[lightning.Precision]] = {
 }
 
 
-def adapt(plugin: lightning.Precision | None) -> lightning.Precision | None:
+def adapt(
+    plugin: lightning.Precision | None, before_norm: Callable[[], bool]
+) -> lightning.Precision | None:
     """Adapt a precision plugin to sharded gradients.
+
+    Args:
+        plugin: The plugin.
+        before_norm: Called before a norm over all ranks; returns whether to clip at all.
 
     Returns:
         The plugin itself, if its class is not one of Lightning's; else a plugin that clips over
@@ -99,6 +112,8 @@ def adapt(plugin: lightning.Precision | None) -> lightning.Precision | None:
         attributes = vars(plugin)
         plugin = own.__new__(own)
         plugin.__dict__ = attributes
+    if isinstance(plugin, _OverRows):
+        plugin.before_norm = before_norm
     scaler = getattr(plugin, "scaler", None)
     if not isinstance(plugin, lightning.MixedPrecision) or scaler is None:
         return plugin

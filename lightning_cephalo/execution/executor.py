@@ -435,7 +435,7 @@ class Executor:
         """Run one instruction."""
         self._now = self.failure.place = instruction
         if instruction.operation in COMPUTE and instruction.unit != NONE:
-            self.units[instruction.unit].wait_gather(self._wait)
+            self.wait_for(self.units[instruction.unit])
         if not self._observers:
             self._handlers[instruction.operation](self, instruction)
             return
@@ -444,6 +444,10 @@ class Executor:
         self._handlers[instruction.operation](self, instruction)
         for observer in self._observers:
             observer.after(instruction)
+
+    def wait_for(self, unit: Unit) -> None:
+        """Wait for the gather of a unit."""
+        unit.wait_gather(self._wait)
 
     def _wait(self, work: Any) -> None:
         for observer in self._observers:

@@ -11,6 +11,10 @@ Between its uses a parameter is its shard: a DTensor, which optimizers and other
 unit is gathered when the code first calls one of its modules or computes with one of its
 parameters. It is freed by a backward and by an optimizer's step.
 
+All ranks also meet before gradients are clipped and before an optimizer's step, which communicate
+on their own. So a rank that has failed before leaves nobody in a collective, and all ranks free
+their units at the same places.
+
 Before each gather all ranks exchange their places, as in a step that is traced. The next unit of
 the step before is gathered ahead. Exchanges cannot be left out: code between two visits may take
 another way at any time.
@@ -35,10 +39,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.executor import Executor
-from lightning_cephalo.execution.microbatch import AT_BACKWARD, Microbatch
+from lightning_cephalo.execution.microbatch import AT_BACKWARD, AT_UPDATE, Microbatch
 from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
-from lightning_cephalo.execution.visits import FAILED, FINISHED, agree, where
+from lightning_cephalo.execution.visits import FAILED, FINISHED, NO_DATA, agree, where
 from lightning_cephalo.plan.program import (
     NONE,
     ROOT,
@@ -55,6 +59,14 @@ from lightning_cephalo.sharding.write_guard import spelled
 
 _DOING = "running training_step"
 _RESUME = Instruction(Operation.FORWARD, microbatch=0)
+
+# where ranks wait for all others, by the code that they exchange
+_MEETINGS = {place.unit: place for place in (AT_BACKWARD, AT_UPDATE)}
+_DOES = {
+    FINISHED: "have returned",
+    AT_BACKWARD.unit: "call self.manual_backward()",
+    AT_UPDATE.unit: "clip gradients or call optimizer.step()",
+}
 
 
 class ManualSteps:
@@ -145,6 +157,9 @@ class ManualSteps:
         while (place := self._next_place(step)) is not None:
             if place == AT_BACKWARD:
                 self._backward(step)
+            elif place == AT_UPDATE:
+                self.reshard()
+                self._advance(_RESUME)
             else:
                 self._visit(place)
             self._places.append(place)
@@ -186,22 +201,23 @@ class ManualSteps:
     def _next_place(self, step: Step) -> Visit | None:
         """Return the place where ranks go on; None at the end of the step and after a failure.
 
-        A backward comes when all ranks have called theirs: ranks may visit different units before.
+        A backward or an update comes when all ranks have called theirs: ranks may visit different
+        units before.
         """
         executor, choice = self._executor, self._choice
         failed = executor.failure.error is not None
         said = executor.exchange(where(failed=failed, parked=step.parked, choice=choice))
-        visits = [row for row in said if row[0] != AT_BACKWARD.unit]
-        place, _ = agree(visits, choice)
-        codes = {row[0] for row in said}
-        if place is None and FAILED not in codes and AT_BACKWARD.unit in codes:
-            if FINISHED not in codes:
-                return AT_BACKWARD
+        place, _ = agree([row for row in said if row[0] not in _MEETINGS], choice)
+        codes = {row[0] for row in said} - {NO_DATA}
+        if place is None and FAILED not in codes and not codes.isdisjoint(_MEETINGS):
+            if len(codes) == 1:
+                return _MEETINGS[int(codes.pop())]
+            does = ", others ".join(_DOES[code] for code in sorted(codes, reverse=True))
             executor.failure.note(
                 UnitUseError(
-                    "Ranks call different numbers of backwards in training_step: some have"
-                    " returned, others call self.manual_backward(). All ranks run each backward"
-                    " together, so the number must not depend on a rank's own samples."
+                    f"Ranks do different things in training_step: some {does}. All ranks run each"
+                    " backward and each update together, so that none may depend on a rank's own"
+                    " samples."
                 )
             )
         if place is None and any(not each.finished for each in step.microbatches):
@@ -333,7 +349,7 @@ class ManualSteps:
         executor.hooks.in_backward = True
         for instruction in prefetch(Program((), after)).backward:
             if instruction.operation is Operation.BACKWARD:
-                units[instruction.unit].wait_gather()
+                executor.wait_for(units[instruction.unit])
                 units[instruction.unit].show_flags(self._seen[instruction.visit][0])
             executor.execute(instruction)
         self.reshard()
@@ -386,9 +402,9 @@ class ManualSteps:
 
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let an optimizer see and change the shards in a ``with`` block."""
+        """Let an optimizer see and change the shards in a ``with`` block; collective."""
         with self._functions.suspended():
-            self._show_shards()
+            self.meet()
             yield
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for unit in self._executor.units:
@@ -400,14 +416,19 @@ class ManualSteps:
         def closure() -> Any:
             with self._functions.resumed():
                 outcome = user()
-            self._show_shards()
+            self.meet()
             return outcome
 
         return closure
 
-    def _show_shards(self) -> None:
-        self._executor.writes.check("training_step")
-        self.reshard()
+    def meet(self) -> None:
+        """Wait for all ranks before code that communicates, and show it the shards."""
+        with self._functions.suspended():
+            self._executor.writes.check("training_step")
+            if self.running is None:
+                self.reshard()
+            else:
+                self.running.need_update()
 
     # -- torch functions of the step's code ---------------------------------------------------
 
@@ -537,6 +558,8 @@ class _StepFunctions(TorchFunctionMode):
 
 _NO_COMPUTING = frozenset(
     ("__get__", "__set__", "__delete__", "detach", "requires_grad_", "register_hook")
+    + ("__hash__", "__len__", "__repr__", "__format__", "__reduce_ex__", "data_ptr")
+    + ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "get_device")
 )
 
 

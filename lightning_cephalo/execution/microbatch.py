@@ -56,6 +56,9 @@ BEHIND_THE_LAST = Visit(NONE)
 AT_BACKWARD = Visit(-4)
 """The place of a microbatch whose code has called a backward itself."""
 
+AT_UPDATE = Visit(-5)
+"""The place of a microbatch whose code is about to clip gradients or to run an optimizer."""
+
 _MAX_PARKS_WHILE_STOPPING = 100
 _CHANGED_INPUT = (
     "An input of a unit is changed in place, by the unit or by the code after it, so that the"
@@ -188,6 +191,11 @@ class Microbatch:
         with self.outside():
             self._park(AT_BACKWARD)
         self.result = None
+
+    def need_update(self) -> None:
+        """Park until every rank is about to clip gradients or to run an optimizer."""
+        with self.outside():
+            self._park(AT_UPDATE)
 
     def outside(self) -> AbstractContextManager[Any]:
         """Return a context for code of this package that runs within the step."""

@@ -148,6 +148,13 @@ class LooksOnOneRank(Gan):
                 self.generator.blocks[1](batch[0][:, :1].expand(-1, 6))
         return super().training_step(batch, batch_idx)
 
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Look between a backward and an update, at units that all ranks visit after both."""
+        if self.global_rank == 1:
+            with torch.no_grad():
+                self.discriminator(torch.zeros(1, 5))
+        super().clip_gradients(*args, **kwargs)
+
 
 class OwnBackward(Gan):
     """A backward() of its own, which doubles the loss."""
@@ -161,7 +168,7 @@ class ByFlags(Gan):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, _ = batch
-        generating, discriminating = self.optimizers()
+        generating, discriminating = self.optimizers(use_pl_optimizer=False)
         fake = self.generator(x.flip(1))
         self.discriminator.requires_grad_(True)
         loss = _is(True, self.discriminator(x)) + _is(False, self.discriminator(fake.detach()))
@@ -206,7 +213,7 @@ class ActorCritic(LightningModule):
         self.manual_backward(value_loss)
         valuing.step()
 
-        action = self.actor(x) + self.shift
+        action = torch.add(self.actor(x), other=self.shift)
         actor_loss = (
             self.log_alpha.exp().detach() * action.square().sum(1, keepdim=True)
             - self.critic(torch.cat([x, action], 1))
@@ -339,6 +346,21 @@ class OneMoreOnOneRank(Gan):
             self.manual_backward(_is(True, self.discriminator(batch[0])))
 
 
+class FailsBeforeTheUpdate(Gan):
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        if self.global_rank == 1:
+            raise KeyError("an error before the norm")
+        super().clip_gradients(*args, **kwargs)
+
+
+class UpdatesOnOneRank(Gan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(_is(True, self.discriminator(batch[0])))
+        if self.global_rank == 0:
+            self.optimizers()[1].step()
+        self.manual_backward(_is(True, self.discriminator(batch[0])))
+
+
 class OutsideOfAStep(Gan):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.manual_backward(torch.ones((), requires_grad=True))
@@ -353,7 +375,9 @@ REFUSED = {
     StaleGradient: "uses the gradient of",
     WritesWhileGathered: "writes to the parameter 'discriminator.last.bias'",
     Regularised: r"computes \(square\) with the parameter 'generator.blocks.0",
-    OneMoreOnOneRank: "call different numbers of backwards",
+    OneMoreOnOneRank: "some have returned, others call self.manual_backward()",
+    FailsBeforeTheUpdate: "an error before the norm",
+    UpdatesOnOneRank: "some call self.manual_backward.., others clip gradients or call optimizer",
     OutsideOfAStep: "manual_backward.. outside of training_step",
 }
 
