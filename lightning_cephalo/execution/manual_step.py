@@ -557,9 +557,28 @@ class _StepFunctions(TorchFunctionMode):
 
 
 _NO_COMPUTING = frozenset(
-    "__get__ __set__ __delete__ __hash__ __len__ __repr__ __format__ __reduce_ex__ detach data_ptr"
-    " requires_grad_ register_hook size dim ndimension numel nelement element_size stride"
-    " get_device".split()
+    [
+        "__get__",
+        "__set__",
+        "__delete__",
+        "__hash__",
+        "__len__",
+        "__repr__",
+        "__format__",
+        "__reduce_ex__",
+        "detach",
+        "data_ptr",
+        "requires_grad_",
+        "register_hook",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "get_device",
+    ]
 )
 
 
