@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,35 @@ def fetch(dataset: Any, keys: Sequence[Any]) -> Any:
     if getattr(dataset, "__getitems__", None):
         return dataset.__getitems__(list(keys))
     return [dataset[key] for key in keys]
+
+
+def copied(samples: Any) -> Any:
+    """Returns copies of samples that are read more than once: some collate functions change theirs.
+
+    Each is copied by itself, so that a sample that occurs twice becomes two. A sample that cannot
+    be copied stays itself.
+    """
+    if isinstance(samples, list | tuple):
+        return [_copy_of(sample) for sample in samples]
+    return _copy_of(samples)
+
+
+def _copy_of(sample: Any) -> Any:
+    try:
+        return copy.deepcopy(sample)
+    except Exception:  # any error of the user's class means no
+        return sample
+
+
+def rank_collate(dataset: Any, microbatch_sizes: Sequence[int] | None) -> Callable[[Any], Any]:
+    """Returns a function that wraps a collate function into a `RankCollate`, once."""
+
+    def wrap(collate_fn: Any) -> Any:
+        if isinstance(collate_fn, RankCollate):
+            return collate_fn
+        return RankCollate(collate_fn, dataset, microbatch_sizes)
+
+    return wrap
 
 
 class RankCollate:
@@ -77,9 +107,8 @@ class RankCollate:
     def _learn_template(self) -> tuple[Any, BatchLayout]:
         with preserved_randomness():
             try:
-                # Fetched twice, because some collate functions change the samples.
-                one = self.collate_fn(fetch(self.dataset, [0]))
-                two = self.collate_fn(fetch(self.dataset, [0, 0]))
+                one = self.collate_fn(copied(fetch(self.dataset, [0])))
+                two = self.collate_fn(copied(fetch(self.dataset, [0, 0])))
                 if one is None or two is None:
                     return MicrobatchList((), ()), BatchLayout()
             except Exception as error:

@@ -19,7 +19,7 @@ gives each rank ``batch_sizes[rank]`` samples, or one ready batch, of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cephalo.data import reading
 from lightning_cephalo.data.batch_layout import BatchLayout
-from lightning_cephalo.data.collate import EmptyFetchDataset, RankCollate, tolerates_empty_fetch
+from lightning_cephalo.data.collate import EmptyFetchDataset, rank_collate, tolerates_empty_fetch
 from lightning_cephalo.data.lockstep import AllHaveNext, Gather
 from lightning_cephalo.data.randomness import (
     generators_of,
@@ -217,7 +217,7 @@ def _rebuild_map_style(
         loader,
         # Lightning's predict loop reads the indices from its own wrapper, around our sampler.
         batch_sampler=mine if recorder is None else type(recorder)(mine),  # type: ignore[call-arg]
-        wrap_collate=_collate_wrapper(loader.dataset, microbatch_sizes),
+        wrap_collate=rank_collate(loader.dataset, microbatch_sizes),
     )
     # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
     mine.original = loader
@@ -226,15 +226,6 @@ def _rebuild_map_style(
         # not. The subclass may build the dataset itself, so it cannot be replaced earlier.
         object.__setattr__(rebuilt, "dataset", EmptyFetchDataset(rebuilt.dataset))
     return rebuilt
-
-
-def _collate_wrapper(dataset: Any, microbatch_sizes: Sequence[int] | None) -> Callable[[Any], Any]:
-    def wrap(collate_fn: Any) -> Any:
-        if isinstance(collate_fn, RankCollate):
-            return collate_fn
-        return RankCollate(collate_fn, dataset, microbatch_sizes)
-
-    return wrap
 
 
 def _reject_ready_batches(loader: DataLoader[Any], microbatch_sizes: Sequence[int] | None) -> None:

@@ -157,8 +157,15 @@ class StatefulLockStepLoader(LockStepLoader):
         self.loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
 
 
+def is_stateful(loader: Any) -> bool:
+    """Returns whether Lightning can save and restore ``loader`` mid-epoch.
+
+    Its wrapper then needs a class of its own: Lightning checks isinstance(loader, _Stateful), which
+    uses hasattr.
+    """
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
 def lock_step(loader: Any, **options: Any) -> LockStepLoader:
     """Returns a `LockStepLoader`, stateful if ``loader`` is; ``options`` are its arguments."""
-    # Two classes, because Lightning checks isinstance(loader, _Stateful), which uses hasattr.
-    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return (StatefulLockStepLoader if stateful else LockStepLoader)(loader, **options)
+    return (StatefulLockStepLoader if is_stateful(loader) else LockStepLoader)(loader, **options)

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data.batch_layout import BatchLayout, Splitter
-from lightning_cephalo.data.collate import fetch
+from lightning_cephalo.data.collate import copied, fetch
 from lightning_cephalo.data.lockstep import LockStepLoader
 from lightning_cephalo.data.randomness import (
     generators_of,
@@ -127,14 +127,14 @@ def sample_batches(loader: Any, sizes: Sequence[int]) -> list[Any]:
             found = list(islice(iter(loader.dataset), count))
             _require_samples(found, loader)
             samples = list(islice(cycle(found), count))
-            return [loader.collate_fn(samples[:size]) for size in sizes]
+            return [loader.collate_fn(copied(samples[:size])) for size in sizes]
         keys = _first_keys(loader, count)
         _require_samples(keys, loader)
         keys = list(islice(cycle(keys), count))
         if is_bulk(loader):
             return [loader.collate_fn(loader.dataset[keys[:size]]) for size in sizes]
-        # Fetched again for each batch: some collate functions change their samples.
-        return [loader.collate_fn(fetch(loader.dataset, keys[:size])) for size in sizes]
+        fetched = (copied(fetch(loader.dataset, keys[:size])) for size in sizes)
+        return [loader.collate_fn(samples) for samples in fetched]
 
 
 def learn_layout(loader: Any, *, splitter: Splitter | None = None) -> BatchLayout:

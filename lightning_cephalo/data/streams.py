@@ -19,19 +19,21 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
 
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data import reading
 from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList
-from lightning_cephalo.data.collate import RankCollate
+from lightning_cephalo.data.collate import RankCollate, rank_collate
 from lightning_cephalo.data.fingerprints import fingerprint
 from lightning_cephalo.data.lockstep import (
     AllHaveNext,
     Gather,
     LockStepLoader,
     StatefulLockStepLoader,
+    is_stateful,
     lock_step,
 )
 from lightning_cephalo.data.randomness import SwappedRandomness
@@ -89,7 +91,7 @@ def start_of(loader: Any, layout: BatchLayout | None, seed: int) -> Start:
         if not reading.yields_ready_batches(loader):
             samples = list(islice(iter(loader.dataset), _COMPARED))
             return Start(fingerprint(samples) if samples else 0)
-        batch = next(iter(loader), None)
+        batch = next(iter(_equally_seeded(loader)), None)
     if batch is None:
         return Start(0)
     try:
@@ -119,6 +121,9 @@ class GlobalStep(NamedTuple):
 class StreamCollate:
     """Collates this rank's part of the samples of a global batch.
 
+    The user's function draws from global states of its own, seeded differently on each rank. It
+    draws more where a rank has more samples, and a stream that draws too must not see that.
+
     Args:
         collate_fn: the user's function.
         rank: position of this rank among ``sizes``.
@@ -135,6 +140,7 @@ class StreamCollate:
     ) -> None:
         self.rank, self.sizes = rank, tuple(sizes)
         self.own = RankCollate(collate_fn, None, microbatch_sizes)
+        self._randomness: SwappedRandomness | None = None
 
     def __call__(self, samples: Any) -> GlobalStep:
         # before collating: some collate functions change their samples
@@ -143,7 +149,10 @@ class StreamCollate:
         dealt = deal(len(samples), self.sizes)
         start = sum(dealt[: self.rank])
         self.own.dataset = samples  # shows the shape of an empty batch
-        batch = self.own(samples[start : start + dealt[self.rank]])
+        if self._randomness is None:  # in the process, and the pass, of a worker
+            self._randomness = SwappedRandomness((torch.initial_seed() % 2**64, self.rank))
+        with self._randomness:
+            batch = self.own(samples[start : start + dealt[self.rank]])
         self.own.dataset = None
         return GlobalStep(batch, float(checksum or 0), len(samples))
 
@@ -252,7 +261,7 @@ def deal_stream(
             idle=not sizes[rank],
             **common,
         )
-    source = loader
+    source = _equally_seeded(loader) if ready else loader
 
     def cut(batch: Any) -> GlobalStep:
         return _part_of(batch, layout or BatchLayout(), rank, sizes)
@@ -265,10 +274,9 @@ def deal_stream(
             return StreamCollate(function, rank, sizes, microbatch_sizes)
 
         source = reinstantiate(
-            loader, batch_size=sum(sizes), wrap_collate=collate, **_equally_seeded(loader)
+            loader, batch_size=sum(sizes), wrap_collate=collate, **_equal_seeds(loader)
         )
-    stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-    return (StatefulDealtStream if stateful else DealtStream)(
+    return (StatefulDealtStream if is_stateful(source) else DealtStream)(
         source,
         gather=gather,
         entropy=(seed % 2**64, epoch),
@@ -278,21 +286,29 @@ def deal_stream(
 
 
 def _rebuilt(loader: Any, size: int, microbatch_sizes: Sequence[int] | None) -> Any:
-    def collate(function: Any) -> Any:
-        if isinstance(function, RankCollate):
-            return function
-        return RankCollate(function, None, microbatch_sizes)
-
-    return reinstantiate(
-        loader, batch_size=size, wrap_collate=None if microbatch_sizes is None else collate
-    )
+    apart = None if microbatch_sizes is None else rank_collate(None, microbatch_sizes)
+    return reinstantiate(loader, batch_size=size, wrap_collate=apart)
 
 
-def _equally_seeded(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Returns the option that gives workers of all ranks the seeds of one device."""
-    seeded = int(os.environ.get("PL_SEED_WORKERS", "0")) and loader.worker_init_fn is None
-    # Lightning would seed the workers of each rank differently: seed_everything(workers=True)
-    return {"worker_init_fn": partial(pl_worker_init_function, rank=0)} if seeded else {}
+def _equally_seeded(loader: Any) -> Any:
+    """Returns a loader of ready batches whose workers have the seeds of one device."""
+    seeds = _equal_seeds(loader)
+    return reinstantiate(loader, batch_size=None, **seeds) if seeds else loader
+
+
+def _equal_seeds(loader: Any) -> dict[str, Any]:
+    """Returns the option that gives workers of all ranks the seeds of one device.
+
+    After seed_everything(workers=True) Lightning seeds the workers of each rank differently, by a
+    function that it leaves in the loader. An earlier fit may have left one.
+    """
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return {}
+    own = loader.worker_init_fn
+    by_rank = isinstance(own, partial) and own.func.__name__ == pl_worker_init_function.__name__
+    seeds = int(os.environ.get("PL_SEED_WORKERS", "0")) and own is None
+    equally = partial(pl_worker_init_function, rank=0)
+    return {"worker_init_fn": equally} if by_rank or seeds else {}
 
 
 def _part_of(batch: Any, layout: BatchLayout, rank: int, sizes: Sequence[int]) -> GlobalStep:

@@ -1,11 +1,13 @@
 """Streams are dealt as one device would read them, or the ranks say together that they cannot."""
 
 import dataclasses
+import random
 from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from simulated_ranks import ThreadGroup, alone, gathered_alone, joined, same, single_device
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -15,6 +17,7 @@ from lightning_cephalo.data import (
     MicrobatchList,
     rebuild_eval_loader,
     rebuild_train_loader,
+    sample_batches,
 )
 from lightning_cephalo.data.fingerprints import fingerprint
 from lightning_cephalo.data.streams import Start, start_of
@@ -101,6 +104,98 @@ def test_evaluation_deals_a_whole_stream_evenly_and_repeats_no_sample():
 
     assert joined(zip(*ranks, strict=True)) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
     assert ready == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+
+
+class Shuffled(Lines):
+    """Draws from a global generator while it is read."""
+
+    def __iter__(self):
+        left = list(range(self.count))
+        while left:
+            yield torch.tensor(left.pop(random.randrange(len(left))))
+
+
+class ShuffledBatches(Shuffled):
+    def __iter__(self):
+        return map(torch.stack, zip(*[super().__iter__()] * 4, strict=True))
+
+
+def one_after_another(make, sizes, passes=2, **options):
+    """Each rank's batches of whole streams that draw; threads would share the generators."""
+    found = []
+    for rank in range(len(sizes)):
+        loader = rebuild_train_loader(
+            make(rank),
+            rank=rank,
+            batch_sizes=sizes,
+            seed=0,
+            broadcast=same,
+            all_have_next=alone,
+            gather=gathered_alone,
+            **options,
+        )
+        _auto_add_worker_init_fn(loader, rank)  # as Lightning does next
+        found.append([batch for _ in range(passes) for batch in loader])
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("dataset", "options"), [(ShuffledBatches, {"batch_size": None}), (Shuffled, {"batch_size": 2})]
+)
+def test_seeded_workers_read_the_same_stream_on_all_ranks(monkeypatch, dataset, options):
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    loaders = [DataLoader(dataset(12), num_workers=1, **options) for _ in range(2)]
+    _auto_add_worker_init_fn(loaders[1], 1)  # an earlier fit by another strategy
+
+    ranks = one_after_another(lambda rank: loaders[rank], (3, 1))
+
+    order = [index for step in zip(*ranks, strict=True) for part in step for index in part.tolist()]
+    assert sorted(order[:12]) == sorted(order[12:]) == list(range(12))
+    assert order[:12] != order[12:]
+
+
+def test_a_collate_function_that_draws_does_not_change_the_order_of_a_stream():
+    def noisy(samples):
+        return torch.stack([torch.tensor((int(s), random.random())) for s in samples])
+
+    def make(rank):
+        return DataLoader(Shuffled(12), batch_size=2, collate_fn=noisy)
+
+    ranks = one_after_another(make, (3, 1))
+
+    rows = torch.cat([torch.cat(step) for step in zip(*ranks, strict=True)])
+    assert sorted(rows[:12, 0].tolist()) == sorted(rows[12:, 0].tolist()) == list(range(12))
+    assert len(rows[:, 1].unique()) == 24  # no two ranks, steps or passes draw the same
+
+
+def popping(samples):
+    """Changes the samples that it is given, as some do."""
+    return torch.stack([sample.pop("x") for sample in samples])
+
+
+class Kept(IterableDataset):
+    """Yields the same objects in each pass."""
+
+    def __init__(self):
+        self.data = [{"x": torch.tensor(index)} for index in range(6)]
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+def test_a_collate_function_that_changes_its_samples_collates_those_of_a_stream():
+    def make(rank):
+        return DataLoader(Kept(), batch_size=2, collate_fn=popping)
+
+    loader = make(0)
+    read = [batch.tolist() for batch in sample_batches(loader, (7, 5))]
+    assert read == [[0, 1, 2, 3, 4, 5, 0], [0, 1, 2, 3, 4]]
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+
+    busy, idle = one_after_another(make, (4, 0), passes=1)
+    assert [batch.tolist() for batch in busy] == [[0, 1, 2, 3], [4, 5]]
+    assert [batch.shape for batch in idle] == [(0,), (0,)]
 
 
 class Parts(Lines):
