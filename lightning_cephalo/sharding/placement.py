@@ -12,7 +12,7 @@ below override ``Shard`` internals. ``tests/distributed/test_placement.py`` fail
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.collectives import all_gather_rows
 
 Meet = Callable[[str, str], None]
@@ -119,8 +120,8 @@ class RowsTensor(DTensor):
         return super().full_tensor(**options)
 
     def numpy(self, **options: Any) -> Any:
-        """Return the whole tensor as an array; collective."""
-        return self.full_tensor().detach().numpy(**options)
+        """Return the whole tensor as an array that cannot be written; collective."""
+        return read_only(self.full_tensor().detach().numpy(**options))
 
     def tolist(self) -> Any:
         """Return the whole tensor as numbers; collective."""
@@ -129,11 +130,29 @@ class RowsTensor(DTensor):
     def __array__(self, *args: Any) -> Any:
         return self.numpy().__array__(*args)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        refuse_dlpack(self)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.full_tensor().detach()
         if not isinstance(self, nn.Parameter):
             return plain.__reduce_ex__(protocol)
         return nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
+
+
+def read_only(array: Any) -> Any:
+    """Return a numpy array that refuses writes: they would not reach the rows of a tensor."""
+    array.flags.writeable = False
+    return array
+
+
+def refuse_dlpack(tensor: torch.Tensor) -> NoReturn:
+    """Raise where a library asks for the memory of a sharded tensor."""
+    raise UnsupportedError(
+        f"from_dlpack() of a sharded tensor of shape {tuple(tensor.shape)}: no rank has all of its"
+        " memory. Pass a copy of its values, `parameter.full_tensor().detach()`, or"
+        " `parameter[0].clone()` for a part, on every rank."
+    )
 
 
 def row_spec(

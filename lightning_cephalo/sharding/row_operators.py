@@ -7,7 +7,8 @@
    number per rank is sent. The result is a plain tensor.
 3. Everything else gathers the operands, and computes with whole plain tensors on every rank. The
    result is plain. What is written to a sharded tensor is cut to its rows again. A view
-   (``p[0]``, ``p.view(-1)``) is a :class:`RowsView`, through which the tensor can be written.
+   (``p[0]``, ``p.view(-1)``) is a :class:`RowsView`, through which the tensor can be written. So
+   are ``.data`` and ``.detach()`` of a view.
 
 Plain operands are whole tensors: copies of parameters from before sharding, of ``copy.deepcopy``,
 of a checkpoint. An operator with both kinds gives a plain result by rule 3. If it writes to the
@@ -38,6 +39,8 @@ from lightning_cephalo.sharding.placement import (
     RowsTensor,
     as_dtensor,
     local_part,
+    read_only,
+    refuse_dlpack,
     row_spec,
     whole_of,
 )
@@ -63,6 +66,10 @@ _EVERY_RANK = (
 _SAME_ULPS = 64.0
 
 
+# no tensor has this version
+_EXPIRED = -1
+
+
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator whose operands include sharded tensors, or views of them.
 
@@ -77,9 +84,8 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = pytree.tree_map_only(DTensor, _adopted, (args, kwargs))
     call = _Call(func, args, kwargs)
     call.refuse_locked()
-    if call.name in _SAME_MEMORY and isinstance(args[0], DTensor):
-        # the same local tensor, so that both count their writes together
-        return as_dtensor(local_part(args[0]), args[0]._spec)
+    if call.name in _SAME_MEMORY:
+        return _same_memory(call)
     if call.kind.combines and _reduces_all(call):
         return _combined(call)
     if call.kind.is_element_wise:
@@ -96,33 +102,68 @@ def meet_for(doing: str, tensors: Iterable[Tensor]) -> None:
             return
 
 
-class RowsView(Tensor):
-    """A view of a sharded tensor (``p[0]``, ``p.T``): whole values, which can be written.
+def _same_memory(call: _Call) -> Tensor:
+    """Return the operand without its graph; what is written to the result reaches the rows."""
+    operand = call.args[0]
+    if isinstance(operand, RowsView):
+        return RowsView(operand.gathered, call.func(operand.shown))
+    # the same local tensor, so that both count their writes together
+    return as_dtensor(local_part(operand), operand._spec)
 
-    A write to it reaches the rows. It is valid until the tensor is written in another way.
+
+class _Gathered:
+    """The whole values of a sharded tensor, which all views that share their memory show.
 
     Args:
         base: The sharded tensor.
         whole: Its whole values.
-        values: A view of ``whole``.
+    """
+
+    def __init__(self, base: DTensor, whole: Tensor) -> None:
+        self.base, self.whole = base, whole
+        self._version = _version(base)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tensor was written through its views only."""
+        return _version(self.base) == self._version
+
+    def expire(self) -> None:
+        """Let no view be used until :meth:`keep`."""
+        self._version = _EXPIRED
+
+    def keep(self) -> None:
+        """Copy what was written to the values into the rows."""
+        _write(self.base, self.whole)
+        self._version = _version(self.base)
+
+
+class RowsView(Tensor):
+    """A view of a sharded tensor (``p[0]``, ``p.T``): whole values, which can be written.
+
+    A write to it, or to a view of it (``p[0].data``), reaches the rows. It is valid until the
+    tensor is written in another way than through views of the same gathered values.
+
+    Args:
+        gathered: The whole values.
+        values: A view of them.
 
     Raises:
         UnsupportedError: If it is used after its tensor was written in another way.
     """
 
-    base: DTensor
-    whole: Tensor
+    gathered: _Gathered
     _shown: Tensor
-    _version_of_base: int
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, base: DTensor, whole: Tensor, values: Tensor) -> RowsView:
-        view = Tensor._make_wrapper_subclass(
-            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
-        )
-        view.base, view.whole, view._shown = base, whole, values
-        view._version_of_base = _version(base)
+    def __new__(cls, gathered: _Gathered, values: Tensor) -> RowsView:
+        # torch insists: a view of a tensor from outside of inference mode is one from outside
+        with torch.inference_mode(gathered.base.is_inference()):
+            view = Tensor._make_wrapper_subclass(
+                cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
+            )
+        view.gathered, view._shown = gathered, values
         return view
 
     @classmethod
@@ -134,7 +175,7 @@ class RowsView(Tensor):
     @property
     def shown(self) -> Tensor:
         """The values, as a plain tensor."""
-        if _version(self.base) != self._version_of_base:
+        if not self.gathered.is_current:
             raise UnsupportedError(
                 f"A view of a sharded tensor, of shape {tuple(self.shape)}, is used after a write"
                 " to the tensor, which it does not show. Take the view again after the write, for"
@@ -142,21 +183,19 @@ class RowsView(Tensor):
             )
         return self._shown
 
-    def keep(self) -> None:
-        """Copy what was written to the values into the rows."""
-        _write(self.base, self.whole)
-        self._version_of_base = _version(self.base)
-
     def numpy(self, **options: Any) -> Any:
-        """Return the values as an array."""
-        return self.shown.numpy(**options)
+        """Return the values as an array that cannot be written."""
+        return read_only(self.shown.numpy(**options))
 
     def tolist(self) -> Any:
         """Return the values as numbers."""
         return self.shown.tolist()
 
     def __array__(self, *args: Any) -> Any:
-        return self.shown.numpy().__array__(*args)
+        return self.numpy().__array__(*args)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        refuse_dlpack(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.shown.clone().__reduce_ex__(protocol)
@@ -498,11 +537,11 @@ def _of_whole_tensors(call: _Call) -> Any:
         return computed
     base = call.args[0]
     if isinstance(base, RowsView):
-        return pytree.tree_map_only(Tensor, lambda v: RowsView(base.base, base.whole, v), computed)
+        return pytree.tree_map_only(Tensor, lambda v: RowsView(base.gathered, v), computed)
     if _rows_of(base) is None:
         return computed  # of a copy that each rank holds: a view of that copy
-    whole = plain[id(base)]
-    return pytree.tree_map_only(Tensor, lambda v: RowsView(base, whole, v), computed)
+    gathered = _Gathered(base, plain[id(base)])
+    return pytree.tree_map_only(Tensor, lambda v: RowsView(gathered, v), computed)
 
 
 def _keep_views(call: _Call) -> None:
@@ -510,10 +549,14 @@ def _keep_views(call: _Call) -> None:
     views = [tensor for tensor in call.written if isinstance(tensor, RowsView)]
     others = [tensor for tensor in call.tensors if not isinstance(tensor, RowsView)]
     if views and (call.kind.is_random or any(_is_whole(tensor) for tensor in others)):
-        meet_for(call.name, [views[0].base])
-        _refuse_different([view.shown for view in views], views[0].base, call.name)
+        base = views[0].gathered.base
+        meet_for(call.name, [base])
+        values = [view.shown for view in views]
+        for view in views:
+            view.gathered.expire()  # until it is kept: it holds what may be refused
+        _refuse_different(values, base, call.name)
     for view in views:
-        view.keep()
+        view.gathered.keep()
 
 
 def _refuse_different(values: Sequence[Tensor], tensor: Tensor | None, name: str) -> None:

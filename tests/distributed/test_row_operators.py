@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ READS = {
     "rows one by one": lambda p, q: [row.sum() for row in p] if p.ndim else p,
     "masked": lambda p, q: p[p > 0],
     "item": lambda p, q: p.sum().item(),
-    "arrays": lambda p, q: torch.from_numpy(p.detach().numpy()[..., None]) + torch.tensor(1.0),
+    "arrays": lambda p, q: torch.from_numpy(p.detach().numpy()[..., None] + 1),
     "lists": lambda p, q: [p.tolist(), p.reshape(-1).tolist()],
     "histogram": lambda p, q: torch.histc(p, 4),
     "quantile": lambda p, q: p.quantile(0.3),
@@ -62,6 +63,13 @@ WRITES = {
     "lerp": lambda p, q: p.lerp_(q, 0.3),
     "row": lambda p, q: p.data[0].fill_(3.0) if p.ndim else None,
     "columns": lambda p, q: p.data[..., 0].mul_(torch.ones(len(p)) * 2) if p.ndim == 2 else None,
+    "data of a row": lambda p, q: p[0].data.fill_(3.0) if p.ndim else None,
+    "data of a view": lambda p, q: p.view(-1).data.mul_(3.0),
+    "detached view": lambda p, q: p.t().detach().add_(1.0),
+    "other type": lambda p, q: p.data.view(torch.int32).bitwise_and_(-4096),
+    "row by row": lambda p, q: [row.data.mul_(2.0) for row in p] if p.ndim else None,
+    "two views": lambda p, q: _in_two_views(p.view(-1)),
+    "in inference mode": lambda p, q: _in_inference_mode(p),
     "item": lambda p, q: p.data.__setitem__(0 if p.ndim else (), 5.0),
     "mask": lambda p, q: p.data.__setitem__(p > 0, 5.0),
     "view": lambda p, q: p.data.view(-1)[1:3].mul_(7.0),
@@ -72,6 +80,16 @@ WRITES = {
     "out": lambda p, q: torch.add(p, q, out=p.data),
     "by columns": lambda p, q: p.div_(p.norm(dim=0, keepdim=True)),
 }
+
+
+def _in_two_views(view):
+    view.data[:2].mul_(3.0)
+    view.add_(view.detach().sum())
+
+
+@torch.inference_mode()
+def _in_inference_mode(parameter):
+    parameter.view(-1).mul_(3.0)
 
 
 def _outcome(function, p, q, written):
@@ -178,6 +196,12 @@ def _refused(rank):
     parameter.mul_(2)
     with pytest.raises(UnsupportedError, match="Take the view again"):
         view.sum()
+    for array in (parameter.numpy(), parameter[0].numpy(), np.asarray(parameter)):
+        with pytest.raises(ValueError, match="read-only"):
+            array *= 2
+    for one in (parameter, parameter[0]):
+        with pytest.raises(UnsupportedError, match=r"from_dlpack\(\)"):
+            torch.from_dlpack(one)
     mesh, rows = module.matrix.device_mesh, module.matrix.placements
     again = DTensor.from_local(
         local_part(parameter), mesh, rows, shape=parameter.shape, stride=parameter.stride()
