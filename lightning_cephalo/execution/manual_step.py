@@ -190,8 +190,16 @@ class ManualSteps:
         self._executor.failure.guarded(self._look)
 
     def _look(self) -> None:
+        stale: list[str] = []
         for unit in self._gathered():
             unit.adopt()
+            stale.extend(unit.rows_written())
+        if stale:
+            raise UnitUseError(
+                f"training_step writes to {spelled(stale)} between a forward that uses it and the"
+                " next backward or update: the forward's copy would keep the old values. Write"
+                " before the forward, or after the update."
+            )
         for microbatch in self._executor.microbatches:
             microbatch.refuse_other_backwards()
 
@@ -246,6 +254,7 @@ class ManualSteps:
 
     def _gather(self, unit: int, position: int = NONE) -> None:
         if self._executor.units[unit].state is UnitState.SHARDED:
+            self._executor.units[unit].rows_written()  # graphs of before are refused from now on
             self._executor.execute(Instruction(Operation.GATHER, unit, position))
             self._executor.units[unit].show_gradients()
 
@@ -377,6 +386,7 @@ class ManualSteps:
                 continue
             unit = self._executor.units[visit.unit]
             flags, versions = self._seen[position]
+            unit.rows_written()
             if unit.versions != versions:
                 raise UnitUseError(
                     f"The parameters of unit {unit.name!r} were updated between a forward and its"

@@ -200,6 +200,7 @@ class Flat:
             _like_parameter(face, original)
             for face, original in zip(self._faces(self.shard), like, strict=True)
         ]
+        self._row_versions = [face._version for face in self.sharded]
         # a DTensor has no memory of its own, except after `parameter.data = plain_tensor`
         self._addresses = [face.data_ptr() for face in self.sharded]
         self._locked: list[LockedRows] = []
@@ -326,18 +327,34 @@ class Flat:
         """Per gathered parameter, a number that rises whenever its values change."""
         return [parameter._version for parameter in self.parameters]
 
+    def rows_written(self) -> list[bool]:
+        """Per sharded parameter, whether code has written to it since the last call.
+
+        Raises the versions of their gathered ones, so that graphs that need old values are refused.
+        """
+        versions = [sharded._version for sharded in self.sharded]
+        before, self._row_versions = self._row_versions, versions
+        if versions == before:
+            return [False] * len(versions)
+        flags = [now != then for now, then in zip(versions, before, strict=True)]
+        self._raise_versions(flags)
+        return flags
+
+    def _raise_versions(self, flags: Sequence[bool]) -> None:
+        for index, flag in enumerate(flags):
+            if flag:
+                torch.autograd.graph.increment_version(self.parameters[index])
+                self._read_versions[index] += 1
+
     def updated(self, parameters: Container[int]) -> None:
         """Note that the optimizer has changed parameters, so that retained graphs are refused.
 
         Args:
             parameters: Ids of the sharded parameters that it may have changed.
         """
-        for index, (gathered, sharded) in enumerate(
-            zip(self.parameters, self.sharded, strict=True)
-        ):
-            if id(sharded) in parameters and sharded.grad is not None:
-                torch.autograd.graph.increment_version(gathered)
-                self._read_versions[index] += 1
+        self._raise_versions(
+            [id(sharded) in parameters and sharded.grad is not None for sharded in self.sharded]
+        )
 
     def show_flags(self, flags: Sequence[bool]) -> None:
         """Set which gathered parameters need gradients, without a change of the sharded ones."""

@@ -213,6 +213,10 @@ class Unit:
         replaced, self._replaced = self._replaced, []
         return self._where([flat.written() for flat in self.flats]) + replaced
 
+    def rows_written(self) -> list[str]:
+        """Return the sharded parameters that code wrote to since the last call."""
+        return self._where([flat.rows_written() for flat in self.flats])
+
     def _where(self, flags_of: Sequence[Sequence[bool]]) -> list[str]:
         return [
             name

@@ -333,6 +333,29 @@ class WritesWhileGathered(Gan):
         self.manual_backward(loss)
 
 
+class WritesBeforeABackward(Gan):
+    """To the rows of a unit."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        held = self.discriminator.blocks[0].up.weight
+        loss = _is(True, self.discriminator(batch[0]))
+        self.generator(batch[0])  # frees the unit before
+        with torch.no_grad():
+            held.mul_(0.5)
+        self.manual_backward(loss)
+
+
+class WritesBehindTheRoot(Gan):
+    """To rows of the root unit, while it is gathered."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        held = self.discriminator.last.weight
+        fake = self.generator(batch[0])
+        with torch.no_grad():
+            held.mul_(0.5)
+        self.manual_backward(_is(True, self.discriminator(fake)))
+
+
 class Regularised(Gan):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         loss = _is(True, self.discriminator(batch[0]))
@@ -374,6 +397,8 @@ REFUSED = {
     FailsOnOneRank: "an error of the user's",
     StaleGradient: "uses the gradient of",
     WritesWhileGathered: "writes to the parameter 'discriminator.last.bias'",
+    WritesBeforeABackward: "'discriminator.blocks.0' were updated between a forward and its",
+    WritesBehindTheRoot: "writes to the parameter 'discriminator.last.weight' between a forward",
     Regularised: r"computes \(square\) with the parameter 'generator.blocks.0",
     OneMoreOnOneRank: "some have returned, others call self.manual_backward()",
     FailsBeforeTheUpdate: "an error before the norm",
