@@ -553,7 +553,9 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         session, verbose = self.session, self._options.verbose
-        session.model.executor.reshard()
+        executor = session.model.executor
+        session.control.together("checking the last step's buffers", executor.buffers.check)
+        executor.reshard()
         self._measured_memory = session.measured_memory()
         if verbose and self.is_global_zero:
             session.report(self.measured_step_s, self._measured_memory)

@@ -648,7 +648,7 @@ class Executor:
         self.combine_buffers([row[2] for row in said], doing)
         self._total_weight = total or self._total_weight
         # without a loss, tensors that reach it past the units' outputs cannot be found
-        searched = step.checks_leaks and not outcome.skipped
+        searched = step.checks_leaks and any(outcome.losses)
         self._learn(made, someone_made_all=any(row[3] for row in said), is_checked=searched)
         for microbatch in step.microbatches:
             microbatch.result = None
@@ -745,7 +745,7 @@ class Executor:
         Args:
             made: Per visit, whether a microbatch of this rank has made it.
             someone_made_all: Whether all of them are true on some rank.
-            is_checked: Whether all losses were searched for leaks.
+            is_checked: Whether losses were searched for leaks.
         """
         step, paths = self._step, None
         if someone_made_all:

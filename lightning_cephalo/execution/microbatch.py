@@ -369,9 +369,8 @@ class Microbatch:
         """
         if not loss.requires_grad:
             raise UnitUseError(
-                "The loss that training_step returned does not require a gradient: expected a"
-                " tensor computed from trainable parameters. Is every parameter frozen, or was"
-                " the loss detached?"
+                "The loss does not require a gradient: expected a tensor computed from trainable"
+                " parameters. Is every parameter frozen, or was the loss detached?"
             )
         self._boundaries.refuse_leaks(loss)
         retain = self._retains or self._boundaries.shares_glue(loss)

@@ -11,6 +11,7 @@ import math
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Literal
 
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.records import (
     Amount,
     AmountOrInfinite,
@@ -170,6 +171,14 @@ class Problem(FileRecord):
     ] = True
     unresharded_bytes: Amount = 0.0
     by_node: Annotated[bool, OneOf((True, False), "True or False")] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.single_microbatch and not self.equal_microbatches:
+            raise PlanError(
+                "single_microbatch: True needs equal_microbatches: True, as all ranks then run one."
+                " Set both, or neither."
+            )
 
     @property
     def fixed_bytes(self) -> float:

@@ -95,6 +95,7 @@ def test_profile_names_the_field_and_what_came(changes, message):
             {"reshard_after_forward": None},
             r"reshard_after_forward: expected True, False or 'auto', but got None",
         ),
+        ({"single_microbatch": True}, r"single_microbatch: True needs equal_microbatches: True"),
         ({"equal_microbatches": 1}, r"equal_microbatches: expected True or False, but got 1"),
     ],
 )

@@ -279,14 +279,12 @@ class _Builder:
         return np.array([[0.0, *need.peaks] for need in self.needs])
 
     def columns(self) -> Columns:
-        found = None
-        if len(self.sizes) * self.limits.largest_batch <= _FEW_COMBINATIONS:
+        found = self._single() if self.problem.single_microbatch else None
+        if found is None and len(self.sizes) * self.limits.largest_batch <= _FEW_COMBINATIONS:
             found = self._all_mixtures()
         if found is None:
             found = self._ragged_and_even()
         found = found.take(found.batch >= self.limits.smallest_batch)
-        if self.problem.single_microbatch:
-            found = found.take(found.count <= 1)
         if not self.mode.offload:
             return found
         # Copy times count only now: earlier they would hide times that later microbatches add to.
@@ -295,6 +293,13 @@ class _Builder:
         times_s[:, :2] = np.maximum(times_s[:, :2], copies_s[:, None])
         found = dataclasses.replace(found, times_s=times_s)
         return found.take(self._within(found))
+
+    def _single(self) -> Columns:
+        """Return a column for each size, and the empty one."""
+        sizes = np.array(sorted(self.sizes), dtype=np.int64)
+        pairs = np.column_stack([sizes, 1 + 0 * sizes, 0 * sizes, 0 * sizes])
+        pairs = self._usable_pairs(pairs[sizes <= self.limits.largest_batch])
+        return joined([self._empty_column(), self._with_copies(self._of_pairs(pairs), pairs)])
 
     def _all_mixtures(self) -> Columns | None:
         """Return every multiset of the sizes that is not beaten, or None when they are too many.
@@ -378,12 +383,14 @@ class _Builder:
         pairs = np.concatenate(kept)
         columns = self._of_pairs(pairs)
         rows = np.flatnonzero(_unbeaten_columns(self.problem, columns))
-        columns, pairs = columns.take(rows), pairs[rows]
+        return joined([self._empty_column(), self._with_copies(columns.take(rows), pairs[rows])])
+
+    def _with_copies(self, columns: Columns, pairs: np.ndarray) -> Columns:
         copies = np.zeros((len(columns), self.longest + 1), dtype=np.int32)
         every = np.arange(len(columns))
         np.add.at(copies, (every, pairs[:, 0]), pairs[:, 1])
         np.add.at(copies, (every, pairs[:, 2]), pairs[:, 3])
-        return joined([self._empty_column(), dataclasses.replace(columns, copies=copies[:, 1:])])
+        return dataclasses.replace(columns, copies=copies[:, 1:])
 
     def _usable_pairs(self, pairs: np.ndarray) -> np.ndarray:
         """Return the rows of ``pairs`` (rows, 4) that fit this rank and the limits."""
