@@ -17,7 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.sharding.collectives import broadcast
-from lightning_cephalo.sharding.placement import Rows, as_dtensor, row_spec, whole_of
+from lightning_cephalo.sharding.placement import (
+    as_dtensor,
+    own_part,
+    row_spec,
+    rows_of,
+    whole_of,
+)
 
 _COPY = "_average_model"
 
@@ -78,13 +84,10 @@ def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramet
 def _sharded_like(sharded: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter with the rows of another, on its own device; collective."""
     assert isinstance(sharded, DTensor)
-    placement, mesh = sharded.placements[0], sharded.device_mesh
+    mesh = sharded.device_mesh
     values = parameter.detach().to(sharded.dtype).clone()
     if mesh.size() > 1:
         broadcast(values, None, source=0)
-    rows = placement if isinstance(placement, Rows) else None
-    spec = row_spec(mesh, rows, values.shape, values.dtype)
-    if rows is not None:
-        first, end = rows.rows[mesh.get_local_rank()]
-        values = values[first:end].clone()
-    return nn.Parameter(as_dtensor(values, spec), requires_grad=parameter.requires_grad)
+    spec = row_spec(mesh, rows_of(sharded), values.shape, values.dtype)
+    own = own_part(values, sharded).clone()
+    return nn.Parameter(as_dtensor(own, spec), requires_grad=parameter.requires_grad)

@@ -22,7 +22,7 @@ from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel, to_full
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.materialise import on_cpu
-from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part
+from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, own_part
 
 
 def full_state_dict(module: nn.Module, wanted: bool) -> dict[str, Any]:
@@ -86,13 +86,9 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     if value.shape != parameter.shape:
         return value
     placement = parameter.placements[0]
-    local = local_part(parameter)
-    if isinstance(placement, Rows):
-        rank = parameter.device_mesh.get_local_rank()
-        first, end = placement.rows[rank]
-        value = value[first:end]
-    elif not isinstance(placement, Replicate):
+    if not isinstance(placement, Rows | Replicate):
         raise TypeError(f"Expected a parameter in rows or replicated, got {placement}.")
+    local, value = local_part(parameter), own_part(value, parameter)
     dtype = local.dtype if value.is_floating_point() else value.dtype
     # a copy, so that the optimizer does not keep the full tensor alive
     mine = value.detach().to(local.device, dtype, copy=True).contiguous()

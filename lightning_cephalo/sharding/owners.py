@@ -24,7 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_cephalo.sharding.collectives import communicates
-from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, row_spec
+from lightning_cephalo.sharding.placement import (
+    as_dtensor,
+    local_part,
+    own_part,
+    row_spec,
+    rows_of,
+)
 
 # Bytes of the parameters that travel in one exchange.
 _BUCKET_BYTES = 2**26
@@ -93,14 +99,14 @@ class Owners:
         for bucket in _buckets(parameters):
             sends, receives = self._slots(), self._slots()
             for index in bucket:
-                owner, cut = self.of(parameters[index]), _is_cut(parameters[index])
+                parameter = parameters[index]
+                owner, cut = self.of(parameter), rows_of(parameter) is not None
                 if cut or owner == self.rank:  # every rank has a copy of what is not cut
                     sends[owner].append(rows[index])
                 if owner == self.rank:
                     for other in range(len(receives)):
                         if cut or other == self.rank:
-                            part = _part(whole[index], parameters[index], other)
-                            receives[other].append(part)
+                            receives[other].append(_part(whole[index], parameter, other))
             _exchange(sends, receives, rows[bucket[0]], parameters[bucket[0]])
 
     def spread(
@@ -150,15 +156,9 @@ def on_owner(value: Tensor | None, owner: int, like: DTensor, meta: Tensor) -> D
     return as_dtensor(value, row_spec(like.device_mesh, rows, meta.shape, meta.dtype))
 
 
-def _is_cut(parameter: DTensor) -> bool:
-    return isinstance(parameter.placements[0], Rows)
-
-
 def _part(whole: Tensor | None, parameter: DTensor, rank: int) -> Tensor:
-    """Return the rows of a whole tensor that a rank holds."""
     assert whole is not None
-    placement = parameter.placements[0]
-    return whole[slice(*placement.rows[rank])] if isinstance(placement, Rows) else whole
+    return own_part(whole, parameter, rank)
 
 
 def _buckets(parameters: Sequence[DTensor]) -> Iterator[list[int]]:

@@ -49,6 +49,11 @@ class Rows(Shard):
         self.rows = tuple((int(first), int(end)) for first, end in rows)
         self.meet = meet
 
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows of every rank."""
+        return [end - first for first, end in self.rows]
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Rows):
             return other.rows == self.rows
@@ -77,8 +82,7 @@ class Rows(Shard):
     def _to_replicate_tensor(
         self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, *args: Any
     ) -> torch.Tensor:
-        sizes = [end - first for first, end in self.rows]
-        return all_gather_rows(local_tensor, sizes, mesh.get_group(mesh_dim))
+        return all_gather_on_mesh(local_tensor, self.sizes, mesh)
 
     def _replicate_to_shard(
         self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: Any
@@ -178,16 +182,49 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def whole_of(tensor: DTensor) -> torch.Tensor:
-    """Return the whole tensor of one in rows, or the copy that this rank holds; collective.
+    """Return the whole tensor of one in rows, or the copy that this rank holds; collective."""
+    local, rows = local_part(tensor).detach(), rows_of(tensor)
+    return local if rows is None else all_gather_on_mesh(local, rows.sizes, tensor.device_mesh)
 
-    Rows may lie on another device than the one that the ranks communicate with.
+
+def all_gather_on_mesh(local: torch.Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
+    """Return the rows of all ranks stacked, on the device of this rank's rows; collective.
+
+    Rows may lie on another device than the one that the ranks communicate with: after
+    ``parameter.cpu()``.
+
+    Args:
+        local: This rank's rows, shape ``(sizes[rank], ...)``.
+        sizes: Number of rows of every rank.
+        mesh: One-dimensional mesh over the ranks.
     """
-    local, placement, mesh = local_part(tensor).detach(), tensor.placements[0], tensor.device_mesh
-    if not isinstance(placement, Rows):
-        return local
     sent = local.to(mesh.device_type) if local.device.type != mesh.device_type else local
-    sizes = [end - first for first, end in placement.rows]
-    return all_gather_rows(sent.contiguous(), sizes, mesh.get_group()).to(local.device)
+    return all_gather_rows(sent, sizes, mesh.get_group()).to(local.device)
+
+
+def rows_of(tensor: torch.Tensor) -> Rows | None:
+    """Return the rows of a sharded tensor; None if every rank holds all of it."""
+    placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
+    return placement if isinstance(placement, Rows) else None
+
+
+def own_part(whole: torch.Tensor, like: DTensor, rank: int | None = None) -> torch.Tensor:
+    """Return a view of the rows of a whole tensor that a rank holds of a sharded one.
+
+    ::
+
+        own_part(torch.zeros(5, 3), parameter)    # shape (4, 3) on a rank that holds four rows
+
+    Args:
+        whole: A plain tensor with the rows of all ranks.
+        like: The sharded tensor; all of ``whole`` if every rank holds a copy.
+        rank: The rank; None: this one.
+    """
+    rows = rows_of(like)
+    if rows is None:
+        return whole
+    first, end = rows.rows[like.device_mesh.get_local_rank() if rank is None else rank]
+    return whole[first:end]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,15 +33,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.sharding.collectives import all_gather_rows
 from lightning_cephalo.sharding.placement import (
     Rows,
     RowsTensor,
+    all_gather_on_mesh,
     as_dtensor,
     local_part,
+    own_part,
     read_only,
     refuse_dlpack,
     row_spec,
+    rows_of,
     whole_of,
 )
 from lightning_cephalo.sharding.write_guard import LockedRows
@@ -96,7 +98,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def meet_for(doing: str, tensors: Iterable[Tensor]) -> None:
     """Wait until all ranks have come to communicate about tensors in rows."""
     for tensor in tensors:
-        rows = _rows_of(tensor)
+        rows = rows_of(tensor)
         if rows is not None and rows.meet is not None:
             rows.meet(f"computing {doing} of a sharded tensor", _EVERY_RANK)
             return
@@ -307,11 +309,6 @@ def _adopted(tensor: DTensor) -> DTensor:
     return as_dtensor(local_part(tensor), tensor._spec)
 
 
-def _rows_of(tensor: Tensor) -> Rows | None:
-    placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
-    return placement if isinstance(placement, Rows) else None
-
-
 def _is_whole(tensor: Tensor) -> bool:
     """Return whether it is a plain tensor, other than a number, or a view."""
     return not isinstance(tensor, DTensor) and tensor.ndim > 0
@@ -324,15 +321,9 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.shown if isinstance(tensor, RowsView) else tensor
 
 
-def _own_rows(rows: Rows, like: DTensor) -> tuple[int, int]:
-    return rows.rows[like.device_mesh.get_local_rank()]
-
-
 def _write(tensor: DTensor, whole: Tensor) -> None:
-    rows = _rows_of(tensor)
-    if rows is not None:
-        first, end = _own_rows(rows, tensor)
-        local_part(tensor).copy_(whole[first:end])
+    if rows_of(tensor) is not None:
+        local_part(tensor).copy_(own_part(whole, tensor))
         _count_write(tensor)
 
 
@@ -361,19 +352,18 @@ class _Home:
     @property
     def rows(self) -> Rows | None:
         """The rows of the result, if it is sharded."""
-        return None if self.tensor is None else _rows_of(self.tensor)
+        return None if self.tensor is None else rows_of(self.tensor)
 
     def has(self, operand: Tensor) -> bool:
         """Return whether an operand is there, so that nothing is sent for it."""
-        rows = _rows_of(operand)
+        rows = rows_of(operand)
         if rows is None:
             return True
         return self.rows == rows and self.tensor is not None and operand.ndim == len(self.shape)
 
     def place(self, operand: Tensor) -> Tensor:
         """Return the values of an operand that are needed there; collective unless it is there."""
-        rows = self.rows
-        if rows is None or self.tensor is None:
+        if self.tensor is None or self.rows is None:
             return _plain(operand)
         if isinstance(operand, DTensor) and self.has(operand):
             return local_part(operand)
@@ -381,8 +371,7 @@ class _Home:
         is_broadcast = values.ndim < len(self.shape) or len(values) != self.shape[0]
         if values.ndim == 0 or is_broadcast:
             return values
-        first, end = _own_rows(rows, self.tensor)
-        return values[first:end]
+        return own_part(values, self.tensor)
 
     def wrap(self, computed: Any) -> Any:
         """Return computed rows as a sharded tensor."""
@@ -401,14 +390,14 @@ def _home_of(operands: Sequence[Tensor], written: set[int]) -> _Home:
         shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
     changed = [operand for operand in operands if id(operand) in written]
     sharded = [one for one in changed or operands if isinstance(one, DTensor)]
-    in_rows = [one for one in sharded if _rows_of(one) is not None]
+    in_rows = [one for one in sharded if rows_of(one) is not None]
     if not changed:
         plain = [operand for operand in operands if not isinstance(operand, DTensor)]
         # a plain number only scales rows; what it gives with another number is a plain one
         if any(one.ndim for one in plain) or (plain and not in_rows):
             return _Home(None, shape)
         in_rows = [one for one in in_rows if one.ndim == len(shape) and one.shape[0] == shape[0]]
-        if not in_rows and any(_rows_of(one) is not None for one in sharded):
+        if not in_rows and any(rows_of(one) is not None for one in sharded):
             return _Home(None, shape)
     return _Home(next(iter(in_rows or sharded), None), shape)
 
@@ -473,7 +462,7 @@ def _reduces_all(call: _Call) -> bool:
     """Return whether it reduces one tensor in rows to one number, by parts."""
     arguments = _arguments(call)
     tensor = arguments["self"]
-    if len(call.tensors) != 1 or _rows_of(tensor) is None or arguments.get("keepdim"):
+    if len(call.tensors) != 1 or rows_of(tensor) is None or arguments.get("keepdim"):
         return False
     if not tensor.numel() or arguments.get("ord") == 0:  # a norm that counts
         return False
@@ -486,7 +475,7 @@ def _combined(call: _Call) -> Tensor:
     """Return a reduction of the results of the ranks that hold rows; collective."""
     arguments = _arguments(call)
     tensor = arguments["self"]
-    rows = _rows_of(tensor)
+    rows = rows_of(tensor)
     assert rows is not None
     is_mean = call.name == "mean"
     reduce = torch.ops.aten.sum.dim_IntList if is_mean else call.func
@@ -508,9 +497,7 @@ def _combined(call: _Call) -> Tensor:
 def _of_all_ranks(own: Tensor, tensor: DTensor) -> Tensor:
     """Return the 1-d tensors of equal sizes of all ranks, one behind the other; collective."""
     mesh = tensor.device_mesh
-    sent = own.to(mesh.device_type) if own.device.type != mesh.device_type else own
-    gathered = all_gather_rows(sent, [len(own)] * mesh.size(), mesh.get_group())
-    return gathered.to(own.device)
+    return all_gather_on_mesh(own, [len(own)] * mesh.size(), mesh)
 
 
 # -- 3. everything else -----------------------------------------------------------------------
@@ -519,12 +506,12 @@ def _of_all_ranks(own: Tensor, tensor: DTensor) -> Tensor:
 def _of_whole_tensors(call: _Call) -> Any:
     """Gather the operands, run the operator on every rank, and keep what it writes; collective."""
     sharded = [tensor for tensor in call.tensors if isinstance(tensor, DTensor)]
-    if any(_rows_of(tensor) is not None for tensor in sharded):
+    if any(rows_of(tensor) is not None for tensor in sharded):
         meet_for(call.name, sharded)
     # one plain tensor for each operand, so that a write and its result are the same memory
     plain = {id(tensor): _plain(tensor) for tensor in call.tensors}
     computed = call.run(lambda tensor: plain[id(tensor)])
-    in_rows = [tensor for tensor in call.written if _rows_of(tensor) is not None]
+    in_rows = [tensor for tensor in call.written if rows_of(tensor) is not None]
     if in_rows and (call.kind.is_random or any(_is_whole(tensor) for tensor in call.tensors)):
         _refuse_different([plain[id(one)] for one in in_rows], in_rows[0], call.name)
     for tensor in call.written:
@@ -538,7 +525,7 @@ def _of_whole_tensors(call: _Call) -> Any:
     base = call.args[0]
     if isinstance(base, RowsView):
         return pytree.tree_map_only(Tensor, lambda v: RowsView(base.gathered, v), computed)
-    if _rows_of(base) is None:
+    if rows_of(base) is None:
         return computed  # of a copy that each rank holds: a view of that copy
     gathered = _Gathered(base, plain[id(base)])
     return pytree.tree_map_only(Tensor, lambda v: RowsView(gathered, v), computed)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.sharding.collectives import all_gather_rows
-from lightning_cephalo.sharding.placement import Rows, local_part, whole_of
+from lightning_cephalo.sharding.placement import local_part, own_part, whole_of
 from lightning_cephalo.sharding.unit import show_to_recurrent
 from lightning_cephalo.sharding.write_guard import GatheredParameter, LockedRows
 
@@ -133,10 +133,5 @@ def _keep(places: list[_Place]) -> None:
             )
     with torch.no_grad():
         for place in places:
-            sharded, values = place.sharded, place.full.detach()
-            assert isinstance(sharded, DTensor)
-            placement = sharded.placements[0]
-            if isinstance(placement, Rows):
-                first, end = placement.rows[sharded.device_mesh.get_local_rank()]
-                values = values[first:end]
-            local_part(sharded).copy_(values)
+            assert isinstance(place.sharded, DTensor)
+            local_part(place.sharded).copy_(own_part(place.full.detach(), place.sharded))

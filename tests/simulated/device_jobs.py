@@ -117,6 +117,17 @@ class PaddingSeen(pl.Callback):
         self.counted = [counted.gathers, counted.reduces]
 
 
+class ArraysSeen(pl.Callback):
+    """Whether parameters that a hook moves to the host are whole there, as arrays and tensors."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.are_whole = True
+        for parameter in module.parameters():
+            whole, moved = parameter.full_tensor().detach().cpu(), parameter.detach().cpu()
+            for found in (torch.tensor(moved.numpy()), moved.full_tensor(), moved + 0 * whole):
+                self.are_whole &= found.device.type == "cpu" and torch.equal(found, whole)
+
+
 def data(samples: int = GLOBAL_BATCH * STEPS, without_target: int = 0) -> DataLoader:
     """Batches of the global size, whose first samples have no target."""
     generator = torch.Generator().manual_seed(0)
@@ -158,7 +169,8 @@ def train(
         given: Under "plan", "strategy", "trainer", "model" and "data" options for each of them;
             "accelerators": the kind of each rank's device;
             "scale" of 16-mixed; "compile" with this backend; "resume" from this checkpoint, and
-            "save" one; "padding" to look at that of the slices; "manual" for manual optimization.
+            "save" one; "padding" to look at that of the slices; "arrays" to look at parameters on
+            the host; "manual" for manual optimization.
     """
     os.environ.update(environments[rank], OMP_NUM_THREADS="1")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -179,8 +191,10 @@ def train(
     if "compile" in given:
         for layer in model.layers:
             layer.compile(backend=given["compile"])
-    padding = PaddingSeen()
-    used = trainer(chosen, **options, callbacks=[padding] if "padding" in given else [])
+    padding, arrays = PaddingSeen(), ArraysSeen()
+    asked = {"padding": padding, "arrays": arrays}
+    callbacks = [callback for name, callback in asked.items() if name in given]
+    used = trainer(chosen, **options, callbacks=callbacks)
     loaders = [data(**given.get("data", {}))]
     if "val_check_interval" in options:
         loaders.append(data(GLOBAL_BATCH + 3))
@@ -198,6 +212,8 @@ def train(
     }
     if "padding" in given:
         found["padding"] = padding.held, padding.counted
+    if "arrays" in given:
+        found["arrays"] = arrays.are_whole
     scaler = getattr(used.precision_plugin, "scaler", None)
     if scaler is not None:
         found["scale"] = scaler.get_scale()

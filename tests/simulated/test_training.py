@@ -135,11 +135,12 @@ def test_modes(simulated, alone, ranks, given):
     assert_equal(trained(simulated, ranks, **given), alone)
 
 
-def test_a_trace(simulated, alone, tmp_path):
+def test_a_trace_and_parameters_on_the_host(simulated, alone, tmp_path):
     given = {"strategy": {"trace": tmp_path / "trace.json"}, "folder": str(tmp_path)}
-    found = trained(simulated, UNEVEN, **given)
+    found = trained(simulated, UNEVEN, **given, arrays=True)
     assert_equal(found, alone)
     assert "trace.json" in os.listdir(tmp_path)
+    assert all(one["arrays"] for one in found)
 
 
 def test_a_plan_that_is_measured_and_solved(simulated, alone):
