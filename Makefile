@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-UNIT := tests/common tests/plan tests/accelerator tests/sharding tests/data tests/execution tests/observe \
+UNIT := tests/common tests/plan tests/accelerator tests/sharding tests/data tests/adapters tests/execution tests/observe \
 	tests/preparation tests/offline tests/test_floors.py tests/test_documents.py
 
 .PHONY: train test unit lint format figures performance gpu-check

@@ -10,28 +10,33 @@ test_averaged_weights.py`` fails if it changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_cephalo.adapters.checkpoint import rows_like
+from lightning_cephalo.adapters.module_copies import full_parameter
 from lightning_cephalo.sharding.collectives import broadcast
-from lightning_cephalo.sharding.placement import (
-    as_dtensor,
-    own_part,
-    row_spec,
-    rows_of,
-    whole_of,
-)
 
 _COPY = "_average_model"
 
 
+def lightnings_classes(callback: Any) -> set[str]:
+    """Return the names of Lightning's own classes that a callback is an instance of.
+
+    Both packages of Lightning count. A user's class of such a name does not.
+    """
+    packages = ("lightning", "pytorch_lightning")
+    kinds = type(callback).__mro__
+    return {kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] in packages}
+
+
 def averaging_callbacks(callbacks: Sequence[Any]) -> list[Any]:
-    """Return the callbacks that average weights in a copy of the module."""
+    """Return Lightning's callbacks that average weights in a copy of the module."""
     kinds = {"WeightAveraging", "StochasticWeightAveraging"}
-    return [one for one in callbacks if kinds & {kind.__name__ for kind in type(one).__mro__}]
+    return [one for one in callbacks if kinds & lightnings_classes(one)]
 
 
 class AveragedWeights:
@@ -63,31 +68,32 @@ class AveragedWeights:
             made: dict[int, nn.Parameter] = {}
             for _, owner, attribute, parameter in _places(copy):
                 if id(parameter) not in made and isinstance(parameter, DTensor):
-                    full = whole_of(parameter).clone()
-                    made[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
+                    made[id(parameter)] = full_parameter(parameter)
                 owner._parameters[attribute] = made.get(id(parameter), parameter)
         self._copies = []
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield name, owner, attribute and parameter of every place, after all have been found."""
-    return iter(
-        [
-            (f"{prefix}.{attribute}" if prefix else attribute, owner, attribute, parameter)
-            for prefix, owner in module.named_modules(remove_duplicate=False)
-            for attribute, parameter in owner._parameters.items()
-            if parameter is not None
-        ]
-    )
+def _places(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Return name, owner, attribute and parameter of every place."""
+    return [
+        (f"{prefix}.{attribute}" if prefix else attribute, owner, attribute, parameter)
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for attribute, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _sharded_like(sharded: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter with the rows of another, on its own device; collective."""
+    """Return a parameter with the rows of another, on its own device and with its tags; collective.
+
+    The ranks may communicate with another device: callbacks keep averages in host memory.
+    """
     assert isinstance(sharded, DTensor)
     mesh = sharded.device_mesh
-    values = parameter.detach().to(sharded.dtype).clone()
+    values = parameter.detach().to(mesh.device_type, sharded.dtype, copy=True)
     if mesh.size() > 1:
         broadcast(values, None, source=0)
-    spec = row_spec(mesh, rows_of(sharded), values.shape, values.dtype)
-    own = own_part(values, sharded).clone()
-    return nn.Parameter(as_dtensor(own, spec), requires_grad=parameter.requires_grad)
+    rows = rows_like(sharded, values, parameter.device)
+    made = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made

@@ -48,7 +48,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
     _make_room(module, state)
     parameters = {**dict(module.named_parameters(remove_duplicate=False))}
     sharded = {
-        name: _like(parameters[name], value)
+        name: rows_like(parameters[name], value)
         if name in parameters and isinstance(value, Tensor)
         else value
         for name, value in state.items()
@@ -79,8 +79,14 @@ def _make_room(module: nn.Module, state: Mapping[str, Any]) -> None:
             table[name] = made
 
 
-def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's rows of a full tensor, if ``parameter`` is sharded and shapes agree."""
+def rows_like(parameter: Tensor, value: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return this rank's rows of a full tensor, if ``parameter`` is sharded and shapes agree.
+
+    Args:
+        parameter: The parameter whose rows it gets.
+        value: The full tensor.
+        device: Where the rows lie; None: on the device of the parameter's.
+    """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     if value.shape != parameter.shape:
@@ -90,8 +96,8 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
         raise TypeError(f"Expected a parameter in rows or replicated, got {placement}.")
     local, value = local_part(parameter), own_part(value, parameter)
     dtype = local.dtype if value.is_floating_point() else value.dtype
-    # a copy, so that the optimizer does not keep the full tensor alive
-    mine = value.detach().to(local.device, dtype, copy=True).contiguous()
+    # a copy, so that the rows do not keep the full tensor alive
+    mine = value.detach().to(device or local.device, dtype, copy=True).contiguous()
     return as_dtensor(mine, parameter._spec)
 
 
@@ -146,7 +152,7 @@ def load_full_optimizer_state(
             # a step count has the shape of a 0-d parameter, but is a plain number on every rank
             name: value
             if name == "step"
-            else pytree.tree_map_only(Tensor, partial(_like, parameter), value)
+            else pytree.tree_map_only(Tensor, partial(rows_like, parameter), value)
             for name, value in entries.items()
         }
 

@@ -29,6 +29,16 @@ _EVERY_RANK = (
 )
 
 
+def full_parameter(sharded: nn.Parameter) -> nn.Parameter:
+    """Return a full copy of a sharded parameter with its tags; collective."""
+    assert isinstance(sharded, DTensor)
+    with torch.no_grad():
+        # a rank that holds all rows may get them without a copy
+        full = nn.Parameter(whole_of(sharded).clone(), requires_grad=sharded.requires_grad)
+    full.__dict__.update(sharded.__dict__)
+    return full
+
+
 class ModuleCopies:
     """Makes the modules of a sharded model copyable.
 
@@ -67,21 +77,11 @@ class ModuleCopies:
         for unit in self._model.units:
             for sharded, gathered in unit.parameter_pairs():
                 if id(sharded) in wanted or id(gathered) in wanted:
-                    memo[id(sharded)] = memo[id(gathered)] = _full(sharded)
+                    memo[id(sharded)] = memo[id(gathered)] = full_parameter(sharded)
 
     def finish(self, copied: nn.Module) -> None:
         """Remove from a copy what belongs to the sharded model."""
         self._model.executor.hooks.remove_from_copy(copied)
-
-
-def _full(sharded: nn.Parameter) -> nn.Parameter:
-    """Return a full copy of a sharded parameter with its tags; collective."""
-    assert isinstance(sharded, DTensor)
-    with torch.no_grad():
-        # a rank that holds all rows may get them without a copy
-        full = nn.Parameter(whole_of(sharded).clone(), requires_grad=sharded.requires_grad)
-    full.__dict__.update(sharded.__dict__)
-    return full
 
 
 class _ModuleCopier:

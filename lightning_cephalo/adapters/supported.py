@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_cephalo.adapters.averaged_weights import averaging_callbacks
+from lightning_cephalo.adapters.averaged_weights import averaging_callbacks, lightnings_classes
 from lightning_cephalo.adapters.batch_norm import batch_norms, refuse_synchronised
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.placement import Rows
@@ -49,13 +49,11 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
         )
     refuse_synchronised(module)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind in type(callback).__mro__:
-            if kind.__name__ in _CALLBACKS:
-                raise UnsupportedError(
-                    f"The callback {type(callback).__name__} does not work under"
-                    f" strategy='cephalo': {_CALLBACKS[kind.__name__]}. Remove it from"
-                    " Trainer(callbacks=...)."
-                )
+        for name in lightnings_classes(callback) & _CALLBACKS.keys():
+            raise UnsupportedError(
+                f"The callback {type(callback).__name__} does not work under"
+                f" strategy='cephalo': {_CALLBACKS[name]}. Remove it from Trainer(callbacks=...)."
+            )
     _refuse_averaged_statistics(trainer, module)
 
 
@@ -142,7 +140,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> No
 
 def _check_options(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
-    if any(isinstance(optimizer, kind) for kind in (torch.optim.SparseAdam,)):
+    if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError(
             f"{name} updates only the rows that a batch has used. Gradients of all ranks are summed"
             " as dense ones, which do not show them. Use Adam or AdamW, and sparse=False in"

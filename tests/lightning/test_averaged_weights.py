@@ -62,14 +62,23 @@ CALLBACKS = {
 
 
 class _IsSharded(Callback):
-    """Notes what the average is in the middle of training."""
+    """Notes what the average is in the middle of training, and which tags it has."""
 
     def __init__(self, callback) -> None:
         self.callback = callback
 
+    def setup(self, *args, **kwargs) -> None:
+        self._parameters()[-1].tag = "last"
+
     def on_train_batch_end(self, *args) -> None:
-        parameters = list(self.callback._average_model.parameters())
-        self.sharded = all(isinstance(parameter, DTensor) for parameter in parameters)
+        self.sharded = all(isinstance(parameter, DTensor) for parameter in self._parameters())
+        self.tags = self.found_tags()
+
+    def found_tags(self):
+        return [getattr(parameter, "tag", "") for parameter in self._parameters()]
+
+    def _parameters(self):
+        return list(self.callback._average_model.parameters())
 
 
 def _fit(plan, name, folder, resume=None):
@@ -80,6 +89,9 @@ def _fit(plan, name, folder, resume=None):
     path = folder / f"{name} of {plan} from {resume is not None}.ckpt"
     run.save_checkpoint(path)
     assert watch.sharded == (plan is not None)
+    assert watch.tags == watch.found_tags()
+    if name != "SWA":  # it calls to(), which makes new parameters of sharded ones
+        assert [tag for tag in watch.tags if tag] == ["last"]
     values = {key: value.clone() for key, value in values_of(callback._average_model).items()}
     return model.validated, values_of(model), values
 

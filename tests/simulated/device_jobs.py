@@ -194,6 +194,7 @@ def train(
     padding, arrays = PaddingSeen(), ArraysSeen()
     asked = {"padding": padding, "arrays": arrays}
     callbacks = [callback for name, callback in asked.items() if name in given]
+    callbacks.extend(options.pop("callbacks", ()))
     used = trainer(chosen, **options, callbacks=callbacks)
     loaders = [data(**given.get("data", {}))]
     if "val_check_interval" in options:
