@@ -9,7 +9,8 @@ updates. So optimizers may keep what belongs to a parameter under its identity.
 
 State stays on the owner. Between steps ``optimizer.state`` has the same entries on every rank:
 tensors as DTensors whose rows lie on the owner, everything else as equal values. Hooks and
-checkpoints read them as those of parameters.
+checkpoints read them as those of parameters. Entries under keys that are no parameters, and options
+of groups, travel as values; the rank whose step has written them keeps its own objects.
 
 If the update depends on the whole model, one rank owns everything. Only that rank runs the step; it
 may evaluate its closure as often as it likes. The others follow: they run the closure together with
@@ -40,6 +41,7 @@ from lightning_cephalo.sharding.owners import Owners, on_owner
 from lightning_cephalo.sharding.placement import local_part
 
 _PLAIN = (bool, int, float, complex, str, type(None))
+_Leaves = dict[Any, tuple[Any, int]]
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,13 @@ class OwnedUpdate:
         self._whole: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._meanwhile = ExitStack()
         self._shown: list[list[Tensor]] | None = None
-        self._before: list[list[Any]] = []
+        # options of the groups where the step began; empty outside of a step
+        self._before: list[_Leaves] = []
         self._state: Any = None
         self._faces: dict[Tensor, dict[str, Any]] = {}
         # state between two evaluations of a closure: the dict, and what it held
         self._unfinished: dict[Tensor, tuple[dict[str, Any], dict[str, Any]]] = {}
         owners.assign(self.parameters())
-
-    @property
-    def owners(self) -> Owners:
-        """Which rank owns which parameter."""
-        return self._owners
 
     def parameters(self) -> list[DTensor]:
         """Return the optimizer's parameters in the order of its groups."""
@@ -98,6 +96,7 @@ class OwnedUpdate:
 
     def wrapped(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
         """Return a closure that also brings the parameters to their owners; collective."""
+        self._before, self._unfinished = [], {}  # of a step that was left in the middle
 
         def closure_and_collect() -> Any:
             if self._shown is not None:
@@ -142,8 +141,7 @@ class OwnedUpdate:
         optimizer, owners = self._optimizer, self._owners
         parameters = self.parameters()
         owners.assign(parameters)  # groups may have come since the last step
-        doing = f"making room for the whole parameters of {type(optimizer).__name__}"
-        whole = self._control.together(doing, lambda: [self._room(p) for p in parameters])
+        whole = self._rooms(parameters)
         with torch.no_grad():
             owners.collect(parameters, [local_part(p) for p in parameters], whole)
             graded = [i for i, p in enumerate(parameters) if p.grad is not None]
@@ -156,7 +154,8 @@ class OwnedUpdate:
         # private, as in adapters/optimizer.py: no mode of the user sees the exchange
         self._meanwhile.enter_context(torch._C.DisableTorchFunction())
         self._shown = [list(group["params"]) for group in optimizer.param_groups]
-        self._before = [_numbers(group) for group in optimizer.param_groups]
+        # a step that evaluates its closure again has perhaps written options before
+        self._before = self._before or [_leaves(group) for group in optimizer.param_groups]
         self._state, optimizer.state = optimizer.state, defaultdict(dict)
         for key, entries in self._state.items():
             if not isinstance(key, DTensor):
@@ -174,6 +173,20 @@ class OwnedUpdate:
         for group, held in zip(optimizer.param_groups, self._shown, strict=True):
             # in place: an optimizer may hold the list itself
             group["params"][:] = [self._whole[p] for p in held if owners.owns(p)]
+
+    def _rooms(self, parameters: list[DTensor]) -> list[Any]:
+        """Return memory for the whole parameters that this rank owns; collective."""
+        failure: Exception | None = None
+        rooms: list[Any] = []
+        try:
+            rooms = [self._room(parameter) for parameter in parameters]
+        except Exception as error:
+            failure = error
+        if self._control.any(failure is not None):
+            name = type(self._optimizer).__name__
+            doing = f"making room for the whole parameters of {name}"
+            self._control.raise_if_any_failed(failure, doing)
+        return rooms
 
     def _room(self, parameter: DTensor) -> Tensor | None:
         if not self._owners.owns(parameter):
@@ -195,7 +208,9 @@ class OwnedUpdate:
 
     def _hide(self) -> None:
         """Give all ranks their rows, and put the DTensors back; collective."""
+        common = _common(self._optimizer.state)
         self.restore()
+        _set_common(self._optimizer.state, common)
         parameters = self.parameters()
         whole = [self._whole.get(p) if self._owners.owns(p) else None for p in parameters]
         with torch.no_grad():
@@ -219,14 +234,22 @@ class OwnedUpdate:
         if self._single and self._runs:
             control.broadcast(False, self._owners.largest)
         by_whole = {key: _copied(entries) for key, entries in optimizer.state.items()}
+        doing, message = f"updating by {type(optimizer).__name__}", None
+        if failure is None:
+            try:
+                message = self._message()
+            except Exception as error:
+                doing, failure = "reading the optimizer's state", error
         try:
-            control.raise_if_any_failed(failure, f"updating by {type(optimizer).__name__}")
-            message = control.together("reading the optimizer's state", self._message)
             messages = control.gather(message)
+            if any(each is None for each in messages):
+                control.raise_if_any_failed(failure, doing)
         except BaseException:
             self.restore()
             self._free([])
             raise
+        finally:
+            self._before = []
         self._hide()
         self._take_options(messages)
         self._take_state(messages, by_whole)
@@ -263,7 +286,7 @@ class OwnedUpdate:
         optimizer = self._optimizer
         assert self._shown is not None
         if not self._runs:
-            return {"options": {}, "state": {}, "common": {}}
+            return {"options": {}, "state": {}, "common": None}
         options = {
             index: _changed(group, before)
             for index, (group, before) in enumerate(
@@ -276,16 +299,25 @@ class OwnedUpdate:
             for index, p in enumerate(self.parameters())
             if self._owners.owns(p) and self._whole[p] in optimizer.state
         }
-        common = {
-            key: pytree.tree_map(self._told, entries)
-            for key, entries in optimizer.state.items()
-            if not isinstance(key, Tensor)
-        }
-        return {"options": options, "state": state, "common": common if state else {}}
+        common = None
+        if self._owns_any():
+            common = {
+                key: pytree.tree_map(self._value, entries)
+                for key, entries in _common(optimizer.state).items()
+            }
+        return {"options": options, "state": state, "common": common}
+
+    def _owns_any(self) -> bool:
+        return any(self._owners.owns(parameter) for parameter in self.parameters())
+
+    def _value(self, leaf: Any) -> Any:
+        """Return what stands for a leaf of common state: a tensor travels whole."""
+        told = self._told(leaf)
+        return _on_host(leaf) if isinstance(told, _Held) else told
 
     def _told(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and type(leaf) in (Tensor, nn.Parameter) and not leaf.is_sparse:
-            return _Held(tuple(leaf.shape), leaf.dtype) if leaf.ndim else leaf.detach().cpu()
+            return _Held(tuple(leaf.shape), leaf.dtype) if leaf.ndim else _on_host(leaf)
         if isinstance(leaf, _PLAIN):
             return leaf
         raise UnsupportedError(
@@ -295,12 +327,13 @@ class OwnedUpdate:
         )
 
     def _take_options(self, messages: list[dict[str, Any]]) -> None:
-        """Give every rank the numbers that owners have written to their groups."""
+        """Give every rank what the first owner has written to the options of a group."""
         for index, group in enumerate(self._optimizer.param_groups):
-            for message in messages:
-                if index in message["options"]:
-                    group.update(message["options"][index])
-                    break
+            writers = (rank for rank, each in enumerate(messages) if index in each["options"])
+            first = next(writers, self._control.rank)
+            if first != self._control.rank:  # it keeps its own objects
+                for name, value in messages[first]["options"][index].items():
+                    group[name] = _where(group.get(name), value)
 
     def _take_state(self, messages: list[dict[str, Any]], by_whole: Any) -> None:
         state, rank = self._optimizer.state, self._control.rank
@@ -315,10 +348,9 @@ class OwnedUpdate:
             # the same dict, which hooks may hold
             state[parameter].clear()
             state[parameter].update(entries)
-        for message in messages:
-            if message["common"]:
-                state.update(message["common"])
-                break
+        told_common = [each["common"] for each in messages if each["common"] is not None]
+        if told_common and not (self._runs and self._owns_any()):
+            _set_common(state, told_common[0])
 
     def loaded(self, entries: Any, parameter: DTensor) -> Any:
         """Return saved state of whole tensors as this rank shows it, on the right device."""
@@ -402,32 +434,62 @@ def _shown_state(told: Any, own: Any, held: Any, parameter: DTensor, owner: int)
     return pytree.tree_unflatten(made, spec)
 
 
+def _on_host(tensor: Tensor) -> Tensor:
+    # a message holds the whole memory of a tensor: that of a view may be large
+    return tensor.detach().cpu().clone()
+
+
 def _copied(entries: Any) -> Any:
     return dict(entries) if isinstance(entries, dict) else entries
 
 
-def _numbers(group: dict[str, Any]) -> list[Any]:
-    """Return what shows whether an update has written to the options of a group."""
-    return [
-        (path, leaf._version if isinstance(leaf, Tensor) else leaf, id(leaf))
-        for path, leaf in pytree.tree_flatten_with_path(_options(group))[0]
-    ]
+def _common(state: Any) -> dict[Any, Any]:
+    """Return the entries of a state that belong to no parameter."""
+    return {key: entries for key, entries in state.items() if not isinstance(key, Tensor)}
 
 
-def _changed(group: dict[str, Any], before: list[Any]) -> dict[str, Any]:
-    now, names = _numbers(group), set()
-    known = {path: (value, key) for path, value, key in before}
-    for path, value, key in now:
-        was = known.pop(path, None)
-        if was is None or (key != was[1] and value != was[0]) or (value != was[0]):
-            names.add(path[0].key)
-    names |= {path[0].key for path in known}
+def _set_common(state: Any, common: dict[Any, Any]) -> None:
+    """Let a state have these entries, and no others, that belong to no parameter."""
+    for key in _common(state).keys() - common.keys():
+        del state[key]
+    state.update(common)
+
+
+def _leaves(group: dict[str, Any]) -> _Leaves:
+    """Return the options of a group by their paths, and the versions of those that are tensors.
+
+    The options themselves are kept: a new object may get the ``id`` of one that is gone.
+    """
+    options = {name: value for name, value in group.items() if name != "params"}
     return {
-        name: pytree.tree_map_only(Tensor, lambda value: value.detach().cpu(), group[name])
-        for name in names
-        if name in group
+        path: (leaf, leaf._version if isinstance(leaf, Tensor) else 0)
+        for path, leaf in pytree.tree_flatten_with_path(options)[0]
     }
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+def _changed(group: dict[str, Any], before: _Leaves) -> dict[str, Any]:
+    """Return the options of a group that an update has written, with tensors on the CPU."""
+    now = _leaves(group)
+    paths = now.keys() ^ before.keys()
+    paths |= {path for path in now.keys() & before.keys() if _differ(now[path], before[path])}
+    names = {path[0].key for path in paths}
+    return {
+        name: pytree.tree_map_only(Tensor, _on_host, group[name]) for name in names if name in group
+    }
+
+
+def _differ(now: tuple[Any, int], before: tuple[Any, int]) -> bool:
+    (leaf, version), (leaf_before, version_before) = now, before
+    if leaf is leaf_before:
+        return version != version_before
+    if isinstance(leaf, Tensor) or isinstance(leaf_before, Tensor):
+        return True  # comparing values would wait for the device
+    return bool(leaf != leaf_before)
+
+
+def _where(held: Any, value: Any) -> Any:
+    """Return options of another rank with their tensors on the device of those held here."""
+    devices = [leaf.device for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor)]
+    if not devices:
+        return value
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(devices[0]), value)
