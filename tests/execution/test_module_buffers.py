@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.combined_buffers import CombinedBuffers
 from lightning_cephalo.execution.module_buffers import COPIED_BYTES, ModuleBuffers
+from lightning_cephalo.execution.module_state import ModuleState
 
 
 class _Top(nn.Module):
@@ -119,3 +124,85 @@ def test_a_buffer_of_another_shape_is_left_to_the_microbatches():
     _step(buffers, module, grow)
     assert [place.key for place, _, _ in module.local] == ["kept", "shared"]
     assert not buffers.written and buffers.localised == ["kept", "kept"]
+
+
+def test_a_unit_finds_a_buffer_that_it_shares_with_a_module_outside():
+    module = _Top()
+    buffers = _buffers(module)
+    buffers.begin([1])
+    buffers.resume(0)
+    module.kept += 1
+    buffers.pause(0)  # before it enters a unit
+    buffers.resume(0)
+    shown = buffers.now([module.inner])
+    module.kept += 10
+    with buffers.replayed(shown):
+        assert module.inner.shared[0] == 1.0 and module.kept is module.inner.shared
+    assert module.inner.shared[0] == 11.0
+
+
+def test_a_rank_without_samples_has_written_nothing():
+    module = _Top()
+    buffers = _buffers(module)
+    _step(buffers, module, _in_place)
+    buffers.begin([])
+    buffers.finish()
+    assert not buffers.wrote() and buffers.written[0].values == []
+
+
+class _OtherRank:
+    """Stands for the messages of this rank and of one other."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, says) -> None:
+        self._says = list(says)
+
+    def gather(self, said):
+        return [said, self._says.pop(0)]
+
+    def together(self, doing, function):
+        return function()
+
+
+def test_a_buffer_that_has_changed_its_shape_once_is_local_for_good():
+    """Another buffer is first written later: the ranks agree anew."""
+    module = _Top()
+    others = [({"kept": None}, []), ({"kept": None, "still": None}, [])]
+    device = accelerator_of(torch.device("cpu"))
+    combined = CombinedBuffers(module, ModuleState(module), _OtherRank(others), device)
+    of_microbatches, step = combined.of_microbatches, iter(range(2))
+
+    def write(microbatch):
+        if next(step) == 0:
+            module.kept = module.inner.shared = torch.ones(7)
+        else:
+            module.still += 1
+
+    for _ in range(2):
+        combined.begin([1])
+        of_microbatches.resume(0)
+        write(0)
+        of_microbatches.pause(0)
+        said = [combined.finish(), 0.0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a buffer of the samples
+            combined.agree(said)
+        combined.combine()
+    assert combined._agreed == {"still"}
+
+
+def test_integers_beyond_the_precision_of_floats_arrive_exactly():
+    module = _Top()
+    module.register_buffer("bits", torch.tensor([2**53 + 1, -(2**62) - 3, -1]))
+    wanted = module.bits + 2
+    device = accelerator_of(torch.device("cpu"))
+    combined = CombinedBuffers(module, ModuleState(module), _OtherRank([({}, [])]), device)
+    combined.begin([3, 1])
+    for index in range(2):
+        combined.of_microbatches.resume(index)
+        module.bits += 2
+        combined.of_microbatches.pause(index)
+    combined.agree([combined.finish()])
+    combined.combine()
+    assert torch.equal(module.bits, wanted)

@@ -90,3 +90,16 @@ def test_graphs_end_with_the_step():
     stores = [torch.ones(2, 4, requires_grad=True) * 2]
     _step(state, module, (2,), stores)
     assert not module.kept.requires_grad and torch.equal(module.kept, stores[0])
+
+
+def test_a_step_without_gradients_stores_as_without_this_package():
+    module = _Top()
+    state = ModuleState(module)
+    _step(state, module, (3, 2), [torch.ones(3, 4), torch.zeros(2, 4)])
+    for value in (torch.full((7, 4), 5.0), torch.full((4, 4), 6.0)):  # two batches of validation
+        state.resume(0)
+        module.kept = value
+        state.pause(0)
+        assert module.kept is value
+    state.resume(0)
+    assert module.kept is value

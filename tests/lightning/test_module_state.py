@@ -52,6 +52,8 @@ class _Stateful(LightningModule):
             x = self._recurrent(x)
         self.features = self.cells[0](x)
         x = self.cells[1](self.features)
+        for _ in range(batch_idx if self.kind == "features" else 0):
+            x = self.cells[0](x)  # more visits than the steps before had
         # read behind a unit, where another microbatch has stored its own in between
         found = self.head(x + (self.features if self.kind == "features" else 0.0))
         self.used += 1.0
