@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_cephalo import _autoload
 
 if TYPE_CHECKING:
+    from lightning_cephalo.execution.over_batch import loss_over_batch
     from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, solve
     from lightning_cephalo.ranks.slurm import UnevenSLURMEnvironment
     from lightning_cephalo.sharding.writable_parameters import writable_parameters
@@ -29,6 +30,7 @@ __all__ = [
     "RankProfile",
     "UnevenSLURMEnvironment",
     "__version__",
+    "loss_over_batch",
     "solve",
     "writable_parameters",
 ]
@@ -40,6 +42,7 @@ _HOME_OF = {
     "RankPlan": "lightning_cephalo.plan",
     "RankProfile": "lightning_cephalo.plan",
     "UnevenSLURMEnvironment": "lightning_cephalo.ranks.slurm",
+    "loss_over_batch": "lightning_cephalo.execution.over_batch",
     "writable_parameters": "lightning_cephalo.sharding.writable_parameters",
     "solve": "lightning_cephalo.plan",
 }

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.throttle import Throttle
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.combined_buffers import CombinedBuffers
 from lightning_cephalo.execution.failure import Failure
-from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch
+from lightning_cephalo.execution.microbatch import AT_BATCH, BEHIND_THE_LAST, Microbatch
 from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.orders import Choice
+from lightning_cephalo.execution.over_batch import exchange_rows, refuse_own_weight
 from lightning_cephalo.execution.step import (
     ForwardOutcome,
     MicrobatchCall,
@@ -58,7 +60,7 @@ from lightning_cephalo.sharding.flat import Residence
 from lightning_cephalo.sharding.unit import Unit, UnitState
 
 # A rank's state in the exchange that ends a forward.
-_WELL, _FAILED, _UNFINISHED = 0.0, 1.0, 2.0
+_WELL, _FAILED, _UNFINISHED, _ASKS = 0.0, 1.0, 2.0, 3.0
 
 # code of the user that runs while parameters are gathered for the backward, for messages
 _BEFORE_BACKWARD = "a hook between the forward and the backward"
@@ -284,6 +286,7 @@ class Executor:
                 last,
                 self.state,
                 self.buffers.of_microbatches,
+                meets=True,
             )
             for call in calls
         ]
@@ -519,12 +522,14 @@ class Executor:
         if not step.microbatches or index in step.with_loss:
             return
         microbatch = step.microbatches[index]
-        if microbatch.parked is BEHIND_THE_LAST:
+        if microbatch.parked is BEHIND_THE_LAST or microbatch.is_answered:
             self._advance(index)
         if not microbatch.has_loss:
             return  # it visits more units than are known
         step.with_loss.add(index)
         found = step.calls[index].weight_of(microbatch.result)
+        if microbatch.was_over_batch:
+            refuse_own_weight(None if found is None else found[1], step.calls[index].samples)
         if found is None:
             step.skipped += 1
             return
@@ -618,7 +623,7 @@ class Executor:
             self.failure.guarded(self.finish_buffers)
         state = _FAILED if self.failure.error is not None else _WELL
         if state == _WELL and not is_finished:
-            state = _UNFINISHED
+            state = _ASKS if set(step.parked) <= {AT_BATCH, None} else _UNFINISHED
         made = step.made()
         with_loss = len(step.with_loss) - step.skipped
         own = [state, math.fsum(step.weights), step.written_buffers]
@@ -629,6 +634,9 @@ class Executor:
             self.give_up(doing)
         if _UNFINISHED in states:
             self._trace_rest()
+            return
+        if _ASKS in states:
+            self._answer(any(row[0] == _WELL and row[4] + row[5] for row in said))
             return
         total = math.fsum(row[1] for row in said)
         outcome = ForwardOutcome(
@@ -715,6 +723,46 @@ class Executor:
             unit.wait_reduce()
             unit.free()
 
+    # -- losses over the whole batch ----------------------------------------------------------
+
+    def _answer(self, others_returned: bool) -> None:
+        """Give all microbatches the rows of the whole batch, and go on with them; collective.
+
+        Args:
+            others_returned: Whether microbatches of a rank have returned without asking.
+        """
+        step, doing = self._step, "computing a loss over the batch"
+        asked = [microbatch.asked for microbatch in step.microbatches]
+        if others_returned or None in asked:
+            self.failure.note(
+                UnitUseError(
+                    "Some microbatches call loss_over_batch, and others return without it. Its rows"
+                    " are those of all samples of the step: call it in every training_step."
+                )
+            )
+        said = self.exchange([float(self.failure.error is not None)])
+        if any(row[0] for row in said):
+            self.give_up(doing)
+        try:
+            answers = exchange_rows(
+                [each for each in asked if each is not None],
+                [call.samples for call in step.calls],
+                self.control,
+                step.scale_loss,
+                [gathered for _, gathered in self.units[ROOT].parameter_pairs()],
+                self.accelerator.device,
+            )
+        except UnitUseError as failure:  # on all ranks
+            self.failure.note(failure)
+            self.give_up(doing)
+            raise
+        for microbatch, answer in zip(step.microbatches, answers, strict=True):
+            microbatch.answer(answer)
+        last = len(step.visits) - 1
+        for index in range(len(step.calls)):
+            self.execute(Instruction(Operation.LOSS, ROOT, last, index))
+        self.execute(Instruction(Operation.AGREE))
+
     # -- tracing ------------------------------------------------------------------------------
 
     def _traced(self) -> Iterator[Instruction]:
@@ -776,12 +824,14 @@ class Executor:
         step = self._step
         choice = Choice(self._visits.known(step.trainable) or ())
         while True:
-            place = where(failed=self.failure.error is not None, parked=step.parked, choice=choice)
+            failed = self.failure.error is not None
+            parked = [None if at is AT_BATCH else at for at in step.parked]
+            place = where(failed=failed, parked=parked, choice=choice)
             visit, is_apart = agree(self.exchange(place), choice)
             step.is_apart = step.is_apart or is_apart
             if visit is None:
                 break
             visits.append(visit)
             yield visit
-        if any(not microbatch.finished for microbatch in step.microbatches):
+        if any(each.parked not in (None, AT_BATCH) for each in step.microbatches):
             self.failure.abandon()  # another rank has failed; the next exchange reports it

@@ -47,6 +47,7 @@ from lightning_cephalo.execution.call_tree import (
 from lightning_cephalo.execution.module_buffers import ModuleBuffers, Shown
 from lightning_cephalo.execution.module_state import ModuleState, Stored
 from lightning_cephalo.execution.offload import HostArena, OffloadedTensor
+from lightning_cephalo.execution.over_batch import Answer, Question, StepGreenlet, refuse_manual
 from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, ThreadState
 from lightning_cephalo.plan.program import NONE, ROOT, Visit
 
@@ -55,6 +56,9 @@ BEHIND_THE_LAST = Visit(NONE)
 
 AT_BACKWARD = Visit(-4)
 """The place of a microbatch whose code has called a backward itself."""
+
+AT_BATCH = Visit(-6)
+"""The place of a microbatch that waits for the rows of the whole batch; see over_batch.py."""
 
 AT_UPDATE = Visit(-5)
 """The place of a microbatch whose code is about to clip gradients or to run an optimizer."""
@@ -101,10 +105,12 @@ class Microbatch:
         buffers: The buffers of the model's modules; None: as for ``state``.
         outside: Returns a context for code of this package that runs within the step; None if the
             step has one backward only. See ``execution/manual_step.py``.
+        meets: Whether the step meets all others for losses over the whole batch.
 
     Attributes:
         parked: The visit that it waits for; None: none.
         made: Positions of its visits in the order.
+        asked: The rows with which it waits for a loss over the whole batch; None: it does not.
         result: Return value of the step.
         finished: Whether the step has returned.
     """
@@ -120,6 +126,8 @@ class Microbatch:
         state: ModuleState | None = None,
         buffers: ModuleBuffers | None = None,
         outside: Callable[[], AbstractContextManager[Any]] | None = None,
+        *,
+        meets: bool = False,
     ) -> None:
         self._inside = inside
         self._outside = outside
@@ -131,7 +139,10 @@ class Microbatch:
         self._accelerator = accelerator
         self._device_types = accelerator.autocast_types
         self._recompute = recompute
-        self._greenlet = greenlet.greenlet(step)
+        ask = refuse_manual if outside is not None else self._ask if meets else None
+        self._greenlet = StepGreenlet(step, ask)
+        self.asked: Question | None = None
+        self._answer: Answer | None = None
         # a greenlet starts with no context variables of its own
         self._greenlet.gr_context = contextvars.copy_context()
         self._records: list[_Record | None] = []
@@ -196,6 +207,29 @@ class Microbatch:
         """Park until every rank is about to clip gradients or to run an optimizer."""
         with self.outside():
             self._park(AT_UPDATE)
+
+    # -- losses over the whole batch ----------------------------------------------------------
+
+    def _ask(self, question: Question) -> Answer:
+        self.asked = question
+        self._park(AT_BATCH)
+        answer, self._answer = self._answer, None
+        assert answer is not None
+        return answer
+
+    def answer(self, answer: Answer) -> None:
+        """Give the step the rows of the whole batch; it goes on when it is next advanced."""
+        self.asked, self._answer = None, answer
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the step can go on after it has waited for the whole batch."""
+        return self._answer is not None
+
+    @property
+    def was_over_batch(self) -> bool:
+        """Whether the step has computed a loss over the whole batch."""
+        return self._greenlet.was_asked
 
     def outside(self) -> AbstractContextManager[Any]:
         """Return a context for code of this package that runs within the step."""

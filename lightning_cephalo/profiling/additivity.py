@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lightning_cephalo.data.cutting import loss_and_weight
+from lightning_cephalo.execution.over_batch import was_asked
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
 
@@ -120,7 +121,8 @@ def _loss_of(
 ) -> tuple[float, float]:
     def loss_of_step() -> tuple[float, float]:
         found = loss_and_weight(step(batch), samples)
-        if found is None:  # a batch that training_step skips: nothing can be said of its loss
+        # a batch that training_step skips, or a loss that is meant to be over all samples
+        if found is None or was_asked():
             return math.nan, math.nan
         return float(found[0]), float(found[1])
 

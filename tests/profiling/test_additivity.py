@@ -15,7 +15,7 @@ from plans import GLOBAL_BATCH, QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, loss_over_batch
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
@@ -44,6 +44,10 @@ def _mean(scores, rows):
 
 def _contrastive(scores, rows):
     return nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(rows)))
+
+
+def _over_batch(scores, rows):
+    return loss_over_batch(_contrastive, scores, rows)
 
 
 def _classes(scores, rows):
@@ -88,6 +92,7 @@ def _nothing(scores, rows):
 LOSSES = {
     _mean: False,
     _contrastive: True,
+    _over_batch: False,
     _classes: True,
     _classes_with_weight: False,
     _tokens: True,

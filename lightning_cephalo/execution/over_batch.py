@@ -1,0 +1,314 @@
+"""Losses over the whole global batch, such as contrastive ones, which are no mean over samples.
+
+[Note: losses over the batch]
+Each microbatch parks where it calls :func:`loss_over_batch`. When all microbatches of all ranks
+have come, the ranks exchange the rows of their tensors. Every rank computes the loss of all rows
+and its gradients, without the graphs of the rows. Each microbatch then goes on with a loss whose
+graph carries the gradients of its own rows.
+
+A step divides each microbatch's gradients by the total weight and multiplies them by its own. So a
+microbatch carries its rows' gradients times ``total / own``. The gradients of parameters that the
+function uses (a temperature) are equal on all ranks: the first microbatch of each rank carries its
+part of them.
+
+This is the gradient cache of Gao et al. 2021 (arXiv 2101.06983). Layered accumulation makes it free
+of its second forward: the graphs of all microbatches are there anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import greenlet
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
+from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.sharding.collectives import all_gather_rows
+
+
+def loss_over_batch(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return ``function(*tensors)``, with the rows of the whole global batch in a training step.
+
+    ::
+
+        def training_step(self, batch, batch_idx):
+            first, second = (self.encoder(view) for view in batch)
+            return loss_over_batch(self.contrastive, first, second)
+
+        def contrastive(self, first, second):     # of shape (global batch, width)
+            logits = self.log_scale.exp() * first @ second.T
+            return torch.nn.functional.cross_entropy(logits, torch.arange(len(first)))
+
+    Every rank computes the function, on the same values. It must not depend on chance, and on no
+    tensor with a gradient other than its arguments and parameters outside of units. Memory for its
+    intermediate results is not part of the plan.
+
+    Outside of a training step, and with other strategies, the function is simply called.
+
+    Args:
+        function: Computes a scalar.
+        tensors: Rows of this call's samples; of shape ``(rows, ...)``, equal but for the rows.
+
+    Raises:
+        UnitUseError: If the function calls a unit, or uses another tensor with a gradient.
+        UnsupportedError: With manual optimization.
+    """
+    current = greenlet.getcurrent()
+    if isinstance(current, StepGreenlet):
+        return current.loss_over_batch(function, tensors)
+    return function(*tensors)
+
+
+class StepGreenlet(greenlet.greenlet):
+    """A greenlet that runs the user's step.
+
+    Args:
+        step: The user's step.
+        ask: Parks until the rows of all ranks are there; None: there are no others.
+
+    Attributes:
+        was_asked: Whether the step has called :func:`loss_over_batch`.
+    """
+
+    def __init__(self, step: Callable[[], Any], ask: Callable[[Question], Answer] | None) -> None:
+        super().__init__(step)
+        self._ask = ask
+        self.was_asked = False
+
+    def loss_over_batch(self, function: Callable[..., Tensor], tensors: tuple[Any, ...]) -> Tensor:
+        self.was_asked = True
+        if self._ask is None:
+            return function(*tensors)
+        answer = self._ask(Question(tensors))
+        answer.share.compute(function)
+        return answer.loss_of(tensors)
+
+
+def was_asked() -> bool:
+    """Whether the running step has called :func:`loss_over_batch`."""
+    current = greenlet.getcurrent()
+    return isinstance(current, StepGreenlet) and current.was_asked
+
+
+@dataclass(frozen=True)
+class Question:
+    """The rows of one microbatch."""
+
+    tensors: tuple[Any, ...]
+
+    def kinds(self) -> list[tuple[int, tuple[int, ...], torch.dtype, bool]]:
+        """Return rows, shape of a row, dtype, and whether it needs a gradient, of each tensor."""
+        for value in self.tensors:
+            if not isinstance(value, Tensor) or not value.ndim:
+                raise UnitUseError(
+                    f"loss_over_batch got {type(value).__name__}; expected tensors whose first"
+                    " dimension is that of the samples. Give other values to the function itself,"
+                    " by functools.partial."
+                )
+        return [(len(t), tuple(t.shape[1:]), t.dtype, t.requires_grad) for t in self.tensors]
+
+
+@dataclass
+class WholeBatch:
+    """The loss of all rows, on one rank.
+
+    Attributes:
+        rows: The rows of all ranks, one tensor for each argument.
+        ranks: Number of ranks that have microbatches.
+        scale: Multiplies the loss while gradients are computed (a gradient scaler's), so that they
+            do not underflow in half precision.
+        parameters: Ids of the parameters that the function may use.
+        loss: The loss, without a graph.
+        gradients: Those of the rows, in single precision; None for arguments without one.
+        of_parameters: Parameters that the function uses, and their gradients.
+    """
+
+    rows: list[Tensor]
+    ranks: int
+    scale: Callable[[Tensor], Tensor] | None
+    parameters: frozenset[int]
+    loss: Tensor | None = None
+    gradients: list[Tensor | None] = field(default_factory=list)
+    of_parameters: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def compute(self, function: Callable[..., Tensor]) -> None:
+        """Compute the loss and its gradients, for the first microbatch that asks."""
+        if self.loss is not None:
+            return
+        loss = function(*self.rows)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UnitUseError(
+                f"The function of loss_over_batch returned {_spelled(loss)}; expected a loss, a"
+                " tensor of one element."
+            )
+        used = _leaves_behind([loss])
+        own = {id(row): place for place, row in enumerate(self.rows)}
+        others = [leaf for leaf in used if id(leaf) not in own]
+        if any(id(leaf) not in self.parameters for leaf in others):
+            raise UnitUseError(
+                "The function of loss_over_batch uses a unit, or a tensor with a gradient that is"
+                " none of its arguments. Other samples' rows of it would be missing. Compute it"
+                " before, and give it to loss_over_batch as an argument."
+            )
+        self.gradients = [None] * len(self.rows)
+        if used:
+            factor = torch.ones((), device=loss.device)
+            factor = factor if self.scale is None else self.scale(factor)
+            found = torch.autograd.grad(loss, used, factor.to(loss.dtype).expand_as(loss))
+            for leaf, gradient in zip(used, found, strict=True):
+                exact = gradient.to(_wide(gradient.dtype)) / factor
+                if id(leaf) in own:
+                    self.gradients[own[id(leaf)]] = exact
+                else:
+                    self.of_parameters.append((leaf, exact))
+        self.loss = loss.detach()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A microbatch's part of the loss of all rows.
+
+    Attributes:
+        share: The loss of all rows.
+        starts: Where this microbatch's rows begin, for each argument.
+        factor: Total number of samples over its own.
+        is_first: Whether it is the first microbatch of its rank.
+    """
+
+    share: WholeBatch
+    starts: tuple[int, ...]
+    factor: float
+    is_first: bool
+
+    def loss_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the loss, with a graph to this microbatch's rows and its part of parameters."""
+        share = self.share
+        assert share.loss is not None
+        carried = torch.zeros((), device=share.loss.device)
+        pairs = zip(tensors, share.gradients, self.starts, strict=True)
+        for tensor, gradient, start in pairs:
+            if gradient is not None and tensor.requires_grad:
+                own = gradient[start : start + len(tensor)]
+                carried = carried + (tensor.to(own.dtype) * own).sum() * self.factor
+        if self.is_first:
+            for parameter, gradient in share.of_parameters:
+                part = (parameter.to(gradient.dtype) * gradient).sum()
+                carried = carried + part * (self.factor / share.ranks)
+        # the value of the loss, with the gradient of `carried`
+        return share.loss + (carried - carried.detach()).to(share.loss.dtype)
+
+
+def exchange_rows(
+    questions: Sequence[Question],
+    samples: Sequence[int],
+    control: ControlGroup,
+    scale: Callable[[Tensor], Tensor] | None,
+    parameters: Iterable[Tensor],
+    device: torch.device,
+) -> list[Answer]:
+    """Return the answer for each microbatch of this rank; collective.
+
+    Args:
+        questions: Those of this rank's microbatches.
+        samples: Numbers of their samples.
+        control: Exchanges messages between ranks.
+        scale: As for :class:`WholeBatch`.
+        parameters: Parameters that functions may use.
+        device: This rank's device.
+
+    Raises:
+        UnitUseError: On all ranks, if microbatches differ in other ways than in their rows.
+    """
+    kinds = control.together(
+        "reading the arguments of loss_over_batch", lambda: [each.kinds() for each in questions]
+    )
+    rows = control.gather((kinds, list(samples)))
+    every = [kind for kinds_of_rank, _ in rows for kind in kinds_of_rank]
+    like = {tuple(kind[1:3] for kind in kinds) for kinds in every}
+    if len(like) > 1:
+        said = " and ".join(sorted(_spelled_kinds(kinds) for kinds in like))
+        raise UnitUseError(
+            f"Microbatches call loss_over_batch with different tensors: rows of {said}. Only the"
+            " number of rows may differ, so that they can be joined."
+        )
+    total = float(sum(sum(own) for _, own in rows))
+    found, starts = [], []
+    for place, (shape, dtype) in enumerate(next(iter(like))):
+        own_rows = [question.tensors[place].detach() for question in questions]
+        sent = torch.uint8 if dtype is torch.bool else dtype
+        empty = torch.zeros((0, *shape), dtype=sent, device=device)
+        local = torch.cat([empty, *(each.to(sent) for each in own_rows)])
+        counts = [sum(kinds[place][0] for kinds in of_rank) for of_rank, _ in rows]
+        group = dist.group.WORLD if control.world_size > 1 else None
+        joined = local if group is None else all_gather_rows(local, counts, group)
+        needs_gradient = any(kinds[place][3] for kinds in every)
+        found.append(joined.to(dtype).detach().requires_grad_(needs_gradient))
+        before = sum(counts[: control.rank])
+        lengths = [len(each) for each in own_rows]
+        starts.append([before + sum(lengths[:index]) for index in range(len(lengths))])
+    ranks = sum(bool(of_rank) for of_rank, _ in rows)
+    share = WholeBatch(found, ranks, scale, frozenset(map(id, parameters)))
+    return [
+        Answer(share, tuple(own), total / size, is_first=index == 0)
+        for index, (own, size) in enumerate(zip(zip(*starts, strict=True), samples, strict=True))
+    ]
+
+
+def refuse_own_weight(weight: float | Tensor | None, samples: int) -> None:
+    """Raise UnitUseError for a microbatch whose loss is over the batch, with a weight of its own.
+
+    Args:
+        weight: What ``training_step`` returned; None: it has returned no loss.
+        samples: The number of samples, which is the right weight.
+    """
+    if weight is None or float(weight) != samples:
+        what = "None" if weight is None else f"the weight {float(weight):g}"
+        raise UnitUseError(
+            f"training_step calls loss_over_batch and returns {what} for {samples} samples. That"
+            " loss has one value for the whole batch: return it without a weight, and multiply"
+            " terms that have weights by them in the function of loss_over_batch."
+        )
+
+
+def refuse_manual(question: Question) -> Answer:
+    """Raise UnsupportedError: the steps of manual optimization have no place to meet."""
+    raise UnsupportedError(
+        "loss_over_batch with manual optimization: ranks meet at backwards and updates only. Use"
+        ' automatic optimization, or strategy="ddp".'
+    )
+
+
+def _leaves_behind(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that a backward from these tensors reaches."""
+    found: dict[int, Tensor] = {}
+    open_nodes: list[Any] = [
+        torch.autograd.graph.get_gradient_edge(t).node for t in roots if t.requires_grad
+    ]
+    seen: set[Any] = set()
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        open_nodes.extend(following for following, _ in node.next_functions)
+    return list(found.values())
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _spelled(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _spelled_kinds(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"shape {shape} in {dtype}" for shape, dtype in kinds) or "none"
