@@ -93,11 +93,12 @@ class Trial:
     """The result of a trial.
 
     Attributes:
-        scope: What the optimizer's update was seen to depend on; MODEL if the trial failed.
+        scope: What the optimizer's update was seen to depend on; MODEL if the trial did not run.
         is_element_wise: Whether whole tensors and cut ones were updated alike.
         moves_first: Whether the step changes parameters before it calls the closure.
         draws: Whether the step draws random numbers.
         why: Why the scope is MODEL.
+        ran: Whether copies could be tried to the end.
     """
 
     scope: Scope
@@ -105,6 +106,7 @@ class Trial:
     moves_first: bool = False
     draws: bool = False
     why: str = ""
+    ran: bool = True
 
 
 def known_scope(optimizer: Optimizer) -> Scope | None:
@@ -135,20 +137,22 @@ def claimed_scope(optimizer: Optimizer, claims: str | Mapping[Any, str]) -> Scop
 def try_out(optimizer: Optimizer) -> Trial:
     """Run a few steps of copies of the optimizer on small random parameters.
 
-    The optimizer, its parameters and all random generators stay as they are. Nothing is
-    communicated. It runs on the CPU, so that all ranks find the same.
+    The optimizer, its parameters and the CPU's random generator stay as they are. Nothing is
+    communicated. It runs on the CPU, so that ranks with different devices find the same.
     """
     groups = _stand_ins(optimizer)
     with torch.random.fork_rng(devices=[]):
         try:
             return _trial(optimizer, groups)
         except Exception as failure:
-            return Trial(Scope.MODEL, why=f"a trial raised {type(failure).__name__}: {failure}")
+            why = f"a trial raised {type(failure).__name__}: {failure}"
+            return Trial(Scope.MODEL, why=why, ran=False)
 
 
 def _trial(optimizer: Optimizer, groups: list[list[_Piece | None]]) -> Trial:
     if optimizer.state:
-        return Trial(Scope.MODEL, why="it has state already, so that no copy of it can be tried")
+        why = "it has state already, so that no copy of it can be tried"
+        return Trial(Scope.MODEL, why=why, ran=False)
     before = torch.get_rng_state()
     together = _run(optimizer, groups, lambda p: p)
     draws = not torch.equal(before, torch.get_rng_state())

@@ -116,23 +116,34 @@ class OptimizerUpdates:
 
         Args:
             optimizer: The optimizer whose closure has returned the loss.
-            loss: This rank's mean loss.
+            loss: This rank's mean loss; anything but one number is returned as it is.
             weight: This rank's weight; 0 without samples.
         """
         known = scope.known_scope(optimizer)
         control = self._model.control
         if control.world_size == 1 or known in (Scope.ELEMENT, Scope.PARAMETER):
             return loss  # torch's own do not read it
-        if not isinstance(loss, Tensor):
+        # every rank comes, whatever its closure has returned: others may have a loss
+        is_loss = isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)
+        own_weight = float(weight) if is_loss else 0.0
+        rows = control.gather([float(loss) * own_weight if own_weight else 0.0, own_weight])
+        total = sum(each for _, each in rows)
+        if not is_loss or not total:
             return loss
-        rows = control.gather([float(loss) * weight if weight else 0.0, float(weight)])
-        weights = sum(own for _, own in rows)
-        value = sum(part for part, _ in rows) / weights if weights else float(loss)
-        return torch.tensor(value, dtype=loss.dtype, device=loss.device)
+        value = sum(part for part, _ in rows) / total
+        if isinstance(loss, float):
+            return value
+        return torch.full_like(loss, value, requires_grad=False)
 
 
 def _judged(name: str, claimed: Scope | None, trial: Trial, listed: bool) -> Scope:
     """Return the scope of an optimizer that is none of torch's."""
+    if claimed is not None and not trial.ran:
+        rank_zero_warn(
+            f'optimizer_scope="{claimed.value}" of {name} is followed, but it could not be checked:'
+            f" {trial.why}."
+        )
+        return claimed
     if claimed is Scope.ELEMENT and not trial.is_element_wise and not trial.draws:
         raise UnsupportedError(
             f'optimizer_scope="element", but a trial of {name} updates rows in another way than'
