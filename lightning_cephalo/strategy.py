@@ -36,7 +36,7 @@ from lightning_cephalo.adapters import batch_norm, checkpoint, precision, suppor
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
-from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, weights_of_log
+from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
 from lightning_cephalo.adapters.termination import Termination
 from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.common.errors import UnsupportedError
@@ -458,11 +458,11 @@ class CephaloStrategy(ParallelStrategy):
             _call(partial(step, piece, *rest, **kwargs), count, log, index)
             for index, (piece, count) in enumerate(pieces)
         ]
-        self._batch_weight = float(sum(counts))
         session.user_gathers.before_step("training", len(calls), failed=failure is not None)
         note = partial(self._note, log)
         with self.precision_plugin.train_step_context():
             if session.manual is not None:
+                self._batch_weight = float(sum(counts))
                 outcome = session.manual.run(calls, note, failure)
             else:
                 scale_loss = precision.loss_scaler(self.precision_plugin)
@@ -473,16 +473,16 @@ class CephaloStrategy(ParallelStrategy):
             if session.manual is not None:
                 session.logs.finish(log, outcome, outcome.weights, self.reduce)
                 return detached(outcome.results[0])
-            weights = weights_of_log(outcome.results, outcome.weights, counts)
+            weights, trained = outcome.weights, sum(counts)
+            if outcome.skipped:
+                weights, trained = without_loss(outcome.results, weights, counts)
             session.logs.finish(log, outcome, weights, self.reduce)
         self._skipped_steps.learn(outcome)
         if outcome.is_skipped:
             return no_loss()
         self._batch_weight = math.fsum(outcome.weights)
         joined = joined_result(outcome.results, outcome.weights, counts)
-        pairs = zip(outcome.results, counts, strict=True)
-        trained = [count for result, count in pairs if result is not None]
-        return session.outputs.of_step(joined, self._batch_weight, sum(trained), outcome.losses)
+        return session.outputs.of_step(joined, self._batch_weight, trained, outcome.losses)
 
     def _note(self, log: StepLog) -> tuple[float, ...]:
         """Return the numbers that every rank sends with the exchange of a step."""

@@ -101,12 +101,13 @@ class StepLog:
         self,
         results: Any,
         sample_counts: Sequence[int],
-        metrics: Sequence[tuple[str, Metric]] = (),
-        constants: SummedConstants | None = None,
+        metrics: Sequence[tuple[str, Metric]],
+        constants: SummedConstants,
     ) -> None:
-        self._constants = constants or SummedConstants()
+        self._constants = constants
         self._results = results
         self._sample_counts = sample_counts
+        self._samples = sum(sample_counts)
         self._metrics = metrics
         self._microbatch = 0
         self._calls: dict[str, list[_Logged]] = {}
@@ -148,16 +149,11 @@ class StepLog:
         updated = ("1" if metric._update_count else "0" for _, metric in self._metrics)
         checksum = zlib.crc32("\n".join([*self._live(), *updated]).encode())
         synced = any(self._synced(key) for key in self._live())
-        return float(checksum), float(synced), float(sum(self._sample_counts)), self.weight
-
-    @staticmethod
-    def samples_of(notes: Sequence[Sequence[float]]) -> list[float]:
-        """Return the samples of every rank, from all ranks' :meth:`note`."""
-        return [row[2] for row in notes]
+        return float(checksum), float(synced), float(self._samples), self.weight
 
     @property
     def _idle(self) -> bool:
-        return not sum(self._sample_counts)
+        return not self._samples
 
     def _live(self) -> dict[str, Any]:
         """Return the keys logged since they were last reset at the end of an epoch."""
@@ -181,7 +177,7 @@ class StepLog:
         ranks: ValuesOfRanks,
         module: torch.nn.Module,
         sync: Callable[..., Any],
-        total_weight: float = 0.0,
+        total_weight: float,
     ) -> None:
         """Combine the values; collective exactly if the notes of all ranks require it.
 
@@ -193,7 +189,7 @@ class StepLog:
             sync: Lightning's reduce function, for keys that this rank has not logged itself.
             total_weight: Weight of the losses of all ranks; the notes have that of the others.
         """
-        samples = sum(self.samples_of(notes))
+        samples = sum(row[2] for row in notes)
         total = total_weight + sum(row[3] for row in notes)
         weight_of_sample = total / samples if samples else 1.0
         own = {key: self._combined(key, calls, weights) for key, calls in self._calls.items()}

@@ -34,20 +34,24 @@ class SkippedSteps:
         )
 
 
-def weights_of_log(
+def without_loss(
     results: Sequence[Any], weights: Sequence[float], counts: Sequence[int]
-) -> list[float]:
-    """Return the weights of microbatches in logged means: those of skipped ones are their samples.
+) -> tuple[tuple[float, ...], int]:
+    """Return the weights of microbatches in logged means, and the samples of those with a loss.
+
+    In logged means, the weight of a skipped microbatch is its samples.
 
     Args:
-        results: What ``training_step`` has returned for each microbatch.
+        results: What ``training_step`` has returned for each microbatch; None: skipped.
         weights: Weights of their losses.
         counts: Samples of each microbatch.
     """
-    return [
-        float(count) if result is None else weight
-        for result, weight, count in zip(results, weights, counts, strict=True)
-    ]
+    of_log, trained = list(weights), sum(counts)
+    for index, result in enumerate(results):
+        if result is None:
+            of_log[index] = float(counts[index])
+            trained -= counts[index]
+    return tuple(of_log), trained
 
 
 class _NoLoss:
