@@ -793,22 +793,28 @@ class CephaloStrategy(ParallelStrategy):
     def teardown(self) -> None:
         assert self.accelerator is not None
         trainer = self._module._trainer
+        # an error in one of them, or in the session's end, leaves out none of the others
+        with ExitStack() as at_end:
+            at_end.callback(self.checkpoint_io.teardown)
+            at_end.callback(self.accelerator.teardown)
+            at_end.callback(self.precision_plugin.teardown)
+            at_end.callback(self._environment.teardown)
+            at_end.callback(self._termination.end)
+            if trainer is not None:
+                at_end.callback(self._samplers.give_back, trainer)
+            self._end_session(trainer)
+
+    def _end_session(self, trainer: Trainer | None) -> None:
         session, self._session = self._session, None
-        if session is not None:
-            interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-            if not interrupted:
-                session.close()
-            elif self._failed_together:
-                session.close_after_failure()
-            else:  # ranks at different places cannot communicate
-                session.abandon()
-        if trainer is not None:
-            self._samplers.give_back(trainer)
-        self._termination.end()
-        self._environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        if session is None:
+            return
+        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        if not interrupted:
+            session.close()
+        elif self._failed_together:
+            session.close_after_failure()
+        else:  # ranks at different places cannot communicate
+            session.abandon()
 
 
 def _call(
