@@ -20,6 +20,12 @@ def batch_norms(module: nn.Module) -> list[str]:
     ]
 
 
+def smallest_microbatch(module: nn.Module) -> int:
+    """Return 2 if batch normalisation needs more than one value per channel, else 1."""
+    # layers in eval() count too: a hook may switch them to training after the plan is made
+    return 2 if any(isinstance(inner, _BatchNorm) for inner in module.modules()) else 1
+
+
 def refuse_synchronised(module: nn.Module) -> None:
     """Raise for layers that communicate in every forward.
 
@@ -49,9 +55,9 @@ def warn_of_microbatches(module: nn.Module, plan: Plan, rank: int) -> None:
         return
     warnings.warn(
         f"The layers {names[:3]} ({len(names)} in all) are batch normalisation. Each normalises by"
-        f" the mean and variance of a microbatch, here of {min(sizes)} to {max(sizes)} samples; one"
-        f" device takes those of all {sum(sizes)}. The running mean is that of one device, the"
-        " running variance is the mean over microbatches. GroupNorm or LayerNorm do not depend on"
-        " the division. A layer in eval() takes its running statistics.",
+        f" the mean and variance of a microbatch, which has {min(sizes)} to {max(sizes)} samples."
+        f" One device takes those of all {sum(sizes)} samples. The running mean is that of one"
+        " device. The running variance is the mean of those of microbatches. GroupNorm, LayerNorm"
+        " and layers in eval() do not depend on the division.",
         stacklevel=2,
     )

@@ -60,13 +60,15 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
 def _refuse_averaged_statistics(trainer: Trainer, module: LightningModule) -> None:
     """Raise if a callback averages running statistics, which are those of microbatches."""
     averaging = averaging_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-    if trainer.world_size > 1 and averaging and batch_norms(module):
+    names = batch_norms(module)
+    if trainer.world_size > 1 and averaging and names:
         raise UnsupportedError(
             f"The callback {type(averaging[0]).__name__} averages the running statistics of batch"
-            f" normalisation, which {type(module).__name__} has, or computes them again. Under"
-            " strategy='cephalo' they are those of microbatches. Replace"
-            " batch by group or layer normalisation, or average in a callback of your own:"
-            " torch.optim.swa_utils.AveragedModel in on_fit_start(), update_bn() at the end."
+            f" normalisation, or computes them again. {type(module).__name__} has such layers:"
+            f" {names[:3]} ({len(names)} in all). Under strategy='cephalo' their statistics are"
+            " those of microbatches. Replace batch by group or layer normalisation. Or average in"
+            " a callback of your own: make a torch.optim.swa_utils.AveragedModel in"
+            " on_fit_start(), and call update_bn() at the end."
         )
 
 

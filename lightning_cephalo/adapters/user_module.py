@@ -11,12 +11,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
-def smallest_microbatch(module: nn.Module) -> int:
-    """Return 2 if batch normalisation needs more than one value per channel, else 1."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    return 2 if any(isinstance(inner, kinds) for inner in module.modules()) else 1
-
-
 def step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:
     """Return arguments for ``training_step`` as Lightning's loop passes for its first batch."""
     parameters = inspect.signature(module.training_step).parameters

@@ -22,7 +22,8 @@ import torch
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
-from lightning_cephalo.adapters.user_module import smallest_microbatch, step_arguments
+from lightning_cephalo.adapters.batch_norm import smallest_microbatch
+from lightning_cephalo.adapters.user_module import step_arguments
 from lightning_cephalo.data import BatchLayout, agreed_seed, global_batch_size, learn_layout
 from lightning_cephalo.data.cutting import BatchCutter
 from lightning_cephalo.data.reading import is_stream, refuse_one_pass
