@@ -17,6 +17,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # for each: options, microbatches of both ranks, and the tolerance that its optimizer needs
 CASES: dict[str, tuple[dict[str, Any], list[tuple[int, ...]], float]] = {
+    "contrastive": ({"samples": 256}, [(24, 24), (16,)], 1e-4),
     "gan": ({"samples": 256}, [(48,), (16,)], 1e-4),
     "momentum_teacher": ({"samples": 256}, [(24, 24), (16,)], 1e-5),
     "streaming": ({"samples": 256}, [(24, 24), (16,)], 1e-5),

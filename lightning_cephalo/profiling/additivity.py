@@ -110,9 +110,9 @@ def _told(found: LossOfParts, sizes: Sequence[int]) -> str:
         f"The loss of {sum(sizes)} samples is {found.whole:.6g}, but the weighted mean over parts"
         f" of {parts} samples is {found.parts:.6g}. Microbatches are such parts, so that training"
         " will differ from one device. If the loss is a mean over tokens, or over samples with"
-        ' weights, return {"loss": loss, "weight": number of tokens or sum of weights}. If a term'
-        " is about the whole batch, return a sum over samples instead. If the loss compares"
-        ' samples with each other, use strategy="ddp".'
+        ' weights, return {"loss": loss, "weight": number of tokens or sum of weights}. If it'
+        " compares samples with each other, or has a term about the whole batch, let"
+        " lightning_cephalo.loss_over_batch(function, *tensors) compute that."
     )
 
 

@@ -13,7 +13,7 @@ from plans import GLOBAL_BATCH, QUIET, plan_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, loss_over_batch
 from lightning_cephalo.plan import Plan
 
 STEPS = 4
@@ -107,6 +107,18 @@ class TwoLosses(Encoder):
         ]
 
 
+class OverBatch(Encoder):
+    """Compares every sample with all others of the batch."""
+
+    def _loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        return loss_over_batch(self._spread, self.head(self.layers(x)).mean(1), y > 0)
+
+    def _spread(self, rows: Tensor, is_kept: Tensor) -> Tensor:
+        apart = (rows[:, None] - rows).square() * is_kept
+        return apart.mean() + self.head.bias.square().sum()
+
+
 class PaddingSeen(pl.Callback):
     """Bytes of padded slices after a step: gathers and reduces, held and counted on."""
 
@@ -170,7 +182,7 @@ def train(
             "accelerators": the kind of each rank's device;
             "scale" of 16-mixed; "compile" with this backend; "resume" from this checkpoint, and
             "save" one; "padding" to look at that of the slices; "arrays" to look at parameters on
-            the host; "manual" for manual optimization.
+            the host; "manual" for manual optimization; "over_batch" for a loss over the batch.
     """
     os.environ.update(environments[rank], OMP_NUM_THREADS="1")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -186,7 +198,7 @@ def train(
     else:
         plan = plan_of(*ranks, **given.get("plan", {}))
         chosen = strategy(plan, **given.get("strategy", {}))
-    kind = TwoLosses if "manual" in given else Encoder
+    kind = TwoLosses if "manual" in given else OverBatch if "over_batch" in given else Encoder
     model = kind(**given.get("model", {}))
     if "compile" in given:
         for layer in model.layers:
