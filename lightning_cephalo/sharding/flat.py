@@ -45,6 +45,7 @@ from lightning_cephalo.sharding.collectives import (
 from lightning_cephalo.sharding.layout import Divider, FlatLayout
 from lightning_cephalo.sharding.padding import Padding
 from lightning_cephalo.sharding.placement import (
+    Copies,
     Meet,
     Rows,
     as_dtensor,
@@ -194,7 +195,8 @@ class Flat:
         self._specs = []
         for index, shape in enumerate(self.shapes):
             rows = None if self.layout is None else self.layout.rows(index)
-            held = None if rows is None else Rows(rows, self.context.meet)
+            meet = self.context.meet
+            held = Copies(meet) if rows is None else Rows(rows, meet)
             self._specs.append(row_spec(self.context.mesh, held, shape, self.master_dtype))
         self.sharded = [
             _like_parameter(face, original)

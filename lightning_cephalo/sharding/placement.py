@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_cephalo.common.errors import UnsupportedError
@@ -91,6 +91,24 @@ class Rows(Shard):
         return local_tensor[first:end].clone()
 
 
+class Copies(Replicate):
+    """``Replicate`` for a parameter without rows: every rank holds a copy of it.
+
+    Args:
+        meet: Called before ranks compare what they write to it; None: they do not wait before.
+    """
+
+    def __new__(cls, meet: Meet | None = None) -> Copies:
+        return super().__new__(cls)
+
+    def __init__(self, meet: Meet | None = None) -> None:
+        super().__init__()
+        self.meet = meet
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Copies, ()
+
+
 class RowsTensor(DTensor):
     """A tensor of which each rank holds some rows, and that computes like the whole one.
 
@@ -120,7 +138,8 @@ class RowsTensor(DTensor):
         """Return the whole tensor, on every rank; collective."""
         from lightning_cephalo.sharding.row_operators import meet_for
 
-        meet_for("full_tensor()", [self])
+        if rows_of(self) is not None:
+            meet_for("full_tensor()", [self])
         return super().full_tensor(**options)
 
     def numpy(self, **options: Any) -> Any:
@@ -161,14 +180,16 @@ def refuse_dlpack(tensor: torch.Tensor) -> NoReturn:
 
 def row_spec(
     mesh: DeviceMesh,
-    rows: Sequence[tuple[int, int]] | Rows | None,
+    rows: Sequence[tuple[int, int]] | Placement | None,
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
     """Describe a parameter of ``shape`` with these rows per rank (None: a copy on every rank)."""
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
-    placement = Replicate() if rows is None else rows if isinstance(rows, Rows) else Rows(rows)
+    if rows is None:
+        rows = Copies()
+    placement = rows if isinstance(rows, Placement) else Rows(rows)
     return DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(size, stride, dtype))
 
 

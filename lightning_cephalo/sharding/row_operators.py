@@ -4,7 +4,7 @@
 1. Element-wise operators compute each rank's rows where they are, if all operands have the same
    rows, or are numbers. Nothing is sent. The result has the same rows.
 2. Reductions to one number combine the numbers of the ranks that hold rows: ``p.abs().max()``. One
-   number per rank is sent. The result is a plain tensor.
+   number per rank is sent. The result is a plain tensor. Norms of a list send one message for all.
 3. Everything else gathers the operands, and computes with whole plain tensors on every rank. The
    result is plain. What is written to a sharded tensor is cut to its rows again. A view
    (``p[0]``, ``p.view(-1)``) is a :class:`RowsView`, through which the tensor can be written. So
@@ -13,7 +13,10 @@
 Plain operands are whole tensors: copies of parameters from before sharding, of ``copy.deepcopy``,
 of a checkpoint. An operator with both kinds gives a plain result by rule 3. If it writes to the
 sharded tensor, each rank takes its rows of the plain one. Then ranks compare what they would write,
-since tensors may differ between ranks (activations, random numbers).
+since tensors may differ between ranks (activations, random numbers). They also compare what is
+written to 0-d parameters, of which each rank has a copy. They do not compare 0-d tensors that only
+scale rows (``p.mul_(factor)``): these count as numbers, and a message for each would make clipping
+slow.
 
 Considered: torch's own rules for DTensors. They assume even rows, average means of ranks, give
 results with wrong rows, and refuse plain operands.
@@ -21,7 +24,6 @@ results with wrong rows, and refuse plain operands.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -34,9 +36,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.placement import (
+    Copies,
     Rows,
     RowsTensor,
-    all_gather_on_mesh,
     as_dtensor,
     local_part,
     own_part,
@@ -46,6 +48,7 @@ from lightning_cephalo.sharding.placement import (
     rows_of,
     whole_of,
 )
+from lightning_cephalo.sharding.same_values import of_all_ranks, refuse_different
 from lightning_cephalo.sharding.write_guard import LockedRows
 
 # element-wise, though torch does not tag them so
@@ -64,8 +67,8 @@ _EVERY_RANK = (
     "Each rank holds some rows, so every rank must compute it at the same place: not behind `if"
     " trainer.is_global_zero` or @rank_zero_only."
 )
-# ranks of different devices round differently: how far sums may be apart, in units of rounding
-_SAME_ULPS = 64.0
+# norms of parts have at least its precision
+_LEAST = torch.float32
 
 
 # no tensor has this version
@@ -90,17 +93,19 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _same_memory(call)
     if call.kind.combines and _reduces_all(call):
         return _combined(call)
+    if _has_norms(call):
+        return _norms(call)
     if call.kind.is_element_wise:
         return _element_wise(call)
     return _of_whole_tensors(call)
 
 
 def meet_for(doing: str, tensors: Iterable[Tensor]) -> None:
-    """Wait until all ranks have come to communicate about tensors in rows."""
+    """Wait until all ranks have come to communicate about sharded tensors."""
     for tensor in tensors:
-        rows = rows_of(tensor)
-        if rows is not None and rows.meet is not None:
-            rows.meet(f"computing {doing} of a sharded tensor", _EVERY_RANK)
+        placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
+        if isinstance(placement, Rows | Copies) and placement.meet is not None:
+            placement.meet(f"computing {doing} of a sharded tensor", _EVERY_RANK)
             return
 
 
@@ -221,6 +226,7 @@ class _Kind:
         is_view: Whether results share memory with operands that it does not write.
         is_random: Whether it draws random numbers.
         written: Place and name of the arguments that it writes.
+        returned: For each result the one of these arguments that it is; None: it is new.
     """
 
     is_element_wise: bool
@@ -228,6 +234,7 @@ class _Kind:
     is_view: bool
     is_random: bool
     written: tuple[tuple[int, str], ...]
+    returned: tuple[tuple[int, str] | None, ...]
 
 
 @cache
@@ -235,18 +242,28 @@ def _kind_of(func: Any) -> _Kind:
     name, arguments = func.overloadpacket.__name__, func._schema.arguments
     aliases = [argument.alias_info for argument in arguments]
     is_random = torch.Tag.nondeterministic_seeded in func.tags
+    written = [
+        ((index, argument.name), alias.before_set)
+        for index, (argument, alias) in enumerate(zip(arguments, aliases, strict=True))
+        if alias is not None and alias.is_write
+    ]
+    # torch says no names of memory for lists; operators that write to lists return nothing
+    memory = {name: place for place, names in written for name in names}
+    returned = tuple(
+        next((memory[name] for name in alias.before_set if name in memory), None) if alias else None
+        for alias in (result.alias_info for result in func._schema.returns)
+    )
+    returns_new = bool(written) and None in returned
     tagged = torch.Tag.pointwise in func.tags or name.startswith("_foreach_")
     return _Kind(
         is_element_wise=(name in _ELEMENT_WISE or (tagged and not is_random))
-        and name not in _NOT_ELEMENT_WISE,
+        and name not in _NOT_ELEMENT_WISE
+        and not returns_new,
         combines=name in (*_COMBINING, "mean") and len(func._schema.returns) == 1,
         is_view=any(alias is not None and not alias.is_write for alias in aliases),
         is_random=is_random,
-        written=tuple(
-            (index, argument.name)
-            for index, (argument, alias) in enumerate(zip(arguments, aliases, strict=True))
-            if alias is not None and alias.is_write
-        ),
+        written=tuple(place for place, _ in written),
+        returned=returned,
     )
 
 
@@ -258,17 +275,18 @@ class _Call:
         self.kind = _kind_of(func)
         leaves = pytree.tree_leaves((args, kwargs))
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        held = [
-            args[index] if index < len(args) else kwargs.get(name)
-            for index, name in self.kind.written
-        ]
-        leaves = pytree.tree_leaves(held)
+        leaves = pytree.tree_leaves([self._argument(*place) for place in self.kind.written])
         self.written = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     @property
     def name(self) -> str:
         """Name of the operator for messages, such as "mean"."""
         return str(self.func.overloadpacket.__name__)
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether each rank may compute something else for the whole tensor."""
+        return self.kind.is_random or any(_is_plain(tensor) for tensor in self.tensors)
 
     def refuse_locked(self) -> None:
         """Raise if the parameters cannot be used now: a step is running."""
@@ -282,11 +300,21 @@ class _Call:
         return self.func(*args, **kwargs)
 
     def in_place(self, computed: Any) -> Any:
-        """Return the written operands where the operator returns what it has computed in them."""
-        if isinstance(computed, Tensor):
-            return self.written[0]
-        returned = len(self.func._schema.returns)
-        return tuple(self.written[:returned]) if returned > 1 else computed
+        """Return the written operands in place of the results that are what was written to them.
+
+        Other results stay: an operator may write to some operands and return something new.
+        """
+        if not self.kind.returned:
+            return computed
+        results = computed if isinstance(computed, tuple) else (computed,)
+        found = tuple(
+            result if place is None else self._argument(*place)
+            for result, place in zip(results, self.kind.returned, strict=True)
+        )
+        return found if isinstance(computed, tuple) else found[0]
+
+    def _argument(self, index: int, name: str) -> Any:
+        return self.args[index] if index < len(self.args) else self.kwargs.get(name)
 
 
 def _adopted(tensor: DTensor) -> DTensor:
@@ -309,9 +337,9 @@ def _adopted(tensor: DTensor) -> DTensor:
     return as_dtensor(local_part(tensor), tensor._spec)
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    """Return whether it is a plain tensor, other than a number, or a view."""
-    return not isinstance(tensor, DTensor) and tensor.ndim > 0
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether ranks may hold different values of it."""
+    return not isinstance(tensor, DTensor | RowsView)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -322,9 +350,8 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _write(tensor: DTensor, whole: Tensor) -> None:
-    if rows_of(tensor) is not None:
-        local_part(tensor).copy_(own_part(whole, tensor))
-        _count_write(tensor)
+    local_part(tensor).copy_(own_part(whole, tensor))
+    _count_write(tensor)
 
 
 def _count_write(tensor: Tensor) -> None:
@@ -380,7 +407,8 @@ class _Home:
         spec = self.tensor._spec
         shape = self.tensor.shape[:1] + computed.shape[1:]
         if shape != self.tensor.shape or computed.dtype != self.tensor.dtype:
-            spec = row_spec(self.tensor.device_mesh, self.rows, shape, computed.dtype)
+            placement = self.tensor.placements[0]
+            spec = row_spec(self.tensor.device_mesh, placement, shape, computed.dtype)
         return as_dtensor(computed, spec)
 
 
@@ -440,14 +468,15 @@ def _bring_together(call: _Call, groups: Sequence[tuple[Sequence[Tensor], _Home]
     cut = [
         (one, home)
         for group, home in groups
-        if home.rows is not None
+        if home.tensor is not None
         for one in group
-        if _is_whole(one)
+        # a number only scales rows
+        if _is_plain(one) and (one.ndim or home.rows is None)
     ]
     if sent or cut:
         meet_for(call.name, [*sent, *(home.tensor for _, home in cut if home.tensor is not None)])
-    if cut:
-        _refuse_different([_plain(one) for one, _ in cut], cut[0][1].tensor, call.name)
+    if cut and cut[0][1].tensor is not None:
+        refuse_different([one for one, _ in cut], cut[0][1].tensor, call.name)
 
 
 # -- 2. reductions ----------------------------------------------------------------------------
@@ -486,7 +515,7 @@ def _combined(call: _Call) -> Tensor:
     # a rank without rows sends a number of the right dtype, which is left out
     own = local if len(local) else local.new_zeros((1,) * local.ndim)
     meet_for(call.name, [tensor])
-    numbers = _of_all_ranks(reduce(own, **options).reshape(1), tensor)
+    numbers = of_all_ranks(reduce(own, **options).reshape(1), tensor)
     held = torch.tensor([end > first for first, end in rows.rows], device=numbers.device)
     if "dim" in options:
         options["dim"] = 0 if isinstance(options["dim"], int) else [0]
@@ -494,10 +523,40 @@ def _combined(call: _Call) -> Tensor:
     return result / tensor.numel() if is_mean else result
 
 
-def _of_all_ranks(own: Tensor, tensor: DTensor) -> Tensor:
-    """Return the 1-d tensors of equal sizes of all ranks, one behind the other; collective."""
-    mesh = tensor.device_mesh
-    return all_gather_on_mesh(own, [len(own)] * mesh.size(), mesh)
+def _norms(call: _Call) -> list[Tensor]:
+    """Return the norm of each tensor of a list, from one message of all ranks; collective."""
+    arguments = {"ord": 2, "dtype": None, **_arguments(call)}
+    order, tensors = arguments["ord"], arguments["self"]
+    like = next(tensor for tensor in tensors if rows_of(tensor) is not None)
+    meet_for(call.name, [like])
+    values = [local_part(tensor).detach() for tensor in tensors]
+    device = local_part(like).device
+    # a rank without rows sends a number, which is left out
+    parts = [_norm(v, order).to(device) if v.numel() else v.new_zeros(()) for v in values]
+    own = torch.stack([part.to(device, torch.float64) for part in parts])
+    numbers = of_all_ranks(own, like).view(-1, len(tensors))
+    norms = []
+    for index, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
+        rows = rows_of(tensor)
+        norm = parts[index]
+        if rows is not None:
+            held = torch.tensor([size > 0 for size in rows.sizes], device=device)
+            # counts of elements that are not zero add up
+            norm = _norm(numbers[held, index], order or 1)
+        norms.append(norm.to(value.device, arguments["dtype"] or value.abs().dtype))
+    return norms
+
+
+def _norm(values: Tensor, order: float) -> Tensor:
+    return torch.linalg.vector_norm(values, order, dtype=torch.promote_types(values.dtype, _LEAST))
+
+
+def _has_norms(call: _Call) -> bool:
+    """Return whether it takes norms of tensors that have elements, some of them in rows."""
+    tensors = call.args[0] if call.name == "_foreach_norm" else ()
+    return any(rows_of(tensor) is not None for tensor in tensors) and all(
+        tensor.numel() and not isinstance(tensor, RowsView) for tensor in tensors
+    )
 
 
 # -- 3. everything else -----------------------------------------------------------------------
@@ -506,17 +565,20 @@ def _of_all_ranks(own: Tensor, tensor: DTensor) -> Tensor:
 def _of_whole_tensors(call: _Call) -> Any:
     """Gather the operands, run the operator on every rank, and keep what it writes; collective."""
     sharded = [tensor for tensor in call.tensors if isinstance(tensor, DTensor)]
-    if any(rows_of(tensor) is not None for tensor in sharded):
+    written = [tensor for tensor in call.written if isinstance(tensor, DTensor)]
+    may_differ = bool(written) and call.may_differ
+    if may_differ or any(rows_of(tensor) is not None for tensor in sharded):
         meet_for(call.name, sharded)
     # one plain tensor for each operand, so that a write and its result are the same memory
     plain = {id(tensor): _plain(tensor) for tensor in call.tensors}
+    for tensor in written:
+        if may_differ and rows_of(tensor) is None:
+            plain[id(tensor)] = plain[id(tensor)].clone()  # this rank's copy, until all agree
     computed = call.run(lambda tensor: plain[id(tensor)])
-    in_rows = [tensor for tensor in call.written if rows_of(tensor) is not None]
-    if in_rows and (call.kind.is_random or any(_is_whole(tensor) for tensor in call.tensors)):
-        _refuse_different([plain[id(one)] for one in in_rows], in_rows[0], call.name)
-    for tensor in call.written:
-        if isinstance(tensor, DTensor):
-            _write(tensor, plain[id(tensor)])
+    if may_differ:
+        refuse_different([plain[id(one)] for one in written], written[0], call.name)
+    for tensor in written:
+        _write(tensor, plain[id(tensor)])
     _keep_views(call)
     if call.written:
         return call.in_place(computed)
@@ -534,47 +596,12 @@ def _of_whole_tensors(call: _Call) -> Any:
 def _keep_views(call: _Call) -> None:
     """Let what an operator has written to views reach the rows; collective if it may differ."""
     views = [tensor for tensor in call.written if isinstance(tensor, RowsView)]
-    others = [tensor for tensor in call.tensors if not isinstance(tensor, RowsView)]
-    if views and (call.kind.is_random or any(_is_whole(tensor) for tensor in others)):
+    if views and call.may_differ:
         base = views[0].gathered.base
         meet_for(call.name, [base])
         values = [view.shown for view in views]
         for view in views:
             view.gathered.expire()  # until it is kept: it holds what may be refused
-        _refuse_different(values, base, call.name)
+        refuse_different(values, base, call.name)
     for view in views:
         view.gathered.keep()
-
-
-def _refuse_different(values: Sequence[Tensor], tensor: Tensor | None, name: str) -> None:
-    """Raise if tensors differ between ranks by more than rounding; collective.
-
-    Raises:
-        UnsupportedError: On every rank.
-    """
-    assert isinstance(tensor, DTensor)
-    double = [value.detach().to(torch.float64) for value in values]
-    sums = [number for value in double for number in (value.sum(), value.abs().sum())]
-    own = torch.stack(sums)
-    ranks = _of_all_ranks(own, tensor).view(-1, len(values), 2).cpu()
-    for index, value in enumerate(values):
-        found = ranks[:, index, :]
-        rounding = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
-        tolerance = _SAME_ULPS * rounding * float(found[0, 1].nan_to_num())
-        if not all(
-            _is_close(a, b, tolerance)
-            for row in found.tolist()
-            for a, b in zip(row, found[0].tolist(), strict=True)
-        ):
-            raise UnsupportedError(
-                f"{name}() writes a tensor of shape {tuple(value.shape)} to a sharded one, and it"
-                f" differs between ranks (its sums are {found[:, 0].tolist()}), so that each rank"
-                " would write rows of another one. Average or share it first:"
-                " self.trainer.strategy.reduce(tensor) or .broadcast(tensor)."
-            )
-
-
-def _is_close(one: float, other: float, tolerance: float) -> bool:
-    if math.isfinite(one) and math.isfinite(other):
-        return abs(one - other) <= tolerance
-    return one == other or (math.isnan(one) and math.isnan(other))

@@ -47,6 +47,13 @@ READS = {
     "quantile": lambda p, q: p.quantile(0.3),
     "softmax": lambda p, q: p.softmax(0),
     "foreach norm": lambda p, q: torch.stack(torch._foreach_norm([p, q])),
+    "foreach norms": lambda p, q: [
+        torch._foreach_norm([p, q.detach() * 2], order) for order in (0, 1, 2, float("inf"), -1)
+    ],
+    "norms of halves": lambda p, q: torch._foreach_norm([p.bfloat16(), q.bfloat16()]),
+    "norms in double": lambda p, q: torch._foreach_norm([p, q], 2, dtype=torch.float64),
+    "norms with a whole one": lambda p, q: torch._foreach_norm([p, torch.ones(3)]),
+    "random slopes": lambda p, q: nn.functional.rrelu(p, training=True),
     "total norm": lambda p, q: nn.utils.get_total_norm([p, q]),
     "unit length": lambda p, q: p / p.norm(),
     "with a whole one": lambda p, q: p + torch.ones(p.shape),
@@ -157,11 +164,22 @@ def _averages_every_step(rank):
     values = [parameter.detach() for parameter in module.parameters()]
     for average, value in zip(averages, values, strict=True):
         average.mul_(0.9).add_(value, alpha=0.1)
-        average.copy_(average * 0.9 + value * torch.tensor(0.1))
+        # ranks compare a plain tensor that is written to a 0-d one, of which each has a copy
+        factor = torch.tensor(0.1) if average.ndim else 0.1
+        average.copy_(average * 0.9 + value * factor)
     torch._foreach_lerp_(averages, values, 0.5)
     faces = [one for one in averages if one.ndim]
     assert all(isinstance(one.placements[0], Rows) for one in faces)
     derived = [(one * 2).double().abs() for one in faces]
+    sizes = []
+
+    def counted(tensor, **options):
+        sizes.append(tensor.numel())
+        return kept[1](tensor, **options)
+
+    dist.isend = counted
+    torch._foreach_norm(averages)
+    assert set(sizes) == {len(averages)}
     dist.all_reduce, dist.isend, dist.batch_isend_irecv, dist.broadcast = kept
     for one, face in zip(derived, faces, strict=True):
         assert one.placements == face.placements
@@ -170,7 +188,7 @@ def _averages_every_step(rank):
         torch.testing.assert_close(average.full_tensor(), parameter.full_tensor().detach())
 
 
-def test_an_average_in_rows_sends_nothing():
+def test_an_average_in_rows_sends_nothing_and_norms_send_one_number_each():
     run_ranks(3, _averages_every_step)
 
 
@@ -181,7 +199,15 @@ def _refused(rank):
     before = parameter.full_tensor()
     told = []
     torch.manual_seed(rank)
+    ordered = torch.arange(15.0).view(5, 3)
+    mirrored = ordered.flip(rank).contiguous() if rank else ordered
+    scale = module.scale.detach()
     for write in (
+        lambda: parameter.copy_(mirrored),
+        lambda: scale.copy_(torch.tensor(float(rank))),
+        lambda: scale.mul_(torch.tensor(1.0 + rank)),
+        lambda: scale.normal_(),
+        lambda: parameter.data[0, 0].copy_(torch.tensor(float(rank))),
         lambda: parameter.copy_(torch.randn(5, 3)),
         lambda: parameter.normal_(),
         lambda: parameter.data[0].add_(torch.randn(3)),
@@ -192,6 +218,9 @@ def _refused(rank):
         told.append(str(refused.value))
     assert all("differs between ranks" in one and "strategy.reduce" in one for one in told)
     assert torch.equal(parameter.full_tensor(), before)
+    assert float(scale) == 1.5
+    scale.mul_(torch.tensor(2.0))
+    assert float(scale) == float(module.scale.detach()) == 3.0
     view = parameter.view(-1)
     parameter.mul_(2)
     with pytest.raises(UnsupportedError, match="Take the view again"):

@@ -1,0 +1,81 @@
+"""Compares tensors that every rank has computed for itself, before rows of them are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.sharding.placement import all_gather_on_mesh, local_part
+
+# ranks of different devices round differently: how far sums may be apart, in units of rounding
+_SAME_ULPS = 64.0
+# elements that are in double precision at a time
+_PIECE = 2**20
+# its multiples, without their whole parts, are spread evenly and never repeat
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+def refuse_different(values: Sequence[Tensor], like: DTensor, name: str) -> None:
+    """Raise if tensors differ between ranks by more than rounding; collective.
+
+    Ranks compare three numbers of each tensor: its sum, the sum of its magnitudes, and a sum in
+    which each place has a weight of its own. So a tensor in another order differs, too.
+
+    Args:
+        values: The tensors; equal numbers of them on every rank.
+        like: A tensor on the mesh of the ranks.
+        name: The operator, for the message.
+
+    Raises:
+        UnsupportedError: On every rank.
+    """
+    own = torch.cat([_sums(value).to(local_part(like).device) for value in values])
+    ranks = of_all_ranks(own, like).view(-1, len(values), 3).cpu()
+    for index, value in enumerate(values):
+        found = ranks[:, index, :]
+        rounds = value.is_floating_point() or value.is_complex()
+        rounding = torch.finfo(value.dtype).eps if rounds else 0.0
+        tolerance = _SAME_ULPS * rounding * float(found[0, 1].nan_to_num())
+        if not all(
+            _is_close(a, b, tolerance)
+            for row in found.tolist()
+            for a, b in zip(row, found[0].tolist(), strict=True)
+        ):
+            raise UnsupportedError(
+                f"{name}() writes a tensor of shape {tuple(value.shape)} to a parameter of which"
+                " each rank keeps a part or a copy, and it differs between ranks (its sums are"
+                f" {found[:, 0].tolist()}, weighted by place {found[:, 2].tolist()}), so that each"
+                " rank would write something else. Average or share it first:"
+                " self.trainer.strategy.reduce(tensor) or .broadcast(tensor)."
+            )
+
+
+def of_all_ranks(own: Tensor, like: DTensor) -> Tensor:
+    """Return the 1-d tensors of equal sizes of all ranks, one behind the other; collective."""
+    mesh = like.device_mesh
+    return all_gather_on_mesh(own, [len(own)] * mesh.size(), mesh)
+
+
+def _sums(value: Tensor) -> Tensor:
+    """Return the three sums of a tensor, in double precision."""
+    flat = (torch.view_as_real(value) if value.is_complex() else value).detach().reshape(-1)
+    total = torch.zeros(3, dtype=torch.float64, device=flat.device)
+    for start in range(0, len(flat), _PIECE):
+        piece = flat[start : start + _PIECE].to(torch.float64)
+        places = torch.arange(
+            start + 1, start + 1 + len(piece), dtype=torch.float64, device=flat.device
+        )
+        weights = places.mul_(_GOLDEN).frac_()
+        total += torch.stack([piece.sum(), piece.abs().sum(), piece.dot(weights)])
+    return total
+
+
+def _is_close(one: float, other: float, tolerance: float) -> bool:
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other) <= tolerance
+    return one == other or (math.isnan(one) and math.isnan(other))
