@@ -186,9 +186,8 @@ def _as_state(name: str, parameter: Tensor, value: Tensor) -> Tensor:
         return value
     if value.shape != local_part(parameter).shape:  # a number for the whole parameter
         return value
-    placement = parameter.placements[0]
-    rows = placement if isinstance(placement, Rows) else None
-    return as_dtensor(value, row_spec(parameter.device_mesh, rows, parameter.shape, value.dtype))
+    mesh, placement = parameter.device_mesh, parameter.placements[0]
+    return as_dtensor(value, row_spec(mesh, placement, parameter.shape, value.dtype))
 
 
 def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:

@@ -25,8 +25,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_cephalo.sharding.collectives import communicates
 from lightning_cephalo.sharding.placement import (
+    Rows,
     as_dtensor,
     local_part,
+    meet_of,
     own_part,
     row_spec,
     rows_of,
@@ -139,12 +141,13 @@ class Owners:
 def on_owner(value: Tensor | None, owner: int, like: DTensor, meta: Tensor) -> DTensor:
     """Return a DTensor whose rows all lie on one rank; no communication.
 
-    It stands for optimizer state on every rank, so that ``full_tensor()`` and checkpoints work.
+    It stands for optimizer state on every rank, so that ``full_tensor()`` and checkpoints work. As
+    those of its parameter do, its operators wait until all ranks have come to communicate.
 
     Args:
         value: The tensor, of one dimension or more; None on ranks other than the owner.
         owner: The rank that holds the rows.
-        like: A parameter on the mesh and the device of the result.
+        like: A parameter with the mesh, the device and the meetings of the result.
         meta: A tensor on meta of the result's shape and dtype.
     """
     count = len(meta)
@@ -153,7 +156,8 @@ def on_owner(value: Tensor | None, owner: int, like: DTensor, meta: Tensor) -> D
     )
     if value is None:
         value = torch.empty((0, *meta.shape[1:]), dtype=meta.dtype, device=local_part(like).device)
-    return as_dtensor(value, row_spec(like.device_mesh, rows, meta.shape, meta.dtype))
+    placement = Rows(rows, meet_of(like))
+    return as_dtensor(value, row_spec(like.device_mesh, placement, meta.shape, meta.dtype))
 
 
 def _part(whole: Tensor | None, parameter: DTensor, rank: int) -> Tensor:

@@ -229,6 +229,12 @@ def rows_of(tensor: torch.Tensor) -> Rows | None:
     return placement if isinstance(placement, Rows) else None
 
 
+def meet_of(tensor: torch.Tensor) -> Meet | None:
+    """Return what waits for all ranks before they communicate about a tensor; None: nothing."""
+    placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
+    return placement.meet if isinstance(placement, Rows | Copies) else None
+
+
 def own_part(whole: torch.Tensor, like: DTensor, rank: int | None = None) -> torch.Tensor:
     """Return a view of the rows of a whole tensor that a rank holds of a sharded one.
 

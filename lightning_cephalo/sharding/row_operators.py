@@ -36,11 +36,11 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.placement import (
-    Copies,
     Rows,
     RowsTensor,
     as_dtensor,
     local_part,
+    meet_of,
     own_part,
     read_only,
     refuse_dlpack,
@@ -103,9 +103,9 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def meet_for(doing: str, tensors: Iterable[Tensor]) -> None:
     """Wait until all ranks have come to communicate about sharded tensors."""
     for tensor in tensors:
-        placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
-        if isinstance(placement, Rows | Copies) and placement.meet is not None:
-            placement.meet(f"computing {doing} of a sharded tensor", _EVERY_RANK)
+        meet = meet_of(tensor)
+        if meet is not None:
+            meet(f"computing {doing} of a sharded tensor", _EVERY_RANK)
             return
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.sharding.placement import Rows, local_part
+from lightning_cephalo.sharding.owners import on_owner
+from lightning_cephalo.sharding.placement import Copies, Rows, as_dtensor, local_part, row_spec
 from lightning_cephalo.sharding.row_operators import RowsView
 
 FRACTIONS = [(0.75, 0.25), (0.0, 0.3, 0.7)]
@@ -192,6 +193,22 @@ def test_an_average_in_rows_sends_nothing_and_norms_send_one_number_each():
     run_ranks(3, _averages_every_step)
 
 
+def _waits_for_state(rank, mesh, rows):
+    """Whoever reads state of a rank that holds all of it meets the others first."""
+    told = []
+
+    def meet(purpose, remedy):
+        told.append(purpose)
+
+    for placement in (Rows(rows, meet), Copies(meet)):
+        like = as_dtensor(torch.zeros(0, 3), row_spec(mesh, placement, (5, 3), torch.float32))
+        own = torch.ones(2) if rank == 1 else None
+        state = on_owner(own, 1, like, torch.empty(2, device="meta"))
+        assert torch.equal(state.full_tensor(), torch.ones(2))
+        assert float(state.sum()) == 2.0
+    assert [purpose.split()[1] for purpose in told] == ["full_tensor()", "sum"] * 2
+
+
 def _refused(rank):
     module = Parameters()
     shard(module, (0.75, 0.25))
@@ -236,6 +253,7 @@ def _refused(rank):
         local_part(parameter), mesh, rows, shape=parameter.shape, stride=parameter.stride()
     )
     assert torch.equal((parameter + again).full_tensor(), before * 4)
+    _waits_for_state(rank, mesh, rows[0].rows)
     wrong = DTensor.from_local(local_part(parameter), mesh, rows)
     with pytest.raises(UnsupportedError, match=r"shape=parameter\.shape"):
         parameter + wrong
