@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_cephalo.accelerator.backends import BACKENDS
 from lightning_cephalo.common.errors import ProfilingError
+from lightning_cephalo.ranks.crash_report import is_lost_connection
 
 
 @contextmanager
@@ -23,15 +23,8 @@ def lost_rank_explained(rank: int, doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as failure:
-        if isinstance(failure, ProfilingError) or not _is_lost_connection(failure):
+        if isinstance(failure, ProfilingError) or not is_lost_connection(failure):
             raise
         raise ProfilingError(
             f"Rank {rank} lost the connection to another rank while {doing}: {failure}"
         ) from failure
-
-
-def _is_lost_connection(failure: RuntimeError) -> bool:
-    text = str(failure).lower()
-    return type(failure).__name__.startswith("Dist") or any(
-        sign in text for sign in ("connection", "timed out", "socket", *BACKENDS)
-    )

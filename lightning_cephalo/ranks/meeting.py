@@ -54,6 +54,7 @@ class Meeting:
         Raises:
             UnsupportedError: If a rank will not come, or has come for another purpose. Ranks that
                 have not come do not raise here.
+            OSError: If this rank cannot ask the others, for example without a free file number.
         """
         switchboard = self.switchboard
         if switchboard is None:
@@ -68,7 +69,7 @@ class Meeting:
                 others = {rank: switchboard.where_is(rank) for rank in missing}
             except TimeoutError:  # rank 0, which counts the ranks, is stopped
                 came, missing, others = {}, [0], {0: None}
-            except OSError:
+            except ConnectionError:
                 return  # a rank has ended: what follows fails, and says what is known of it
             if not missing:
                 break

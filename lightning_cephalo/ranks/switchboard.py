@@ -157,7 +157,8 @@ class Switchboard:
             wait_s: The most seconds to wait for the others.
 
         Raises:
-            OSError: If rank 0, which counts the ranks, does not answer.
+            ConnectionError: If rank 0, which counts the ranks, has ended.
+            TimeoutError: If it does not answer.
         """
         asked = {"ask": "arrive", "of": [number, self.rank, purpose, wait_s]}
         came = self._ask(0, asked, wait_s + _ANSWER_S)["came"]

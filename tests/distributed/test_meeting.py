@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -41,6 +42,26 @@ def test_ranks_that_all_come_go_on():
 
 def test_one_rank_meets_nobody():
     Meeting(None, timedelta(seconds=1)).meet("anything", "")
+
+
+class _Unreachable:
+    """A switchboard whose rank 0 cannot be asked."""
+
+    rank, world_size = 1, 2
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+    def arrive(self, *_):
+        raise self.error
+
+
+def test_only_a_rank_that_has_ended_ends_a_meeting_without_an_error():
+    lost = Meeting(_Unreachable(ConnectionResetError("gone")), timedelta(seconds=1))
+    lost.meet("computing", "")
+    full = Meeting(_Unreachable(OSError(errno.EMFILE, "too many open files")), timedelta(seconds=1))
+    with pytest.raises(OSError, match="too many open files"):
+        full.meet("computing", "")
 
 
 def _comes_alone(rank):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from profiled import GPT, SOON_S, RankFailure, fit, in_ranks, loader, profile
 
 from lightning_cephalo.common.errors import ProfilingError
+from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 
 
 def refusal(module, **options):
@@ -68,6 +69,15 @@ def _refuse_larger_than(limit, samples):
     if len(samples) > limit:
         raise OSError("torn file")
     return torch.utils.data.default_collate(samples)
+
+
+def test_an_error_of_the_users_connection_is_not_taken_for_a_lost_rank():
+    with (
+        pytest.raises(RuntimeError, match="no database") as raised,
+        lost_rank_explained(0, "profiling"),
+    ):
+        raise RuntimeError("no database connection: it timed out")
+    assert not isinstance(raised.value, ProfilingError)
 
 
 def test_a_rank_that_dies_is_missed_by_the_others_within_seconds():
