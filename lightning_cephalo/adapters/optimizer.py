@@ -27,6 +27,7 @@ from lightning_cephalo.adapters.owned_update import OwnedUpdate, following
 from lightning_cephalo.adapters.scope import known_scope
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, row_spec
+from lightning_cephalo.sharding.row_operators import cut_gradients
 
 
 @contextmanager
@@ -235,7 +236,11 @@ def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
 
 @contextmanager
 def _rows_of(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield this rank's rows of parameters, which hold the rows of their gradients inside."""
+    """Yield this rank's rows of parameters, which hold the rows of their gradients inside.
+
+    Collective if a backward of the user's has left whole gradients.
+    """
+    cut_gradients(parameters)
     rows = [local_part(parameter) for parameter in parameters]
     try:
         for parameter, own in zip(parameters, rows, strict=True):

@@ -39,6 +39,7 @@ from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.owners import Owners, on_owner
 from lightning_cephalo.sharding.placement import local_part
+from lightning_cephalo.sharding.row_operators import cut_gradients
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _Leaves = dict[Any, tuple[Any, int]]
@@ -142,6 +143,7 @@ class OwnedUpdate:
         parameters = self.parameters()
         owners.assign(parameters)  # groups may have come since the last step
         whole = self._rooms(parameters)
+        cut_gradients(parameters)
         with torch.no_grad():
             owners.collect(parameters, [local_part(p) for p in parameters], whole)
             graded = [i for i, p in enumerate(parameters) if p.grad is not None]

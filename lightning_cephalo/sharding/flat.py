@@ -54,6 +54,7 @@ from lightning_cephalo.sharding.placement import (
     set_local_part,
 )
 from lightning_cephalo.sharding.routes import Routing
+from lightning_cephalo.sharding.row_operators import cut_gradients
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.transfers import Pending
 from lightning_cephalo.sharding.write_guard import (
@@ -265,7 +266,6 @@ class Flat:
             for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
                 if parameter.requires_grad != sharded.requires_grad:
                     parameter.requires_grad_(sharded.requires_grad)
-            self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
             if self.layout is None or self.context.world_size == 1:
                 return Pending()
             with torch.autograd._unsafe_preserve_version_counter(self.full):
@@ -369,7 +369,9 @@ class Flat:
         """Give gathered parameters a stand-in for the gradient that their shards hold.
 
         Code may set it to None, as ``module.zero_grad()`` does. All other use is refused by name.
+        Call it behind a gather and before the code, whose changes :meth:`adopt` finds.
         """
+        self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
         for name, parameter, sharded in zip(names, self.parameters, self.sharded, strict=True):
             if sharded.grad is not None:
                 parameter.grad = LockedGradient(parameter, name)
@@ -516,6 +518,7 @@ class Flat:
         return pending
 
     def _keep_only_held_gradients(self) -> None:
+        cut_gradients(self.sharded)
         for parameter, face in zip(self.sharded, self._grad_faces, strict=True):
             if parameter.grad is None:
                 local_part(face).zero_()

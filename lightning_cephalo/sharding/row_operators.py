@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -116,6 +116,38 @@ def _same_memory(call: _Call) -> Tensor:
         return RowsView(operand.gathered, call.func(operand.shown))
     # the same local tensor, so that both count their writes together
     return as_dtensor(local_part(operand), operand._spec)
+
+
+def cut_gradients(parameters: Iterable[Tensor]) -> None:
+    """Cut the whole gradients that a user's own backward has left; collective if there are any.
+
+    ::
+
+        parameter.square().sum().backward()    # in a hook: a plain gradient of all rows
+        cut_gradients([parameter])             # this rank's rows
+
+    Args:
+        parameters: Sharded ones may hold whole gradients; others stay.
+
+    Raises:
+        UnsupportedError: On every rank, if a gradient differs between ranks.
+    """
+    left = [
+        parameter
+        for parameter in parameters
+        if isinstance(parameter, DTensor)
+        and parameter.grad is not None
+        and not isinstance(parameter.grad, DTensor)
+    ]
+    if not left:
+        return
+    meet_for("the gradient", left)
+    whole = [_plain(cast(Tensor, parameter.grad)) for parameter in left]
+    refuse_different(whole, left[0], "backward")
+    for parameter, gradient in zip(left, whole, strict=True):
+        mesh, placement = parameter.device_mesh, parameter.placements[0]
+        own = own_part(gradient, parameter).clone()
+        parameter.grad = as_dtensor(own, row_spec(mesh, placement, parameter.shape, own.dtype))
 
 
 class _Gathered:

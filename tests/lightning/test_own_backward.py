@@ -14,7 +14,21 @@ from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 TOLERANCE = 1e-5
 
 
-class Scales(Net):
+class Regularized(Net):
+    """Runs a backward in a hook, which gives unused parameters their only gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.extra = torch.nn.Parameter(torch.randn(5, 3))
+        self.unseen = torch.nn.Parameter(torch.tensor(2.0))
+
+    def on_after_backward(self) -> None:
+        held = self.extra.square().sum() + self.blocks[1].down.weight.square().mean()
+        (held + self.unseen.square() + self.extra[1:3].sum()).backward()
+
+
+class Scales(Regularized):
     """Multiplies the loss, and looks at the gradients behind it."""
 
     def __init__(self) -> None:
@@ -28,7 +42,7 @@ class Scales(Net):
         self.blocks[0].down.weight.grad.mul_(2.0)
 
 
-class ByAutograd(Net):
+class ByAutograd(Regularized):
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward([loss])
 
