@@ -1,4 +1,4 @@
-"""Says on every rank why a run ended that another rank has ended.
+"""Says on every rank why another rank has ended the run.
 
 Code outside of a step (a callback, the dataset, a hook) may fail on one rank alone, while the
 other ranks wait in a collective. A process may also be killed, or freeze. The process group then

@@ -91,9 +91,9 @@ def make_launcher(
 ) -> _Launcher | None:
     """Return the launcher of the other ranks; None if there are none, or if another starts them.
 
-    Without other ranks no launcher is needed, and none is wanted. Lightning's own would refuse
-    interactive sessions. It would also leave environment variables behind that make the process's
-    next Trainer a rank of this one.
+    A single rank needs no launcher. Lightning's own would refuse interactive sessions. It would
+    also leave environment variables behind: the next Trainer of this process would then take itself
+    for a rank of this one.
 
     Args:
         strategy: The strategy of the ranks.
@@ -176,10 +176,10 @@ def connect(
 
 
 def _refuse_other_connection(environment: ClusterEnvironment) -> None:
-    """Refuse a process group that has not the ranks of this Trainer.
+    """Refuse a process group with another number of ranks than this Trainer.
 
-    An earlier Trainer of a notebook may have left it, as Lightning's own strategies do. Each rank
-    would then train alone.
+    Lightning's own strategies leave their group behind, for example in a notebook. Each rank of
+    this Trainer would then train alone.
     """
     world_size = environment.world_size()
     if _distributed_is_initialized() and dist.get_world_size() != world_size:

@@ -25,9 +25,9 @@ class Whereabouts:
     """Where a rank is.
 
     Attributes:
-        hook: The hook of Lightning that it runs, such as "on_train_epoch_end"; None: outside.
+        hook: The hook of Lightning that it runs, such as "on_train_epoch_end"; None: it runs none.
         line: The innermost line of the user's code, such as "sample in train.py, line 12"; None:
-            there is none.
+            it runs no code of the user's.
         waits: Whether it waits in a collective.
     """
 

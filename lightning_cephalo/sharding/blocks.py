@@ -7,7 +7,7 @@
 3. *By size*: where more than half of the parameters lie outside of blocks, the modules that hold
    them are units. Larger ones are divided into their children.
 
-Embeddings are left to the root unit: they are the layers whose weight other code uses most often.
+The root unit keeps embeddings, because other code often uses their weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
 
         blocks_of(GPT())    # {"blocks.0": Block(...), "blocks.1": Block(...), ...}
 
-    A module that no unit is gained by dividing gives none.
+    The result is empty if a division would gain nothing.
     """
     repeated = [block for block in _blocks("", module) if _has_layers(block.module)]
     blocks = list(_blocks("", module, frozenset(type_of(block.module) for block in repeated)))

@@ -69,11 +69,10 @@ def find_units(
         if not chosen:
             warnings.warn(
                 f"No repeated block (nn.ModuleList or nn.Sequential of modules of one type) was"
-                f" found in {type(module).__name__}, nor two layers of a size that is worth a"
-                " gather: the whole module is one unit, gathered at the"
-                " start of a step and kept to its end, so that nothing is saved in memory by"
-                " sharding parameters and no gather is hidden. Name the blocks with"
-                " CephaloStrategy(unit_types=[...]) or unit_names=[...].",
+                f" found in {type(module).__name__}, nor two layers that are large enough. So the"
+                " whole module is one unit, which a step gathers at its start and keeps to its end."
+                " Sharded parameters then save no memory, and no gather overlaps with compute. Name"
+                " the blocks with CephaloStrategy(unit_types=[...]) or unit_names=[...].",
                 stacklevel=2,
             )
     else:

@@ -47,10 +47,10 @@ def refuse_different(values: Sequence[Tensor], like: DTensor, name: str) -> None
             for a, b in zip(row, found[0].tolist(), strict=True)
         ):
             raise UnsupportedError(
-                f"{name}() writes a tensor of shape {tuple(value.shape)} to a parameter of which"
-                " each rank keeps a part or a copy, and it differs between ranks (its sums are"
-                f" {found[:, 0].tolist()}, weighted by place {found[:, 2].tolist()}), so that each"
-                " rank would write something else. Average or share it first:"
+                f"{name}() writes a tensor of shape {tuple(value.shape)} to a sharded one, but the"
+                " tensor differs between ranks. Its sums on them are"
+                f" {found[:, 0].tolist()}, and its sums weighted by place {found[:, 2].tolist()}."
+                " Each rank would keep its part of another tensor. Average or share it first:"
                 " self.trainer.strategy.reduce(tensor) or .broadcast(tensor)."
             )
 
