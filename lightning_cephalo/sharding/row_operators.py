@@ -575,7 +575,7 @@ def _norms(call: _Call) -> list[Tensor]:
             held = torch.tensor([size > 0 for size in rows.sizes], device=device)
             # counts of elements that are not zero add up
             norm = _norm(numbers[held, index], order or 1)
-        norms.append(norm.to(value.device, arguments["dtype"] or value.abs().dtype))
+        norms.append(norm.to(value.device, arguments["dtype"] or value.dtype.to_real()))
     return norms
 
 
@@ -584,10 +584,13 @@ def _norm(values: Tensor, order: float) -> Tensor:
 
 
 def _has_norms(call: _Call) -> bool:
-    """Return whether it takes norms of tensors that have elements, some of them in rows."""
+    """Return whether it takes norms of tensors that have them, some of these in rows."""
     tensors = call.args[0] if call.name == "_foreach_norm" else ()
     return any(rows_of(tensor) is not None for tensor in tensors) and all(
-        tensor.numel() and not isinstance(tensor, RowsView) for tensor in tensors
+        tensor.numel()
+        and (tensor.is_floating_point() or tensor.is_complex())
+        and not isinstance(tensor, RowsView)
+        for tensor in tensors
     )
 
 

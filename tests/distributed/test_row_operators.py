@@ -52,6 +52,7 @@ READS = {
         torch._foreach_norm([p, q.detach() * 2], order) for order in (0, 1, 2, float("inf"), -1)
     ],
     "norms of halves": lambda p, q: torch._foreach_norm([p.bfloat16(), q.bfloat16()]),
+    "norms of integers": lambda p, q: torch._foreach_norm([p.long(), q.long()]),
     "norms in double": lambda p, q: torch._foreach_norm([p, q], 2, dtype=torch.float64),
     "norms with a whole one": lambda p, q: torch._foreach_norm([p, torch.ones(3)]),
     "random slopes": lambda p, q: nn.functional.rrelu(p, training=True),
