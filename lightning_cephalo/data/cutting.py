@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.common.errors import BatchSplitError
 from lightning_cephalo.data import BatchLayout, MicrobatchList, deal, split_sizes, zero_rows
 from lightning_cephalo.data.batch_layout import not_splittable
+from lightning_cephalo.data.containers import children_of
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,15 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor] 
 
 
 def evaluation_samples(batch: Any) -> int:
-    """Return the number of samples in an evaluation batch; 1 if it is unknown."""
+    """Return the number of samples in an evaluation batch; 1 if it is unknown.
+
+    It is the ``len()`` of an object of the user's own that cephalo cannot see into, as in training.
+    """
     try:
         return BatchLayout().batch_size(batch)
     except BatchSplitError:
-        return 1
+        is_own = children_of(batch) is None and hasattr(batch, "__len__")
+        return (len(batch) or 1) if is_own else 1
 
 
 def evaluation_weight(result: Any, samples: int) -> float:

@@ -7,6 +7,11 @@ images, records.
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import fractions
+import os
+import uuid
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +22,11 @@ import torch
 from lightning_cephalo.data.containers import children_of
 
 _EDGE = 64  # values that count at each end of an array
+_VALUES = (
+    *(bool, int, float, complex, np.generic, range, uuid.UUID, decimal.Decimal, fractions.Fraction),
+    *(datetime.date, datetime.time, datetime.timedelta),
+)
+"""Types whose ``repr`` shows all of a value, and nothing else."""
 _DEEPEST = 8  # objects may refer to themselves
 
 
@@ -46,14 +56,19 @@ def _visit(node: Any, parts: list[bytes], depth: int) -> bool:
         raw = node.encode(errors="surrogatepass") if isinstance(node, str) else bytes(node)
         parts.extend((str(len(raw)).encode(), raw[:4096], raw[-_EDGE:]))
         return True
-    if isinstance(node, bool | int | float | complex | np.generic):
+    if isinstance(node, os.PathLike):
+        parts.append(repr(os.fspath(node)).encode(errors="surrogatepass"))
+        return True
+    if isinstance(node, _VALUES):
         parts.append(repr(node).encode())
         return True
     if depth == _DEEPEST:
         return False
     children = children_of(node)
-    if children is None and hasattr(node, "__array_interface__"):  # images of PIL
-        return _visit_array(np.asarray(node), parts, depth)
+    if isinstance(node, set | frozenset):
+        return _visit_set(node, parts, depth)
+    if children is None and hasattr(type(node), "__array_interface__"):  # images of PIL
+        return _visit_image(node, parts, depth)
     if children is None:
         # by name: ranks may have set attributes in different orders
         children = sorted(getattr(node, "__dict__", {}).items())
@@ -63,6 +78,29 @@ def _visit(node: Any, parts: list[bytes], depth: int) -> bool:
         parts.append(repr(key).encode())
         seen = _visit(child, parts, depth + 1) or seen
     return seen
+
+
+def _visit_set(items: Any, parts: list[bytes], depth: int) -> bool:
+    """Appends checksums of the items, sorted: sets have other orders in other processes."""
+    found, seen = [], False
+    for item in items:
+        inside: list[bytes] = []
+        seen = _visit(item, inside, depth + 1) or seen
+        found.append(zlib.crc32(b"\0".join(inside)))
+    parts.append(repr(sorted(found)).encode())
+    return seen
+
+
+def _visit_image(image: Any, parts: list[bytes], depth: int) -> bool:
+    crop, size = getattr(image, "crop", None), getattr(image, "size", None)
+    if not callable(crop) or not isinstance(size, tuple):
+        return _visit_array(np.asarray(image), parts, depth)
+    # whole images of PIL are copied for each look at their array
+    (width, height), rows = size, min(2, size[1])
+    parts.append(f"{getattr(image, 'mode', None)}{size}".encode())
+    for top in (0, height - rows):
+        _visit_array(np.asarray(crop((0, top, width, top + rows))), parts, depth)
+    return True
 
 
 def _visit_tensor(tensor: torch.Tensor, parts: list[bytes]) -> bool:

@@ -23,19 +23,13 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cephalo.data import reading
 from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.collate import EmptyFetchDataset, rank_collate, tolerates_empty_fetch
 from lightning_cephalo.data.lockstep import AllHaveNext, Gather
-from lightning_cephalo.data.randomness import (
-    generators_of,
-    read_states,
-    samplers_within,
-    write_states,
-)
+from lightning_cephalo.data.randomness import read_states, samplers_within, write_states
 from lightning_cephalo.data.reading import Broadcast, original_of
 from lightning_cephalo.data.reinstantiate import reinstantiate
 from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
@@ -78,8 +72,8 @@ def rebuild_train_loader(
         microbatch_sizes: this rank's planned microbatch sizes. If given, the loader yields a
             `MicrobatchList` of separately collated batches (``collate_per_microbatch=True``).
         layout: the layout for cutting ready batches and empty ones, for streams.
-        every_rank: give every rank a sample in each step; drop a last step with too few for that,
-            with a warning. For steps whose code every rank must run.
+        every_rank: give every rank a sample in each step; drop a step with too few for that, with
+            a warning. For steps whose code every rank must run.
 
     Returns:
         A DataLoader of the same class with the same options, or a `LockStepLoader` around one.
@@ -97,7 +91,7 @@ def rebuild_train_loader(
         raise ValueError(f"Expects batch sizes of 0 or more, not all 0, but got {sizes}.")
     loader = original_of(loader)
     # A collective: called unconditionally, before anything can differ between ranks.
-    _share_generator_states(loader, broadcast)
+    share_generator_states(loader, broadcast)
     reading.refuse_one_pass(loader)
     _reject_distributed_sampler(loader, len(sizes))
     total = global_batch_size or reading.global_batch_size(loader, len(sizes))
@@ -118,6 +112,7 @@ def rebuild_train_loader(
             all_have_next=all_have_next,
             layout=layout,
             microbatch_sizes=microbatch_sizes,
+            every_rank=every_rank,
         )
     return _rebuild_map_style(
         loader, rank, sizes, seed, epoch, microbatch_sizes, global_batch_size, every_rank
@@ -155,7 +150,7 @@ def rebuild_eval_loader(
     The other arguments and the errors are those of `rebuild_train_loader`.
     """
     loader = original_of(loader)
-    _share_generator_states(loader, broadcast)
+    share_generator_states(loader, broadcast)
     reading.refuse_one_pass(loader)
     _reject_distributed_sampler(loader, world_size)
     weights = (1,) * world_size if shares is None else tuple(shares)
@@ -269,15 +264,18 @@ def _lists_per_step(loader: DataLoader[Any], world_size: int, total: int | None)
     return total // size
 
 
-def _share_generator_states(loader: Any, broadcast: Broadcast) -> None:
-    roots = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    found = [generator for root in roots for generator in generators_of(root)]
-    # a stream's workers are seeded from the loader's own generator
-    own = getattr(loader, "generator", None)
-    if isinstance(own, torch.Generator) and own is not torch.default_generator:
-        found.append(own)
-    generators: list[Any] = []
-    for generator in found:
-        if not any(generator is seen for seen in generators):
-            generators.append(generator)
-    write_states(generators, broadcast(read_states(generators)))
+def share_generator_states(loader: Any, broadcast: Broadcast) -> None:
+    """Sets the generators that a loader's samplers, or its stream, hold to rank 0's states.
+
+    This is a collective. If ranks hold different ones in a stream, each keeps its own: such a
+    stream differs between ranks anyway.
+
+    Raises:
+        ValueError: samplers hold different generators on different ranks.
+    """
+    drawn, streamed = reading.generators_of_loader(loader)
+    kinds = [type(generator).__name__ for generator in streamed]
+    states = broadcast((read_states(drawn), kinds, read_states(streamed)))
+    write_states(drawn, states[0])
+    if states[1] == kinds:
+        write_states(streamed, states[2])

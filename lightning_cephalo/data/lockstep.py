@@ -24,7 +24,8 @@ Gather = Callable[[list[float]], list[list[float]]]
 class LockStepLoader:
     """Iterates ``loader`` on every rank until the last rank has run out.
 
-    Ranks that have run out continue with empty batches, so that every sample is seen once.
+    Ranks that have run out continue with empty batches, so that every sample is seen once. With
+    ``every_rank`` all end with the first rank.
 
     Reads and writes of unknown attributes go to the wrapped loader, so that Lightning and callbacks
     find ``dataset``, ``worker_init_fn`` or ``num_workers`` there.
@@ -36,6 +37,7 @@ class LockStepLoader:
         idle: this rank takes no samples. It yields empty batches shaped like the loader's first
             batch, the only one that it loads.
         layout: the layout for cutting a batch to zero rows.
+        every_rank: every rank needs samples in each step.
         original: the user's loader if ``loader`` was rebuilt from it.
     """
 
@@ -44,6 +46,7 @@ class LockStepLoader:
             "loader",
             "original",
             "_all_have_next",
+            "_every_rank",
             "_idle",
             "_layout",
             "_length",
@@ -58,12 +61,14 @@ class LockStepLoader:
         all_have_next: AllHaveNext,
         idle: bool = False,
         layout: BatchLayout | None = None,
+        every_rank: bool = False,
         original: object | None = None,
     ) -> None:
         self.loader = loader
         self.original = loader if original is None else original
         self._all_have_next = all_have_next
         self._idle = idle
+        self._every_rank = every_rank
         self._layout = layout
         self._template: Any = None
         self._length = self._agree_on_length()
@@ -97,11 +102,17 @@ class LockStepLoader:
                 else:
                     if self._template is None and batch is not None:
                         self._template = self._without_rows(batch)
-            # some rank has a next batch <=> not all ranks have none; an idle rank never has one
-            if self._all_have_next(not have or batches is None):
+            if not self._some_go_on(have and batches is not None):
                 return
             # Lightning skips a step whose batch is None, and the other ranks would wait for it
             yield self._empty_batch() if batch is None else batch
+
+    def _some_go_on(self, have: bool) -> bool:
+        """Returns whether enough ranks have what only this rank knows of itself; collective."""
+        if self._every_rank:
+            return self._all_have_next(have)
+        # some rank has <=> not all ranks have not
+        return not self._all_have_next(not have)
 
     def _empty_batch(self) -> Any:
         if self._template is None:
@@ -123,17 +134,12 @@ class LockStepLoader:
 
     def _agree_on_length(self) -> int | None:
         """Returns the number of steps of all ranks, found by asking "at least this many?"."""
-        local: int | None = None
-        if not self._idle:
-            try:
-                local = len(self.loader)  # type: ignore[arg-type]
-            except (TypeError, NotImplementedError):
-                local = None
+        local = None if self._idle else self._own_length()
         if not self._all_have_next(self._idle or local is not None):
             return None
 
         def reached(steps: int) -> bool:
-            return not self._all_have_next(local is None or local < steps)
+            return self._some_go_on(local is not None and local >= steps)
 
         high = 1
         while reached(high):
@@ -143,6 +149,12 @@ class LockStepLoader:
             middle = (low + high) // 2
             low, high = (middle, high) if reached(middle) else (low, middle)
         return low
+
+    def _own_length(self) -> int | None:
+        try:
+            return len(self.loader)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
 
 
 class StatefulLockStepLoader(LockStepLoader):

@@ -7,7 +7,8 @@ random generators.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning_cephalo.data.collate import copied, fetch
 from lightning_cephalo.data.lockstep import LockStepLoader
 from lightning_cephalo.data.randomness import (
     generators_of,
+    generators_within,
     preserved_randomness,
     read_states,
     write_states,
@@ -98,7 +100,43 @@ def rank_batch_sampler(loader: Any) -> RankBatchSampler | None:
     return None
 
 
-def sample_batches(loader: Any, sizes: Sequence[int]) -> list[Any]:
+def generators_of_loader(loader: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the generators that its samplers hold and itself, and those within its stream."""
+    roots = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    drawn = [generator for root in roots for generator in generators_of(root)]
+    # a stream's workers are seeded from the loader's own generator
+    own = getattr(loader, "generator", None)
+    if isinstance(own, torch.Generator) and own is not torch.default_generator:
+        drawn.append(own)
+    stream: list[Any] = []
+    if is_stream(loader):
+        stream = generators_within(getattr(loader, "dataset", loader))
+    return _each_once(drawn, ()), _each_once(stream, drawn)
+
+
+def _each_once(generators: list[Any], others: Sequence[Any]) -> list[Any]:
+    found = list(others)
+    for generator in generators:
+        if not any(generator is seen for seen in found):
+            found.append(generator)
+    return found[len(others) :]
+
+
+@contextmanager
+def generators_kept(loader: Any) -> Generator[None, None, None]:
+    """Restores afterwards the generators that a loader and its stream hold."""
+    drawn, streamed = generators_of_loader(loader)
+    held = [*drawn, *streamed]
+    states = read_states(held)
+    try:
+        yield
+    finally:
+        write_states(held, states)
+
+
+def sample_batches(
+    loader: Any, sizes: Sequence[int], layout: BatchLayout | None = None
+) -> list[Any]:
     """Returns collated batches of the loader's first samples, for profiling and `learn_layout`.
 
     For a map-style dataset no iterator is started. Keys are taken in dataset order (from the
@@ -106,11 +144,12 @@ def sample_batches(loader: Any, sizes: Sequence[int]) -> list[Any]:
     than ``max(sizes)``. For an iterable dataset, one new iterator is started in this process. For a
     loader that yields ready batches, one new iterator is started and its first batch is cut; a
     loader that cannot be iterated twice loses that batch. The CPU random generators, and those of
-    the loader's samplers, are restored.
+    the loader's samplers and of its stream, are restored.
 
     Args:
         loader: the user's loader.
         sizes: samples in each batch to return.
+        layout: cuts a ready batch; None: its rows are guessed.
 
     Returns:
         One batch per size; all start at the same first sample.
@@ -120,9 +159,9 @@ def sample_batches(loader: Any, sizes: Sequence[int]) -> list[Any]:
     """
     loader = original_of(loader)
     count = max(sizes)
-    with preserved_randomness():
+    with preserved_randomness(), generators_kept(loader):
         if yields_ready_batches(loader):
-            return _cut_ready_batch(loader, sizes)
+            return _cut_ready_batch(loader, sizes, layout or BatchLayout())
         if isinstance(loader.dataset, IterableDataset):
             found = list(islice(iter(loader.dataset), count))
             _require_samples(found, loader)
@@ -251,13 +290,16 @@ def _require_samples(samples: list[Any], loader: DataLoader[Any]) -> None:
         )
 
 
-def _cut_ready_batch(loader: Any, sizes: Sequence[int]) -> list[Any]:
+def _cut_ready_batch(loader: Any, sizes: Sequence[int], layout: BatchLayout) -> list[Any]:
     batch = next(iter(loader), None)
-    layout = BatchLayout()
     rows = 0 if batch is None else layout.batch_size(batch)
     if rows < max(sizes):
         raise ValueError(
             f"Expects batches of at least {max(sizes)} samples to profile with, but the first that "
             f"{type(loader).__name__} yields has {rows}."
         )
-    return [layout.take(batch, 0, size) for size in sizes]
+    if layout.splitter is None:
+        return [layout.take(batch, 0, size) for size in sizes]
+    return [
+        batch if size == rows else layout.split(batch, (size, rows - size))[0] for size in sizes
+    ]

@@ -28,6 +28,15 @@ from lightning_cephalo.data.randomness import (
 from lightning_cephalo.data.shares import at_least_one, deal
 
 
+def too_few_samples(step: str, samples: int, ranks: int) -> str:
+    """Returns the warning of a step that is left out, since every rank must have a sample."""
+    return (
+        f"{step} has {samples} samples for {ranks} ranks. With manual optimization every rank runs"
+        " training_step, so these samples are left out. Another batch_size, or"
+        " DataLoader(drop_last=True), avoids this."
+    )
+
+
 class GlobalOrder(Sampler[Any]):
     """The order in which all ranks together visit the samples; the same on every rank.
 
@@ -203,9 +212,7 @@ class RankBatchSampler(Sampler[list[Any]]):
             return
         self._has_warned = True
         warnings.warn(
-            f"The last step of an epoch has {samples} samples for {len(self._batch_sizes)} ranks."
-            " With manual optimization every rank runs training_step, so these samples are left"
-            " out. Another batch_size, or DataLoader(drop_last=True), avoids this.",
+            too_few_samples("The last step of an epoch", samples, len(self._batch_sizes)),
             stacklevel=2,
         )
 

@@ -38,7 +38,8 @@ from lightning_cephalo.data.lockstep import (
 )
 from lightning_cephalo.data.randomness import SwappedRandomness
 from lightning_cephalo.data.reinstantiate import reinstantiate
-from lightning_cephalo.data.shares import deal
+from lightning_cephalo.data.samplers import too_few_samples
+from lightning_cephalo.data.shares import at_least_one, deal
 
 _COMPARED = 8  # samples at the start of a stream
 _CHECKED = 8  # samples at the two ends of a global batch
@@ -87,7 +88,7 @@ def start_of(loader: Any, layout: BatchLayout | None, seed: int) -> Start:
         BatchSplitError: the number of samples in a ready batch cannot be found.
     """
     loader = reading.original_of(loader)
-    with SwappedRandomness((seed % 2**64, 0)):
+    with SwappedRandomness((seed % 2**64, 0)), reading.generators_kept(loader):
         if not reading.yields_ready_batches(loader):
             samples = list(islice(iter(loader.dataset), _COMPARED))
             return Start(fingerprint(samples) if samples else 0)
@@ -129,6 +130,7 @@ class StreamCollate:
         rank: position of this rank among ``sizes``.
         sizes: samples per step of every rank.
         microbatch_sizes: as in `RankCollate`.
+        every_rank: give every rank a sample, or collate none if there are too few.
     """
 
     def __init__(
@@ -137,8 +139,9 @@ class StreamCollate:
         rank: int,
         sizes: Sequence[int],
         microbatch_sizes: Sequence[int] | None = None,
+        every_rank: bool = False,
     ) -> None:
-        self.rank, self.sizes = rank, tuple(sizes)
+        self.rank, self.sizes, self.every_rank = rank, tuple(sizes), every_rank
         self.own = RankCollate(collate_fn, None, microbatch_sizes)
         self._randomness: SwappedRandomness | None = None
 
@@ -146,7 +149,9 @@ class StreamCollate:
         # before collating: some collate functions change their samples
         ends = _CHECKED // 2
         checksum = fingerprint([*samples[:ends], *samples[-ends:]])
-        dealt = deal(len(samples), self.sizes)
+        dealt = _dealt(len(samples), self.sizes, self.every_rank)
+        if dealt is None:
+            return GlobalStep(None, float(checksum or 0), len(samples))
         start = sum(dealt[: self.rank])
         self.own.dataset = samples  # shows the shape of an empty batch
         if self._randomness is None:  # in the process, and the pass, of a worker
@@ -165,13 +170,15 @@ class DealtStream(LockStepLoader):
         gather: compares the global batches of all ranks, once per step and once at the end.
         entropy: seeds the global generators while the stream is read; equal on all ranks.
         cut: makes a `GlobalStep` of a ready batch.
+        fewest: leaves out steps with fewer samples; 0 for none.
+        warns: this rank warns of the first step that is left out.
         options: the other arguments of `LockStepLoader`.
 
     Raises:
         UnsupportedError: on iteration, on every rank, if ranks read different samples.
     """
 
-    _own = LockStepLoader._own | {"_gather", "_entropy", "_cut", "_passes"}
+    _own = LockStepLoader._own | {"_gather", "_entropy", "_cut", "_fewest", "_passes", "_warns"}
 
     def __init__(
         self,
@@ -180,8 +187,11 @@ class DealtStream(LockStepLoader):
         gather: Gather,
         entropy: tuple[int, ...],
         cut: Callable[[Any], GlobalStep] | None = None,
+        fewest: int = 0,
+        warns: bool = False,
         **options: Any,
     ) -> None:
+        self._fewest, self._warns = fewest, warns
         self._gather, self._entropy, self._cut, self._passes = gather, entropy, cut, 0
         super().__init__(loader, **options)
 
@@ -201,8 +211,31 @@ class DealtStream(LockStepLoader):
                 raise UnsupportedError(self._differ(everyones, number))
             if step is None:
                 return
-            yield step.batch
             number += 1
+            if 0 < step.samples < self._fewest:
+                self._warn_once(step.samples)
+            else:
+                yield step.batch
+
+    def _warn_once(self, samples: int) -> None:
+        if self._warns:
+            step = f"A step of the stream {_name_of(self.original)}"
+            warnings.warn(too_few_samples(step, samples, self._fewest), stacklevel=2)
+        self._warns = False
+
+    def _own_length(self) -> int | None:
+        """Returns the number of steps, less a last one that is left out; None if that is unknown.
+
+        A length that is too large would let Lightning miss the end of the epoch.
+        """
+        steps = super()._own_length()
+        if not steps or not self._fewest:
+            return steps
+        if self._cut is not None:
+            return None
+        loader: Any = self.loader
+        rest = 0 if loader.drop_last else len(loader.dataset) % loader.batch_size
+        return steps - (0 < rest < self._fewest)
 
     def _next_step(self, items: Iterator[Any]) -> GlobalStep | None:
         try:
@@ -238,6 +271,7 @@ def deal_stream(
     layout: BatchLayout | None,
     microbatch_sizes: Sequence[int] | None = None,
     training: bool = True,
+    every_rank: bool = False,
 ) -> LockStepLoader:
     """Returns a loader of this rank's part of each global batch; collective.
 
@@ -246,6 +280,8 @@ def deal_stream(
         sizes: samples per step of every rank; for ready batches, proportions.
         gather: a collective for numbers.
         training: warn of what training differs in if the stream divides itself between ranks.
+        every_rank: as in `rebuild_train_loader`; a stream that divides itself ends with the first
+            part.
 
     The other arguments are those of `rebuild_train_loader`.
     """
@@ -253,25 +289,30 @@ def deal_stream(
     ready = reading.yields_ready_batches(loader)
     common = {"all_have_next": all_have_next, "layout": layout, "original": loader}
     if not Start.is_whole(gather(own.numbers)):
-        if rank == 0 and (training or own.fingerprint is None):
-            said = _divided(loader, sizes, ready, own) if training else _unseen(loader)
+        if rank == 0:
+            said = (
+                _divided(loader, sizes, ready, own, every_rank)
+                if training
+                else _unequal(loader, own)
+            )
             warnings.warn(said, stacklevel=2)
         return lock_step(
             loader if ready else _rebuilt(loader, max(sizes[rank], 1), microbatch_sizes),
             idle=not sizes[rank],
+            every_rank=every_rank,
             **common,
         )
     source = _equally_seeded(loader) if ready else loader
 
     def cut(batch: Any) -> GlobalStep:
-        return _part_of(batch, layout or BatchLayout(), rank, sizes)
+        return _part_of(batch, layout or BatchLayout(), rank, sizes, every_rank)
 
     if not ready:
 
         def collate(function: Any) -> Any:
             if isinstance(function, StreamCollate):
                 return function
-            return StreamCollate(function, rank, sizes, microbatch_sizes)
+            return StreamCollate(function, rank, sizes, microbatch_sizes, every_rank)
 
         source = reinstantiate(
             loader, batch_size=sum(sizes), wrap_collate=collate, **_equal_seeds(loader)
@@ -281,6 +322,8 @@ def deal_stream(
         gather=gather,
         entropy=(seed % 2**64, epoch),
         cut=cut if ready else None,
+        fewest=len(sizes) if every_rank else 0,
+        warns=rank == 0,
         **common,
     )
 
@@ -311,11 +354,23 @@ def _equal_seeds(loader: Any) -> dict[str, Any]:
     return {"worker_init_fn": equally} if by_rank or seeds else {}
 
 
-def _part_of(batch: Any, layout: BatchLayout, rank: int, sizes: Sequence[int]) -> GlobalStep:
+def _dealt(count: int, sizes: Sequence[int], every_rank: bool) -> tuple[int, ...] | None:
+    """Returns every rank's number of samples; None if each must have one and there are too few."""
+    dealt = deal(count, sizes)
+    if not every_rank:
+        return dealt
+    return at_least_one(dealt) if count >= len(sizes) else None
+
+
+def _part_of(
+    batch: Any, layout: BatchLayout, rank: int, sizes: Sequence[int], every_rank: bool
+) -> GlobalStep:
     if batch is None:  # on all ranks: Lightning skips the step, as on one device
         return GlobalStep(None, 0.0, 0)
     checksum, count = float(fingerprint(batch) or 0), layout.batch_size(batch)
-    dealt = deal(count, sizes)
+    dealt = _dealt(count, sizes, every_rank)
+    if dealt is None:
+        return GlobalStep(None, checksum, count)
     if dealt[rank] == count:
         return GlobalStep(batch, checksum, count)
     if layout.splitter is None:
@@ -331,7 +386,14 @@ def _name_of(loader: Any) -> str:
     return type(kind).__name__
 
 
-def _unseen(loader: Any) -> str:
+def _unequal(loader: Any, start: Start) -> str:
+    if start.fingerprint is not None:
+        return (
+            f"The evaluation stream {_name_of(loader)} begins with other samples on other ranks."
+            " Each rank evaluates what it reads. That is right if the stream divides itself between"
+            " ranks. If it is shuffled differently on each rank, samples count several times."
+            f" {_WAY_OUT}"
+        )
     return (
         f"The evaluation stream {_name_of(loader)} has samples without visible content, so that"
         " ranks cannot compare it. Each rank evaluates what it reads: samples that several ranks"
@@ -339,7 +401,7 @@ def _unseen(loader: Any) -> str:
     )
 
 
-def _divided(loader: Any, sizes: Sequence[int], ready: bool, start: Start) -> str:
+def _divided(loader: Any, sizes: Sequence[int], ready: bool, start: Start, every_rank: bool) -> str:
     idle = [rank for rank, size in enumerate(sizes) if not size]
     if start.fingerprint is None:
         why = "has samples without visible content, so that ranks cannot compare it"
@@ -349,8 +411,17 @@ def _divided(loader: Any, sizes: Sequence[int], ready: bool, start: Start) -> st
     if not ready:
         each = f"{', '.join(map(str, sizes))} samples of its own a step"
     lost = f" The parts of the ranks {idle} are lost: the plan gives them no samples."
+    end = (
+        "until the last rank has run out. So steps have other samples than on one device, and those"
+        " after the end of a shorter part are smaller."
+    )
+    if every_rank:
+        end = (
+            "until the first rank has run out, since every rank runs training_step with manual"
+            " optimization. So steps have other samples than on one device, and the rest of longer"
+            " parts is left out."
+        )
     return (
-        f"The training stream {_name_of(loader)} {why}. Each rank trains {each}, until the last"
-        " rank has run out. So steps have other samples than on one device, and those after the"
-        f" end of a shorter part are smaller.{lost if idle else ''} {_WAY_OUT}"
+        f"The training stream {_name_of(loader)} {why}. Each rank trains {each}, {end}"
+        f"{lost if idle else ''} {_WAY_OUT}"
     )

@@ -14,6 +14,7 @@ from lightning_cephalo.data import (
 )
 
 DIVIDED = "ignore:The training stream"
+EVALUATED = "ignore:The evaluation stream"
 
 
 class Stream(IterableDataset):
@@ -94,6 +95,7 @@ def test_an_idle_rank_goes_on_with_empty_batches_and_pulls_one_sample_for_their_
         len(loaders[1])
 
 
+@pytest.mark.filterwarnings(EVALUATED)
 def test_evaluation_goes_on_until_the_last_stream_has_run_out():
     ends = (8, 103)
     loaders, batches = run(
@@ -105,6 +107,7 @@ def test_evaluation_goes_on_until_the_last_stream_has_run_out():
     assert [len(loader) for loader in loaders] == [4, 4]
 
 
+@pytest.mark.filterwarnings(EVALUATED)
 def test_evaluation_of_a_rank_that_never_had_a_sample_gives_it_an_empty_list():
     _, batches = run(lambda rank: DataLoader(Stream(0, 3 * rank), batch_size=2), 2)
 

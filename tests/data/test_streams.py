@@ -1,8 +1,12 @@
 """Streams are dealt as one device would read them, or the ranks say together that they cannot."""
 
+import copy
 import dataclasses
+import datetime
+import decimal
 import random
 from collections import namedtuple
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from lightning_cephalo.data import (
     rebuild_train_loader,
     sample_batches,
 )
+from lightning_cephalo.data.cutting import evaluation_samples
 from lightning_cephalo.data.fingerprints import fingerprint
 from lightning_cephalo.data.streams import Start, start_of
 
@@ -129,10 +134,9 @@ def one_after_another(make, sizes, passes=2, **options):
             rank=rank,
             batch_sizes=sizes,
             seed=0,
-            broadcast=same,
             all_have_next=alone,
             gather=gathered_alone,
-            **options,
+            **{"broadcast": same, **options},
         )
         _auto_add_worker_init_fn(loader, rank)  # as Lightning does next
         found.append([batch for _ in range(passes) for batch in loader])
@@ -198,6 +202,80 @@ def test_a_collate_function_that_changes_its_samples_collates_those_of_a_stream(
     assert [batch.shape for batch in idle] == [(0,), (0,)]
 
 
+@pytest.mark.parametrize("seeded", [np.random.default_rng, random.Random, "torch"])
+def test_generators_that_a_stream_holds_are_those_of_rank_0_and_reading_keeps_them(seeded):
+    class Source:
+        def __init__(self, seed):
+            make = torch.Generator().manual_seed if seeded == "torch" else seeded
+            self.steps = [{"draws": make(seed)}]
+
+    class Held(Lines):
+        def __init__(self, seed):
+            super().__init__(12)
+            self.source = Source(seed)
+
+        def __iter__(self):
+            rng = self.source.steps[0]["draws"]
+            if seeded == "torch":
+                return iter(torch.randperm(12, generator=rng))
+            order = list(range(12))
+            rng.shuffle(order)
+            return map(torch.tensor, order)
+
+    states = []
+
+    def of_first(state):
+        states.append(copy.deepcopy(state))
+        return states[0]
+
+    wanted = joined([[part] for part in single_device(DataLoader(Held(0), batch_size=4))])
+    read = DataLoader(Held(0), batch_size=2)
+    sample_batches(read, (3, 2))
+    ranks = one_after_another(
+        lambda rank: DataLoader(Held(rank), batch_size=2) if rank else read,
+        (3, 1),
+        passes=1,
+        broadcast=of_first,
+    )
+    assert joined([[p.tolist() for p in step] for step in zip(*ranks, strict=True)]) == wanted
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_each_step_has_a_sample_for_every_rank_or_is_left_out(ready):
+    def make(rank):
+        return ReadyBatches(8, 2, 4).batches if ready else DataLoader(Lines(14), batch_size=4)
+
+    sizes = (6, 1, 1) if ready else (10, 1, 1)
+    with pytest.warns(UserWarning, match="has 2 samples for 3 ranks.*left out") as found:
+        ranks = one_after_another(make, sizes, every_rank=True)
+    assert len(found) == 1
+    steps = [[part.tolist() for part in step] for step in zip(*ranks, strict=True)]
+    first = [list(range(sizes[0])), [sizes[0]], [sizes[0] + 1]]
+    assert steps == 2 * ([first, [[10, 11], [12], [13]]] if ready else [first])
+
+
+def test_the_announced_steps_are_those_that_are_not_left_out():
+    class Sized(Lines):
+        def __len__(self):
+            return self.count
+
+    def steps(count, **options):
+        loader = rebuild_train_loader(
+            DataLoader(Sized(count), batch_size=4, **options),
+            rank=1,
+            batch_sizes=(10, 1, 1),
+            seed=0,
+            broadcast=same,
+            all_have_next=alone,
+            gather=gathered_alone,
+            every_rank=True,
+        )
+        return len(loader), len(list(loader))
+
+    assert [steps(14), steps(15), steps(24)] == [(1, 1), (2, 2), (2, 2)]
+    assert steps(14, drop_last=True) == (1, 1)
+
+
 class Parts(Lines):
     """Equal on all ranks at first; from ``first`` on each rank reads samples of its own."""
 
@@ -220,6 +298,18 @@ def test_streams_that_part_later_are_refused_by_name_on_every_rank(counts):
     assert ranks[0] == ranks[1]
     for part in ("Parts", "step 1" if first == 12 else "step 2", "rank 1", "split_by_node"):
         assert part in ranks[0]
+
+
+@pytest.mark.filterwarnings("ignore:The training stream Parts begins with other samples")
+def test_a_stream_that_divides_itself_ends_with_its_first_part_if_every_rank_needs_samples():
+    counts = (9, 7)
+    ranks = of_ranks(
+        lambda rank: DataLoader(Parts(counts[rank], rank, 0), batch_size=2), (2, 2), every_rank=True
+    )
+    assert ranks == [
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[100, 101], [102, 103], [104, 105], [106]],
+    ]
 
 
 def test_what_divides_itself_is_named_with_what_is_lost():
@@ -254,6 +344,24 @@ class Graph:
         self.store = {"x": x}
 
 
+class Grey:
+    """As images of PIL, which are copied for each look at their whole array."""
+
+    mode = "L"
+
+    def __init__(self, pixels):
+        self.pixels, self.size = pixels, pixels.shape[::-1]
+
+    def crop(self, box):
+        left, top, right, bottom = box
+        return Grey(self.pixels[top:bottom, left:right])
+
+    @property
+    def __array_interface__(self):
+        assert self.size[1] <= 2, "only a few rows are looked at"
+        return np.ascontiguousarray(self.pixels).__array_interface__
+
+
 Pair = namedtuple("Pair", "x y")
 CONTENTS = [
     lambda n: torch.arange(300) * n,
@@ -264,6 +372,11 @@ CONTENTS = [
     lambda n: Pair(n, b"bytes"),
     lambda n: np.array(["a", n], dtype=object),
     lambda n: torch.zeros(n),
+    lambda n: Path("folder", str(n)),
+    lambda n: [{"a", f"b{n}"}, frozenset()],
+    lambda n: datetime.datetime(2026, 1, n),
+    lambda n: decimal.Decimal(n) / 7,
+    lambda n: Grey(np.full((5, 4), n)),
     lambda n: torch.full((3,), n, dtype=torch.bfloat16),
 ]
 
@@ -272,6 +385,7 @@ CONTENTS = [
 def test_checksums_are_equal_for_equal_content_only(content):
     assert fingerprint(content(2)) == fingerprint(content(2))
     assert fingerprint(content(2)) != fingerprint(content(3))
+    assert None not in (fingerprint(content(2)), fingerprint(content(3)))
 
 
 def test_a_stream_whose_content_cannot_be_seen_counts_as_divided():
@@ -295,6 +409,19 @@ def test_a_stream_whose_content_cannot_be_seen_counts_as_divided():
             broadcast=same,
             all_have_next=alone,
             gather=lambda numbers: [numbers, numbers],
+        )
+
+
+def test_evaluation_of_streams_that_differ_between_ranks_is_named():
+    with pytest.warns(UserWarning, match=r"stream Lines begins with other.*count several times"):
+        rebuild_eval_loader(
+            DataLoader(Lines(4), batch_size=2),
+            rank=0,
+            world_size=2,
+            seed=0,
+            broadcast=same,
+            all_have_next=alone,
+            gather=lambda numbers: [numbers, [0.0, 0.0]],
         )
 
 
@@ -354,3 +481,7 @@ def test_a_ready_batch_that_cephalo_cannot_see_into_is_cut_by_the_users_function
     assert found[0] == [[0, 1, 2, 3, 4, 5], [8, 9, 10], [12]]
     assert found[1] == [[6, 7], [11], []]
     assert isinstance(found[1][2], MicrobatchList)
+    layout = BatchLayout(splitter=split)
+    read = sample_batches(Seals(8, 4), (8, 3), layout)
+    assert [batch.rows for batch in read] == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2]]
+    assert [evaluation_samples(batch) for batch in read] == [8, 3]
