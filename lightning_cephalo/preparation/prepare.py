@@ -13,7 +13,7 @@ A given plan skips the two stages in the middle. Every stage is collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,8 @@ from lightning_cephalo.adapters.batch_norm import smallest_microbatch
 from lightning_cephalo.adapters.user_module import step_arguments
 from lightning_cephalo.data import BatchLayout, agreed_seed, global_batch_size, learn_layout
 from lightning_cephalo.data.cutting import BatchCutter
-from lightning_cephalo.data.reading import is_stream, refuse_one_pass
+from lightning_cephalo.data.loaders import share_generator_states
+from lightning_cephalo.data.reading import is_stream, refuse_one_pass, yields_ready_batches
 from lightning_cephalo.data.streams import Start, start_of
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -77,6 +78,8 @@ class Job:
         global_batch_size: Samples of a step over all ranks; 0 where nothing is trained.
         loaders: The training dataloaders.
         layouts: How the batches of each dataloader can be cut.
+        ready_samples: Samples of the first ready batch, on the rank with the fewest; None: the
+            dataloaders give single samples, or a plan is given.
         plan: The given plan; None: one must be made.
     """
 
@@ -85,6 +88,7 @@ class Job:
     global_batch_size: int = 0
     loaders: Loaders = Loaders((), None)
     layouts: tuple[BatchLayout, ...] = ()
+    ready_samples: int | None = None
     plan: Plan | None = None
 
     @classmethod
@@ -127,7 +131,8 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
         RemoteRankError: If any of this failed on another rank.
     """
     failure, world_size = None, control.world_size
-    seed, start = agreed_seed(control.broadcast), None
+    seed = agreed_seed(control.broadcast)
+    starts: list[Start] = []
     try:
         doing = "reading the training dataloader"
         loaders = _training_loaders(trainer)
@@ -135,17 +140,26 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
         own_size = _global_batch_size(loaders, options, world_size)
         doing = "finding how batches can be split"
         layouts = _layouts(loaders, options)
-        if own_size is None and options.plan is None:
-            doing = "counting the samples of the first batch"
-            start = start_of(loaders.flat[0], layouts[0], seed)
         doing = "reading the memory caps"
         own = _limits(trainer, control, options)
     except Exception as error:
         failure = error
     control.raise_if_any_failed(failure, doing)
-    own_limits, starts = zip(*control.gather((own, start)), strict=True)
-    if start is not None:
-        own_size = _samples_of_ready_batches([one.numbers for one in starts])
+    ready_samples = None
+    if options.plan is None and any(_is_ready_stream(each) for each in loaders.flat):
+        for each in filter(_is_ready_stream, loaders.flat):
+            share_generator_states(each, control.broadcast)
+        starts = control.together(
+            "counting the samples of the first batch", partial(_starts, loaders, layouts, seed)
+        )
+    own_limits, everyones = zip(*control.gather((own, starts)), strict=True)
+    if starts:
+        sizes = [
+            _samples_of_ready_batches([s.numbers for s in row])
+            for row in zip(*everyones, strict=True)
+        ]
+        ready_samples = min(start.rows for row in everyones for start in row)
+        own_size = sizes[0] if own_size is None else own_size
     plan, batch_size = control.together(
         "reading the plan", partial(_plan_and_batch_size, options, world_size, own_size)
     )
@@ -154,7 +168,7 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
     plan = control.broadcast(plan)
     if plan is not None:
         check_plan(plan, limits)
-    return Job(options, limits, batch_size, loaders, layouts, plan)
+    return Job(options, limits, batch_size, loaders, layouts, ready_samples, plan)
 
 
 def _training_loaders(trainer: Trainer) -> Loaders:
@@ -220,13 +234,30 @@ def _global_batch_size(loaders: Loaders, options: Options, world_size: int) -> i
     return size
 
 
+def _is_ready_stream(loader: Any) -> bool:
+    return is_stream(loader) and yields_ready_batches(loader)
+
+
+def _starts(loaders: Loaders, layouts: Sequence[BatchLayout], seed: int) -> list[Start]:
+    """Return the starts of the streams of ready batches."""
+    pairs = zip(loaders.flat, layouts, strict=True)
+    return [start_of(each, layout, seed) for each, layout in pairs if _is_ready_stream(each)]
+
+
 def _samples_of_ready_batches(starts: list[list[float]]) -> int:
-    """Return the rows of the first ready batch; of all ranks' if each reads a stream of its own."""
+    """Return the rows of the first ready batch; of all ranks' if each reads a stream of its own.
+
+    Raises:
+        PlanError: If ranks have no batch, so that they cannot be measured.
+    """
     own = [int(rows) for _, rows in starts]
-    if not any(own):
+    without = [rank for rank, rows in enumerate(own) if not rows]
+    if without:
+        where = "" if not any(own) else f" on the ranks {without}"
         raise PlanError(
-            "The training dataloader yields no batch, so that nothing can be measured or planned."
-            " Check its data."
+            f"The training dataloader yields no batch{where}, so that nothing can be measured or"
+            " planned. Check its data, let it yield the same batches on every rank, or give a plan"
+            " that leaves those ranks without samples."
         )
     return own[0] if Start.is_whole(starts) else sum(own)
 
@@ -313,7 +344,7 @@ def measure_or_load(
         lambda: job_cache.describe(
             model,
             trainer,
-            partial(read_batch, job.loaders.source, smallest),
+            partial(read_batch, job.loaders.source, smallest, job.layouts),
             job.global_batch_size,
             options.of_measuring(),
         ),
@@ -337,11 +368,13 @@ def measure_or_load(
                 options=ProfileOptions(
                     budget_s=options.profile_budget_s,
                     minimum_microbatch_size=smallest,
+                    ready_samples=job.ready_samples,
                     equal_microbatches=options.equal_microbatches or manual is not None,
                     choose_recompute=options.recompute.is_planned and manual is None,
                     verbose=options.verbose,
                 ),
                 manual=manual,
+                layouts=job.layouts,
             )
         if manual is None:
             _check_loss(job, problem, model, trainer)
@@ -357,14 +390,20 @@ def measure_or_load(
 
 def _check_loss(job: Job, problem: Problem, model: ShardedModel, trainer: Trainer) -> None:
     """Warn if the loss of a batch is not the weighted mean over its parts; collective."""
-    half = additivity.SAMPLES // 2
+    half, is_first = additivity.SAMPLES // 2, model.control.rank == 0
+    progress = Progress(job.options.verbose and is_first)
+    unknown = "The loss of a batch was not compared with that of its parts"
     have_room = all(rank.largest_microbatch_size >= 2 * half for rank in problem.ranks)
+    if job.options.collate_per_microbatch:
+        progress.warn(f"{unknown}: collate_per_microbatch=True never collates a batch as a whole.")
+        return
     if not have_room or problem.minimum_microbatch_size > half:
+        progress.warn(f"{unknown}: that takes microbatches of {half} and {2 * half} samples.")
         return
     module: Any = model.module
 
     def parted() -> tuple[Any, list[tuple[Any, int]]]:
-        batch = read_batch(job.loaders.source, 2 * half)
+        batch = read_batch(job.loaders.source, 2 * half, job.layouts)
         expect_samples(trainer, 2 * half)
         batch = moved_to_device(trainer, module, batch)
         parts = BatchCutter(job.layouts, job.loaders.spec, (half, half)).cut(batch)
@@ -372,7 +411,6 @@ def _check_loss(job: Job, problem: Problem, model: ShardedModel, trainer: Traine
             raise ValueError(f"its batch is cut in {len(parts)} parts, not in 2")
         return batch, parts
 
-    is_first = model.control.rank == 0
     try:
         with isolated(trainer, module, model.accelerator):
             batch, parts = model.control.together("cutting a batch", parted)
@@ -380,9 +418,9 @@ def _check_loss(job: Job, problem: Problem, model: ShardedModel, trainer: Traine
             context = trainer.precision_plugin.train_step_context
             found = additivity.compared(model, step, context, batch, parts)
     except Exception as error:  # on every rank
-        Progress(job.options.verbose and is_first).warn(
-            "The loss of a batch was not compared with that of its parts (steps without gradients,"
-            f" in evaluation mode). {type(error).__name__}: {error}"
+        progress.warn(
+            f"{unknown} (steps without gradients, in evaluation mode)."
+            f" {type(error).__name__}: {error}"
         )
         return
     if is_first:

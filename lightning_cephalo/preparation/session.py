@@ -21,7 +21,13 @@ from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data import agreed_seed, deal, rebuild_eval_loader, rebuild_train_loader
+from lightning_cephalo.data import (
+    BatchLayout,
+    agreed_seed,
+    deal,
+    rebuild_eval_loader,
+    rebuild_train_loader,
+)
 from lightning_cephalo.data.cutting import BatchCutter, EmptyPredictions
 from lightning_cephalo.data.lockstep import lock_step
 from lightning_cephalo.execution.manual_step import ManualSteps
@@ -282,10 +288,14 @@ class Session:
             "gather": self.control.gather,
             "epoch": epoch,
         }
+        options = self._job.options
         if not training:
-            return rebuild_eval_loader(loader, world_size=self.control.world_size, **common)
+            layout = BatchLayout(splitter=options.split_batch)  # for ready batches only
+            return rebuild_eval_loader(
+                loader, world_size=self.control.world_size, layout=layout, **common
+            )
         # Lightning passes all training dataloaders each time, in the order of their tree
-        layout, options = next(self._layouts), self._job.options
+        layout = next(self._layouts)
         own_sizes = self.own_plan.microbatch_sizes
         return rebuild_train_loader(
             loader,

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
-from lightning_cephalo.data import sample_batches
+from lightning_cephalo.data import BatchLayout, sample_batches
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
@@ -58,6 +58,8 @@ class ProfileOptions:
         budget_s: Seconds that profiling may take, approximately. A size that would take longer
             than the time left is not tried; the smallest one always is.
         minimum_microbatch_size: Smaller ones are not tried (batch normalisation).
+        ready_samples: Samples of the first ready batch, on the rank with the fewest: microbatches
+            are cut from it. None: loaders give single samples.
         equal_microbatches: Whether every rank runs in every step, as the user's step communicates.
         choose_recompute: Whether to measure without recomputation too, so that the plan can choose.
         verbose: Whether rank 0 prints progress.
@@ -65,6 +67,7 @@ class ProfileOptions:
 
     budget_s: float
     minimum_microbatch_size: int = 1
+    ready_samples: int | None = None
     equal_microbatches: bool = False
     choose_recompute: bool = False
     verbose: bool = True
@@ -82,6 +85,7 @@ def measure(
     global_batch_size: int,
     options: ProfileOptions,
     manual: ManualSteps | None = None,
+    layouts: Sequence[BatchLayout] = (),
 ) -> Problem:
     """Run the user's step on growing microbatches of real samples; collective.
 
@@ -100,6 +104,7 @@ def measure(
         global_batch_size: Samples of a step over all ranks.
         options: Budget and limits.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
+        layouts: How the batches of each loader are cut, if they are ready.
 
     Returns:
         The same problem on every rank.
@@ -110,9 +115,10 @@ def measure(
     """
     control, clock = model.control, model.accelerator.clock
     started_s = model.accelerator.now_s()
-    smallest = min(options.minimum_microbatch_size, global_batch_size)
+    most = min(global_batch_size, options.ready_samples or global_batch_size)
+    smallest = min(options.minimum_microbatch_size, most)
     progress = Progress(options.verbose and control.rank == 0)
-    batches = _Batches(loader, partial(moved_to_device, trainer, model.module))
+    batches = _Batches(loader, layouts, partial(moved_to_device, trainer, model.module))
 
     def counted_batch(size: int) -> Any:
         expect_samples(trainer, size)
@@ -129,7 +135,8 @@ def measure(
     ):
         prober = Prober(model, clock, counted_batch, step, context, manual)
         sweep = Sweep(
-            ladder(smallest, global_batch_size),
+            ladder(smallest, most),
+            global_batch_size,
             options.budget_s * _TIMING_SHARE,
             control.gather(device.name),
             options.equal_microbatches,
@@ -337,18 +344,22 @@ class _Batches:
 
     Args:
         loader: A DataLoader or :class:`~lightning_cephalo.preparation.prepare.Loaders`.
+        layouts: How ready batches of each loader are cut.
         move: Moves a batch to the device.
     """
 
-    def __init__(self, loader: Any, move: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, loader: Any, layouts: Sequence[BatchLayout], move: Callable[[Any], Any]
+    ) -> None:
         self._loader = loader
+        self._layouts = layouts
         self._move = move
         self._held: tuple[int, Any] = (0, None)
 
     def __call__(self, size: int) -> Any:
         if self._held[0] != size:
             self._held = (0, None)  # frees the last batch before the next one is moved
-            self._held = (size, self._move(read_batch(self._loader, size)))
+            self._held = (size, self._move(read_batch(self._loader, size, self._layouts)))
         return self._held[1]
 
     @property
@@ -357,21 +368,25 @@ class _Batches:
         return self._held[1]
 
 
-def read_batch(loader: Any, size: int) -> Any:
+def read_batch(loader: Any, size: int, layouts: Sequence[BatchLayout] = ()) -> Any:
     """Return a batch of the first samples, as the loaders collate it.
 
     Args:
         loader: A DataLoader or :class:`~lightning_cephalo.preparation.prepare.Loaders`.
         size: Samples of the first loader, which define the batch size; the other loaders'
             samples come in proportion.
+        layouts: How ready batches of each loader are cut; empty: their rows are guessed.
     """
     spec = getattr(loader, "spec", None)
     if spec is None:
-        return sample_batches(loader, (size,))[0]
+        return sample_batches(loader, (size,), layouts[0] if layouts else None)[0]
     batch_sizes = [getattr(each, "batch_size", None) for each in loader.flat]
     first = batch_sizes[0] or 1
     counts = [max(1, round(size * (other or first) / first)) for other in batch_sizes]
     parts = [
-        sample_batches(each, (count,))[0] for each, count in zip(loader.flat, counts, strict=True)
+        sample_batches(each, (count,), layout)[0]
+        for each, count, layout in zip(
+            loader.flat, counts, layouts or (None,) * len(counts), strict=True
+        )
     ]
     return pytree.tree_unflatten(parts, spec)

@@ -77,7 +77,8 @@ class Sweep:
     """How far to measure.
 
     Attributes:
-        sizes: Microbatch sizes, rising; the last one is the global batch size.
+        sizes: Microbatch sizes, rising; ready batches may hold fewer samples than all ranks' step.
+        global_batch_size: Samples of a step over all ranks.
         budget_s: Wall-clock seconds.
         devices: Name of every rank's device. Devices with the same name count as equally fast: a
             slower one is being disturbed.
@@ -88,6 +89,7 @@ class Sweep:
     """
 
     sizes: Sequence[int]
+    global_batch_size: int
     budget_s: float
     devices: Sequence[str]
     everyone_runs: bool = False
@@ -123,7 +125,7 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
     """
     control, measured = prober.control, Measured()
     started_s = prober.now_s()
-    smallest, whole = sweep.sizes[0], sweep.sizes[-1]
+    smallest, whole = sweep.sizes[0], sweep.global_batch_size
     sweep.report([smallest] * control.world_size)
     able = _warm_up(prober, measured, smallest)
     pace = _Pace([0.0] * control.world_size, prober.wall_s)
@@ -250,7 +252,7 @@ def _time_round(
         wall_s = max(row[1] for row in rows)
         if count > 1:
             pace.repeated_s += wall_s
-        step_s, repeated_s = pace.step_s(sweep.sizes[-1]), pace.repeated_s + wall_s
+        step_s, repeated_s = pace.step_s(sweep.global_batch_size), pace.repeated_s + wall_s
         enough = count >= _TIMES and wall_s > _THRICE_BELOW * step_s
         if enough or repeated_s > max(_REPEATED_STEPS * step_s, _REPEATED_S):
             runs = [run and bool(row[2]) for run, row in zip(runs, rows, strict=True)]

@@ -214,21 +214,73 @@ class Measured(OfReady):
         return self.per_sample(batch).mean()  # measuring calls no other hook
 
 
-def test_the_rows_of_the_first_ready_batch_are_the_global_batch(tmp_path: Path) -> None:
-    def fit(alone: bool) -> Any:
-        module = Measured(tmp_path)
-        strategy: Any = "auto"
-        if not alone:
-            strategy = CephaloStrategy(verbose=False, profile_budget_s=0.5, remeasure=True)
-        options: Any = {"accelerator": "cpu", "devices": 1 if alone else 2, **QUIET}
-        Trainer(strategy=strategy, **options).fit(module, ReadyBatches())
-        sizes = None if alone else strategy.plan.global_batch_size
-        return sizes, module.state_dict()
+class Sealed:
+    """Ready rows that only their user can cut."""
 
-    found, wanted = in_ranks(2, fit, False), in_ranks(1, fit, True)
-    assert [size for size, _ in found] == [8, 8]
-    for name, value in wanted[0][1].items():
-        torch.testing.assert_close(found[0][1][name], value, rtol=1e-6, atol=1e-6)
+    def __init__(self, *columns: Any) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def to(self, device: Any) -> Sealed:
+        return Sealed(*(column.to(device) for column in self.columns))
+
+    @staticmethod
+    def split(batch: Sealed, sizes: Any) -> list[Sealed]:
+        columns = (column.split(list(sizes)) for column in batch.columns)
+        return [Sealed(*parts) for parts in zip(*columns, strict=True)]
+
+
+class SealedBatches(ReadyBatches):
+    def __iter__(self) -> Any:
+        return (Sealed(*batch) for batch in DataLoader(self.data, batch_size=8))
+
+
+class BatchesByRank(ReadyBatches):
+    """Batches of each rank's own, smaller than what both train in a step."""
+
+    def __iter__(self) -> Any:
+        rank = int(os.environ.get("RANK", 0))
+        yield from list(super().__iter__())[rank::2]
+
+
+class MeasuredSealed(Measured):
+    def parts(self, batch: Any) -> Any:
+        return batch.columns if isinstance(batch, Sealed) else super().parts(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        known = len(batch) if self.trainer.world_size == 1 else None  # Lightning cannot count them
+        self.log("val", self.per_sample(batch).mean(), sync_dist=True, batch_size=known)
+
+
+def test_ready_batches_are_measured_planned_and_evaluated(tmp_path: Path) -> None:
+    def fit(ranks: int, data: Any, *validated: Any, **options: Any) -> Any:
+        module, strategy = MeasuredSealed(tmp_path), "auto"
+        if ranks > 1:
+            fast: Any = {"verbose": False, "profile_budget_s": 0.5, "remeasure": True}
+            strategy = CephaloStrategy(**fast, **options)
+        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=ranks, **QUIET)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The training stream BatchesByRank")
+            warnings.filterwarnings("ignore", "You defined a `validation_step` but")
+            trainer.fit(module, data, *validated)
+        batch = getattr(getattr(trainer.strategy, "plan", None), "global_batch_size", None)
+        return batch, module.state_dict(), float(trainer.callback_metrics.get("val", 0.0))
+
+    def fit_all(ranks: int) -> Any:
+        # the rows of the first batch are the global batch
+        found = [fit(ranks, ReadyBatches())]
+        found.append(fit(ranks, SealedBatches(), SealedBatches(7), split_batch=Sealed.split))
+        return [*found, fit(ranks, BatchesByRank())]
+
+    found, wanted = in_ranks(2, fit_all, 2), in_ranks(1, fit_all, 1)[0]
+    for of_rank in found:
+        assert [batch for batch, _, _ in of_rank] == [8, 8, 16]
+        assert of_rank[1][2] == pytest.approx(wanted[1][2], rel=1e-5)
+    for (_, values, _), (_, right, _) in zip(found[0][:2], wanted, strict=False):
+        for name, value in right.items():
+            torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-6)
 
 
 class OwnShare(Recorder):
