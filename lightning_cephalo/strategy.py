@@ -66,6 +66,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
+_STOP_TOGETHER = (
+    "If trainer.should_stop depends on a rank's own values, set it to"
+    " trainer.strategy.reduce_boolean_decision(stop, all=False) on every rank."
+)
+
+
 class CephaloStrategy(ParallelStrategy):
     """Trains on unequal devices with uneven batches, uneven shards and layered accumulation.
 
@@ -427,6 +433,7 @@ class CephaloStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if not self._samplers.deals:
             return self.session.in_step(dataloader)
+        self._stop_together()
         trainer = self._module.trainer
         training = trainer.state.stage == RunningStage.TRAINING
         return self.session.dealt(dataloader, training=training, epoch=trainer.current_epoch)
@@ -554,6 +561,7 @@ class CephaloStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         session, verbose = self.session, self._options.verbose
         executor = session.model.executor
+        self._stop_together()
         session.control.together("checking the last step's buffers", executor.buffers.check)
         executor.reshard()
         self._measured_memory = session.measured_memory()
@@ -613,6 +621,10 @@ class CephaloStrategy(ParallelStrategy):
         return loop.batch_progress.is_last_batch
 
     @override
+    def on_validation_start(self) -> None:
+        self._stop_together()
+
+    @override
     def on_validation_end(self) -> None:
         self.session.model.executor.reshard()
 
@@ -648,6 +660,7 @@ class CephaloStrategy(ParallelStrategy):
         if self._session is not None and self._session.logs.are_combining:
             return tensor
         self._refuse_after_own_failure("a reduction over ranks")
+        self._stop_together()
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()  # Lightning #21859: the mean of integers would be truncated
         sent = tensor if communicates(tensor, group) else tensor.cpu()
@@ -737,6 +750,15 @@ class CephaloStrategy(ParallelStrategy):
         """Wait for all ranks; raise UnsupportedError if the others wait elsewhere."""
         if self._ranks is not None:
             self._ranks.groups.meeting.meet(purpose, remedy, is_patient=True)
+
+    def _stop_together(self) -> None:
+        """Let all ranks meet where training has stopped early, as others may go on.
+
+        Raises:
+            UnsupportedError: If trainer.should_stop is not set on all ranks.
+        """
+        if self._module.trainer.should_stop:
+            self._meet("stopping, as trainer.should_stop is set", _STOP_TOGETHER)
 
     def _refuse_after_own_failure(self, what: str) -> None:
         """Raise this rank's failure again in hooks for it that need ranks which do not share it.

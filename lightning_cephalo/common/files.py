@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,22 @@ def dump_yaml(data: dict[str, Any]) -> str:
 
 def parse_yaml(content: str, *, what: str, source: str | None = None) -> Any:
     """Parse YAML text, or raise PlanError naming the place of the first syntax error."""
+    return _parsed(yaml.safe_load, "YAML", content, what, source)
+
+
+def _parsed(
+    parse: Callable[[str], Any], kind: str, content: str, what: str, source: str | None
+) -> Any:
     try:
-        return yaml.safe_load(content)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise PlanError(
-            f"{in_source(source)}expected {what} in YAML, but the text is not YAML: {reason}. "
-            f"Write one with save() and edit that."
-        ) from error
+        return parse(content)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except (yaml.YAMLError, ValueError) as error:  # the latter also for numbers of 4,300 digits
+        reason = f"the text is not {kind}: {' '.join(str(error).split())}"
+    raise PlanError(
+        f"{in_source(source)}expected {what} in {kind}, but {reason}. Write one with save() and"
+        " edit that."
+    )
 
 
 def dump_json(data: dict[str, Any]) -> str:
@@ -46,13 +54,7 @@ def dump_json(data: dict[str, Any]) -> str:
 
 def parse_json(content: str, *, what: str, source: str | None = None) -> Any:
     """Parse JSON text, or raise PlanError naming the place of the first syntax error."""
-    try:
-        return json.loads(content)
-    except json.JSONDecodeError as error:
-        raise PlanError(
-            f"{in_source(source)}expected {what} in JSON, but the text is not JSON: {error}. "
-            f"Write one with save() and edit that."
-        ) from error
+    return _parsed(json.loads, "JSON", content, what, source)
 
 
 def format_of(path: Path) -> str:

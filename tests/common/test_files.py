@@ -60,3 +60,13 @@ def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
     monkeypatch.delenv("LIGHTNING_CEPHALO_CACHE")
     assert files.cache_folder().name == "lightning-cephalo"
     assert isinstance(files.cache_folder(), Path)
+
+
+@pytest.mark.parametrize(
+    ("parse", "kind"), [(files.parse_json, "JSON"), (files.parse_yaml, "YAML")]
+)
+def test_a_text_that_no_parser_can_read_is_named(parse, kind):
+    nested = "nested too deeply"
+    for content, reason in (("[" * 2000 + "]" * 2000, nested), ("[" + "9" * 5000 + "]", "digits")):
+        with pytest.raises(PlanError, match=f"plan.x: expected a plan in {kind}, but .*{reason}"):
+            parse(content, what="a plan", source="plan.x")

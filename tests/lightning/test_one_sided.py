@@ -204,11 +204,22 @@ class CallsOnOneRank(Callback):
             return
         if self.what == "a barrier":
             trainer.strategy.barrier()
+        elif self.what == "should_stop":
+            trainer.should_stop = True
         else:
             trainer.save_checkpoint(self.folder / "alone.ckpt")
 
 
-@pytest.mark.parametrize(("rank", "what"), [(0, "a checkpoint"), (1, "a barrier")])
+DOING = {
+    "a barrier": "waiting in a barrier, in on_train_batch_end()",
+    "a checkpoint": "saving a checkpoint, in on_train_batch_end()",
+    "should_stop": "stopping, as trainer.should_stop is set",
+}
+
+
+@pytest.mark.parametrize(
+    ("rank", "what"), [(0, "a checkpoint"), (1, "a barrier"), (1, "should_stop")]
+)
 def test_a_call_on_one_rank_alone_says_who_waits_for_what_and_since_when(tmp_path, rank, what):
     def fit():
         look_soon()
@@ -218,11 +229,10 @@ def test_a_call_on_one_rank_alone_says_who_waits_for_what_and_since_when(tmp_pat
     found = failures(fit, world_size=3)
     own = found[rank]
     assert own.kind == "UnsupportedError"
-    doing = "waiting in a barrier" if what == "a barrier" else "saving a checkpoint"
-    assert own.message.startswith(f"Rank {rank} is {doing}, in on_train_batch_end()")
+    assert own.message.startswith(f"Rank {rank} is {DOING[what]}")
     assert f"rank {1 - rank} waits" in own.message and "This rank has waited" in own.message
     for other in (0, 1, 2):
         if other != rank:
             assert found[other].message.startswith(f"Rank {rank} (process")
-            assert doing in found[other].message
+            assert DOING[what] in found[other].message
     assert not (tmp_path / "alone.ckpt").exists()
