@@ -33,6 +33,11 @@ class UserCollectives(TorchDispatchMode):
         super().__init__()
         self._report = report
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let ``torch.compile`` work inside, which otherwise leaves such frames alone for good."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
