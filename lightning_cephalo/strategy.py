@@ -35,6 +35,7 @@ from lightning_cephalo.accelerator.backends import backend_named
 from lightning_cephalo.adapters import batch_norm, checkpoint, precision, supported
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
+from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
 from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
 from lightning_cephalo.adapters.termination import Termination
@@ -213,6 +214,8 @@ class CephaloStrategy(ParallelStrategy):
         self._batch_weight = 0.0
         # from setup() to teardown()
         self._session: Session | None = None
+        # from the loading of a checkpoint to teardown()
+        self._resumption: Resumption | None = None
         # whether the run has ended with an error that all ranks have raised at the same place
         self._failed_together = False
         # whether other ranks have been told of the error that ends the run
@@ -361,6 +364,7 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
+        self._resumption = None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -436,16 +440,26 @@ class CephaloStrategy(ParallelStrategy):
         self._stop_together()
         trainer = self._module.trainer
         training = trainer.state.stage == RunningStage.TRAINING
-        return self.session.dealt(dataloader, training=training, epoch=trainer.current_epoch)
+        resumption, epoch = self._resumption, trainer.current_epoch
+        if not training or resumption is None:
+            return self.session.dealt(dataloader, training=training, epoch=epoch)
+        epoch = resumption.epoch_of(epoch)
+        dealt = self.session.dealt(dataloader, training=True, epoch=epoch, seed=resumption.seed)
+        resumption.continue_with(dealt, warns=self.is_global_zero)
+        return dealt
 
     # -- training -----------------------------------------------------------------------------
 
     @override
     def on_train_start(self) -> None:
         self.session.start_training(self.optimizers)
+        if self._resumption is not None:
+            self._resumption.announce()
 
     @override
     def training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
+        if self._resumption is not None:
+            self._resumption.end()
         self._watch.start_step()
         if self.session.manual is None:
             return self._training_step(batch, *rest, **kwargs)
@@ -704,6 +718,8 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._resumption is not None:
+            self._resumption.end()
         self._refuse_after_own_failure("a checkpoint")
         self._meet(
             "saving a checkpoint",
@@ -723,6 +739,9 @@ class CephaloStrategy(ParallelStrategy):
             whole = checkpoint.whole_checkpoint(
                 checkpoint_, self.is_global_zero, self._connection.control
             )
+        order = saved_order(self._module.trainer) if "optimizer_states" in checkpoint_ else None
+        if order is not None and self.is_global_zero:
+            whole[KEY] = order
         super().save_checkpoint(whole, filepath, storage_options)
 
     @override
@@ -739,6 +758,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
+        self._resumption = Resumption(self._module.trainer, checkpoint_)
         states = checkpoint_["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             owned = self.session.updates.of(optimizer)
@@ -828,6 +848,7 @@ class CephaloStrategy(ParallelStrategy):
 
     def _end_session(self, trainer: Trainer | None) -> None:
         session, self._session = self._session, None
+        self._resumption = None
         if session is None:
             return
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED

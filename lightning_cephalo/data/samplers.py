@@ -20,6 +20,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from lightning_cephalo.data.positions import Continue, Position, restore_states, states_of
 from lightning_cephalo.data.randomness import (
     SwappedRandomness,
     draws_from_global_generators,
@@ -50,6 +51,11 @@ class GlobalOrder(Sampler[Any]):
         source: the user's sampler (any iterable of keys), or batch sampler (of lists of keys).
         seed: the seed that the ranks agreed on (`lightning_cephalo.data.agreed_seed`).
         epoch: epoch to start with; `set_epoch` changes it.
+
+    Attributes:
+        epochs_ahead: by how much the epochs of `set_epoch` exceed those of the order. Lightning
+            counts an epoch that ``max_steps`` has cut as done, and yet continues it.
+        first_step: the step at which the latest pass began; above 0 after `continue_at`.
     """
 
     def __init__(self, source: Iterable[Any], *, seed: int, epoch: int = 0) -> None:
@@ -59,6 +65,12 @@ class GlobalOrder(Sampler[Any]):
         # A loader that restarts within an epoch (CombinedLoader's max_size_cycle) draws a new
         # order, as a torch sampler does; DistributedSampler would repeat the last order.
         self.passes = 0
+        self.epochs_ahead = 0
+        self.first_step = 0
+        self._begun: tuple[int, int, list[Any]] | None = None
+        self._resumed: tuple[Position, Continue] | None = None
+        self._undoes_draws = False
+        self._must_learn_epochs = False
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle ask for attributes before __init__ has set `source`
@@ -68,9 +80,19 @@ class GlobalOrder(Sampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next pass draw the order of ``epoch``; also sets it in the user's samplers."""
+        if self._must_learn_epochs:  # the first epoch that Lightning sets is the continued one
+            self._must_learn_epochs = False
+            self.epochs_ahead = epoch - self.epoch
+        self._set_epoch(epoch - self.epochs_ahead)
+
+    def _set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
             self.epoch = epoch
             self.passes = 0
+            if self._resumed is not None and self._resumed[1] is Continue.AT_END:
+                # undoes what the loader has drawn for the pass that yielded nothing
+                restore_states(self.source, self._resumed[0].now)
+                self._resumed = None
         for sampler in samplers_within(self.source):
             set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
@@ -78,6 +100,20 @@ class GlobalOrder(Sampler[Any]):
 
     def steps(self, size: int) -> Iterator[list[Any]]:
         """Yields the order in lists of ``size`` items; the last may be shorter."""
+        skipped = 0
+        if self._resumed is not None:
+            position, way = self._resumed
+            if way is Continue.AT_END:
+                return
+            self._resumed = None
+            if way is Continue.INSIDE:
+                skipped, self.passes = position.step, position.number
+                # the loader may have drawn from its sampler's generator since
+                restore_states(self.source, position.start)
+            elif self._undoes_draws:
+                restore_states(self.source, position.now)
+        self.first_step = skipped
+        self._begun = (self.epoch, self.passes, states_of(self.source))
         entropy = (self.seed, self.epoch, self.passes)
         self.passes += 1
         randomness = (
@@ -87,12 +123,53 @@ class GlobalOrder(Sampler[Any]):
         )
         with randomness:
             items = iter(self.source)
+            for _ in islice(items, skipped * size):
+                pass
         while True:
             with randomness:
                 step = list(islice(items, size))
             if not step:
                 return
             yield step
+
+    def continue_at(self, position: Position, way: Continue, *, undoes_draws: bool = False) -> None:
+        """Makes the next pass begin where another run has stopped.
+
+        Args:
+            position: where it has stopped.
+            way: how to go on.
+            undoes_draws: the other run's loader would not draw from its generator before the next
+                epoch, since its workers stay, but a new one does.
+
+        Raises:
+            ValueError: the samplers hold other generators than in the other run.
+        """
+        restore_states(self.source, position.now)
+        self._set_epoch(position.epoch + (way is Continue.BEHIND))
+        self._resumed, self._undoes_draws = (position, way), undoes_draws
+        self._must_learn_epochs = True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a pass has begun."""
+        return self._begun is not None
+
+    def position(self, step: int, items: int) -> Position:
+        """Returns the position in the latest pass.
+
+        Args:
+            step: steps of this pass that are trained.
+            items: items in a step.
+        """
+        now = states_of(self.source)
+        if self._begun is not None:
+            epoch, number, start = self._begun
+        elif self._resumed is not None and self._resumed[1] is not Continue.BEHIND:
+            resumed = self._resumed[0]
+            epoch, number, start = resumed.epoch, resumed.number, resumed.start
+        else:  # the steps are those of an earlier epoch
+            epoch, number, start = self.epoch - bool(step), 0, now
+        return Position(epoch, number, step, items, start, now)
 
     def __iter__(self) -> Iterator[Any]:
         return chain.from_iterable(self.steps(1))
@@ -121,7 +198,7 @@ class RankBatchSampler(Sampler[list[Any]]):
     Attributes:
         sampler: the `GlobalOrder`; Lightning calls its ``set_epoch``.
         counts: samples of this rank in each step of the current pass so far (including prefetched
-            steps), indexed by step.
+            steps), from the `GlobalOrder`'s ``first_step`` on.
         original: the user's loader that was rebuilt with this sampler, or None; not pickled.
     """
 
@@ -224,6 +301,38 @@ class RankBatchSampler(Sampler[list[Any]]):
         ):
             return items // per_step
         return -(-items // per_step)
+
+    @property
+    def items(self) -> int:
+        """Samples of a global step over all ranks, or lists of a custom batch sampler."""
+        return self._items_per_step(self._batch_sizes)
+
+    def position(self, trained: int, *, cycles: bool, ahead: int) -> Position | None:
+        """Returns where training stands in the latest pass.
+
+        Args:
+            trained: steps of this epoch that are trained.
+            cycles: the loader begins anew within an epoch when it has run out.
+            ahead: steps that may have been read ahead of training.
+
+        Returns:
+            The position; None if it is unknown: something else than training has iterated the
+            loader, or the loader begins anew and has no length.
+        """
+        try:
+            length: int | None = len(self)
+        except (TypeError, NotImplementedError):
+            length = None
+        step = trained
+        if cycles and trained:
+            if not length:
+                return None
+            step = (trained - 1) % length + 1
+        drawn = self.sampler.first_step + len(self.counts)
+        least = step if length is None else min(step, length)
+        if self.sampler.has_begun and not least <= drawn <= step + ahead:
+            return None
+        return self.sampler.position(step, self.items)
 
     def _items_per_step(self, sizes: tuple[int, ...]) -> int:
         return sum(sizes) if self.lists_per_step is None else self.lists_per_step

@@ -36,6 +36,7 @@ from lightning_cephalo.data.lockstep import (
     is_stateful,
     lock_step,
 )
+from lightning_cephalo.data.positions import Continue, Position, restore_states, states_of
 from lightning_cephalo.data.randomness import SwappedRandomness
 from lightning_cephalo.data.reinstantiate import reinstantiate
 from lightning_cephalo.data.samplers import too_few_samples
@@ -168,7 +169,9 @@ class DealtStream(LockStepLoader):
     Args:
         loader: yields a `GlobalStep`, or a ready batch if ``cut`` is given.
         gather: compares the global batches of all ranks, once per step and once at the end.
-        entropy: seeds the global generators while the stream is read; equal on all ranks.
+        seed: seeds the global generators while the stream is read; equal on all ranks.
+        epoch: the epoch in which the stream is dealt; later passes are counted.
+        items: samples of a step over all ranks; 0 if ready batches have any sizes.
         cut: makes a `GlobalStep` of a ready batch.
         fewest: leaves out steps with fewer samples; 0 for none.
         warns: this rank warns of the first step that is left out.
@@ -178,33 +181,117 @@ class DealtStream(LockStepLoader):
         UnsupportedError: on iteration, on every rank, if ranks read different samples.
     """
 
-    _own = LockStepLoader._own | {"_gather", "_entropy", "_cut", "_fewest", "_passes", "_warns"}
+    _own = LockStepLoader._own | {
+        "_gather",
+        "_seed",
+        "_epoch",
+        "_items",
+        "_cut",
+        "_passes",
+        "_drawn",
+        "_start",
+        "_resumed",
+        "_fewest",
+        "_warns",
+    }
 
     def __init__(
         self,
         loader: Any,
         *,
         gather: Gather,
-        entropy: tuple[int, ...],
+        seed: int,
+        epoch: int,
+        items: int = 0,
         cut: Callable[[Any], GlobalStep] | None = None,
         fewest: int = 0,
         warns: bool = False,
         **options: Any,
     ) -> None:
         self._fewest, self._warns = fewest, warns
-        self._gather, self._entropy, self._cut, self._passes = gather, entropy, cut, 0
+        self._gather, self._cut, self._items = gather, cut, items
+        self._seed, self._epoch, self._passes = seed % 2**64, epoch, 0
+        self._drawn = 0
+        self._start: list[Any] | None = None
+        self._resumed: tuple[Position, Continue] | None = None
         super().__init__(loader, **options)
 
+    @property
+    def seed(self) -> int:
+        """The seed of the global generators while the stream is read."""
+        return self._seed
+
+    @property
+    def items(self) -> int:
+        """Samples of a step over all ranks; 0 if ready batches have any sizes."""
+        return self._items
+
+    def continue_at(self, position: Position, way: Continue) -> None:
+        """Makes the next pass begin where another run has stopped.
+
+        Raises:
+            ValueError: the loader has another generator than in the other run.
+        """
+        self._restore(position.now)
+        self._epoch = position.epoch
+        self._passes = position.number + (way is not Continue.INSIDE)
+        self._resumed = (position, way)
+
+    def position(self, trained: int, *, cycles: bool, ahead: int) -> Position | None:
+        """Returns where training stands in the latest pass, as `RankBatchSampler.position` does."""
+        step = trained
+        if cycles and trained:
+            if not self._length:
+                return None
+            step = (trained - 1) % self._length + 1
+        now = states_of(None, self._generators())
+        epoch, number, start = self._epoch, self._passes - 1, self._start
+        if start is None:  # no pass has begun
+            start = now
+            if self._resumed is not None and self._resumed[1] is Continue.INSIDE:
+                number, start = self._passes, self._resumed[0].start
+            elif not step:
+                number = self._passes
+        elif not is_stateful(self.loader) and not step <= self._drawn <= step + ahead:
+            return None
+        return Position(epoch, number, step, self._items, start, now)
+
+    def _generators(self) -> list[Any]:
+        own = getattr(self.loader, "generator", None)
+        is_own = isinstance(own, torch.Generator) and own is not torch.default_generator
+        return [own] if is_own else []
+
+    def _restore(self, states: list[Any]) -> None:
+        restore_states(None, states, self._generators())
+
     def __iter__(self) -> Iterator[Any]:
+        if self._resumed is not None and self._resumed[1] is Continue.AT_END:
+            self._resumed = None
+            return iter(())
+        return self._pass()
+
+    def _pass(self) -> Iterator[Any]:
+        skipped = 0
+        if self._resumed is not None:
+            (position, way), self._resumed = self._resumed, None
+            if way is Continue.INSIDE:
+                skipped = position.step
+                self._restore(position.start)
+        self._start = states_of(None, self._generators())
         # Ranks draw different amounts in training, and a stream may draw in this process.
-        randomness = SwappedRandomness((*self._entropy, self._passes))
+        randomness = SwappedRandomness((self._seed, self._epoch, self._passes))
         self._passes += 1
         with randomness:
             items = iter(self.loader)
-        number = 0
+        number = self._drawn = 0
         while True:
             with randomness:
                 step = self._next_step(items)
+            is_left_out = step is not None and 0 < step.samples < self._fewest
+            if self._drawn < skipped and step is not None:
+                number, self._drawn = number + 1, self._drawn + (not is_left_out)
+                continue
+            self._drawn += step is not None and not is_left_out
             own = [0.0, 0.0, 0.0] if step is None else [1.0, float(step.samples), step.fingerprint]
             everyones = self._gather(own)
             if any(row != everyones[0] for row in everyones):
@@ -212,7 +299,7 @@ class DealtStream(LockStepLoader):
             if step is None:
                 return
             number += 1
-            if 0 < step.samples < self._fewest:
+            if is_left_out:
                 self._warn_once(step.samples)
             else:
                 yield step.batch
@@ -320,7 +407,9 @@ def deal_stream(
     return (StatefulDealtStream if is_stateful(source) else DealtStream)(
         source,
         gather=gather,
-        entropy=(seed % 2**64, epoch),
+        seed=seed,
+        epoch=epoch,
+        items=0 if ready else sum(sizes),
         cut=cut if ready else None,
         fewest=len(sizes) if every_rank else 0,
         warns=rank == 0,

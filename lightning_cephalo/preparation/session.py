@@ -272,17 +272,19 @@ class Session:
 
     # -- dataloaders --------------------------------------------------------------------------
 
-    def dealt(self, loader: Any, *, training: bool, epoch: int) -> Any:
+    def dealt(self, loader: Any, *, training: bool, epoch: int, seed: int | None = None) -> Any:
         """Return a loader that yields this rank's share of each global batch; collective.
 
         Args:
             loader: The user's loader.
             training: Whether it is dealt by the plan; else evenly, for evaluation.
             epoch: Epoch of its first pass.
+            seed: Seed of the order; None: the one that the ranks agree on.
         """
+        agreed = agreed_seed(self.control.broadcast)
         common: dict[str, Any] = {
             "rank": self.control.rank,
-            "seed": agreed_seed(self.control.broadcast),
+            "seed": agreed if seed is None else seed,
             "broadcast": self.control.broadcast,
             "all_have_next": self.control.all,
             "gather": self.control.gather,

@@ -63,6 +63,8 @@ def test_a_checkpoint_after_fit_is_that_of_one_device(tmp_path, one_device, plan
 def _assert_same_checkpoint(found_path, wanted_path, loops=True):
     found = torch.load(found_path, weights_only=True)
     wanted = torch.load(wanted_path, weights_only=True)
+    # the order of samples, unless another stage has let Lightning forget the training loaders
+    assert (found.pop("cephalo_data_order", None) is not None) == loops
     assert list(found) == list(wanted)
     assert_same_tensors(found["state_dict"], wanted["state_dict"], TOLERANCE)
     assert len(found["optimizer_states"]) == len(wanted["optimizer_states"])
@@ -88,24 +90,18 @@ class _SaveDuringFit(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def _fit_saving(plan, path, step, shuffle, resume=None, epochs=2):
+def _fit_saving(plan, path, step):
     model = Net()
     save = _SaveDuringFit(path, step)
-    trainer(plan, max_epochs=epochs, callbacks=[save]).fit(
-        model,
-        loader(shuffle=shuffle),
-        loader(8),
-        ckpt_path=resume,
-        weights_only=True if resume else None,
-    )
+    trainer(plan, max_epochs=2, callbacks=[save]).fit(model, loader(), loader(8))
     return model.losses, values_of(model), save.had_gradients
 
 
 def test_a_checkpoint_during_an_epoch_holds_what_one_device_writes_though_gradients_are_set(
     tmp_path,
 ):
-    losses, values, had = by_plan("3:1", _fit_saving, tmp_path / "cephalo.ckpt", 6, False)
-    wanted_losses, wanted, _ = by_plan(None, _fit_saving, tmp_path / "one.ckpt", 6, False)
+    losses, values, had = by_plan("3:1", _fit_saving, tmp_path / "cephalo.ckpt", 6)
+    wanted_losses, wanted, _ = by_plan(None, _fit_saving, tmp_path / "one.ckpt", 6)
     assert had
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
     assert_same_tensors(values, wanted, TOLERANCE)
@@ -131,24 +127,6 @@ def test_resuming_under_other_plans_and_numbers_of_ranks_continues_the_loss_curv
         saved = path
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
     assert_same_tensors(values, wanted, TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("plan", "step", "shuffle"),
-    [("3:1", 4, True), ("3:1", 6, False), ("three", 6, True)],
-    ids=["shuffled, at the end of an epoch", "in an epoch", "shuffled, in an epoch"],
-)
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
-def test_resuming_does_what_one_device_does_when_it_resumes(tmp_path, plan, step, shuffle):
-    # in an epoch Lightning starts a loader anew that has no state, and a script makes its
-    # generator anew: a resumed run is the reference, not an uninterrupted one
-    by_plan("no state", _fit_saving, tmp_path / "first.ckpt", step, shuffle)
-    resumed = [
-        by_plan(which, _fit_saving, tmp_path / "second.ckpt", 99, shuffle, tmp_path / "first.ckpt")
-        for which in (plan, None)
-    ]
-    torch.testing.assert_close(resumed[0][0], resumed[1][0], **CLOSE)
-    assert_same_tensors(resumed[0][1], resumed[1][1], TOLERANCE)
 
 
 def _read_checkpoint_in_one_process(path):
