@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,45 @@ def test_an_example_trains_as_on_one_device(name):
         assert_same_tensors(values, wanted, tolerance)
 
 
+def by_command_line(folder: Path, *options: str) -> Any:
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = sys.argv[:1]  # those of pytest
+    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # of Lightning's own calls
+    config = ["fit", f"--config={EXAMPLES / 'cli.yaml'}", "--data.samples=192"]
+    trainer = {"accelerator": "cpu", "logger": "false", "default_root_dir": str(folder)}
+    quiet = ["enable_progress_bar", "enable_model_summary"]
+    given = [f"--trainer.{name}={value}" for name, value in trainer.items()]
+    given += [f"--trainer.{name}=false" for name in quiet]
+    arguments = [*config, *given, *options]
+    return values_of(importlib.import_module("cli").main(arguments))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_by_a_file_goes_on_elsewhere_as_on_one_device(tmp_path):
+    """One epoch on two ranks, saved by Lightning's default, and one more on three."""
+    plans = {
+        2: plan_of(((24, 24), 0.6), ((16,), 0.4)),
+        3: plan_of(((32,), 1.0), ((20,), 0), ((12,), 0)),
+    }
+    for ranks, plan in plans.items():
+        plan.save(tmp_path / f"{ranks}.yaml")
+    alone = ["--trainer.strategy=auto", "--trainer.devices=1"]
+    (wanted,) = in_ranks(1, by_command_line, tmp_path / "one", *alone)
+
+    def options(ranks):
+        path = f"--trainer.strategy.init_args.plan={tmp_path / f'{ranks}.yaml'}"
+        total = "--trainer.strategy.init_args.global_batch_size=64"
+        return [f"--trainer.devices={ranks}", path, total]
+
+    in_ranks(2, by_command_line, tmp_path / "two", *options(2), "--trainer.max_epochs=1")
+    (saved,) = (tmp_path / "two").glob("checkpoints/*.ckpt")
+    for values in in_ranks(
+        3, by_command_line, tmp_path / "three", *options(3), f"--ckpt_path={saved}"
+    ):
+        assert_same_tensors(values, wanted, 1e-5)
+
+
 def test_every_example_is_tested():
     main_job = {"byte_data", "byte_gpt", "job", "run_record", "train"}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} - main_job == set(CASES)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} - main_job == {*CASES, "cli"}
