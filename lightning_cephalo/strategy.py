@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.plugins.precision import Precision
@@ -32,7 +32,13 @@ from typing_extensions import override
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.backends import backend_named
-from lightning_cephalo.adapters import batch_norm, checkpoint, precision, supported
+from lightning_cephalo.adapters import (
+    batch_norm,
+    checkpoint,
+    checkpoint_io,
+    precision,
+    supported,
+)
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
@@ -133,7 +139,7 @@ class CephaloStrategy(ParallelStrategy):
         accelerator: Given by Lightning, like the next four.
         parallel_devices: Devices of this node.
         cluster_environment: Gives the rank of this process.
-        checkpoint_io: Writes checkpoints.
+        checkpoint_io: Writes checkpoints; None: files are replaced whole, and verified on loading.
         precision_plugin: Casts to the precision of the Trainer.
         process_group_backend: Backend of ``torch.distributed``, such as "gloo"; None: chosen by
             the device.
@@ -716,6 +722,16 @@ class CephaloStrategy(ParallelStrategy):
 
     # -- checkpoints --------------------------------------------------------------------------
 
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = checkpoint_io.with_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._resumption is not None:
@@ -742,7 +758,23 @@ class CephaloStrategy(ParallelStrategy):
         order = saved_order(self._module.trainer) if "optimizer_states" in checkpoint_ else None
         if order is not None and self.is_global_zero:
             whole[KEY] = order
-        super().save_checkpoint(whole, filepath, storage_options)
+        write = partial(super().save_checkpoint, whole, filepath, storage_options)
+        self._connection.control.together(f"writing the checkpoint {filepath}", write)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        # Lightning 2.5 has no such argument
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        read = partial(super().load_checkpoint, checkpoint_path, **given)
+        if self._ranks is None:
+            return read()
+        self._meet(
+            "loading a checkpoint",
+            "Call strategy.load_checkpoint() on every rank; one alone can call torch.load().",
+        )
+        return self._ranks.control.together(f"reading the checkpoint {checkpoint_path}", read)
 
     @override
     def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:

@@ -27,6 +27,10 @@ class UnwritableError(PlanError, OSError):
     """A file cannot be written; the operating system's own error is the cause."""
 
 
+class CheckpointError(CephaloError, RuntimeError):
+    """A checkpoint is damaged. The message says how, and names the newest whole one beside it."""
+
+
 class InfeasibleError(PlanError):
     """No plan exists. The message names the limiting resource, the missing amount and remedies."""
 

@@ -22,6 +22,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from plans import PLANS
 
+from lightning_cephalo.common.errors import CheckpointError, RemoteRankError
+
 # fp32: the sums of a step are taken in another order than on one device, and AdamW divides by the
 # root of tiny second moments
 TOLERANCE = 1e-5
@@ -251,27 +253,35 @@ class _DiesWhileWriting(Exception):
     pass
 
 
-def _write_badly(plan, path):
+def _write_and_read_badly(plan, folder):
     model = Net()
     runs = trainer(plan)
     runs.fit(model, loader(), loader(8))
-    runs.save_checkpoint(path)
+    runs.save_checkpoint(folder / "kept.ckpt")
 
     class Unwritable:
         def __reduce__(self):
             raise _DiesWhileWriting
 
     model.on_save_checkpoint = lambda checkpoint: checkpoint.update(bad=Unwritable())
-    try:
-        runs.save_checkpoint(path)
-    except _DiesWhileWriting:
-        return True
-    return False
+    with pytest.raises((_DiesWhileWriting, RemoteRankError)) as unwritten:
+        runs.save_checkpoint(folder / "kept.ckpt")
+    resumed = trainer(plan, max_epochs=2)
+    with pytest.raises(CheckpointError) as unread:
+        resumed.fit(Net(), loader(), loader(8), ckpt_path=folder / "cut.ckpt")
+    resumed.fit(Net(), loader(), loader(8), ckpt_path=folder / "kept.ckpt", weights_only=True)
+    return type(unwritten.value).__name__, str(unread.value), resumed.current_epoch
 
 
-def test_a_checkpoint_that_fails_while_it_is_written_leaves_the_one_before(tmp_path):
-    assert by_plan("one", _write_badly, tmp_path / "kept.ckpt")
-    assert os.listdir(tmp_path) == ["kept.ckpt"]
+def test_a_checkpoint_that_cannot_be_written_or_read_is_refused_on_all_ranks(tmp_path):
+    (tmp_path / "cut.ckpt").write_bytes(b"PK\3\4 and no more")
+    found = in_ranks(2, _write_and_read_badly, "3:1", tmp_path)
+    assert [name for name, _, _ in found] == ["_DiesWhileWriting", "RemoteRankError"]
+    for _, said, epochs in found:
+        assert f"{tmp_path}/cut.ckpt: the checkpoint is damaged: it is cut off" in said
+        assert f"The newest whole checkpoint in this folder is {tmp_path}/kept.ckpt: pass" in said
+        assert epochs == 2
+    assert sorted(os.listdir(tmp_path)) == ["cut.ckpt", "kept.ckpt"]
     assert "state_dict" in torch.load(tmp_path / "kept.ckpt", weights_only=True)
 
 
