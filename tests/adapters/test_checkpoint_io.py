@@ -123,6 +123,7 @@ fork = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 @fork
+@pytest.mark.processes
 def test_the_systems_own_limit_on_a_file_is_met_likewise(path):
     def saves():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -137,6 +138,7 @@ def test_the_systems_own_limit_on_a_file_is_met_likewise(path):
 
 
 @fork
+@pytest.mark.processes
 def test_a_process_that_is_killed_in_mid_write_leaves_the_old_file(path):
     def dies():
         with checkpoint_io._replacing(path) as writer:
