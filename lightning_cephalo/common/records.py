@@ -90,9 +90,16 @@ def whole(field: str, value: Any, *, minimum: int) -> int:
 
 
 def text(field: str, value: Any) -> str:
-    """Return ``value`` if it is a str, or raise PlanError naming ``field``."""
+    """Return ``value`` if it is a str that a terminal shows, or raise PlanError naming ``field``.
+
+    Control characters of a file's text could do anything to the terminal that prints it.
+    """
     if not isinstance(value, str):
         raise PlanError(f"{field}: expected text, but got {value!r}.")
+    if not all(character.isprintable() or character in "\n\t" for character in value):
+        raise PlanError(
+            f"{field}: expected text without control characters, but got {shortened(value)}."
+        )
     return value
 
 

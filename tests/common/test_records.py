@@ -69,6 +69,7 @@ def test_what_is_stored_are_tuples_and_python_numbers():
     ("make", "message"),
     [
         (lambda: Dish(3), r"^Dish.name: expected text, but got 3"),
+        (lambda: Dish("\x1b[31m"), r"^Dish.name: expected text without control characters, .*x1b"),
         (lambda: Dish("soup", 0), r"^dish 'soup': grams: .*greater than 0, but got 0"),
         (lambda: Dish("soup", is_hot=1), r"^dish 'soup': is_hot: expected true or false.* got 1"),
         (lambda: Meal((), guests=1), r"^Meal.dishes: expected at least one Dish, but got none"),
