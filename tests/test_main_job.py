@@ -1,9 +1,12 @@
 """Every configuration composes to objects that exist, and the main job runs from end to end."""
 
+import contextlib
 import inspect
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,12 +34,24 @@ def composed(*overrides: str) -> DictConfig:
         return compose("config", list(overrides))
 
 
+def port_to_meet() -> int:
+    """Return a free port that no connection of another test takes before the ranks listen on it.
+
+    Systems give connections ports from 16000 or more; Lightning chooses among those too.
+    """
+    for port in random.SystemRandom().sample(range(10000, 16000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError("no free port")
+
+
 def run_main_job(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "examples" / "train.py", *overrides]
     with subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        env={**os.environ, "PYTHONFAULTHANDLER": "1", "MASTER_PORT": str(port_to_meet())},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
