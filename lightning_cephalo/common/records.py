@@ -26,6 +26,7 @@ import math
 import numbers
 import sys
 import typing
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -96,7 +97,7 @@ def text(field: str, value: Any) -> str:
     """
     if not isinstance(value, str):
         raise PlanError(f"{field}: expected text, but got {value!r}.")
-    if not all(character.isprintable() or character in "\n\t" for character in value):
+    if any(unicodedata.category(character) == "Cc" for character in set(value) - {"\n", "\t"}):
         raise PlanError(
             f"{field}: expected text without control characters, but got {shortened(value)}."
         )

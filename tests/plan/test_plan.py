@@ -97,7 +97,7 @@ _rank_plans = st.builds(
     RankPlan,
     st.lists(st.integers(1, 9), min_size=1, max_size=4),
     st.just(0.0),
-    name=st.text(max_size=5),
+    name=st.text(st.characters(exclude_categories=["Cc", "Cs"]) | st.just("\n"), max_size=5),
     forward_s=_seconds,
     backward_s=_seconds,
     tail_s=_seconds,
