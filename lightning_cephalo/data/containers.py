@@ -136,3 +136,14 @@ def describe(node: object, depth: int = 2) -> str:
 def spell(path: Path) -> str:
     """Returns ``path`` as a user would write it: ``batch['images'][0]``."""
     return "batch" + "".join(f"[{key!r}]" for key in path)
+
+
+def known_length(sized: Any) -> int | None:
+    """Returns the length of a loader or sampler; None if it has none, which is no error.
+
+    Loaders of streams raise TypeError for it, samplers without a length NotImplementedError.
+    """
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

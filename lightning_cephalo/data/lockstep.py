@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_cephalo.common.errors import BatchSplitError
 from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList, zero_rows
-from lightning_cephalo.data.containers import contains_arrays
+from lightning_cephalo.data.containers import contains_arrays, known_length
 from lightning_cephalo.data.randomness import preserved_randomness
 
 AllHaveNext = Callable[[bool], bool]
@@ -151,10 +151,7 @@ class LockStepLoader:
         return low
 
     def _own_length(self) -> int | None:
-        try:
-            return len(self.loader)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
+        return known_length(self.loader)
 
 
 class StatefulLockStepLoader(LockStepLoader):

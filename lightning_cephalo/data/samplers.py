@@ -20,6 +20,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.positions import Continue, Position, restore_states, states_of
 from lightning_cephalo.data.randomness import (
     SwappedRandomness,
@@ -277,10 +278,8 @@ class RankBatchSampler(Sampler[list[Any]]):
         """
         if not self.every_rank or self.drop_last or self.lists_per_step is not None:
             return
-        try:
-            rest = len(self.sampler) % sum(self._batch_sizes)
-        except (TypeError, NotImplementedError):
-            return
+        samples = known_length(self.sampler)
+        rest = 0 if samples is None else samples % sum(self._batch_sizes)
         if 0 < rest < len(self._batch_sizes):
             self._warn(rest)
 
@@ -319,10 +318,7 @@ class RankBatchSampler(Sampler[list[Any]]):
             The position; None if it is unknown: something else than training has iterated the
             loader, or the loader begins anew and has no length.
         """
-        try:
-            length: int | None = len(self)
-        except (TypeError, NotImplementedError):
-            length = None
+        length = known_length(self)
         step = trained
         if cycles and trained:
             if not length:

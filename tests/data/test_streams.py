@@ -400,29 +400,29 @@ def test_a_stream_whose_content_cannot_be_seen_counts_as_divided():
         def __iter__(self):
             return (Opaque() for _ in range(self.count))
 
-    with pytest.warns(UserWarning, match="evaluation stream Hidden.*count several times"):
+    _warned_of(
+        Hidden(4),
+        lambda numbers: [numbers, numbers],
+        "evaluation stream Hidden.*count several times",
+    )
+
+
+def _warned_of(stream, gather, message):
+    with pytest.warns(UserWarning, match=message):
         rebuild_eval_loader(
-            DataLoader(Hidden(4), batch_size=2),
+            DataLoader(stream, batch_size=2),
             rank=0,
             world_size=2,
             seed=0,
             broadcast=same,
             all_have_next=alone,
-            gather=lambda numbers: [numbers, numbers],
+            gather=gather,
         )
 
 
 def test_evaluation_of_streams_that_differ_between_ranks_is_named():
-    with pytest.warns(UserWarning, match=r"stream Lines begins with other.*count several times"):
-        rebuild_eval_loader(
-            DataLoader(Lines(4), batch_size=2),
-            rank=0,
-            world_size=2,
-            seed=0,
-            broadcast=same,
-            all_have_next=alone,
-            gather=lambda numbers: [numbers, [0.0, 0.0]],
-        )
+    message = "stream Lines begins with other.*count several times"
+    _warned_of(Lines(4), lambda numbers: [numbers, [0.0, 0.0]], message)
 
 
 def test_a_generator_is_refused_because_its_first_batches_would_be_lost():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -77,7 +78,9 @@ class BalancesInTheMiddle(Contrasts):
         return loss
 
 
-def fit(plan: str | None, kind: type[Contrasts], options: dict[str, Any] | None = None) -> Any:
+def fit(
+    plan: str | None, kind: Callable[[], Contrasts], options: dict[str, Any] | None = None
+) -> Any:
     model = kind()
     fitting = trainer(plan, options, max_epochs=2, accumulate_grad_batches=2)
     fitting.fit(model, loader(32), loader(8))
@@ -161,7 +164,7 @@ def failures() -> list[str]:
     said = []
     for step in REFUSED:
         with pytest.raises(Exception) as raised:
-            fit("three", partial(Misuses, step))  # type: ignore[arg-type]
+            fit("three", partial(Misuses, step))
         said.append(str(raised.value))
     return said
 

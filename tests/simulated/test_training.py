@@ -205,22 +205,21 @@ def test_half_precision_follows_one_device(simulated, precision, ranks):
     assert_equal(found, wanted, rel=3e-2)
 
 
-@pytest.mark.parametrize(
+IN_EACH_WAY = pytest.mark.parametrize(
     ("given", "rel"),
     [({}, 1e-5), ({"strategy": {"recompute": False}}, 1e-5), ({"scale": 2.0**10}, 3e-2)],
     ids=["full", "retained", "16-mixed"],
 )
+
+
+@IN_EACH_WAY
 def test_a_loss_over_the_batch(simulated, given, rel):
     (wanted,) = trained(simulated, None, over_batch=True, **{**given, "strategy": {}})
     ranks = [((3, 2), 0.8), ((3,), 0.2)]
     assert_equal(trained(simulated, ranks, over_batch=True, **given), wanted, rel)
 
 
-@pytest.mark.parametrize(
-    ("given", "rel"),
-    [({}, 1e-5), ({"strategy": {"recompute": False}}, 1e-5), ({"scale": 2.0**10}, 3e-2)],
-    ids=["full", "retained", "16-mixed"],
-)
+@IN_EACH_WAY
 def test_manual_optimization(simulated, given, rel):
     (wanted,) = trained(simulated, None, manual=True, **{**given, "strategy": {}})
     assert_equal(trained(simulated, [((5,), 0.8), ((3,), 0.2)], manual=True, **given), wanted, rel)
