@@ -7,8 +7,6 @@ call the packages below.
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -17,7 +15,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.init import _EmptyInit
@@ -39,12 +36,12 @@ from lightning_cephalo.adapters import (
     precision,
     supported,
 )
+from lightning_cephalo.adapters.ending import Ending
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
 from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
-from lightning_cephalo.adapters.termination import Termination
 from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.cutting import (
@@ -71,12 +68,6 @@ from lightning_cephalo.sharding.collectives import all_gather_rows, communicates
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-
-_STOP_TOGETHER = (
-    "If trainer.should_stop depends on a rank's own values, set it to"
-    " trainer.strategy.reduce_boolean_decision(stop, all=False) on every rank."
-)
 
 
 class CephaloStrategy(ParallelStrategy):
@@ -210,7 +201,7 @@ class CephaloStrategy(ParallelStrategy):
         self._start_method = start_method
         self._num_nodes = 1
         self._samplers = SamplerTakeover()
-        self._termination = Termination()
+        self._ending = Ending()
         self._watch = Watch(trace)
         self._skipped_steps = SkippedSteps()
         # from setup_environment() until the process ends, or until this rank fails alone on a
@@ -222,12 +213,6 @@ class CephaloStrategy(ParallelStrategy):
         self._session: Session | None = None
         # from the loading of a checkpoint to teardown()
         self._resumption: Resumption | None = None
-        # whether the run has ended with an error that all ranks have raised at the same place
-        self._failed_together = False
-        # whether other ranks have been told of the error that ends the run
-        self._has_told = False
-        # whether training or evaluation can begin
-        self._is_set_up = False
         # results, which outlive the ranks and the session
         self._plan: Plan | None = None
         self._measured_memory: tuple[RankMemory, ...] | None = None
@@ -334,7 +319,7 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         supported.refuse_shards(self._module)
-        self._failed_together = self._has_told = self._is_set_up = False
+        self._ending.begin(self._module.trainer)
         super().setup_environment()
         launch.limit_threads(self._start_method, self.num_processes)
         self.set_world_ranks()
@@ -345,7 +330,7 @@ class CephaloStrategy(ParallelStrategy):
         if self._ranks is None:
             self._ranks = launch.Ranks.create(self._timeout, self._environment.node_rank())
         self._samplers.take(self._module.trainer)
-        self._termination.begin(self._module.trainer)
+        self._ending.connect(self._ranks, self._abort_groups)
 
     @override
     @contextmanager
@@ -391,8 +376,7 @@ class CephaloStrategy(ParallelStrategy):
             )
             self.session.use_optimizers(self.optimizers)
         self.setup_precision_plugin()
-        self._termination.check(self.session.control)
-        self._is_set_up = True
+        self._ending.set_up()
 
     def _shard_by_plan(self, trainer: Trainer) -> None:
         """Prepare for training, in the stages of :mod:`~lightning_cephalo.preparation.prepare`."""
@@ -407,7 +391,7 @@ class CephaloStrategy(ParallelStrategy):
         plan = job.plan
         memory: tuple[RankMemory, ...] = ()
         if plan is None:
-            pause = partial(self._termination.check, control)
+            pause = partial(self._ending.termination.check, control)
             problem = measure_or_load(job, session.model, trainer, pause, session.manual)
             plan = make_plan(job, problem, control)
             memory = predicted(problem, plan, session.model)
@@ -443,7 +427,7 @@ class CephaloStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if not self._samplers.deals:
             return self.session.in_step(dataloader)
-        self._stop_together()
+        self._ending.stop_together()
         trainer = self._module.trainer
         training = trainer.state.stage == RunningStage.TRAINING
         resumption, epoch = self._resumption, trainer.current_epoch
@@ -494,7 +478,7 @@ class CephaloStrategy(ParallelStrategy):
             else:
                 scale_loss = precision.loss_scaler(self.precision_plugin)
                 outcome = session.model.executor.forward(calls, scale_loss, note, failure)
-        self._termination.learn([row[-1] for row in outcome.notes])
+        self._ending.termination.learn([row[-1] for row in outcome.notes])
         session.memory.after_forward()
         with self.precision_plugin.forward_context():
             if session.manual is not None:
@@ -513,7 +497,7 @@ class CephaloStrategy(ParallelStrategy):
 
     def _note(self, log: StepLog) -> tuple[float, ...]:
         """Return the numbers that every rank sends with the exchange of a step."""
-        return (*log.note(), self._termination.note())
+        return (*log.note(), self._ending.termination.note())
 
     @override
     def backward(
@@ -581,7 +565,7 @@ class CephaloStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         session, verbose = self.session, self._options.verbose
         executor = session.model.executor
-        self._stop_together()
+        self._ending.stop_together()
         session.control.together("checking the last step's buffers", executor.buffers.check)
         executor.reshard()
         self._measured_memory = session.measured_memory()
@@ -623,7 +607,7 @@ class CephaloStrategy(ParallelStrategy):
         session.user_gathers.before_step("evaluation", 1 if samples else 0)
         note = partial(self._note, log)
         outcome = session.model.executor.evaluate(call, f"running {name}", note)
-        self._termination.learn([row[-1] for row in outcome.notes])
+        self._ending.termination.learn([row[-1] for row in outcome.notes])
         session.logs.finish(log, outcome, (log.weight,) if samples else (), self.reduce)
         if self._evaluation_ends():  # hooks at the end of the epoch may write parameters
             session.model.executor.reshard()
@@ -642,7 +626,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._stop_together()
+        self._ending.stop_together()
 
     @override
     def on_validation_end(self) -> None:
@@ -664,13 +648,15 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse_after_own_failure("a barrier")
-        self._meet("waiting in a barrier", "Call strategy.barrier() on every rank, or on none.")
+        self._ending.refuse_alone("a barrier")
+        self._ending.meet(
+            "waiting in a barrier", "Call strategy.barrier() on every rank, or on none."
+        )
         launch.barrier(self.root_device)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        self._refuse_after_own_failure("a broadcast")
+        self._ending.refuse_alone("a broadcast")
         return launch.broadcast(obj, src)
 
     @override
@@ -679,8 +665,8 @@ class CephaloStrategy(ParallelStrategy):
             return tensor  # metrics are combined over microbatches and ranks after the step
         if self._session is not None and self._session.logs.are_combining:
             return tensor
-        self._refuse_after_own_failure("a reduction over ranks")
-        self._stop_together()
+        self._ending.refuse_alone("a reduction over ranks")
+        self._ending.stop_together()
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()  # Lightning #21859: the mean of integers would be truncated
         sent = tensor if communicates(tensor, group) else tensor.cpu()
@@ -690,7 +676,7 @@ class CephaloStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._inside_microbatch:
             self.session.user_gathers.called(self._module.trainer.training)
-        self._refuse_after_own_failure("a gather over ranks")
+        self._ending.refuse_alone("a gather over ranks")
         if sync_grads:
             return super().all_gather(tensor, group=group, sync_grads=True)
         return all_gather_rows(tensor.detach()[None], [1] * self.world_size, group)
@@ -736,8 +722,8 @@ class CephaloStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._resumption is not None:
             self._resumption.end()
-        self._refuse_after_own_failure("a checkpoint")
-        self._meet(
+        self._ending.refuse_alone("a checkpoint")
+        self._ending.meet(
             "saving a checkpoint",
             "Every rank holds a part of it: call trainer.save_checkpoint() on every rank, without"
             " 'if trainer.is_global_zero'. Rank 0 writes the file.",
@@ -770,7 +756,7 @@ class CephaloStrategy(ParallelStrategy):
         read = partial(super().load_checkpoint, checkpoint_path, **given)
         if self._ranks is None:
             return read()
-        self._meet(
+        self._ending.meet(
             "loading a checkpoint",
             "Call strategy.load_checkpoint() on every rank; one alone can call torch.load().",
         )
@@ -798,59 +784,13 @@ class CephaloStrategy(ParallelStrategy):
 
     # -- the end ------------------------------------------------------------------------------
 
-    def _meet(self, purpose: str, remedy: str) -> None:
-        """Wait for all ranks; raise UnsupportedError if the others wait elsewhere."""
-        if self._ranks is not None:
-            self._ranks.groups.meeting.meet(purpose, remedy, is_patient=True)
-
-    def _stop_together(self) -> None:
-        """Let all ranks meet where training has stopped early, as others may go on.
-
-        Raises:
-            UnsupportedError: If trainer.should_stop is not set on all ranks.
-        """
-        if self._module.trainer.should_stop:
-            self._meet("stopping, as trainer.should_stop is set", _STOP_TOGETHER)
-
-    def _refuse_after_own_failure(self, what: str) -> None:
-        """Raise this rank's failure again in hooks for it that need ranks which do not share it.
-
-        ``on_exception`` of callbacks and modules comes before the strategy's. Those that save a
-        checkpoint would wait for ranks that are elsewhere, or gone, and nobody would learn why.
-        """
-        failure = sys.exc_info()[1]  # Lightning calls these hooks where it handles the failure
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        is_ending = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        if failure is None or not is_ending or not dist.is_initialized():
-            return
-        self.on_exception(failure)
-        if self._termination.ends_with(failure):
-            if self._is_set_up:
-                return
-            why = "SIGTERM came before training began: there is nothing to save yet"
-        elif self._failed_together:
-            return
-        else:
-            why = f"the other ranks do not share this failure, and {what} needs all of them"
-        self._termination.end()  # Lightning ends here, without teardown
-        warnings.warn(
-            f"Rank {self.global_rank} ends with {type(failure).__name__}; {what} in on_exception()"
-            f" is refused: {why}. Checkpoints that were saved before are whole.",
-            stacklevel=3,
-        )
-        raise failure
-
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._ranks is None or self._termination.ends_with(exception) or self._has_told:
-            return
-        crash_report = self._ranks.crash_report
-        crash_report.on_exception(exception)
-        self._has_told = True
-        self._failed_together = crash_report.is_common(exception) or self.world_size == 1
-        aborts = backend_named(self._process_group_backend).must_be_aborted
-        if aborts and not self._failed_together:
+        self._ending.tell(exception)
+
+    def _abort_groups(self) -> None:
+        if backend_named(self._process_group_backend).must_be_aborted:
             launch.abort_groups()
             self.forget_groups()  # another fit creates new ones
 
@@ -858,6 +798,7 @@ class CephaloStrategy(ParallelStrategy):
         """Drop everything that refers to a process group; nothing can run afterwards."""
         session, self._session = self._session, None
         ranks, self._ranks = self._ranks, None
+        self._ending.forget()
         if session is not None:
             session.abandon()
         if ranks is not None:
@@ -873,7 +814,7 @@ class CephaloStrategy(ParallelStrategy):
             at_end.callback(self.accelerator.teardown)
             at_end.callback(self.precision_plugin.teardown)
             at_end.callback(self._environment.teardown)
-            at_end.callback(self._termination.end)
+            at_end.callback(self._ending.termination.end)
             if trainer is not None:
                 at_end.callback(self._samplers.give_back, trainer)
             self._end_session(trainer)
@@ -886,7 +827,7 @@ class CephaloStrategy(ParallelStrategy):
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         if not interrupted:
             session.close()
-        elif self._failed_together:
+        elif self._ending.failed_together:
             session.close_after_failure()
         else:  # ranks at different places cannot communicate
             session.abandon()

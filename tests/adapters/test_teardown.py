@@ -16,7 +16,7 @@ def test_an_error_in_one_part_leaves_out_none_of_the_others(broken):
     parts = {name: Mock() for name in ("accelerator", "cluster_environment", "checkpoint_io")}
     strategy = CephaloStrategy(**parts)
     strategy._precision_plugin = parts["precision"] = Mock()
-    strategy._samplers, strategy._termination, session = Mock(), Mock(), Mock()
+    strategy._samplers, strategy._ending, session = Mock(), Mock(), Mock()
     strategy._session = session
     state = SimpleNamespace(status=TrainerStatus.FINISHED)
     strategy._lightning_module = SimpleNamespace(_trainer=SimpleNamespace(state=state))
@@ -26,6 +26,6 @@ def test_an_error_in_one_part_leaves_out_none_of_the_others(broken):
         strategy.teardown()
     session.close.assert_called_once_with()
     strategy._samplers.give_back.assert_called_once()
-    strategy._termination.end.assert_called_once_with()
+    strategy._ending.termination.end.assert_called_once_with()
     for part in parts.values():
         part.teardown.assert_called_once_with()

@@ -1,0 +1,146 @@
+"""Decides how a run ends: at the same place on all ranks, or on this rank alone.
+
+A run ends with an error that all ranks raise together, with SIGTERM, with ``trainer.should_stop``,
+or with an error of this rank, of which the others must learn. Only ranks that end at the same place
+may communicate afterwards. Lightning calls hooks after an error in which callbacks save checkpoints
+and wait for other ranks; those are refused here where the others do not come.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerStatus
+
+from lightning_cephalo.adapters.termination import Termination
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_cephalo.ranks.launch import Ranks
+
+_STOP_TOGETHER = (
+    "If trainer.should_stop depends on a rank's own values, set it to"
+    " trainer.strategy.reduce_boolean_decision(stop, all=False) on every rank."
+)
+
+
+class Ending:
+    """Knows whether the ranks of a run can still meet, and lets them end together.
+
+    ::
+
+        ending.begin(trainer)             # when Trainer.fit() begins
+        ending.connect(ranks, abort)      # when the ranks are connected
+        ending.meet("saving a checkpoint", "Call save_checkpoint() on every rank.")
+        ending.tell(error)                # in on_exception()
+
+    Attributes:
+        termination: Receives SIGTERM.
+        failed_together: Whether the run has ended with an error that all ranks have raised at the
+            same place.
+    """
+
+    def __init__(self) -> None:
+        self.termination = Termination()
+        self.failed_together = False
+        self._has_told = self._is_set_up = False
+        self._trainer: Trainer | None = None
+        # from connect() until the process ends, or forget()
+        self._ranks: Ranks | None = None
+        self._abort: Callable[[], None] = _nothing
+
+    def begin(self, trainer: Trainer) -> None:
+        """Begin a run, which no failure has ended yet."""
+        self._trainer = trainer
+        self.failed_together = self._has_told = self._is_set_up = False
+
+    def connect(self, ranks: Ranks, abort: Callable[[], None]) -> None:
+        """Note that the ranks of the run are connected, and receive SIGTERM from now on.
+
+        Args:
+            ranks: The connection to the other ranks.
+            abort: Called when this rank fails alone, so that no other rank waits for it.
+        """
+        assert self._trainer is not None
+        self._ranks, self._abort = ranks, abort
+        self.termination.begin(self._trainer)
+
+    def set_up(self) -> None:
+        """Note that training or evaluation can begin; collective.
+
+        Raises:
+            SIGTERMException: On every rank, if any has received SIGTERM.
+        """
+        assert self._ranks is not None
+        self.termination.check(self._ranks.control)
+        self._is_set_up = True
+
+    def forget(self) -> None:
+        """Drop the connection to the other ranks."""
+        self._ranks = None
+
+    def meet(self, purpose: str, remedy: str) -> None:
+        """Wait for all ranks; raise UnsupportedError if the others wait elsewhere."""
+        if self._ranks is not None:
+            self._ranks.groups.meeting.meet(purpose, remedy, is_patient=True)
+
+    def stop_together(self) -> None:
+        """Let all ranks meet where training has stopped early, as others may go on.
+
+        Raises:
+            UnsupportedError: If trainer.should_stop is not set on all ranks.
+        """
+        if self._trainer is not None and self._trainer.should_stop:
+            self.meet("stopping, as trainer.should_stop is set", _STOP_TOGETHER)
+
+    def refuse_alone(self, what: str) -> None:
+        """Raise this rank's failure again in hooks for it that need ranks which do not share it.
+
+        ``on_exception`` of callbacks and modules comes before the strategy's. Those that save a
+        checkpoint would wait for ranks that are elsewhere, or gone, and nobody would learn why.
+
+        Args:
+            what: What the hook asks for, such as "a checkpoint".
+        """
+        failure = sys.exc_info()[1]  # Lightning calls these hooks where it handles the failure
+        trainer = self._trainer
+        is_ending = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        if failure is None or not is_ending or not dist.is_initialized():
+            return
+        self.tell(failure)
+        if self.termination.ends_with(failure):
+            if self._is_set_up:
+                return
+            why = "SIGTERM came before training began: there is nothing to save yet"
+        elif self.failed_together:
+            return
+        else:
+            why = f"the other ranks do not share this failure, and {what} needs all of them"
+        self.termination.end()  # Lightning ends here, without teardown
+        warnings.warn(
+            f"Rank {dist.get_rank()} ends with {type(failure).__name__}; {what} in on_exception()"
+            f" is refused: {why}. Checkpoints that were saved before are whole.",
+            stacklevel=3,
+        )
+        raise failure
+
+    def tell(self, failure: BaseException) -> None:
+        """Tell the other ranks of the error that ends the run, once, unless they share it."""
+        if self._ranks is None or self._has_told or self.termination.ends_with(failure):
+            return
+        crash_report = self._ranks.crash_report
+        crash_report.on_exception(failure)
+        self._has_told = True
+        is_alone = self._ranks.control.world_size == 1
+        self.failed_together = is_alone or crash_report.is_common(failure)
+        if not self.failed_together:
+            self._abort()
+
+
+def _nothing() -> None:
+    pass
