@@ -178,6 +178,31 @@ def test_ranks_that_call_different_collectives_are_told_both_sides(simulated, ru
         assert len(sides) == 2 and sides[0][9:] != sides[1][9:]
 
 
+def overlaps(rank, environments, first_of_rank_1):
+    connect(rank, environments)
+    pair = dist.new_group([0, 1])
+    dist.barrier()
+    x = torch.ones(4, device="cuda")
+    groups = [None, pair] if rank == 0 or first_of_rank_1 == "all" else [pair, None]
+    try:
+        for group in groups if rank < 2 else [None]:
+            dist.all_reduce(x, group=group)
+        dist.barrier()  # the store ends with rank 0
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_groups_that_share_some_ranks_are_called_in_one_order(simulated):
+    for outcome in run(simulated, 3, overlaps, "all"):
+        assert outcome.value is None and not outcome.findings
+    *both, third = run(simulated, 3, overlaps, "pair")
+    for outcome in both:
+        sides = {line[:8] for line in outcome.value.splitlines() if line.startswith("  rank ")}
+        assert sides == {"  rank 0", "  rank 1"}
+    assert third.value is not None
+
+
 @pytest.mark.parametrize(
     ("rule", "said"),
     [

@@ -2,8 +2,9 @@
 
 As torch's: every communicator has a stream of its own, on which its collectives run after the work
 of the caller's stream; tensors are kept until the wait; waiting makes the current stream wait, not
-the host. Here ranks also compare each collective before it runs, over all communicators of the same
-ranks: a difference, which on GPUs is a hang or wrong data, is an error that names both sides.
+the host. Here each two ranks also compare the collectives that both call before these run, over all
+communicators: a difference, which on GPUs is a hang or wrong data, is an error that names both
+sides.
 
 Sources: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; "Using multiple NCCL communicators
 concurrently" in NCCL's documentation; pytorch#148590 (what is kept until the wait).
@@ -14,7 +15,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from simulated_cuda.device import device_name, operators
+from simulated_cuda.order import Order, RuleBroken
 from simulated_cuda.torch_cuda import Event, Stream, current_stream, index_of
 from simulated_cuda.wire import Wire
 
 _TIMEOUT = datetime.timedelta(minutes=5)
+# of this process: one for each job
+_ORDERS: list[Order] = []
 _DTYPES = {
     torch.float16,
     torch.bfloat16,
@@ -44,10 +48,6 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "MAX": torch.maximum,
     "MIN": torch.minimum,
 }
-
-
-class RuleBroken(RuntimeError):
-    """A use of NCCL that NCCL or torch refuses, hangs on, or answers with wrong data."""
 
 
 def _check(is_kept: bool, rule: str) -> None:
@@ -118,20 +118,6 @@ class Options:
     group_name: str = ""
 
 
-@dataclass
-class Order:
-    """The order of collectives of the same ranks, over all of their communicators.
-
-    Attributes:
-        wire: Where the ranks compare.
-        count: Collectives so far.
-    """
-
-    wire: Wire
-    count: int = 0
-    of: ClassVar[dict[tuple[int, ...], Order]] = {}
-
-
 @dataclass(frozen=True)
 class Collective:
     """One collective as a rank calls it.
@@ -169,14 +155,21 @@ class SimulatedNccl(dist.ProcessGroup):
         self._stream: Stream | None = None
         self.device_index: int | None = None
         self.stash = {}
-        self._wire = self._wire_over(dist.PrefixStore("data", store))
-        if self._members not in Order.of:
-            Order.of[self._members] = Order(self._wire_over(dist.PrefixStore("order", store)))
-        self._order = Order.of[self._members]
+        self._wire = self._wire_over(dist.PrefixStore("data", store), rank, size)
+        self._order = self._order_of(dist.PrefixStore("order", store))
 
-    def _wire_over(self, store: dist.Store) -> Wire:
+    def _wire_over(self, store: dist.Store, rank: int, size: int) -> Wire:
         timeout = min(self._options._timeout, datetime.timedelta(minutes=10))
-        return Wire(store, self._rank, self._size, timeout, lambda: self._is_aborted)
+        return Wire(store, rank, size, timeout, lambda: self._is_aborted)
+
+    def _order_of(self, store: dist.Store) -> Order:
+        """Return the order of the first group with all of these ranks, which is the job's."""
+        for order in _ORDERS:
+            if order.members.issuperset(self._members):
+                return order
+        rank = self._members[self._rank]
+        _ORDERS.append(Order(store, rank, self._members, self._wire_over))
+        return _ORDERS[-1]
 
     # -- what torch asks of a group
 
@@ -229,7 +222,8 @@ class SimulatedNccl(dist.ProcessGroup):
     def abort(self) -> None:
         self._is_aborted = True
         self.stash.clear()
-        Order.of.pop(self._members, None)
+        if self._order in _ORDERS and self._order.members == set(self._members):
+            _ORDERS.remove(self._order)
 
     def shutdown(self) -> None:
         self.abort()
@@ -284,18 +278,9 @@ class SimulatedNccl(dist.ProcessGroup):
         )
 
     def _check_order(self, collective: Collective, dtype: torch.dtype) -> None:
-        self._order.count += 1
-        own = (
-            f"collective {self._order.count}: {collective.form} in group {self._name} of {dtype},"
-            f" {collective.detail}"
-        )
-        texts = self._order.wire.texts(own)
-        if len(set(texts)) > 1:
-            said = "\n".join(f"  rank {r}: {t}" for r, t in zip(self._members, texts, strict=True))
-            raise RuleBroken(
-                "ranks call different collectives at the same place, which on GPUs is a hang or"
-                f" wrong data:\n{said}"
-            )
+        text = f"{collective.form} in group {self._name} of {dtype}, {collective.detail}"
+        others = [member for member in self._members if member != self._members[self._rank]]
+        self._order.compare(text, others)
 
     def _reduced(self, own: Tensor, op: str) -> Tensor:
         rows = self._wire.rows(own, [own.numel()] * self._size)

@@ -50,14 +50,20 @@ class Wire:
             time.sleep(_POLL_S)
         work.wait()
 
-    def texts(self, own: str) -> list[str]:
-        """Return the text of every rank."""
+    def start_texts(self, own: str) -> Callable[[], list[str]]:
+        """Send a text to every rank; return a function that waits for the texts of all."""
         raw = own.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b" ")
         with _disable_current_modes():
             sent = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             parts = [torch.empty_like(sent) for _ in range(self.world_size)]
-            self._finish(self._gloo.allgather([parts], [sent]))
-            return [bytes(part.tolist()).decode().rstrip() for part in parts]
+            work = self._gloo.allgather([parts], [sent])
+
+        def finish() -> list[str]:
+            with _disable_current_modes():
+                self._finish(work)
+                return [bytes(part.tolist()).decode().rstrip() for part in parts]
+
+        return finish
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give every rank the tensor of one; it is contiguous."""
