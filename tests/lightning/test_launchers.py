@@ -319,18 +319,31 @@ atexit.register(late)
 
 @pytest.fixture(scope="module")
 def torchrun(tmp_path_factory):
-    """The folder of two ranks that torchrun has started."""
+    """The folder of the ranks that torchrun has started: one on a node, two on another."""
     folder = tmp_path_factory.mktemp("torchrun")
-    arguments = "plan(((3, 3), 0.75), ((2,), 0.25)), devices=2, batch_size=8"
-    script = _write(folder, arguments, _COUNTS_THREADS + _GIVEN)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    _run([[*run, script, folder]])
+    script = _write(
+        folder,
+        "plan(((2, 2), 0.5), ((3,), 0.5), ((1,), 0.0)),"
+        " devices=int(os.environ['LOCAL_WORLD_SIZE']), num_nodes=2, batch_size=8",
+        _COUNTS_THREADS + _GIVEN,
+    )
+    port = _free_port()
+    agents = [
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"),
+            *(f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={port}"),
+            *(script, folder),
+        ]
+        for node, ranks in enumerate((1, 2))
+    ]
+    _run(agents)
     return folder
 
 
 @pytest.mark.slow
-def test_torchrun_starts_two_ranks(torchrun, wanted):
-    _assert_said(torchrun, wanted, 2)
+def test_torchrun_agents_with_one_and_two_ranks_are_nodes_of_different_size(torchrun, wanted):
+    said = _assert_said(torchrun, wanted, 3)
+    assert [(one["node"], one["local"]) for one in said] == [(0, 0), (1, 0), (1, 1)]
 
 
 @pytest.mark.slow
@@ -338,29 +351,7 @@ def test_torchrun_starts_two_ranks(torchrun, wanted):
 def test_threads_of_our_groups_end_before_the_interpreter_does(torchrun):
     """Else one of them may abort the process, as happened once in about fifty runs."""
     # two are the default group's, which torch's own caches keep; ours had six more
-    assert [(torchrun / f"threads.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
-
-
-@pytest.mark.slow
-def test_torchrun_agents_with_one_and_two_ranks_are_nodes_of_different_size(tmp_path, wanted):
-    script = _write(
-        tmp_path,
-        "plan(((2, 2), 0.5), ((3,), 0.5), ((1,), 0.0)),"
-        " devices=int(os.environ['LOCAL_WORLD_SIZE']), num_nodes=2, batch_size=8",
-        _GIVEN,
-    )
-    port = _free_port()
-    agents = [
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"),
-            *(f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={port}"),
-            *(script, tmp_path),
-        ]
-        for node, ranks in enumerate((1, 2))
-    ]
-    _run(agents)
-    said = _assert_said(tmp_path, wanted, 3)
-    assert [(one["node"], one["local"]) for one in said] == [(0, 0), (1, 0), (1, 1)]
+    assert [(torchrun / f"threads.{rank}").read_text() for rank in range(3)] == ["2"] * 3
 
 
 RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
