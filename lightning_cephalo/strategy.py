@@ -508,6 +508,7 @@ class CephaloStrategy(ParallelStrategy):
             manual.check_is_running()
             # ends in loss.backward(), perhaps in a backward() of the user's
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.session.model.executor.show_held_gradients()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         steps = float(self._module.trainer.accumulate_grad_batches)
         layered = self.session.model.executor.backward

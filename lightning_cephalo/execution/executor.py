@@ -121,6 +121,8 @@ class Executor:
         self._step = Step((), [])
         self._readback = accelerator.readback()
         self._outcome = ForwardOutcome((), (), 0.0)
+        # units that stay gathered from a forward to its backward
+        self._showing: list[Unit] = []
         self._note: Callable[[], Sequence[float]] = tuple
         self._now = Instruction(Operation.AGREE)
         self._reducing: Unit | None = None
@@ -248,6 +250,7 @@ class Executor:
         Returns:
             The outcome. If no microbatch of any rank has a loss, there is no backward to call.
         """
+        self._hide_held_gradients()  # of a step whose backward has not come
         self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
         visits = self._visits.known(trainable)
@@ -263,6 +266,9 @@ class Executor:
         self.failure.guarded(self.state.begin, samples)
         with self.writes.locked():
             self.run(self._traced() if visits is None else self._step.program.forward)
+        if not self._outcome.is_skipped:
+            self._showing = [u for u in self.units if u.state is not UnitState.SHARDED]
+            self.show_held_gradients()
         # no reference stays here: results hold graphs, which must die with the caller's references
         outcome, self._outcome = self._outcome, ForwardOutcome((), (), 0.0)
         return outcome
@@ -351,6 +357,19 @@ class Executor:
         """The microbatches of the running step."""
         return self._step.microbatches
 
+    def show_held_gradients(self) -> None:
+        """Let hooks behind a forward see the gradients of earlier steps, as on one device.
+
+        Each call passes on what they have assigned, such as None by ``module.zero_grad()``.
+        """
+        for unit in self._showing:
+            unit.show_held_gradients()
+
+    def _hide_held_gradients(self) -> None:
+        for unit in self._showing:
+            unit.hide_held_gradients()
+        self._showing = []
+
     def backward(self, divisor: float = 1.0, factor: float = 1.0) -> None:
         """Run the backward of all units and set the gradients of the sharded parameters.
 
@@ -360,6 +379,7 @@ class Executor:
         """
         step = self._step
         step.gradient_scale = factor / (step.loss_scale * self._total_weight * divisor)
+        self._hide_held_gradients()
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
         for unit in gathered_after(step.program.forward):

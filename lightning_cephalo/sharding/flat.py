@@ -166,6 +166,8 @@ class Flat:
         self._read_versions = [parameter._version for parameter in self.parameters]
         self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
         self._has_stand_in = [False] * len(self.parameters)
+        # what gathered parameters show between a forward and its backward
+        self._held: list[torch.Tensor | None] | None = None
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.full.untyped_storage().resize_(0)
         self.residence = Residence.OWN
@@ -402,6 +404,37 @@ class Flat:
                 sharded.grad = None
                 self._has_stand_in[index] = False
 
+    # -- between a forward and its backward ---------------------------------------------------
+
+    def show_held_gradients(self) -> None:
+        """Show on gathered parameters the gradients that their shards hold, as on one device.
+
+        The gradients of the running step, which add up there, stay hidden. Another call passes on
+        what code has assigned since then, to either of both.
+        """
+        before = self._held or [sharded.grad for sharded in self.sharded]
+        if self._held is None:
+            for parameter, held in zip(self.parameters, before, strict=True):
+                parameter.grad = held
+        for parameter, sharded, held in zip(self.parameters, self.sharded, before, strict=True):
+            if parameter.grad is not held:
+                sharded.grad = parameter.grad
+            elif sharded.grad is not held:
+                parameter.grad = sharded.grad
+        self._held = [sharded.grad for sharded in self.sharded]
+
+    def hide_held_gradients(self) -> None:
+        """Let the gradients of the running step add up again."""
+        if self._held is None:
+            return
+        self.show_held_gradients()
+        self._held = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        for parameter, view in zip(self.parameters, self._grad_views, strict=False):
+            if parameter.requires_grad:
+                parameter.grad = view
+
     def lock(self, names: Sequence[str]) -> None:
         """Refuse all use of the sharded parameters until :meth:`unlock`.
 
@@ -535,6 +568,7 @@ class Flat:
 
     def disarm(self) -> None:
         """Give back the memory of ``grad_full``; call it after the wait for its reduce."""
+        self._held = None
         for parameter in self.parameters:
             parameter.grad = None
         self.grad_full, self._grad_views = None, []

@@ -187,6 +187,16 @@ class Unit:
         for flat in self.flats:
             flat.hide_gradients()
 
+    def show_held_gradients(self) -> None:
+        """Show on gathered parameters what their shards hold, until the backward begins."""
+        for flat in self.flats:
+            flat.show_held_gradients()
+
+    def hide_held_gradients(self) -> None:
+        """Undo :meth:`show_held_gradients`, and keep what code has assigned in between."""
+        for flat in self.flats:
+            flat.hide_held_gradients()
+
     def adopt(self) -> None:
         """Pass on to the shards what code has done to gathered parameters."""
         for flat in self.flats:
