@@ -37,6 +37,7 @@ from typing_extensions import override
 
 from lightning_cephalo.common.errors import CheckpointError, UnwritableError
 from lightning_cephalo.common.quantities import format_bytes
+from lightning_cephalo.common.texts import printable
 
 try:
     import fcntl
@@ -286,7 +287,7 @@ def _why_unreadable(path: Path, fault: str) -> str:
         else "This folder holds no whole one: pass the ckpt_path= of a file elsewhere, or none to"
         " begin anew."
     )
-    return f"{path}: the checkpoint is damaged: {fault}. {way_out}"
+    return printable(f"{path}: the checkpoint is damaged: {fault}. {way_out}")
 
 
 def _fault(path: Path) -> str | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import yaml
 
 from lightning_cephalo.common.errors import PlanError, UnwritableError
 
+_UNFINISHED = re.compile(r"\..*\.(?P<host>[\w-]+)-(?P<process>\d+)\.tmp(\.\w+)?")
 SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 
 
@@ -77,7 +80,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         UnwritableError: an OSError occurred, such as a missing folder or a full disk.
     """
-    beside = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    beside = path.with_name(f".{path.stem}.{_host()}-{os.getpid()}.tmp{path.suffix}")
     try:
         try:
             yield beside
@@ -91,6 +94,31 @@ def replacing(path: Path) -> Iterator[Path]:
             f"{path}: cannot be written: {error.strerror or error}. Name a file in a folder that "
             f"exists, may be written to and has room."
         ) from error
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the files that killed processes of this host were writing in a folder."""
+    if os.name == "nt":  # there, no signal asks whether a process lives
+        return
+    for left in folder.glob(".*.tmp*"):
+        named = _UNFINISHED.fullmatch(left.name)
+        if named is not None and named["host"] == _host() and not _lives(int(named["process"])):
+            with suppress(OSError):
+                left.unlink()
+
+
+def _host() -> str:
+    return re.sub(r"[^\w-]", "-", socket.gethostname())[:64]
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True
 
 
 def write_text(path: Path, content: str) -> None:

@@ -26,7 +26,6 @@ import math
 import numbers
 import sys
 import typing
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -35,6 +34,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.texts import is_control
 
 Check = Callable[[str, Any], Any]
 """Takes a field's name and the given value; returns the value to store, or raises PlanError."""
@@ -97,7 +97,7 @@ def text(field: str, value: Any) -> str:
     """
     if not isinstance(value, str):
         raise PlanError(f"{field}: expected text, but got {value!r}.")
-    if any(unicodedata.category(character) == "Cc" for character in set(value) - {"\n", "\t"}):
+    if any(map(is_control, set(value))):
         raise PlanError(
             f"{field}: expected text without control characters, but got {shortened(value)}."
         )

@@ -22,6 +22,7 @@ from lightning_cephalo.common.quantities import (
     format_rate,
     format_seconds,
 )
+from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, RankPlan
 
@@ -57,7 +58,9 @@ def units_text(units: Sequence[UnitSize]) -> str:
     Args:
         units: All units, the root unit first.
     """
-    root, *others = units
+    root, *others = [
+        UnitSize(printable(unit.name), printable(unit.kind), unit.parameters) for unit in units
+    ]
     kinds: dict[str, list[UnitSize]] = {}
     for unit in others:
         kinds.setdefault(unit.kind, []).append(unit)
@@ -136,7 +139,7 @@ def plan_table(
     table.add_column("memory of capacity", justify="right")
     rows = [
         _Row(
-            (rank.name if devices is None else devices[index]) or ABSENT,
+            printable((rank.name if devices is None else devices[index]) or ABSENT),
             (
                 str(rank.batch_size),
                 format_microbatches(rank.microbatch_sizes),
@@ -342,5 +345,5 @@ def _split_unit(name: str) -> tuple[str, str]:
 
 
 def show(table: object) -> None:
-    """Print a table to the terminal."""
-    Console().print(table)
+    """Print a table to the terminal; its texts are no markup."""
+    Console(markup=False).print(table)

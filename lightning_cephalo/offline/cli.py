@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
+from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.trace import write_trace
 from lightning_cephalo.offline import answers, figures, scenario
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _failed(notes: Console, kind: str, error: Exception, code: int) -> int:
-    notes.print(f"{kind}: {error}", markup=False, soft_wrap=True)
+    notes.print(printable(f"{kind}: {error}"), markup=False, soft_wrap=True)
     return code
 
 
@@ -148,7 +149,7 @@ def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
             )
         )
     for line in asked.left_out:
-        notes.print(f"Left out: {line}", markup=False, soft_wrap=True)
+        notes.print(printable(f"Left out: {line}"), markup=False, soft_wrap=True)
     if options.save_problem is not None:
         asked.problem.save(options.save_problem)
         notes.print(f"Wrote {options.save_problem}.")

@@ -82,6 +82,8 @@ def look_up(
     found = None
     if control.rank == 0:
         path = files.cache_folder() / "jobs" / f"{key[:32]}.json"
+        for folder in (files.cache_folder(), path.parent):
+            files.remove_leftovers(folder)
         found = CachedProblem(path) if remeasure else _read(path, [row[2] for row in rows])
     return control.broadcast(found)
 

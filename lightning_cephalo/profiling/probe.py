@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_cephalo.common.errors import ProfilingError, RemoteRankError
+from lightning_cephalo.common.texts import printable
 from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
@@ -123,7 +124,7 @@ class Prober:
             failure = raised
         finally:
             forget_gradients(self.model.module)
-        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        message = None if failure is None else printable(f"{type(failure).__name__}: {failure}")
         refused = failure is not None and is_out_of_memory(failure)
         with lost_rank_explained(self.control.rank, f"profiling a microbatch of {samples(size)}"):
             said = self.control.gather((size, refused, message))

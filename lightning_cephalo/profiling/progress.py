@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_cephalo.common.texts import printable
+
 
 class Progress:
     """A live status line where the terminal can show one.
@@ -16,7 +18,7 @@ class Progress:
     """
 
     def __init__(self, show: bool) -> None:
-        self._console = Console() if show else None
+        self._console = Console(markup=False) if show else None
         self._status: Any = None
 
     def __enter__(self) -> Progress:
@@ -33,12 +35,12 @@ class Progress:
     def say(self, text: str) -> None:
         """Replace the status line."""
         if self._status is not None:
-            self._status.update(text)
+            self._status.update(printable(text))
 
     def warn(self, text: str) -> None:
         """Print a line that stays."""
         if self._console is not None:
-            self._console.print(text, markup=False, highlight=False)
+            self._console.print(printable(text), highlight=False)
 
     def timing(self, sizes: Sequence[int]) -> None:
         """Show the microbatch sizes that are being timed."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.common.texts import printable
 
 
 class ControlGroup:
@@ -141,7 +142,9 @@ class ControlGroup:
             BaseException: This rank's own failure as it is.
             RemoteRankError: If only other ranks have failed.
         """
-        message = None if failure is None else f"{doing}: {type(failure).__name__}: {failure}"
+        message = None
+        if failure is not None:
+            message = printable(f"{doing}: {type(failure).__name__}: {failure}")
         messages = self.gather(message)
         if failure is not None:
             self.raised = failure

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from lightning_cephalo.accelerator.backends import SIGNS_OF_LOSS
 from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.common.texts import printable
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.switchboard import Switchboard
 from lightning_cephalo.ranks.whereabouts import Whereabouts
@@ -99,7 +100,7 @@ def _names(switchboard: Switchboard, ranks: list[int]) -> str:
 
 
 def _short(exception: BaseException) -> str:
-    return f"{type(exception).__name__}: {_first(str(exception))}"
+    return printable(f"{type(exception).__name__}: {_first(str(exception))}")
 
 
 def _first(text: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,29 @@ def test_what_fails_on_the_way_leaves_the_old_file_alone(tmp_path):
         raise ZeroDivisionError
     assert path.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_all_else_stays(tmp_path):
+    path = tmp_path / "job.json"
+
+    def killed():
+        with files.replacing(path) as beside:
+            beside.write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join()
+    (left,) = tmp_path.iterdir()
+    elsewhere = left.with_name(f".job.other-host-{process.pid}.tmp.json")
+    others = [elsewhere, tmp_path / ".job.tmp.json", tmp_path / ".hidden"]
+    for other in others:
+        other.write_text("kept")
+    with files.replacing(path) as beside:  # of a process that lives
+        beside.write_text("whole")
+        files.remove_leftovers(tmp_path)
+    assert set(tmp_path.iterdir()) == {path, *others}
+    files.remove_leftovers(tmp_path / "absent")
 
 
 def test_a_file_that_cannot_be_written_is_named_with_the_reason_and_a_remedy(tmp_path):

@@ -90,14 +90,14 @@ def test_the_error_of_a_rank_that_fails_alone_is_told_everywhere_without_frames(
     first, second, third = run_ranks(3, _fails_and_leaves)
     for said, pid in (first, third):
         assert said.startswith(f"Rank 1 (process {pid} on host "), said
-        assert " failed: RuntimeError: only here\nThis rank then lost" in said
-    assert second[0].startswith("only here\nException")
+        assert " failed: RuntimeError: only \\x1b[2Jhere\nThis rank then lost" in said
+    assert second[0].startswith("only \x1b[2Jhere\nException")
 
 
 def _fails_and_leaves(rank):
     control, report, pids = _report()
     if rank == 1:
-        error = RuntimeError("only here\nException raised from nowhere:\nframe #0")
+        error = RuntimeError("only \x1b[2Jhere\nException raised from nowhere:\nframe #0")
         return _said(report, error), pids[1]
     with pytest.raises(RuntimeError) as raised:
         control.barrier()  # rank 1 does not come

@@ -14,6 +14,7 @@ from lightning_cephalo.observe.report import (
     memory_table,
     plan_table,
     prediction_table,
+    show,
     units_text,
 )
 from lightning_cephalo.plan import Plan, RankPlan
@@ -111,6 +112,15 @@ def test_plan_table_names_the_units_and_the_global_batch() -> None:
     assert units_text([root]) == "units: root 38.6M"
     others = [UnitSize(f"{i}", f"Kind{i}", 9 - i) for i in range(9)]
     assert units_text([root, *others]).endswith("1 × Kind3 (3, 6), 5 of other kinds, root 38.6M")
+
+
+def test_names_are_shown_and_neither_obeyed_nor_read_as_markup(capsys) -> None:
+    unit = UnitSize("a\x1b[2J", "[/]", 5)
+    show(plan_table(SOLVED, devices=["[red]", "b\x07"], model=[UnitSize("", "Net", 1), unit]))
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and "\x07" not in text
+    assert "1 × [/] (a\\x1b[2J, 5)" in " ".join(text.split())
+    assert "[red]" in text and "b\\x07" in text
 
 
 def test_plan_table_of_a_plan_written_by_hand_shows_dashes() -> None:

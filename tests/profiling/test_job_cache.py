@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import multiprocessing
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ import torch
 from profiled import GPT, fit, in_ranks, loader
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_cephalo.common.files import replacing
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.profiling import job_cache
@@ -226,6 +228,10 @@ def test_a_change_of_the_file_with_the_training_step_is_measured(tmp_path):
 def test_a_broken_file_is_told_of_and_replaced(capfd, second_start):
     (path,) = files()
     broken = ("{", "[]", '{"measured": "today", "problem": {"ranks": 5}}')
+    process = multiprocessing.get_context("fork").Process(target=dies_writing, args=(path,))
+    process.start()
+    process.join()
+    assert len(files()) == 2
 
     def starts():
         found = []
@@ -238,6 +244,18 @@ def test_a_broken_file_is_told_of_and_replaced(capfd, second_start):
     capfd.readouterr()
     assert in_ranks(2, starts) == [[True, False] * len(broken)] * 2
     assert capfd.readouterr().out.count("Measuring again") == len(broken)
+    assert files() == [path]
+    day = "\x1b[2Jtoday [red]"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "measured": day}))
+    in_ranks(2, lambda: started(strategy={"verbose": True}, max_steps=0))
+    said = capfd.readouterr().out
+    assert "\\x1b[2Jtoday [red]" in said and "\x1b" not in said
+
+
+def dies_writing(path):
+    with replacing(path) as beside:
+        beside.write_text("half")
+        os._exit(1)
 
 
 def kept_problem(path, capacity_bytes, forward_s=(1.0, 1.0)):
