@@ -51,6 +51,7 @@ class AveragedWeights:
     """
 
     def __init__(self, module: nn.Module, callbacks: Sequence[Any]) -> None:
+        self._module = module
         sharded = dict(module.named_parameters(remove_duplicate=False))
         copies = (getattr(callback, _COPY) for callback in averaging_callbacks(callbacks))
         # an AveragedModel holds the copy as its `module`
@@ -61,6 +62,18 @@ class AveragedWeights:
                 if id(parameter) not in made and isinstance(sharded.get(name), DTensor):
                     made[id(parameter)] = _sharded_like(sharded[name], parameter)
                 owner._parameters[attribute] = made.get(id(parameter), parameter)
+
+    def pairs(self) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
+        """Return, for every copy, its sharded parameters with those of the module."""
+        sharded = dict(self._module.named_parameters(remove_duplicate=False))
+        return [
+            [
+                (parameter, sharded[name])
+                for name, _, _, parameter in _places(copy)
+                if isinstance(parameter, DTensor)
+            ]
+            for copy in self._copies
+        ]
 
     def restore_full(self) -> None:
         """Give the copies plain full parameters; collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,6 +23,7 @@ from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.materialise import initialise_members
+from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.padding import slot_numel
 from lightning_cephalo.sharding.placement import default_mesh, whole_of
 from lightning_cephalo.sharding.routes import Routing
@@ -247,13 +248,24 @@ class ShardedModel:
 
     # -- shards -------------------------------------------------------------------------------
 
-    def change_fractions(self, fractions: Sequence[float]) -> None:
-        """Move the shards to other fractions; collective. Call it before optimizers are created."""
+    def change_fractions(
+        self,
+        fractions: Sequence[float],
+        columns_of: Callable[[Flat], Sequence[Column]] = lambda flat: (),
+    ) -> None:
+        """Move the shards to other fractions between two steps, in place; collective.
+
+        The sharded parameters stay the same objects; their gradients are forgotten.
+
+        Args:
+            fractions: Each rank's share of the state.
+            columns_of: Returns what has the rows of a flat's parameters and moves with them.
+        """
         self.release_buffers()
         self.fractions = tuple(fractions)
         divider = Divider(fractions)
         for unit in self.units:
-            unit.change_fractions(divider)
+            unit.change_fractions(divider, columns_of)
 
     def release_buffers(self) -> None:
         """Free gathered parameters and all pooled memory, to make room for full parameters."""

@@ -16,11 +16,11 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
+from lightning_cephalo.adapters.rows_of_state import RowsOfState
 from lightning_cephalo.adapters.step_outputs import StepOutputs
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
-from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data import (
     BatchLayout,
     agreed_seed,
@@ -171,15 +171,17 @@ class Session:
     def apply(self, plan: Plan, memory: Sequence[RankMemory] = ()) -> None:
         """Follow a plan from the next step on; collective.
 
-        Moves the shards, sets recomputation, resharding and offloading, and reserves host memory.
-        Dataloaders that are dealt after this call yield batches of the plan's sizes.
+        Moves the shards, and what optimizers and averages hold of their rows. If shards move,
+        gradients are forgotten, except with manual optimization: call it between two steps, where
+        none are being accumulated. Sets recomputation, resharding and offloading, and reserves
+        host memory. Dataloaders that are dealt after this call yield batches of the plan's sizes.
 
         Args:
             plan: Equal on every rank.
             memory: The predicted memory of every rank, by kind; empty: the peaks of the plan.
 
         Raises:
-            UnsupportedError: If shards must move that an optimizer holds already.
+            UnsupportedError: If shards must move, but state that goes with them cannot.
             PlanError: If the plan offloads boundaries that retained activations hold.
             HostMemoryError: If the host has less memory than the plan needs.
         """
@@ -205,21 +207,21 @@ class Session:
         self.cutter = BatchCutter(job.layouts, job.loaders.spec, sizes)
 
     def _move_shards(self, fractions: list[float]) -> None:
-        if tuple(fractions) == self.model.fractions:
+        model, updates = self.model, self.updates
+        if tuple(fractions) == model.fractions:
             return
-        # Optimizer state could be moved here: it has the rows of the parameters.
-        if self.optimizers:
-            raise UnsupportedError(
-                "The plan gives ranks other parts of the model than they hold"
-                f" ({_percent(fractions)}; they hold {_percent(self.model.fractions)}), but the"
-                " optimizers are made, and their state cannot be moved yet. Apply the plan before"
-                " configure_optimizers() is called, or resume a checkpoint with"
-                " CephaloStrategy(plan=...)."
-            )
-        self.model.change_fractions(fractions)
+        by_rows = [one for one in self.optimizers if updates.of(one) is None]
+        averages = () if self._averages is None else self._averages.pairs()
+        # with manual optimization, only the user's code knows which gradients are needed still
+        kept = model.flats if self.manual is not None else ()
+        state = RowsOfState(by_rows, averages, kept)
+        state.check(model.flats, self.control)
+        model.change_fractions(fractions, state.of)
 
     def shard_averages(self, callbacks: Sequence[Any]) -> None:
-        """Shard the averages that callbacks hold like the model; collective, after the last plan.
+        """Shard the averages that callbacks hold like the model; collective.
+
+        Plans that are applied later move them too.
 
         Args:
             callbacks: The Trainer's callbacks.
@@ -373,10 +375,6 @@ def _plan_before(job: Job, fractions: Sequence[float]) -> Plan:
     """Return the plan until one is applied: an even batch, which counts the steps of an epoch."""
     even = deal(max(job.global_batch_size, len(fractions)), [1] * len(fractions))
     return Plan(tuple(RankPlan((n,), f) for n, f in zip(even, fractions, strict=True)))
-
-
-def _percent(fractions: Sequence[float]) -> str:
-    return ", ".join(f"{fraction:.1%}" for fraction in fractions)
 
 
 def _planned_memory(rank: RankPlan) -> str:

@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lightning_cephalo.sharding.buffers import Buffer, BufferPool
 from lightning_cephalo.sharding.collectives import (
@@ -43,6 +44,7 @@ from lightning_cephalo.sharding.collectives import (
     reduce_slices,
 )
 from lightning_cephalo.sharding.layout import Divider, FlatLayout
+from lightning_cephalo.sharding.moving import Column, moved
 from lightning_cephalo.sharding.padding import Padding
 from lightning_cephalo.sharding.placement import (
     Copies,
@@ -52,6 +54,7 @@ from lightning_cephalo.sharding.placement import (
     local_part,
     row_spec,
     set_local_part,
+    set_rows,
 )
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.row_operators import cut_gradients
@@ -193,14 +196,16 @@ class Flat:
             self.sizes = layout.sizes
             self._start, self._end = layout.cuts[rank], layout.cuts[rank + 1]
 
+    def _placements(self) -> list[Placement]:
+        """Return the rows of each parameter."""
+        meet, layout = self.context.meet, self.layout
+        if layout is None:
+            return [Copies(meet) for _ in self.shapes]
+        return [Rows(layout.rows(index), meet) for index in range(len(self.shapes))]
+
     def _take_slice(self, master: torch.Tensor, like: Sequence[nn.Parameter]) -> None:
         self.shard = master[self._start : self._end].clone()
-        self._specs = []
-        for index, shape in enumerate(self.shapes):
-            rows = None if self.layout is None else self.layout.rows(index)
-            meet = self.context.meet
-            held = Copies(meet) if rows is None else Rows(rows, meet)
-            self._specs.append(row_spec(self.context.mesh, held, shape, self.master_dtype))
+        self._specs = self._specs_of(self._placements())
         self.sharded = [
             _like_parameter(face, original)
             for face, original in zip(self._faces(self.shard), like, strict=True)
@@ -210,6 +215,12 @@ class Flat:
         self._addresses = [face.data_ptr() for face in self.sharded]
         self._locked: list[LockedRows] = []
         self._unlocked: list[torch.Tensor] = []
+
+    def _specs_of(self, placements: Sequence[Placement]) -> list[DTensorSpec]:
+        return [
+            row_spec(self.context.mesh, placement, shape, self.master_dtype)
+            for placement, shape in zip(placements, self.shapes, strict=True)
+        ]
 
     def _faces(self, shard: torch.Tensor) -> list[DTensor]:
         """Return one DTensor per parameter, as views of a slice."""
@@ -234,15 +245,36 @@ class Flat:
             return self.shard.clone()
         return all_gather_rows(self.shard, self.sizes, self.context.gather_group)
 
-    def change_layout(self, layout: FlatLayout | None) -> None:
-        """Move every rank's slice to another layout; collective. Creates a new ``sharded``.
+    def change_layout(self, layout: FlatLayout | None, columns: Sequence[Column] = ()) -> None:
+        """Move every rank's slice to another layout, in place; collective.
 
-        No optimizer may hold the old ``sharded`` parameters.
+        The sharded parameters stay the same objects. Gradients are forgotten unless they move too.
+
+        Args:
+            layout: The new layout, of the same parameters.
+            columns: What else has the rows of its parameters.
         """
-        master = self.master()
-        self._set_layout(layout)
-        self.grad_shard, self._grad_faces = None, []
-        self._take_slice(master, self.sharded)
+        old = self.layout
+        if old is None or layout is None or old.cuts == layout.cuts:
+            return
+        gradients = [sharded.grad for sharded in self.sharded]
+        self.forget_gradient()
+        group = self.context.gather_group
+        with torch.no_grad():
+            self.shard = moved(self.shard, old.cuts, layout.cuts, group)
+            self._set_layout(layout)
+            placements = self._placements()
+            self._specs = self._specs_of(placements)
+            faces = zip(self.sharded, self._faces(self.shard), placements, strict=True)
+            for sharded, face, placement in faces:
+                set_rows(sharded, local_part(face), placement)
+            self._locked = []  # they have the old shapes
+            for column in columns:
+                column.move(old, layout, placements, group)
+        have_moved = {id(tensor) for column in columns for tensor in column.tensors}
+        for sharded, gradient in zip(self.sharded, gradients, strict=True):
+            if gradient is not None and id(gradient) in have_moved:
+                sharded.grad = gradient
 
     # -- parameters ---------------------------------------------------------------------------
 

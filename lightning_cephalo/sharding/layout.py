@@ -86,6 +86,47 @@ class FlatLayout:
             row_edges = [edge // slot.row_numel for edge in edges]
         return tuple(itertools.pairwise(row_edges))
 
+    def cuts_of(self, slot_indices: Sequence[int]) -> tuple[int, ...]:
+        """Return the cuts of some parameters alone, laid end to end in this order."""
+        chosen = [self.slots[index] for index in slot_indices]
+        return tuple(
+            sum(min(max(cut, slot.offset), slot.end) - slot.offset for slot in chosen)
+            for cut in self.cuts
+        )
+
+
+def overlaps(old_cuts: Sequence[int], new_cuts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return how many elements each rank sends to each rank when the cuts of a flat change.
+
+    ::
+
+        overlaps([0, 6, 10], [0, 4, 10])     # ((4, 2), (0, 4)): rank 0 keeps 4 and sends 2
+
+    Args:
+        old_cuts: Offsets of the ranks' slices, one more than ranks, non-decreasing from 0.
+        new_cuts: The same for the slices to come.
+
+    Returns:
+        For every rank a tuple with one count per receiving rank. Slices are consecutive, so what
+        a rank sends lies in its old slice in the order of receivers. What it receives lies in its
+        new slice in the order of senders.
+
+    Raises:
+        ValueError: If the cuts are of different flats, or of different numbers of ranks.
+    """
+    if len(old_cuts) != len(new_cuts) or old_cuts[-1] != new_cuts[-1]:
+        raise ValueError(
+            f"Expects cuts of one flat for equally many ranks, but got {tuple(old_cuts)} and"
+            f" {tuple(new_cuts)}."
+        )
+    return tuple(
+        tuple(
+            max(0, min(end, new_end) - max(start, new_start))
+            for new_start, new_end in itertools.pairwise(new_cuts)
+        )
+        for start, end in itertools.pairwise(old_cuts)
+    )
+
 
 class Divider:
     """Cuts flats one after another and carries each cut's rounding error to the next.

@@ -265,6 +265,21 @@ def set_local_part(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+def set_rows(tensor: torch.Tensor, local: torch.Tensor, placement: Placement) -> None:
+    """Give a DTensor other rows of the same values: the object stays, nothing is communicated.
+
+    So optimizers and schedulers that hold it need not learn of the change.
+
+    Args:
+        tensor: The DTensor.
+        local: This rank's rows by the new placement, in the tensor's dtype.
+        placement: The rows of all ranks.
+    """
+    set_local_part(tensor, local)
+    assert isinstance(tensor, DTensor)
+    tensor._spec = row_spec(tensor.device_mesh, placement, tensor.shape, tensor.dtype)
+
+
 def default_mesh(device_type: str) -> DeviceMesh:
     """Build the one-dimensional mesh over all ranks."""
     assert dist.group.WORLD is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider
+from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.transfers import Pending, Wait, wait_for
 from lightning_cephalo.sharding.write_guard import GatheredParameter
 
@@ -277,12 +278,18 @@ class Unit:
             flat.free()
         self.state = UnitState.SHARDED
 
-    def change_fractions(self, divider: Divider) -> None:
-        """Move the shards to other fractions; collective. No optimizer may hold the old shards."""
+    def change_fractions(
+        self, divider: Divider, columns_of: Callable[[Flat], Sequence[Column]] = lambda flat: ()
+    ) -> None:
+        """Move the shards to other fractions, in place; collective.
+
+        Args:
+            divider: Cuts the flats, as in the constructor.
+            columns_of: Returns what has the rows of a flat's parameters and moves with them.
+        """
         assert self.state is UnitState.SHARDED, self
         for flat in self.flats:
-            flat.change_layout(divide_flat(flat.shapes, divider))
-        self._show_sharded()
+            flat.change_layout(divide_flat(flat.shapes, divider), columns_of(flat))
 
     def restore_full(self) -> None:
         """Give the modules plain full parameters on the CPU; collective. Ends the unit's use."""

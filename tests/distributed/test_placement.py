@@ -223,20 +223,6 @@ def test_clones_of_a_parameter_and_pickles_of_its_placement_keep_its_rows():
     run_ranks(2, _copies)
 
 
-def _changes(rank):
-    single, module = Parameters(), Parameters()
-    (unit,) = shard(module, (0.75, 0.25))
-    for fractions in [(0.0, 1.0), (0.5, 0.5), (1.0, 0.0)]:
-        unit.change_fractions(Divider(fractions))
-        for face, plain in zip(module.parameters(), single.parameters(), strict=True):
-            assert torch.equal(face.full_tensor(), plain)
-            assert fractions[rank] or not face.ndim or not local_part(face).numel()
-
-
-def test_shards_can_be_moved_to_other_fractions():
-    run_ranks(2, _changes)
-
-
 # -- torch's private API ----------------------------------------------------------------------
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from common import Net, in_ranks, loader, trainer, values_of
+import torch
+from common import Net, assert_same_tensors, in_ranks, loader, trainer, values_of
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from plans import PLANS, plan_of
 
 from lightning_cephalo import CephaloStrategy, Plan
-from lightning_cephalo.common.errors import UnsupportedError
 
 # as "3:1" deals samples and shares, in other microbatches
 OTHER_MICROBATCHES = plan_of(((2, 2, 2), 0.75), ((1, 1), 0.25))
@@ -69,15 +70,37 @@ def test_shards_move_before_there_are_optimizers():
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
-def test_shards_of_an_optimizer_do_not_move_yet():
-    def fit():
-        with pytest.raises(UnsupportedError, match="their state cannot be moved yet") as refused:
-            trained(Net, Applies(OTHER_FRACTIONS))
-        return str(refused.value)
+def _fit_with(optimizer, *callbacks):
+    class Chosen(Net):
+        def configure_optimizers(self):
+            return optimizer([p for p in self.parameters() if p.requires_grad])
 
-    for message in in_ranks(2, fit):
-        assert "40.0%, 60.0%; they hold 75.0%, 25.0%" in message
-        assert "resume a checkpoint with CephaloStrategy(plan=...)" in message
+    average = EMAWeightAveraging(decay=0.6)
+    losses, values, _ = trained(Chosen, average, *callbacks)
+    held = {name: value.clone() for name, value in average._average_model.state_dict().items()}
+    return losses, values, held
+
+
+MOVED = {
+    "rows": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "owners": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+    "one rank": lambda parameters: torch.optim.LBFGS(parameters, lr=1e-2, max_iter=2),
+}
+
+
+def test_shards_move_with_optimizers_and_averages_wherever_updates_run():
+    """With other shares alone, all values are those of a run without the move, bit for bit."""
+
+    def fit():
+        for name, optimizer in MOVED.items():
+            same_data = plan_of(((3, 3), 0.1), ((2,), 0.9))
+            wanted, found = _fit_with(optimizer), _fit_with(optimizer, Applies(same_data))
+            assert found[0] == wanted[0], name
+            assert_same_tensors(found[1], wanted[1], 0.0)
+            assert_same_tensors(found[2], wanted[2], 0.0)
+        return True
+
+    assert in_ranks(2, fit) == [True] * 2
 
 
 class Looks(Callback):

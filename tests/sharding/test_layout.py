@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cephalo.sharding.layout import Divider, FlatLayout, Slot
+from lightning_cephalo.sharding.layout import Divider, FlatLayout, Slot, overlaps
 
 # -- examples ---------------------------------------------------------------------------------
 
@@ -128,3 +129,53 @@ def test_over_all_flats_every_rank_holds_its_share_within_one_row(shares, flats)
     for rank, share in enumerate(shares):
         held = sum(layout.sizes[rank] for layout in layouts)
         assert abs(held - share * total) <= row + 1e-6
+
+
+# -- other cuts -------------------------------------------------------------------------------
+
+
+def test_the_worked_example_of_overlaps():
+    assert overlaps([0, 6, 10], [0, 4, 10]) == ((4, 2), (0, 4))
+    assert overlaps([0, 0, 10], [0, 10, 10]) == ((0, 0), (10, 0))
+    with pytest.raises(ValueError, match="cuts of one flat"):
+        overlaps([0, 5], [0, 6])
+
+
+def _shares(count):
+    positive = st.lists(st.integers(0, 5), min_size=count, max_size=count).filter(any)
+    return positive.map(lambda parts: [part / sum(parts) for part in parts])
+
+
+_SHAPES = st.lists(st.sampled_from([(4, 3), (5,), (1, 7), (2, 2, 2), (3, 0)]), min_size=1)
+
+
+@given(st.integers(1, 5).flatmap(lambda n: st.tuples(_shares(n), _shares(n))), _SHAPES, st.data())
+def test_what_ranks_send_are_the_elements_that_change_their_rank(shares, shapes, data):
+    old, new = (Divider(each).divide(shapes) for each in shares)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(shapes))), unique=True))
+    offsets = [range(old.slots[index].offset, old.slots[index].end) for index in chosen]
+    elements = list(itertools.chain.from_iterable(offsets))
+
+    def holders(layout):
+        return [bisect.bisect_right(layout.cuts, element) - 1 for element in elements]
+
+    found = overlaps(old.cuts_of(chosen), new.cuts_of(chosen))
+    # cuts of parameters alone: the elements in the order of the chosen ones
+    if chosen == sorted(chosen):
+        pairs = list(zip(holders(old), holders(new), strict=True))
+        for source, row in enumerate(found):
+            for target, count in enumerate(row):
+                assert count == pairs.count((source, target))
+    for layout, sums in (
+        (old, [sum(row) for row in found]),
+        (new, [sum(column) for column in zip(*found, strict=True)]),
+    ):
+        held = [
+            sum(
+                (end - first) * layout.slots[index].row_numel
+                for index in chosen
+                for first, end in [layout.rows(index)[rank]]
+            )
+            for rank in range(len(layout.sizes))
+        ]
+        assert sums == held

@@ -1,0 +1,139 @@
+"""Finds what has the rows of the model's parameters, so that it moves with them.
+
+These are the state of optimizers that update rows, and the averages of Lightning's callbacks. State
+of optimizers that update whole parameters lies on owners, whatever rows ranks hold: it stays there
+(``owned_update.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.sharding.flat import Flat
+from lightning_cephalo.sharding.moving import Column
+from lightning_cephalo.sharding.placement import rows_of
+from lightning_cephalo.sharding.row_operators import cut_gradients
+
+
+class RowsOfState:
+    """The tensors that have the rows of parameters, flat by flat.
+
+    ::
+
+        found = RowsOfState(optimizers, averages)
+        found.check(model.flats, control)                        # on all ranks, before any moves
+        model.change_fractions(fractions, found.of)
+
+    Args:
+        optimizers: Optimizers that update this rank's rows.
+        averages: Per copy of the module, each of its parameters and the module's parameter that it
+            averages.
+        with_gradients: Flats whose parameters' gradients move too.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        averages: Sequence[Sequence[tuple[nn.Parameter, Tensor]]] = (),
+        with_gradients: Sequence[Flat] = (),
+    ) -> None:
+        self._found: dict[int, list[tuple[str, DTensor]]] = {}
+        self._refused: str | None = None
+        seen: set[int] = set()
+        gradients = _gradients(with_gradients)
+        for name, parameter, value in (*_states(optimizers), *_averages(averages), *gradients):
+            if not _has_rows_of(value, parameter):
+                self._refuse(name, parameter, value)
+            elif id(value) not in seen:
+                seen.add(id(value))
+                self._found.setdefault(id(parameter), []).append((name, value))
+
+    def _refuse(self, name: str, parameter: Tensor, value: Tensor) -> None:
+        if value.numel() > 1 and rows_of(parameter) is not None:
+            self._refused = (
+                f"The optimizer's state {name} has the shape {tuple(value.shape)} for a parameter"
+                f" of shape {tuple(parameter.shape)}, so that it cannot move with the parameter's"
+                " rows. Plans with the same shares of the model still work; for others, start again"
+                " from a checkpoint."
+            )
+
+    def check(self, flats: Sequence[Flat], control: ControlGroup) -> None:
+        """Raise on every rank if not all of them can move the same tensors; collective.
+
+        Raises:
+            UnsupportedError: If state does not follow the rows of its parameter, or ranks hold
+                different state.
+            RemoteRankError: If that is so on another rank.
+        """
+
+        def refuse() -> None:
+            if self._refused is not None:
+                raise UnsupportedError(self._refused)
+
+        control.together("looking for the state that moves", refuse)
+        said = [
+            [(column.name, str(_dtype_of(column)), column.slots) for column in self.of(flat)]
+            for flat in flats
+        ]
+        others = control.gather((said,))
+        for rank, (other,) in enumerate(others):
+            if other != others[0][0]:
+                raise UnsupportedError(
+                    f"Rank {rank} holds other optimizer state than rank 0, so that rows cannot"
+                    " move between them. Take a step with the present plan first; if that does not"
+                    " help, use plans with the same shares of the model."
+                )
+
+    def of(self, flat: Flat) -> list[Column]:
+        """Return what has the rows of a flat's parameters, in columns of one kind."""
+        columns: dict[tuple[str, torch.dtype, torch.device], list[DTensor | None]] = {}
+        for slot, parameter in enumerate(flat.sharded):
+            for name, value in self._found.get(id(parameter), ()):
+                key = name, value.dtype, value.device
+                columns.setdefault(key, [None] * len(flat.sharded))[slot] = value
+        return [Column(name, tuple(tensors)) for (name, _, _), tensors in columns.items()]
+
+
+def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor, Any]]:
+    """Yield the name, the parameter and the value of every tensor of state."""
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                entries = optimizer.state.get(parameter, {})
+                for path, leaf in pytree.tree_flatten_with_path(dict(entries))[0]:
+                    if isinstance(leaf, Tensor):
+                        yield f"{number}{pytree.keystr(path)}", parameter, leaf
+
+
+def _averages(
+    copies: Sequence[Sequence[tuple[nn.Parameter, Tensor]]],
+) -> Iterator[tuple[str, Tensor, Any]]:
+    for number, pairs in enumerate(copies):
+        for average, parameter in pairs:
+            yield f"average {number}", parameter, average
+
+
+def _gradients(flats: Sequence[Flat]) -> Iterator[tuple[str, Tensor, Any]]:
+    for flat in flats:
+        cut_gradients(flat.sharded)
+        for parameter in flat.sharded:
+            if parameter.grad is not None:
+                yield "gradient", parameter, parameter.grad
+
+
+def _has_rows_of(value: Tensor, parameter: Tensor) -> bool:
+    rows, own = rows_of(parameter), rows_of(value)
+    return rows is not None and own == rows and value.shape == parameter.shape
+
+
+def _dtype_of(column: Column) -> torch.dtype:
+    return next(tensor.dtype for tensor in column.tensors if tensor is not None)
