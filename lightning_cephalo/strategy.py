@@ -60,6 +60,7 @@ from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.preparation.limits import Cap
 from lightning_cephalo.preparation.options import Choice, Options
+from lightning_cephalo.preparation.plan_change import PlanChanges
 from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.memory_model import predicted
@@ -211,6 +212,8 @@ class CephaloStrategy(ParallelStrategy):
         self._batch_weight = 0.0
         # from setup() to teardown()
         self._session: Session | None = None
+        # from setup() to teardown() of a training
+        self._changes: PlanChanges | None = None
         # from the loading of a checkpoint to teardown()
         self._resumption: Resumption | None = None
         # results, which outlive the ranks and the session
@@ -245,6 +248,36 @@ class CephaloStrategy(ParallelStrategy):
     def measured_memory(self) -> tuple[RankMemory, ...] | None:
         """Memory of every rank, by kind; known after training of two steps or more."""
         return self._measured_memory
+
+    def change_plan(self, plan: Plan | str | PathLike[str]) -> None:
+        """Train by another plan, from between two of the next steps on; collective.
+
+        ::
+
+            def on_train_epoch_end(self):
+                self.trainer.strategy.change_plan("other.yaml")     # on every rank
+
+        Call it on every rank in a hook, not in a step. Each rank's rows of the model and of the
+        optimizer's state move to the ranks that the plan gives them to. Batches, microbatches,
+        recomputation, offloading and resharding follow. Samples and their order stay those of one
+        device, so batches that workers have loaded already are trained by the old plan first. With
+        ``accumulate_grad_batches`` the change waits for the update.
+
+        Args:
+            plan: A plan for the same ranks and the same global batch, or its path.
+
+        Raises:
+            PlanError: On every rank, if the plan does not fit the run. The old plan stays.
+            UnsupportedError: On every rank, if something in this run cannot change: the message
+                names it. The old plan stays.
+            HostMemoryError: On the ranks whose hosts lack memory for it. The old plan stays.
+            RemoteRankError: If any of these happened on another rank.
+            RuntimeError: Outside of ``fit``.
+        """
+        if self._changes is None:
+            raise RuntimeError("change_plan() works only while fit() runs, after setup.")
+        self._ending.meet("changing the plan", "Call strategy.change_plan() on every rank.")
+        self._changes.request(plan)
 
     @property
     def session(self) -> Session:
@@ -403,7 +436,7 @@ class CephaloStrategy(ParallelStrategy):
             partial(batch_norm.warn_of_microbatches, self._module, plan, self.global_rank),
         )
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
-        self._plan = plan
+        self._plan, self._changes = plan, PlanChanges(session, trainer)
         self._watch.begin(session.model)
 
     def _shard(self, job: Job) -> Session:
@@ -445,6 +478,13 @@ class CephaloStrategy(ParallelStrategy):
         self.session.start_training(self.optimizers)
         if self._resumption is not None:
             self._resumption.announce()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._changes is not None and self._changes.take_effect(batch_idx):
+            self._plan = self.session.plan
+            self._watch.count_again()
+            self.session.start_training(self.optimizers)
 
     @override
     def training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -797,7 +837,7 @@ class CephaloStrategy(ParallelStrategy):
 
     def forget_groups(self) -> None:
         """Drop everything that refers to a process group; nothing can run afterwards."""
-        session, self._session = self._session, None
+        session, self._session, self._changes = self._session, None, None
         ranks, self._ranks = self._ranks, None
         self._ending.forget()
         if session is not None:
@@ -821,7 +861,7 @@ class CephaloStrategy(ParallelStrategy):
             self._end_session(trainer)
 
     def _end_session(self, trainer: Trainer | None) -> None:
-        session, self._session = self._session, None
+        session, self._session, self._changes = self._session, None, None
         self._resumption = None
         if session is None:
             return

@@ -37,7 +37,7 @@ def saved_order(trainer: Trainer) -> dict[str, Any] | None:
     """
     loop: Any = trainer.fit_loop
     combined = loop._combined_loader
-    dealt = [] if combined is None else [_dealt_in(loader) for loader in combined.flattened]
+    dealt = [] if combined is None else [dealt_in(loader) for loader in combined.flattened]
     seed = next((_seed_of(each) for each in dealt if each is not None), None)
     if seed is None:
         return None
@@ -46,7 +46,7 @@ def saved_order(trainer: Trainer) -> dict[str, Any] | None:
     ended = trained > 0 and (progress.is_last_batch or trained >= loop.max_batches)
     cycles = len(dealt) > 1 and combined._mode == "max_size_cycle"
     positions = [
-        None if each is None else each.position(trained, cycles=cycles, ahead=_read_ahead(loader))
+        None if each is None else each.position(trained, cycles=cycles, ahead=steps_ahead(loader))
         for each, loader in zip(dealt, combined.flattened, strict=True)
     ]
     return {
@@ -113,7 +113,7 @@ class Resumption:
             loader: The dealt loader.
             warns: Whether this rank warns of what begins anew.
         """
-        dealt = _dealt_in(loader)
+        dealt = dealt_in(loader)
         if self._has_begun:  # reload_dataloaders_every_n_epochs
             if isinstance(dealt, RankBatchSampler):
                 dealt.sampler.epochs_ahead = self._epochs_ahead
@@ -187,7 +187,8 @@ def _load_nothing(state_dict: dict[str, Any]) -> None:
     """Stand for a method that Lightning looks for, but does not call."""
 
 
-def _dealt_in(loader: Any) -> RankBatchSampler | DealtStream | None:
+def dealt_in(loader: Any) -> RankBatchSampler | DealtStream | None:
+    """Return what deals a rebuilt loader's samples; None if its ranks read samples of their own."""
     return loader if isinstance(loader, DealtStream) else rank_batch_sampler(loader)
 
 
@@ -195,7 +196,7 @@ def _seed_of(dealt: RankBatchSampler | DealtStream) -> int:
     return dealt.seed if isinstance(dealt, DealtStream) else dealt.sampler.seed
 
 
-def _read_ahead(loader: Any) -> int:
+def steps_ahead(loader: Any) -> int:
     """Return the steps that a loader, and Lightning, may have read ahead of training."""
     workers = getattr(loader, "num_workers", 0)
     return workers * (getattr(loader, "prefetch_factor", None) or 2) + 1

@@ -28,6 +28,18 @@ class UserGathers:
         """Set how many microbatches the plan gives every rank."""
         self._planned = tuple(planned)
 
+    def check(self, planned: Sequence[int]) -> None:
+        """Reject other numbers of microbatches if steps would hang with them.
+
+        Args:
+            planned: How many a new plan gives every rank.
+
+        Raises:
+            UnsupportedError: If they differ, and steps of this training gather.
+        """
+        if self._equal_microbatches or "training" in self._stages:
+            _refuse_unequal_collectives(planned, self._name)
+
     def before_step(self, stage: str, microbatches: int, *, failed: bool = False) -> None:
         """Check that all ranks would join, if the steps of this stage gather; collective.
 

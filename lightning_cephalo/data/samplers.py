@@ -11,6 +11,7 @@ Example: six samples per step, dealt 3:2:1, and ten samples in sequential order:
 
 from __future__ import annotations
 
+import math
 import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -200,6 +201,7 @@ class RankBatchSampler(Sampler[list[Any]]):
         sampler: the `GlobalOrder`; Lightning calls its ``set_epoch``.
         counts: samples of this rank in each step of the current pass so far (including prefetched
             steps), from the `GlobalOrder`'s ``first_step`` on.
+        passes: number of passes that have begun.
         original: the user's loader that was rebuilt with this sampler, or None; not pickled.
     """
 
@@ -222,7 +224,11 @@ class RankBatchSampler(Sampler[list[Any]]):
         self.every_rank = every_rank
         self._has_warned = False
         self.counts = array("q")
+        self.passes = 0
         self.original: object | None = None
+        # the sizes before the last change, up to a step of a pass
+        self._before: tuple[tuple[int, float], tuple[int, ...]] | None = None
+        self._batch_sizes: tuple[int, ...] = tuple(batch_sizes)
         self.batch_sizes = tuple(batch_sizes)
 
     @property
@@ -237,24 +243,66 @@ class RankBatchSampler(Sampler[list[Any]]):
     @batch_sizes.setter
     def batch_sizes(self, batch_sizes: Sequence[int]) -> None:
         sizes = tuple(batch_sizes)
-        if not 0 <= self.rank < len(sizes) or len(sizes) != len(
-            self.__dict__.get("_batch_sizes", sizes)
-        ):
+        if not 0 <= self.rank < len(sizes) or len(sizes) != len(self._batch_sizes):
             raise ValueError(f"Expects one batch size per rank, but got {sizes}.")
         if min(sizes) < 0 or sum(sizes) == 0:
             raise ValueError(f"Expects batch sizes of 0 or more, not all 0, but got {sizes}.")
+        self._before = ((self.passes, math.inf), self._batch_sizes)
         self._batch_sizes = sizes
+
+    def change_batch_sizes(self, batch_sizes: Sequence[int], *, from_step: float) -> None:
+        """Deals other sizes from a step of the latest pass on, and in all later passes.
+
+        The samples of the steps stay the same over all ranks.
+
+        Args:
+            batch_sizes: samples per step of every rank. If they sum to another number than before,
+                they are proportions.
+            from_step: first step of the latest pass with these sizes; steps that workers have
+                prefetched must come before it.
+
+        Raises:
+            ValueError: as for `batch_sizes`.
+        """
+        old = self._batch_sizes
+        sizes = tuple(batch_sizes)
+        if self.lists_per_step is None and sum(sizes) != sum(old):
+            sizes = deal(sum(old), sizes)
+        self.batch_sizes = sizes
+        self._before = ((self.passes, from_step), old)
+
+    def dealt_steps(self, trained: int, ahead: int) -> int | None:
+        """Returns the steps of the latest pass that are dealt, prefetched ones included.
+
+        Args:
+            trained: steps of this epoch that are trained.
+            ahead: steps that may have been read ahead of training.
+
+        Returns:
+            The number; None if something else than training has iterated the loader.
+        """
+        dealt = self.sampler.first_step + len(self.counts)
+        return dealt if not self.passes or trained <= dealt <= trained + ahead else None
+
+    def _sizes_at(self, number: int, step: int) -> tuple[int, ...]:
+        """Returns the sizes in a step of a pass."""
+        if self._before is None:
+            return self._batch_sizes
+        (last_pass, from_step), old = self._before
+        return old if number <= last_pass and step < from_step else self._batch_sizes
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the order; Lightning calls it if this is a loader's ``sampler``."""
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        sizes = self._batch_sizes
-        whole = sum(sizes)
+        whole = sum(self._batch_sizes)
         # A new array: an unfinished iterator of another pass must not write into this one.
         counts = self.counts = array("q")
-        for step in self.sampler.steps(self._items_per_step(sizes)):
+        self.passes += 1
+        number = self.passes
+        for step in self.sampler.steps(self._items_per_step(self._batch_sizes)):
+            sizes = self._sizes_at(number, self.sampler.first_step + len(counts))
             if self.lists_per_step is None:
                 keys = step
                 if self.drop_last and len(keys) < whole:

@@ -83,7 +83,7 @@ def counted(values: Sequence[float]) -> Sequence[float]:
     return values[WARM_UP_STEPS:] or values
 
 
-def drift_of(busy_s: Sequence[float], step_s: float) -> Drift | None:
+def drift_of(busy_s: Sequence[float], step_s: float, steps_before: int = 0) -> Drift | None:
     """Return the slowdown if the last quarter of the steps took far longer than the first.
 
     None if it did not, or if there are too few steps.
@@ -91,6 +91,7 @@ def drift_of(busy_s: Sequence[float], step_s: float) -> Drift | None:
     Args:
         busy_s: Seconds of own work in every step from the first on, warm-up steps included.
         step_s: Seconds of a whole step.
+        steps_before: Steps before the first of these, for the number of the first slow step.
     """
     values = counted(busy_s)
     if len(busy_s) <= WARM_UP_STEPS or len(values) < _FEWEST_STEPS:
@@ -108,7 +109,7 @@ def drift_of(busy_s: Sequence[float], step_s: float) -> Drift | None:
         misplaced += 1 if each else -1
         if misplaced < fewest:
             best, fewest = index, misplaced
-    return Drift(after_s / max(before_s, 1e-9), WARM_UP_STEPS + best + 1)
+    return Drift(after_s / max(before_s, 1e-9), steps_before + WARM_UP_STEPS + best + 1)
 
 
 def busy_table(ranks: Sequence[MeasuredRank]) -> Table:

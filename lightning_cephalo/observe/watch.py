@@ -58,7 +58,15 @@ class Watch:
 
     def _forget(self) -> None:
         self._started_s = 0.0
+        self._steps_before = 0
         self._steps_s, self._busy_s, self._waiting_s = array("d"), array("d"), array("d")
+
+    def count_again(self) -> None:
+        """Forget the times of steps so far: from now on another plan is followed."""
+        before = self._steps_before + len(self._steps_s)
+        self._read()
+        self._forget()
+        self._steps_before = before
 
     @property
     def step_s(self) -> float | None:
@@ -107,7 +115,8 @@ class Watch:
         self._detach()
         self._timing.restart()
         executor.attach(self._timing)
-        if self._recorder is not None and len(self._steps_s) < RECORDED_STEP:
+        recorded = self._steps_before + len(self._steps_s)
+        if self._recorder is not None and recorded < RECORDED_STEP:
             self._recorder.restart()
             executor.attach(self._recorder)
 
@@ -172,7 +181,7 @@ class Watch:
             busy_s=median(counted(self._busy_s)),
             waiting_s=median(counted(self._waiting_s)),
             predicted_busy_s=None if plan is None else predicted_busy_s(plan.ranks[rank], units),
-            drift=drift_of(self._busy_s, step_s),
+            drift=drift_of(self._busy_s, step_s, self._steps_before),
         )
 
     def _write(self, recorder: Recorder, control: ControlGroup, name: str) -> None:

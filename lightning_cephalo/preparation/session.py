@@ -37,6 +37,7 @@ from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.preparation.limits import (
+    check_plan,
     named_where_nothing_fits,
     reserve_host_memory,
 )
@@ -73,6 +74,7 @@ class Session:
         model: The sharded model.
         plan: The plan in use. Before :meth:`apply`, and in evaluation, it only holds the fractions
             of the model.
+        dealt_plan: The plan whose sizes dataloaders deal that are made from now on.
         cutter: Cuts this rank's batches into microbatches.
         logs: Combines the values that steps log.
         outputs: Completes the outputs of steps in which a rank has no samples.
@@ -111,7 +113,7 @@ class Session:
         self._at_end.callback(ModuleCopies(self.model).remove)
         if job.trains:
             self._at_end.callback(SwitchedOffCaches(module).restore)
-        self.plan = _plan_before(job, fractions)
+        self.plan = self.dealt_plan = _plan_before(job, fractions)
         self.cutter = BatchCutter((), None, ())
         self._layouts = itertools.cycle(job.layouts)
         self.logs = StepLogs(module, groups, accelerator)
@@ -185,10 +187,17 @@ class Session:
             PlanError: If the plan offloads boundaries that retained activations hold.
             HostMemoryError: If the host has less memory than the plan needs.
         """
-        if self.manual is not None:
-            _refuse_several_microbatches(plan)
-        self._move_shards([rank.state_fraction for rank in plan.ranks])
-        self.plan = plan
+        self.check_modes(plan)
+        arena = self.control.together("allocating host memory", partial(self.host_memory_of, plan))
+        self.follow(plan, memory, arena)
+
+    def follow(
+        self, plan: Plan, memory: Sequence[RankMemory] = (), arena: HostArena | None = None
+    ) -> None:
+        """Follow a plan that is checked, with its host memory; collective. See :meth:`apply`."""
+        self.model.release_buffers()  # modes decide which of them are needed
+        self._move_shards(plan)
+        self.plan = self.dealt_plan = plan
         peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
         self.predicted_memory = tuple(memory) or tuple(peaks)
         self.user_gathers.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
@@ -202,21 +211,79 @@ class Session:
         executor.expect_weight(plan.global_batch_size)
         executor.recompute = job.options.recompute.of_plan(own.recompute)
         executor.failure.planned_memory = _planned_memory(own)
-        executor.arena = self.control.together("allocating host memory", self._host_memory)
+        executor.arena = arena
         sizes = own.microbatch_sizes if self.manual is None else ()  # a batch stays whole
         self.cutter = BatchCutter(job.layouts, job.loaders.spec, sizes)
 
-    def _move_shards(self, fractions: list[float]) -> None:
-        model, updates = self.model, self.updates
-        if tuple(fractions) == model.fractions:
-            return
-        by_rows = [one for one in self.optimizers if updates.of(one) is None]
+    def check(self, plan: Plan) -> None:
+        """Raise if this training cannot follow a plan.
+
+        Raises:
+            PlanError: If it is for other ranks, another batch, or more memory than there is.
+            UnsupportedError: If its numbers of microbatches differ where the step communicates.
+        """
+        job = self._job
+        plan.check(world_size=self.control.world_size, global_batch_size=job.global_batch_size)
+        check_plan(plan, job.limits)
+        self.check_modes(plan)
+        self.user_gathers.check([len(rank.microbatch_sizes) for rank in plan.ranks])
+
+    def check_modes(self, plan: Plan) -> None:
+        """Raise if the way to train allows no such plan, on any rank.
+
+        Raises:
+            PlanError: If a rank has several microbatches with manual optimization, or offloads
+                boundaries that retained activations hold.
+        """
+        if self.manual is not None:
+            _refuse_several_microbatches(plan)
+        recompute = self._job.options.recompute
+        if any(rank.offload and not recompute.of_plan(rank.recompute) for rank in plan.ranks):
+            raise PlanError(
+                "The plan says offload: true, but recomputation is off, so that activations are"
+                " kept and hold what enters them. Use CephaloStrategy(recompute=True), or say"
+                " recompute: true in the plan."
+            )
+
+    def check_move(self, plan: Plan) -> None:
+        """Raise on every rank if shards must move to follow a plan, but cannot; collective.
+
+        Raises:
+            UnsupportedError: If optimizer state cannot move with its rows.
+        """
+        if self._fractions_of(plan) != self.model.fractions:
+            self._rows_of_state().check(self.model.flats, self.control)
+
+    def host_memory_of(self, plan: Plan) -> HostArena | None:
+        """Return this rank's host memory for a plan; that of the present plan if it is enough.
+
+        Raises:
+            HostMemoryError: If the host has less memory than the plan needs.
+        """
+        own, arena = plan.ranks[self.control.rank], self.model.executor.arena
+        if own.offload and arena is not None and (own.host_bytes or 0.0) <= arena.held_bytes:
+            return arena
+        host = self._job.limits[self.control.rank].host
+        return reserve_host_memory(self.model.accelerator, host, own)
+
+    @staticmethod
+    def _fractions_of(plan: Plan) -> tuple[float, ...]:
+        return tuple(rank.state_fraction for rank in plan.ranks)
+
+    def _rows_of_state(self) -> RowsOfState:
+        by_rows = [one for one in self.optimizers if self.updates.of(one) is None]
         averages = () if self._averages is None else self._averages.pairs()
         # with manual optimization, only the user's code knows which gradients are needed still
-        kept = model.flats if self.manual is not None else ()
-        state = RowsOfState(by_rows, averages, kept)
-        state.check(model.flats, self.control)
-        model.change_fractions(fractions, state.of)
+        kept = self.model.flats if self.manual is not None else ()
+        return RowsOfState(by_rows, averages, kept)
+
+    def _move_shards(self, plan: Plan) -> None:
+        fractions = self._fractions_of(plan)
+        if fractions == self.model.fractions:
+            return
+        state = self._rows_of_state()
+        state.check(self.model.flats, self.control)
+        self.model.change_fractions(fractions, state.of)
 
     def shard_averages(self, callbacks: Sequence[Any]) -> None:
         """Shard the averages that callbacks hold like the model; collective.
@@ -227,17 +294,6 @@ class Session:
             callbacks: The Trainer's callbacks.
         """
         self._averages = AveragedWeights(self.model.module, callbacks)
-
-    def _host_memory(self) -> HostArena | None:
-        own = self.own_plan
-        if own.offload and not self.model.executor.recompute:
-            raise PlanError(
-                "The plan says offload: true, but recomputation is off, so that activations are"
-                " kept and hold what enters them. Use CephaloStrategy(recompute=True), or say"
-                " recompute: true in the plan."
-            )
-        host = self._job.limits[self.control.rank].host
-        return reserve_host_memory(self.model.accelerator, host, own)
 
     def cut(self, batch: Any) -> tuple[list[tuple[Any, int]], Exception | None]:
         """Return the microbatches of a batch with their samples, or none and the error."""
@@ -300,10 +356,11 @@ class Session:
             )
         # Lightning passes all training dataloaders each time, in the order of their tree
         layout = next(self._layouts)
-        own_sizes = self.own_plan.microbatch_sizes
+        plan = self.dealt_plan
+        own_sizes = plan.ranks[self.control.rank].microbatch_sizes
         return rebuild_train_loader(
             loader,
-            batch_sizes=[rank.batch_size for rank in self.plan.ranks],
+            batch_sizes=[rank.batch_size for rank in plan.ranks],
             global_batch_size=options.global_batch_size,
             microbatch_sizes=own_sizes if options.collate_per_microbatch else None,
             layout=layout,

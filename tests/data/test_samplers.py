@@ -408,6 +408,28 @@ def test_batch_sizes_can_be_replaced_between_passes():
         sampler.batch_sizes = (4,)
 
 
+def test_batch_sizes_change_at_a_step_of_the_running_pass_and_in_later_ones():
+    samplers = [
+        RankBatchSampler(GlobalOrder(range(16), seed=0), rank=rank, batch_sizes=(3, 1))
+        for rank in range(2)
+    ]
+    running = [iter(sampler) for sampler in samplers]
+    first = [next(each) for each in running]
+    next(running[0])  # a worker is ahead
+
+    assert [sampler.dealt_steps(1, ahead=3) for sampler in samplers] == [2, 1]
+    assert samplers[0].dealt_steps(6, ahead=3) is None  # somebody else has iterated it
+    for sampler in samplers:
+        sampler.change_batch_sizes((1, 3), from_step=2)
+
+    assert first == [[0, 1, 2], [3]]
+    assert list(running[0]) == [[8], [12]]
+    assert list(running[1]) == [[7], [9, 10, 11], [13, 14, 15]]
+    assert [list(sampler)[0] for sampler in samplers] == [[0], [1, 2, 3]]
+    samplers[0].change_batch_sizes((20, 20), from_step=9)
+    assert samplers[0].batch_sizes == (2, 2)
+
+
 @pytest.mark.parametrize(("rank", "sizes"), [(2, (1, 1)), (0, (0, 0)), (0, (2, -1)), (0, ())])
 def test_impossible_batch_sizes_are_refused(rank, sizes):
     with pytest.raises(ValueError, match="batch size"):
