@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_cephalo.execution.over_batch import loss_over_batch
     from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, solve
     from lightning_cephalo.ranks.slurm import UnevenSLURMEnvironment
+    from lightning_cephalo.recovery.options import Recovery
     from lightning_cephalo.sharding.writable_parameters import writable_parameters
     from lightning_cephalo.strategy import CephaloStrategy
 
@@ -28,6 +29,7 @@ __all__ = [
     "Problem",
     "RankPlan",
     "RankProfile",
+    "Recovery",
     "UnevenSLURMEnvironment",
     "__version__",
     "loss_over_batch",
@@ -41,6 +43,7 @@ _HOME_OF = {
     "Problem": "lightning_cephalo.plan",
     "RankPlan": "lightning_cephalo.plan",
     "RankProfile": "lightning_cephalo.plan",
+    "Recovery": "lightning_cephalo.recovery.options",
     "UnevenSLURMEnvironment": "lightning_cephalo.ranks.slurm",
     "loss_over_batch": "lightning_cephalo.execution.over_batch",
     "writable_parameters": "lightning_cephalo.sharding.writable_parameters",

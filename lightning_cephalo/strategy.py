@@ -65,6 +65,8 @@ from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_loa
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.ranks import launch
+from lightning_cephalo.recovery.options import Recovery, Wish
+from lightning_cephalo.recovery.recovering import Recovering, rows_of_optimizer
 from lightning_cephalo.sharding.collectives import all_gather_rows, communicates
 
 if TYPE_CHECKING:
@@ -125,6 +127,9 @@ class CephaloStrategy(ParallelStrategy):
             between the last two. A dict gives one for each class, or name of a class.
         profile_budget_s: Seconds that measuring may take, approximately.
         remeasure: Measure even if an earlier start of the same job on the same devices has.
+        recover: Keep the state of training in the hosts' memory after each step, and go on from
+            there when an agent has restarted the ranks. "auto": where an agent may restart them,
+            and there is room. A :class:`~lightning_cephalo.Recovery` says how.
         verbose: Whether rank 0 prints the plan before and the prediction after training.
         trace: Where to write a timeline of the fifth step of every rank, up to 64: JSON for
             Perfetto.
@@ -159,6 +164,7 @@ class CephaloStrategy(ParallelStrategy):
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         profile_budget_s: float = 20.0,
         remeasure: bool = False,
+        recover: bool | Literal["auto"] | Recovery = "auto",
         verbose: bool = True,
         trace: str | PathLike[str] | None = None,
         accelerator: Any = None,
@@ -203,6 +209,7 @@ class CephaloStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._samplers = SamplerTakeover()
         self._ending = Ending()
+        self._recovering = Recovering(Wish.parse(recover))
         self._watch = Watch(trace)
         self._skipped_steps = SkippedSteps()
         # from setup_environment() until the process ends, or until this rank fails alone on a
@@ -364,6 +371,7 @@ class CephaloStrategy(ParallelStrategy):
             self._ranks = launch.Ranks.create(self._timeout, self._environment.node_rank())
         self._samplers.take(self._module.trainer)
         self._ending.connect(self._ranks, self._abort_groups)
+        self._recovering.look_up(self._module.trainer, self._ranks.control)
 
     @override
     @contextmanager
@@ -391,6 +399,7 @@ class CephaloStrategy(ParallelStrategy):
         self._resumption = None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._recovering.check_begin()
         if fitting:
             supported.refuse_unsupported(trainer, self._module)
         if precision.compute_dtype(self.precision_plugin) is None:
@@ -418,7 +427,9 @@ class CephaloStrategy(ParallelStrategy):
         control.together(
             "checking where to write the trace", partial(self._watch.check, self.is_global_zero)
         )
-        job = read_job(trainer, control, self._options)
+        recovering = self._recovering
+        size, kept_bytes = recovering.global_batch_size, recovering.kept_bytes(self._module)
+        job = read_job(trainer, control, self._options.recovering(size, kept_bytes))
         session = self._shard(job)
         session.enforce_limits()
         plan = job.plan
@@ -463,6 +474,8 @@ class CephaloStrategy(ParallelStrategy):
         self._ending.stop_together()
         trainer = self._module.trainer
         training = trainer.state.stage == RunningStage.TRAINING
+        if training:
+            self._recovering.before_pass(accelerator_of(self.root_device))
         resumption, epoch = self._resumption, trainer.current_epoch
         if not training or resumption is None:
             return self.session.dealt(dataloader, training=training, epoch=epoch)
@@ -478,6 +491,11 @@ class CephaloStrategy(ParallelStrategy):
         self.session.start_training(self.optimizers)
         if self._resumption is not None:
             self._resumption.announce()
+        self._recovering.start(
+            accelerator_of(self.root_device),
+            self.session.plan.global_batch_size,
+            is_resumed=self._resumption is not None,
+        )
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -519,6 +537,7 @@ class CephaloStrategy(ParallelStrategy):
                 scale_loss = precision.loss_scaler(self.precision_plugin)
                 outcome = session.model.executor.forward(calls, scale_loss, note, failure)
         self._ending.termination.learn([row[-1] for row in outcome.notes])
+        self._recovering.learn([row[-2] for row in outcome.notes])
         session.memory.after_forward()
         with self.precision_plugin.forward_context():
             if session.manual is not None:
@@ -537,7 +556,7 @@ class CephaloStrategy(ParallelStrategy):
 
     def _note(self, log: StepLog) -> tuple[float, ...]:
         """Return the numbers that every rank sends with the exchange of a step."""
-        return (*log.note(), self._ending.termination.note())
+        return (*log.note(), self._recovering.note(), self._ending.termination.note())
 
     @override
     def backward(
@@ -672,6 +691,7 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         self.session.model.executor.reshard()
+        self._recovering.after_validation()
 
     @override
     def on_test_end(self) -> None:
@@ -761,6 +781,9 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._recovering.is_dumping:
+            self.session.model.executor.reshard()
+            return dict(self._module.state_dict(keep_vars=True))
         if self._resumption is not None:
             self._resumption.end()
         self._ending.refuse_alone("a checkpoint")
@@ -792,6 +815,9 @@ class CephaloStrategy(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        kept = self._recovering.of_file(checkpoint_path)
+        if kept is not None:
+            return kept
         # Lightning 2.5 has no such argument
         given = {} if weights_only is None else {"weights_only": weights_only}
         read = partial(super().load_checkpoint, checkpoint_path, **given)
@@ -807,16 +833,20 @@ class CephaloStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:
         if self._session is not None:
             self._session.model.executor.reshard()
+        self._recovering.check_model(self._module, checkpoint_)
         checkpoint.load_full_state_dict(self._module, checkpoint_["state_dict"], strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._recovering.is_dumping:
+            return rows_of_optimizer(optimizer)
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         with accelerator_of(self.root_device).on_host():
             return checkpoint.full_optimizer_state(optimizer, wanted=self.is_global_zero)
 
     @override
     def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
+        self._recovering.resume_loops()
         self._resumption = Resumption(self._module.trainer, checkpoint_)
         states = checkpoint_["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
@@ -856,6 +886,7 @@ class CephaloStrategy(ParallelStrategy):
             at_end.callback(self.precision_plugin.teardown)
             at_end.callback(self._environment.teardown)
             at_end.callback(self._ending.termination.end)
+            at_end.callback(self._recovering.end)
             if trainer is not None:
                 at_end.callback(self._samplers.give_back, trainer)
             self._end_session(trainer)
@@ -868,6 +899,7 @@ class CephaloStrategy(ParallelStrategy):
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         if not interrupted:
             session.close()
+            self._recovering.finish()
         elif self._ending.failed_together:
             session.close_after_failure()
         else:  # ranks at different places cannot communicate

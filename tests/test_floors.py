@@ -15,7 +15,7 @@ FLOORS = (
     {"sharding", "ranks", "data"},
     {"execution"},
     {"observe", "adapters"},
-    {"profiling"},
+    {"profiling", "recovery"},
     {"preparation"},
     {"strategy", "_autoload", "emulation", "__init__"},
 )

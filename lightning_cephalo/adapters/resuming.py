@@ -80,7 +80,10 @@ class Resumption:
         self._marked: list[Any] = []
         # Lightning counts a batch as completed after the hooks in which checkpoints are saved
         if not loop.restarting:
-            self._way, self._is_inside = Continue.BEHIND, False
+            # before the first step there is no epoch that has ended
+            has_trained = current.processed > 0
+            self._way = Continue.BEHIND if has_trained else Continue.INSIDE
+            self._is_inside = False
         elif saved.get("ended", loop.epoch_loop.batch_progress.is_last_batch):
             is_counted = current.completed == current.processed
             self._way = Continue.AT_END if is_counted else Continue.BEHIND

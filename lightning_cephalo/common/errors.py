@@ -31,6 +31,10 @@ class CheckpointError(CephaloError, RuntimeError):
     """A checkpoint is damaged. The message says how, and names the newest whole one beside it."""
 
 
+class RecoveryError(CephaloError, RuntimeError):
+    """A training cannot go on from kept steps, or none can be kept; the message says why."""
+
+
 class InfeasibleError(PlanError):
     """No plan exists. The message names the limiting resource, the missing amount and remedies."""
 

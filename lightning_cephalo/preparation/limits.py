@@ -177,6 +177,7 @@ class Limits:
         world_size: int,
         memory_cap: Cap,
         host_memory_cap: Cap,
+        kept_bytes: float = 0.0,
     ) -> Limits:
         """Read the memory of this rank's device and host, and apply the user's caps.
 
@@ -187,6 +188,7 @@ class Limits:
             world_size: Number of ranks.
             memory_cap: Caps of devices.
             host_memory_cap: Cap of a rank's part of its host; empty: half of the free memory.
+            kept_bytes: The rank's memory there for a restart, which counts against the cap.
 
         Raises:
             PlanError: If a cap names a rank that does not exist, is a fraction of an unknown size,
@@ -199,7 +201,7 @@ class Limits:
         capacity_bytes = min(found.capacity_bytes, cap_bytes)
         return cls(
             replace(found, capacity_bytes=capacity_bytes, cap_bytes=cap_bytes),
-            _host_memory(accelerator, processes_on_host, host_memory_cap.of(rank)),
+            _host_memory(accelerator, processes_on_host, host_memory_cap.of(rank), kept_bytes),
         )
 
     @classmethod
@@ -209,7 +211,7 @@ class Limits:
 
 
 def _host_memory(
-    accelerator: Accelerator, processes_on_host: int, cap: float | int | None
+    accelerator: Accelerator, processes_on_host: int, cap: float | int | None, kept_bytes: float
 ) -> HostMemory:
     free, total = host_share_bytes(processes_on_host)
     if cap is None:
@@ -222,6 +224,7 @@ def _host_memory(
                 f" {format_mib(total * max(processes_on_host, 1))}. Lower the cap to that, or"
                 " leave it out."
             )
+    capacity = max(capacity - kept_bytes, 0.0)
     is_apart = accelerator.host_is_apart
     rate = _copy_rate(accelerator) if capacity and is_apart else math.inf
     return HostMemory(capacity, rate, is_apart, is_pinned=accelerator.pins_host_memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, Literal
 
@@ -67,6 +67,7 @@ class Options:
         profile_budget_s: Seconds that measuring may take, approximately.
         remeasure: Whether to measure even if an earlier start has measured.
         verbose: Whether rank 0 prints tables.
+        kept_bytes: Memory of its host that each rank keeps for a restart, on average.
     """
 
     plan: Plan | str | PathLike[str] | None = None
@@ -84,6 +85,17 @@ class Options:
     profile_budget_s: float = 20.0
     remeasure: bool = False
     verbose: bool = True
+    kept_bytes: float = 0.0
+
+    def recovering(self, global_batch_size: int | None, kept_bytes: float) -> Options:
+        """Return the options of a training that can go on after a restart.
+
+        Args:
+            global_batch_size: That of the first start, if other ranks than now have begun.
+            kept_bytes: Memory of its host that each rank keeps, on average.
+        """
+        size = self.global_batch_size or global_batch_size
+        return replace(self, global_batch_size=size, kept_bytes=kept_bytes)
 
     def of_measuring(self) -> dict[str, Any]:
         """Return the options that distinguish measured jobs, as plain values.

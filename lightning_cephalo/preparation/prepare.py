@@ -284,6 +284,7 @@ def _limits(trainer: Trainer, control: ControlGroup, options: Options) -> Limits
         control.world_size,
         options.memory_cap,
         options.host_memory_cap,
+        options.kept_bytes,
     )
 
 

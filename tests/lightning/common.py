@@ -29,8 +29,8 @@ for solver in ("cvxpy", "highspy"):
 
 
 def strategy(plan: str, **options: Any) -> CephaloStrategy:
-    options = {"verbose": False, "timeout": timedelta(seconds=400), **options}
-    return CephaloStrategy(plan=PLANS[plan], global_batch_size=GLOBAL_BATCH, **options)
+    given = {"global_batch_size": GLOBAL_BATCH, "timeout": timedelta(seconds=400)}
+    return CephaloStrategy(plan=PLANS[plan], **{"verbose": False, **given, **options})
 
 
 def trainer(plan: str | None, strategy_options: dict[str, Any] | None = None, **options: Any):

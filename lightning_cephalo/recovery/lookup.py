@@ -1,0 +1,110 @@
+"""Finds the newest step that all ranks together still have, after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.recovery.pieces import Assembly, RankState
+from lightning_cephalo.recovery.store import Piece, Slot, Store
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What the ranks see of the kept steps; equal on every rank.
+
+    Attributes:
+        seen: Pieces that each rank sees.
+        places: Which files each rank sees; equal where two ranks see the same.
+    """
+
+    seen: tuple[frozenset[Piece], ...]
+    places: tuple[Any, ...]
+
+    @classmethod
+    def take(cls, store: Store, control: ControlGroup) -> Inventory:
+        """Ask all ranks; collective."""
+        rows = control.gather((frozenset(store.pieces()), store.place))
+        seen, places = zip(*rows, strict=True)
+        return cls(seen, places)
+
+    def newest(self) -> tuple[Piece, ...] | None:
+        """Return the pieces of the newest step of which every rank's piece is somewhere."""
+        known = frozenset().union(*self.seen)
+        steps = {(p.serial, p.attempt, p.world_size) for p in known}
+        for serial, attempt, world_size in sorted(steps, reverse=True):
+            pieces = [Piece(serial, attempt, rank, world_size) for rank in range(world_size)]
+            if known.issuperset(pieces):
+                return tuple(pieces)
+        return None
+
+    @property
+    def last_attempt(self) -> int:
+        """The number of the last start of the ranks that has kept anything; -1 if none has."""
+        return max((piece.attempt for seen in self.seen for piece in seen), default=-1)
+
+    def missing(self) -> str:
+        """Return what the newest steps lack, for messages; empty if nothing is kept at all."""
+        known = frozenset().union(*self.seen)
+        if not known:
+            return ""
+        newest = max(known)
+        there = {p.rank for p in known if (p.serial, p.attempt) == (newest.serial, newest.attempt)}
+        lost = sorted(set(range(newest.world_size)) - there)
+        return f"the newest kept step lacks the rows of rank {', '.join(map(str, lost))}"
+
+    def leads(self, rank: int) -> bool:
+        """Return whether a rank is the first of those that see its files."""
+        return self.places.index(self.places[rank]) == rank
+
+    def neighbours(self, rank: int) -> set[int]:
+        """Return the ranks that see the same files as this one, itself included."""
+        return {r for r, place in enumerate(self.places) if place == self.places[rank]}
+
+
+def assembled(
+    pieces: Sequence[Piece], inventory: Inventory, store: Store, control: ControlGroup
+) -> Assembly:
+    """Return what reads the tensors of a kept step; collective.
+
+    Where all ranks see all files, each reads for itself. Else the first rank that sees a piece
+    sends from it, and every rank must read the same tensors in the same order.
+
+    Args:
+        pieces: The pieces of the step, in rank order.
+        inventory: What the ranks see.
+        store: The files that this rank sees.
+        control: Messages between ranks.
+    """
+    own: Mapping[Piece, Slot] = store.pieces()
+    holders = [
+        next(rank for rank, seen in enumerate(inventory.seen) if piece in seen) for piece in pieces
+    ]
+    is_shared = [all(piece in seen for seen in inventory.seen) for piece in pieces]
+    payloads: dict[int, Tensor] = {}
+    metas: dict[int, bytes] = {}
+
+    def read_own() -> None:
+        for index, piece in enumerate(pieces):
+            if piece in own:
+                metas[index], payloads[index] = own[piece].read()
+
+    control.together("reading kept steps", read_own)
+
+    def fetch(index: int, where: slice) -> Tensor:
+        if is_shared[index]:
+            return payloads[index][where]
+        mine = payloads[index][where].clone() if control.rank == holders[index] else None
+        found: Tensor = control.broadcast(mine, holders[index])
+        return found
+
+    for index, holder in enumerate(holders):
+        if not is_shared[index]:
+            metas[index] = control.broadcast(metas.get(index), holder)
+    states = [RankState.parse(metas[index]) for index in range(len(pieces))]
+    return control.together("reading kept steps", partial(Assembly, states, fetch))

@@ -1,0 +1,385 @@
+"""Lets a training go on after a restart: one object that the strategy's hooks call."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.common.errors import RecoveryError, RemoteRankError
+from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.recovery.keeper import (
+    SLOTS,
+    Facts,
+    Keeper,
+    Kind,
+    Snapshot,
+    searches_learning_rate,
+    write_generators,
+)
+from lightning_cephalo.recovery.lookup import Inventory, assembled
+from lightning_cephalo.recovery.options import Wish, attempt
+from lightning_cephalo.recovery.pieces import Assembly
+from lightning_cephalo.recovery.store import Piece, Store
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+# fits that have ended in this process: a restarted script calls fit() in the same order
+_FITS = "LIGHTNING_CEPHALO_FITS"
+# of a parameter and its optimizer's state, in single precision
+_KEPT_BYTES = 12
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A kept step that training goes on from.
+
+    Attributes:
+        pieces: Its pieces, in the order of the ranks that have kept it.
+        facts: Its numbers.
+        checkpoint: What Lightning resumes from; tensors are put together when they are read.
+        metrics: Values that callbacks monitor.
+        random: The states of this rank's generators; None: another number of ranks has kept it.
+    """
+
+    pieces: tuple[Piece, ...]
+    facts: Facts
+    checkpoint: dict[str, Any]
+    metrics: dict[str, Any]
+    random: tuple[Any, ...] | None
+
+
+class Recovering:
+    """Keeps steps in the hosts' memory, and lets a restarted training go on from the newest.
+
+    Args:
+        wish: The user's option ``recover``.
+    """
+
+    def __init__(self, wish: Wish) -> None:
+        self._wish = wish
+        self._forget()
+
+    def _forget(self) -> None:
+        self._trainer: Trainer | None = None
+        self._control: ControlGroup | None = None
+        self._store: Store | None = None
+        self._inventory: Inventory | None = None
+        self._found: _Found | None = None
+        self._lost = ""
+        self._keeper: Keeper | None = None
+        self._has_loaded_file = self._has_resumed = False
+
+    @property
+    def is_dumping(self) -> bool:
+        """Whether the strategy is asked for rows in place of whole tensors."""
+        return self._keeper is not None and self._keeper.is_dumping
+
+    # -- before training --------------------------------------------------------------------------
+
+    def look_up(self, trainer: Trainer, control: ControlGroup) -> None:
+        """Look for kept steps, and let Lightning resume from the newest; collective.
+
+        Args:
+            trainer: The trainer that begins to run.
+            control: Messages between ranks.
+
+        Raises:
+            RecoveryError: On every rank, if the user wants steps kept and they cannot be.
+        """
+        self._forget()
+        if trainer.state.fn != TrainerFn.FITTING or self._wish.recovery is None:
+            return
+        self._trainer, self._control = trainer, control
+        self._store = self._try("finding where steps are kept", self._open)
+        if self._store is None:
+            return
+        self._inventory = Inventory.take(self._store, control)
+        begin_s = time.monotonic()
+        pieces = self._inventory.newest()
+        if pieces is None:
+            self._say_nothing_found()
+            return
+        self._found = self._read(pieces)
+        # Private: `fit` without ckpt_path loads nothing, and resumes from what lies here.
+        trainer._checkpoint_connector._loaded_checkpoint = self._found.checkpoint
+        facts, taken_s = self._found.facts, time.monotonic() - begin_s
+        rank_zero_info(
+            f"Training goes on from step {facts.steps}, which {len(pieces)} ranks have kept in"
+            f" {self._store.folder} (found in {taken_s:.2f} s)."
+        )
+
+    def _try(self, doing: str, function: Callable[[], Any]) -> Any:
+        """Call a function on all ranks; where recovery is automatic, warn if any cannot."""
+        assert self._control is not None
+        try:
+            return self._control.together(doing, function)
+        except (RecoveryError, RemoteRankError) as error:
+            if not self._wish.is_automatic:
+                raise
+            if self._control.rank == 0:
+                warnings.warn(
+                    f"Nothing is kept for a restart, which would begin anew: {error}", stacklevel=3
+                )
+            return None
+
+    def _open(self) -> Store | None:
+        recovery, job = self._wish.recovery, self._wish.job()
+        if recovery is None or job is None:
+            return None
+        store = Store(recovery.path, job)
+        said = store.remove_stale()
+        if said is not None:
+            warnings.warn(said, stacklevel=2)
+        return store
+
+    def _say_nothing_found(self) -> None:
+        assert self._inventory is not None and self._control is not None and self._store is not None
+        self._lost = self._inventory.missing()
+        if attempt() and not self._lost and self._control.rank == 0:
+            warnings.warn(
+                f"The ranks were restarted (attempt {attempt()}), but {self._store.folder} keeps no"
+                " step: training begins where a first start does, at ckpt_path if fit() has one,"
+                " else at step 0. That is right if it had not begun before.",
+                stacklevel=3,
+            )
+
+    def _read(self, pieces: tuple[Piece, ...]) -> _Found:
+        assert self._store is not None and self._control is not None
+        assert self._inventory is not None
+        control = self._control
+        assembly = assembled(pieces, self._inventory, self._store, control)
+        kept: Snapshot = assembly.states[0].tree
+        facts = kept.facts
+        if facts.fits != _fits():
+            raise RecoveryError(
+                f"{self._store.folder} keeps steps of fit() number {facts.fits + 1} of the script,"
+                f" and this is number {_fits() + 1}. A script that is restarted can have one fit()"
+                " that keeps steps: give the others CephaloStrategy(recover=False)."
+            )
+        metrics = assembly.resolved(kept.metrics)
+        states = [
+            assembly.resolved(state.tree.random, r) for r, state in enumerate(assembly.states)
+        ]
+        own = states[control.rank] if len(pieces) == control.world_size else None
+        return _Found(pieces, facts, _checkpoint(assembly, kept.checkpoint), metrics, own)
+
+    def of_file(self, path: Any) -> dict[str, Any] | None:
+        """Return what takes the place of the checkpoint that ``fit`` loads; None: the file itself.
+
+        Args:
+            path: Path of the file.
+        """
+        found = self._found
+        if found is None or self._has_loaded_file:
+            self._has_loaded_file = True
+            if self._lost and self._control is not None and self._control.rank == 0:
+                warnings.warn(f"Training begins at {path}: {self._lost}.", stacklevel=3)
+            return None
+        self._has_loaded_file = True
+        return found.checkpoint
+
+    def check_model(self, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+        """Raise if the kept step is of another model.
+
+        Args:
+            module: The model.
+            checkpoint: What is loaded into it.
+        """
+        if self._found is None or checkpoint is not self._found.checkpoint:
+            return
+        assert self._store is not None
+        kept, wanted = set(checkpoint["state_dict"]), set(module.state_dict(keep_vars=True))
+        if kept != wanted and len(kept ^ wanted) == len(kept | wanted):
+            raise RecoveryError(
+                f"{self._store.folder} keeps steps of another model: none of its tensors has the"
+                " name of one of this model's. Give the job another name, Recovery(job=...), or"
+                " remove the folder."
+            )
+
+    def check_begin(self) -> None:
+        """Raise if steps were kept, but none is whole, and there is no checkpoint instead.
+
+        Raises:
+            RecoveryError: On every rank.
+        """
+        if self._lost and not self._has_loaded_file:
+            assert self._store is not None
+            raise RecoveryError(
+                f"Training cannot go on: {self._lost} ({self._store.folder}). Give"
+                " fit(ckpt_path=...) a checkpoint, such as 'last', to begin there; to begin anew,"
+                " remove the folder."
+            )
+
+    def kept_bytes(self, module: nn.Module) -> float:
+        """Return the bytes of host memory that a rank will keep, on average.
+
+        Args:
+            module: The model, before it is sharded.
+        """
+        if self._store is None or self._control is None or not self._store.is_in_memory:
+            return 0.0
+        elements = sum(parameter.numel() for parameter in module.parameters())
+        return SLOTS * _KEPT_BYTES * elements / self._control.world_size
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of a step at the first start, if other ranks than now have kept the step."""
+        found = self._found
+        if found is None or self._control is None:
+            return None
+        if len(found.pieces) == self._control.world_size:
+            return None
+        return found.facts.global_batch_size
+
+    def resume_loops(self) -> None:
+        """Correct what Lightning's loops have loaded.
+
+        They would run through an empty epoch first if training is limited by steps, and was kept
+        between two epochs. Private, as ``FitLoop`` itself does it.
+        """
+        found = self._found
+        if found is None or self._trainer is None:
+            return
+        self._has_resumed = True
+        self._trainer.should_stop = found.facts.should_stop
+        if found.facts.kind is Kind.BETWEEN:
+            _Loop.restarting.fset(self._trainer.fit_loop, False)  # type: ignore[attr-defined]
+
+    def before_pass(self, accelerator: Accelerator) -> None:
+        """Restore generators from which the loader of the first pass will draw.
+
+        Args:
+            accelerator: This rank's device.
+        """
+        found = self._found
+        if found is None or self._keeper is not None or found.random is None:
+            return
+        if found.facts.kind is Kind.BETWEEN and found.facts.batches:
+            write_generators(accelerator, found.random)
+
+    # -- while training runs ----------------------------------------------------------------------
+
+    def start(self, accelerator: Accelerator, global_batch_size: int, is_resumed: bool) -> None:
+        """Begin to keep steps; collective.
+
+        Args:
+            accelerator: This rank's device.
+            global_batch_size: Samples of a step over all ranks.
+            is_resumed: Whether training goes on from a checkpoint or a kept step.
+
+        Raises:
+            RecoveryError: On every rank, if steps cannot be kept, or the kept one was lost.
+        """
+        trainer, control, store, found = self._trainer, self._control, self._store, self._found
+        if trainer is None or control is None or store is None:
+            return
+        if found is not None and not self._has_resumed:
+            raise RecoveryError(
+                "The kept step was dropped before training began: LearningRateFinder ends a resumed"
+                " training so. Find the learning rate in a run of its own."
+            )
+        if searches_learning_rate(trainer) or self._wish.recovery is None:
+            return
+        if found is not None:
+            trainer.callback_metrics.update(found.metrics)
+            at_start = found.facts.kind is Kind.INSIDE or not found.facts.batches
+            if found.random is not None and at_start:
+                write_generators(accelerator, found.random)
+        assert self._inventory is not None
+        keeper = self._keeper = Keeper(
+            trainer,
+            control,
+            accelerator,
+            store,
+            self._wish.recovery,
+            self._inventory,
+            None if found is None else found.pieces,
+            global_batch_size,
+            _fits(),
+        )
+        batches = None
+        if is_resumed:
+            progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+            batches = progress.processed
+        try:
+            keeper.begin(batches)
+        except Exception as error:  # on every rank
+            if not self._wish.is_automatic:
+                raise
+            self._keeper = None
+            if control.rank == 0:
+                warnings.warn(
+                    f"Nothing is kept for a restart, which would begin anew: {error}", stacklevel=3
+                )
+        self._found = None  # its memory is not needed any more
+
+    def note(self) -> float:
+        """Return what the exchange of a step carries to all ranks."""
+        return -1.0 if self._keeper is None else self._keeper.note()
+
+    def learn(self, notes: Sequence[float]) -> None:
+        """Read the notes of all ranks."""
+        if self._keeper is not None:
+            self._keeper.learn(notes)
+
+    def after_validation(self) -> None:
+        """Keep a step behind its validation."""
+        if self._keeper is not None:
+            self._keeper.after_validation()
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Keep no more steps; those that are kept stay."""
+        if self._keeper is not None:
+            self._keeper.end()
+        self._forget()
+
+    def finish(self) -> None:
+        """Remove what is kept, as training has ended well; collective."""
+        if self._keeper is not None and self._control is not None and self._store is not None:
+            self._control.barrier()
+            os.environ[_FITS] = str(_fits() + 1)
+            self._store.remove()
+        self.end()
+
+
+def _fits() -> int:
+    return int(os.environ.get(_FITS, "0"))
+
+
+def rows_of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state with the rows of this rank; nothing is gathered."""
+    state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
+    return state
+
+
+def _checkpoint(assembly: Assembly, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint whose large tensors are put together one by one."""
+    states = kept.get("optimizer_states", [])
+    lazy = {
+        "state_dict": assembly.lazily(kept["state_dict"]),
+        "optimizer_states": [
+            {
+                **assembly.resolved({n: v for n, v in state.items() if n != "state"}),
+                "state": assembly.lazily(state["state"]),
+            }
+            if "state" in state
+            else assembly.resolved(state)
+            for state in states
+        ],
+    }
+    rest = {name: value for name, value in kept.items() if name not in lazy}
+    return {**assembly.resolved(rest), **{n: v for n, v in lazy.items() if n in kept}}

@@ -1,0 +1,405 @@
+"""Files in the host's memory that outlive the process which writes them.
+
+Each rank has two files, its *slots*. A step is written into the older one while the newer one stays
+whole. The header of a file is void while the rest is written, and is written last. So a process
+that is killed at any moment leaves a slot whole or void, and never damages the other one.
+
+The files lie in tmpfs. Not ``multiprocessing.shared_memory``: its tracker removes what it knows
+when a process dies. Each folder belongs to one job and can be entered by one user only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import re
+import shutil
+import stat
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_cephalo.common.errors import RecoveryError
+from lightning_cephalo.common.quantities import format_mib
+
+MEMORY = Path("/dev/shm")
+"""Where Linux mounts a file system in memory."""
+
+# magic; serial, attempt, rank, ranks; begin and bytes of payload and meta; checksum of the meta
+_HEAD = struct.Struct("<8s4q4qI")
+_CHECK = struct.Struct("<I")
+_MAGIC, _PAGE, _ALIGNED = b"cephalo1", 4096, 64
+# a file is made a little larger than what it holds, so that it seldom grows
+_SLACK = 1.25
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """One rank's part of a kept step.
+
+    Attributes:
+        serial: Number of the step among those that are kept.
+        attempt: Number of the start of the ranks that has kept it.
+        rank: Rank that has kept it.
+        world_size: Number of ranks then.
+    """
+
+    serial: int
+    attempt: int
+    rank: int
+    world_size: int
+
+
+# -- one file -------------------------------------------------------------------------------------
+
+
+class Slot:
+    """A file that holds one piece, or nothing.
+
+    Args:
+        path: Its path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map: mmap.mmap | None = None
+        self._bytes: Tensor | None = None
+
+    def write(self, piece: Piece, meta: bytes, tensors: Sequence[Tensor]) -> None:
+        """Replace what the file holds.
+
+        Args:
+            piece: Which piece it is.
+            meta: Bytes that describe the tensors.
+            tensors: Tensors on any device; they lie behind each other, at the places that
+                :func:`places` gives.
+
+        Raises:
+            OSError: There is no room. The file is void.
+        """
+        starts, end = places(tensors)
+        payload = _PAGE
+        meta_at = payload + end
+        whole = self._room(meta_at + len(meta))
+        whole[:_PAGE].zero_()
+        for tensor, start in zip(tensors, starts, strict=True):
+            if tensor.numel():
+                at = payload + start
+                flat = tensor.detach().reshape(-1)
+                whole[at : at + tensor.nbytes].view(tensor.dtype).copy_(flat)
+        assert self._map is not None
+        self._map[meta_at : meta_at + len(meta)] = meta
+        head = _HEAD.pack(
+            _MAGIC,
+            *(piece.serial, piece.attempt, piece.rank, piece.world_size),
+            *(payload, end, meta_at, len(meta)),
+            zlib.crc32(meta),
+        )
+        self._map[: _HEAD.size + _CHECK.size] = head + _CHECK.pack(zlib.crc32(head))
+
+    def _room(self, nbytes: int) -> Tensor:
+        if self._bytes is not None and self._bytes.numel() >= nbytes:
+            return self._bytes
+        self.close()
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self.path, flags, 0o600)
+        try:
+            os.pwrite(descriptor, bytes(_PAGE), 0)
+            size = os.fstat(descriptor).st_size
+            if size < nbytes:
+                # memory is taken here: else a write to a full tmpfs would kill the process
+                size = max(nbytes, int(nbytes * _SLACK) if size > _PAGE else nbytes)
+                os.posix_fallocate(descriptor, 0, size)
+            self._map = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        return self._bytes
+
+    def close(self) -> None:
+        """Let the file go; it stays."""
+        self._bytes = None
+        held, self._map = self._map, None
+        if held is not None:
+            with suppress(BufferError):  # a tensor may still point into it
+                held.close()
+
+    def piece(self) -> Piece | None:
+        """Return which piece the file holds; None if it is void, or no file."""
+        head = _read_head(self.path)
+        return None if head is None else Piece(*head[1:5])
+
+    def read(self) -> tuple[bytes, Tensor]:
+        """Return the meta, and the payload as bytes; changes of the payload stay in this process.
+
+        Raises:
+            RecoveryError: The file is void or damaged.
+        """
+        head = _read_head(self.path)
+        if head is not None:
+            *_, payload, payload_bytes, meta_at, meta_bytes, checksum = head
+            with self.path.open("rb") as file:
+                held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            meta = held[meta_at : meta_at + meta_bytes]
+            if zlib.crc32(meta) == checksum:
+                whole = torch.frombuffer(held, dtype=torch.uint8)
+                return meta, whole[payload : payload + payload_bytes]
+        raise RecoveryError(
+            f"{self.path}: expected a whole piece of a kept step, but it is void or damaged. Remove"
+            " the folder; training then begins at ckpt_path, or anew."
+        )
+
+
+def places(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
+    """Return where each tensor begins in the payload, and the payload's bytes."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+    return starts, end
+
+
+def _read_head(path: Path) -> tuple[int, ...] | None:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_HEAD.size + _CHECK.size)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return None
+    if len(raw) < _HEAD.size + _CHECK.size:
+        return None
+    head: tuple[int, ...] = _HEAD.unpack(raw[: _HEAD.size])
+    (check,) = _CHECK.unpack(raw[_HEAD.size :])
+    is_whole = check == zlib.crc32(raw[: _HEAD.size]) and head[0] == _MAGIC
+    return head if is_whole and head[7] + head[8] <= size else None
+
+
+# -- the files of a job ---------------------------------------------------------------------------
+
+_NAME = re.compile(r"rank(\d+)\.[01]")
+
+
+class Store:
+    """The kept steps of one job on this host.
+
+    ::
+
+        store = Store(Store.default_folder(), "agent-4711")
+        store.keep(Piece(serial, attempt, rank, world_size), meta, tensors)
+        store.pieces()                                # of all ranks that keep here
+
+    Args:
+        folder: A folder on a local disk; None: ``/dev/shm``.
+        job: Name of the job.
+
+    Attributes:
+        base: The folder of all jobs of this user.
+        folder: The folder of the job.
+        is_in_memory: Whether the files take memory of the host.
+
+    Raises:
+        RecoveryError: The folder cannot be used: it is another user's, or no folder.
+    """
+
+    def __init__(self, folder: Path | None, job: str) -> None:
+        base = (MEMORY if folder is None else folder) / f"lightning-cephalo-{_user()}"
+        if folder is None and not MEMORY.is_dir():
+            raise RecoveryError(
+                f"{MEMORY} does not exist, where steps would be kept in memory. Give a folder on a"
+                " local disk: CephaloStrategy(recover=Recovery(folder=...))."
+            )
+        self.base, self.folder = base, base / job
+        self.is_in_memory = folder is None
+        self._slots: dict[str, Slot] = {}
+        _make_private(base)
+        _make_private(self.folder)
+
+    # -- room -------------------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can be written here, those of this job's files included."""
+        found = os.statvfs(self.folder)
+        return found.f_bavail * found.f_frsize + self.held_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of this job's files."""
+        return sum(path.stat().st_blocks * 512 for path in self._paths())
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """What is equal for processes that see the same files."""
+        found = self.folder.stat()
+        return _boot(), found.st_dev, found.st_ino
+
+    # -- pieces -----------------------------------------------------------------------------------
+
+    def keep(self, piece: Piece, spared: Piece | None, meta: bytes, tensors: list[Tensor]) -> None:
+        """Write a piece into the slot of its rank that does not hold the spared one.
+
+        Args:
+            piece: Which piece it is.
+            spared: The newest piece that all ranks have; None: there is none.
+            meta: As for :meth:`Slot.write`.
+            tensors: As for :meth:`Slot.write`.
+
+        Raises:
+            OSError: There is no room; the spared piece is whole.
+        """
+        slots = [self._slot(f"rank{piece.rank}.{number}") for number in (0, 1)]
+        found = slots[0].piece()
+        slots[found is not None and found == spared].write(piece, meta, tensors)
+
+    def pieces(self) -> dict[Piece, Slot]:
+        """Return the whole pieces that lie here."""
+        slots = [self._slot(path.name) for path in self._paths()]
+        return {piece: slot for slot in slots if (piece := slot.piece()) is not None}
+
+    def remove(self, ranks: Iterable[int] | None = None) -> None:
+        """Remove the files of these ranks, or all files, and the folder if it is empty then."""
+        chosen = None if ranks is None else set(ranks)
+        for path in self._paths():
+            rank = int(path.name.removeprefix("rank").partition(".")[0])
+            if chosen is None or rank in chosen:
+                self._slot(path.name).close()
+                path.unlink(missing_ok=True)
+        for folder in (self.folder, self.base):
+            with suppress(OSError):  # others still keep steps here
+                folder.rmdir()
+
+    def ranks(self) -> set[int]:
+        """Return the ranks that have files here."""
+        return {int(p.name.removeprefix("rank").partition(".")[0]) for p in self._paths()}
+
+    def _slot(self, name: str) -> Slot:
+        return self._slots.setdefault(name, Slot(self.folder / name))
+
+    def _paths(self) -> list[Path]:
+        with suppress(FileNotFoundError):
+            return sorted(p for p in self.folder.iterdir() if _NAME.fullmatch(p.name))
+        return []
+
+    # -- other jobs -------------------------------------------------------------------------------
+
+    def remove_stale(self) -> str | None:
+        """Remove what jobs of this user have left whose agent is gone; return what to tell."""
+        freed, names = 0, []
+        for path in sorted(self.base.iterdir()):
+            agent = Agent.parse(path.name)
+            if path == self.folder or agent is None or agent.may_live:
+                continue
+            freed += sum(each.stat().st_blocks * 512 for each in path.glob("*"))
+            shutil.rmtree(path, ignore_errors=True)
+            names.append(path.name)
+        if not names:
+            return None
+        return (
+            f"Removed {format_mib(freed)} from {self.base}, which jobs that have ended had kept:"
+            f" {', '.join(names)}."
+        )
+
+
+def _user() -> int:
+    return os.geteuid()
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that only this user can enter, or check that it is one."""
+    try:
+        folder.mkdir(mode=0o700, parents=not folder.parent.exists())
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise RecoveryError(
+            f"{folder}: steps cannot be kept there: {error.strerror}. Give another folder:"
+            " CephaloStrategy(recover=Recovery(folder=...))."
+        ) from error
+    found = folder.lstat()
+    fault = None
+    if not stat.S_ISDIR(found.st_mode):
+        fault = "it is no folder"
+    elif found.st_uid != _user():
+        fault = f"it belongs to user {found.st_uid}, and this process to {_user()}"
+    elif found.st_mode & 0o077:
+        fault = f"others may enter it (mode {found.st_mode & 0o777:o}, expected 700)"
+    if fault is not None:
+        raise RecoveryError(
+            f"{folder}: steps are not kept there: {fault}. What is read from it is trusted. Remove"
+            " it, or give another folder: CephaloStrategy(recover=Recovery(folder=...))."
+        )
+
+
+# -- names of jobs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The process that restarts ranks on this host; it stays the same over all restarts.
+
+    Attributes:
+        boot: The start of this host.
+        namespace: Its namespace of process numbers.
+        process: Its number.
+        started: When it has started, in ticks since the host's.
+    """
+
+    boot: str
+    namespace: int
+    process: int
+    started: int
+
+    @classmethod
+    def of(cls, process: int) -> Agent:
+        """Return the agent with this process number."""
+        return cls(_boot(), _namespace(), process, _started(process) or 0)
+
+    @classmethod
+    def parse(cls, name: str) -> Agent | None:
+        """Return the agent of :attr:`name`; None if it is another name."""
+        match = re.fullmatch(r"agent-([0-9a-f]{8})-(\d+)-(\d+)-(\d+)", name)
+        return None if match is None else cls(match[1], *map(int, match.groups()[1:]))
+
+    @property
+    def name(self) -> str:
+        """Name of its job."""
+        return f"agent-{self.boot}-{self.namespace}-{self.process}-{self.started}"
+
+    @property
+    def may_live(self) -> bool:
+        """Whether it may still run; processes of other containers cannot be seen from here."""
+        if self.boot != _boot():
+            return False
+        return self.namespace != _namespace() or _started(self.process) == self.started
+
+
+def job_named(name: str) -> str:
+    """Return a folder's name for a job that the user has named."""
+    readable = re.sub(r"[^\w-]", "-", name)[:40]
+    return f"job-{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _boot() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return "0" * 8
+
+
+def _namespace() -> int:
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
+
+
+def _started(process: int) -> int | None:
+    with suppress(OSError):
+        # the name, in parentheses, may contain anything
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+    return None

@@ -1,0 +1,195 @@
+"""A slot is whole or void at every moment, and a store refuses what it cannot trust."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_cephalo.common.errors import RecoveryError
+from lightning_cephalo.recovery import store as module
+from lightning_cephalo.recovery.lookup import Inventory
+from lightning_cephalo.recovery.options import AGENT, Recovery, Wish
+from lightning_cephalo.recovery.store import Agent, Piece, Slot, Store
+
+TENSORS = [torch.arange(7, dtype=torch.float64), torch.tensor(True), torch.empty(0, 3)]
+
+
+def _read(slot):
+    meta, payload = slot.read()
+    starts, _ = module.places(TENSORS)
+    pairs = zip(starts, TENSORS, strict=True)
+    parts = [payload[s : s + t.nbytes].view(t.dtype).view(t.shape) for s, t in pairs]
+    return meta, parts
+
+
+def test_a_slot_holds_what_was_written_and_grows(tmp_path):
+    slot = Slot(tmp_path / "slot")
+    assert slot.piece() is None
+    for serial, meta in enumerate([b"small", b"large" * 5000, b""]):
+        slot.write(Piece(serial, 2, 1, 3), meta, TENSORS)
+        other = Slot(slot.path)
+        assert other.piece() == Piece(serial, 2, 1, 3)
+        found, parts = _read(other)
+        assert found == meta
+        for part, wanted in zip(parts, TENSORS, strict=True):
+            torch.testing.assert_close(part, wanted, rtol=0, atol=0)
+    assert slot.path.stat().st_mode & 0o777 == 0o600
+
+
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("cut", ["first tensor", "second tensor", "header"])
+def test_a_write_that_stops_anywhere_leaves_the_spared_piece_and_a_void(tmp_path, cut, monkeypatch):
+    kept = Store(tmp_path, "job")
+    pieces = [Piece(serial, 0, 0, 1) for serial in range(3)]
+    kept.keep(pieces[0], None, b"0", TENSORS)
+    kept.keep(pieces[1], pieces[0], b"1", TENSORS)
+
+    class Cut(torch.Tensor):
+        def detach(self):
+            raise Stop
+
+    class Head:
+        size, unpack = module._HEAD.size, module._HEAD.unpack
+
+        @staticmethod
+        def pack(*_):
+            raise Stop
+
+    tensors = list(TENSORS)
+    if cut == "header":
+        monkeypatch.setattr(module, "_HEAD", Head)
+    else:
+        index = int(cut == "second tensor")
+        tensors[index] = TENSORS[index].as_subclass(Cut)
+    with pytest.raises(Stop):
+        kept.keep(pieces[2], pieces[1], b"2", tensors)
+    assert set(Store(tmp_path, "job").pieces()) == {pieces[1]}
+
+
+@pytest.mark.parametrize("place", [0, 9, 30, 70])
+def test_a_flipped_bit_of_the_header_voids_it(tmp_path, place):
+    slot = Slot(tmp_path / "slot")
+    slot.write(Piece(1, 0, 0, 1), b"meta", TENSORS)
+    with slot.path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 4]))
+    assert slot.piece() is None
+
+
+def test_a_damaged_description_and_a_cut_file_are_refused(tmp_path):
+    slot = Slot(tmp_path / "slot")
+    slot.write(Piece(1, 0, 0, 1), b"meta" * 9, TENSORS)
+    with slot.path.open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(RecoveryError, match="void or damaged"):
+        slot.read()
+    os.truncate(slot.path, 5000)
+    assert slot.piece() is not None  # its payload begins there: the description is cut
+    os.truncate(slot.path, 4200)
+    assert slot.piece() is None
+
+
+def test_the_newest_step_is_one_of_which_every_piece_is_somewhere():
+    def pieces(serial, attempt, world_size, without=()):
+        ranks = set(range(world_size)) - set(without)
+        return {Piece(serial, attempt, rank, world_size) for rank in ranks}
+
+    hosts = [pieces(7, 1, 3, [1]), pieces(7, 0, 3, [0, 2]) | pieces(6, 0, 2, [0])]
+    hosts[0] |= pieces(6, 0, 2, [1])
+    seen = Inventory(tuple(map(frozenset, hosts)), ("a", "b"))
+    # step 7 is of two attempts: they are not mixed
+    assert seen.newest() == tuple(sorted(pieces(6, 0, 2)))
+    assert seen.last_attempt == 1 and seen.leads(1)
+    alone = Inventory((frozenset(hosts[0]),), ("a",))
+    assert alone.newest() is None
+    assert alone.missing() == "the newest kept step lacks the rows of rank 1"
+    assert Inventory((frozenset(),), ("a",)).missing() == ""
+
+
+def test_a_folder_that_others_may_enter_or_own_is_refused(tmp_path, monkeypatch):
+    base = tmp_path / f"lightning-cephalo-{os.geteuid()}"
+    base.mkdir()
+    base.chmod(0o755)
+    with pytest.raises(RecoveryError, match=r"others may enter it \(mode 755, expected 700\)"):
+        Store(tmp_path, "job")
+    base.rmdir()
+    base.write_text("")
+    with pytest.raises(RecoveryError, match="it is no folder"):
+        Store(tmp_path, "job")
+    base.unlink()
+    base.symlink_to(tmp_path)
+    with pytest.raises(RecoveryError, match="it is no folder"):
+        Store(tmp_path, "job")
+    base.unlink()
+    base.mkdir(mode=0o700)
+    monkeypatch.setattr(module, "_user", lambda: os.geteuid() + 1)
+    base.rename(tmp_path / f"lightning-cephalo-{os.geteuid() + 1}")
+    with pytest.raises(RecoveryError, match=f"belongs to user {os.geteuid()}, and this process"):
+        Store(tmp_path, "job")
+
+
+def test_a_system_without_tmpfs_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MEMORY", tmp_path / "shm")
+    with pytest.raises(RecoveryError, match=r"shm does not exist.*Recovery\(folder=...\)"):
+        Store(None, "job")
+
+
+@pytest.mark.processes
+def test_only_what_ended_jobs_have_left_is_removed(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        lives = Agent.of(process.pid)
+        kept = Store(tmp_path, lives.name)
+        kept.keep(Piece(0, 0, 0, 1), None, b"", TENSORS)
+        named = Store(tmp_path, "job-mine")
+        assert named.remove_stale() is None
+        process.kill()
+    said = named.remove_stale()
+    assert said is not None and lives.name in said
+    assert [path.name for path in named.base.iterdir()] == ["job-mine"]
+    named.remove()
+    assert not any(tmp_path.iterdir())
+
+
+def test_agents_are_told_apart_by_their_start_and_by_their_container():
+    own = Agent.of(os.getpid())
+    assert Agent.parse(own.name) == own and own.may_live
+    assert not Agent(own.boot, own.namespace, own.process, own.started + 1).may_live
+    assert not Agent("00000000", own.namespace, own.process, own.started).may_live
+    assert Agent(own.boot, own.namespace + 1, own.process, own.started + 1).may_live
+    assert Agent.parse("job-mine") is None
+
+
+def test_the_job_is_the_agent_or_the_users_name(monkeypatch):
+    for name in ("TORCHELASTIC_MAX_RESTARTS", AGENT):
+        monkeypatch.delenv(name, raising=False)
+    assert Wish.parse("auto").job() is None and Wish.parse(False).job() is None
+    with pytest.raises(RecoveryError, match=r"nothing restarts.*lightning_cephalo\.run"):
+        Wish.parse(True).job()
+    assert Wish.parse(Recovery(job="a/b")).job() != Wish.parse(Recovery(job="a b")).job()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert Wish.parse("auto").job() == Agent.of(os.getppid()).name
+    monkeypatch.setenv(AGENT, str(os.getpid()))
+    assert Wish.parse(True).job() == Agent.of(os.getpid()).name
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Wish.parse("always"), "recover: expected True, False, 'auto' or a Recovery"),
+        (lambda: Recovery(every=0), "every: expected 1 update or more, but got 0"),
+        (lambda: Recovery(job=""), "job: expected a name"),
+    ],
+)
+def test_other_options_are_refused(make, said):
+    with pytest.raises(RecoveryError, match=said):
+        make()
