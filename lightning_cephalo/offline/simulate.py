@@ -111,6 +111,7 @@ def programs_of(problem: Problem, plan: Plan) -> list[Program]:
             trainable,
             reshard_after_forward=bool(problem.reshard_after_forward),
             offload_boundaries=part.offload,
+            updates_early=problem.early_update,
         )
         for part in plan.ranks
     ]
@@ -202,6 +203,9 @@ class _Lane:
         self._events: list[Event] = []
         self._changes: list[_Change] = []
         self._gathered_s: dict[int, float] = {}
+        self._reduced_s: dict[int, float] = {}
+        self._unit_update_s = problem.unit_update_s
+        self._updates = 0
         self._copied_s: dict[tuple[int, int], float] = {}
         self._copy_free_s = 0.0
         self.free_s = 0.0
@@ -213,6 +217,8 @@ class _Lane:
         for instruction in self._rest:
             if instruction.operation in _LINKED:
                 return instruction
+            if instruction.operation is Operation.UPDATE:
+                self._update(instruction, self._reduced_s[instruction.unit], self._unit_update_s)
             if instruction.microbatch != NONE:
                 self._run(instruction)
         return None
@@ -248,12 +254,20 @@ class _Lane:
         self.record(Stream.COMMUNICATION, instruction, start_s, end_s)
         if instruction.operation is Operation.GATHER:
             self._gathered_s[instruction.unit] = end_s
+        else:
+            self._reduced_s[instruction.unit] = end_s
 
     def run_update(self, start_s: float) -> float:
         """Simulate the optimizer's step and return when it ends."""
-        end_s = start_s + self._problem.optimizer_s
-        self.record(Stream.COMPUTE, Instruction(Operation.UPDATE), start_s, end_s)
-        return end_s
+        rest_s = self._problem.optimizer_s - self._updates * self._unit_update_s
+        self._update(Instruction(Operation.UPDATE), start_s, max(0.0, rest_s))
+        return self.free_s
+
+    def _update(self, instruction: Instruction, ready_s: float, seconds: float) -> None:
+        start_s = max(self.free_s, ready_s)
+        self.free_s = start_s + seconds
+        self._updates += instruction.unit != NONE
+        self.record(Stream.COMPUTE, instruction, start_s, self.free_s)
 
     def record(
         self, stream: Stream, instruction: Instruction, start_s: float, end_s: float

@@ -23,6 +23,8 @@ def check(programs: Sequence[Program]) -> None:
     - Each microbatch that goes forward has a loss. The root unit is armed before the loss.
     - Each microbatch comes back through the same visits, on all ranks.
     - Each armed unit is reduced once, after all its backwards.
+    - A unit that is updated early has been reduced before, and is not used after. Each unit is
+      updated once, and none is left out.
     - Nothing stays gathered, armed or offloaded at the end of the step.
     - All ranks issue the same collectives in the same order. Otherwise they would wait for each
       other forever.
@@ -81,6 +83,7 @@ class _State:
         self.reached: dict[int, int] = {}  # per microbatch, its latest visit
         self.returned: dict[int, set[int]] = {}  # per visit, the microbatches that passed it
         self.returned_units: set[int] = set()
+        self.updated: set[int] = set()
         self.is_updated = False
         self.away: set[tuple[int, int]] = set()
 
@@ -89,6 +92,7 @@ class _State:
         operation, unit = instruction.operation, instruction.unit
         passage = (instruction.visit, instruction.microbatch)
         self._expect(instruction, not self.is_updated, "the optimizer has made its step")
+        self._expect(instruction, unit not in self.updated, "the unit is updated already")
         if operation is Operation.GATHER:
             self._expect(instruction, unit not in self.gathered, "the unit is gathered already")
             self.gathered.add(unit)
@@ -118,8 +122,14 @@ class _State:
             self.reduced.add(unit)
         elif operation is Operation.AGREE:
             self._expect(instruction, not self.without_loss, "a microbatch has no loss yet")
+        elif operation is Operation.UPDATE and unit != NONE:
+            self._expect(instruction, unit in self.reduced, "the unit is not reduced yet")
+            self._expect(instruction, unit not in self.gathered, "the unit is gathered still")
+            self.updated.add(unit)
         elif operation is Operation.UPDATE:
             self.expect_nothing_left()
+            left = sorted(self.reduced - self.updated - {ROOT}) if self.updated else []
+            self._expect(instruction, not left, f"units {left} have missed their early update")
             self.is_updated = True
 
     def _compute(self, instruction: Instruction) -> None:

@@ -17,6 +17,10 @@ is reduced. G and R are the times for uneven shards, or for even ones if all ran
 shares (``Problem.with_even_shares``). If units stay gathered from the forward to the backward
 (FSDP's ``reshard_after_forward=False``), the backward has only R to hide.
 
+An early update runs inside of the backward, where it hides behind the same collectives. With u the
+time of one unit's update, a unit takes max(G + R, max_i B_i + u), and U u of the optimizer's time
+counts there (``Problem.early_update``).
+
 A rank holds its share of the state, the gathered buffers and the largest peak of its microbatches.
 It also holds what each microbatch retains, and one boundary per unit for each sample of its batch.
 A rank that does not recompute also retains the activations inside its units.
@@ -119,8 +123,11 @@ def rank_plan(
 def as_planned(problem: Problem, plan: Plan) -> Problem:
     """Return the problem with the plan's choices for all ranks applied.
 
-    A plan that does not choose resharding takes the first of the problem's choices.
+    A plan that does not choose resharding takes the first of the problem's choices. Updates are
+    early if the problem or the plan says so.
     """
+    if plan.early_update and not problem.early_update:
+        problem = problem.with_early_update()
     chosen = plan.reshard_after_forward
     problem = problem.resharding(problem.reshard_choices[0] if chosen is None else chosen)
     travels_evenly = plan.padded is not False or not problem.padded_bytes
@@ -261,9 +268,14 @@ def fixed_time(problem: Problem) -> float:
 
 
 def backward_collectives_s(problem: Problem) -> float:
-    """Return the seconds of collectives that one unit's backward has to hide."""
+    """Return the seconds of collectives that one unit's backward has to hide.
+
+    An early update hides some of them: ``max(C, B + u)`` is ``u + max(C - u, B)``, and u is a part
+    of the optimizer's time.
+    """
     gathers_again = problem.reshard_after_forward is not False
-    return problem.gather_s * gathers_again + problem.reduce_s
+    collectives_s = problem.gather_s * gathers_again + problem.reduce_s
+    return max(0.0, collectives_s - problem.unit_update_s * problem.early_update)
 
 
 def rank_work(

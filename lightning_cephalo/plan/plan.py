@@ -124,6 +124,8 @@ class Plan(FileRecord):
             travel in faster collectives, in more memory. None: the strategy decides.
         by_node: whether slices cross the network between two nodes once, and ranks of a node pass
             them on; only over gloo, and where a node has several ranks. None: they do not.
+        early_update: whether the predictions count on units that are updated inside the backward.
+            None: they do not say.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -140,6 +142,7 @@ class Plan(FileRecord):
     reshard_after_forward: YesOrNo | None = None
     padded: YesOrNo | None = None
     by_node: YesOrNo | None = None
+    early_update: YesOrNo | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

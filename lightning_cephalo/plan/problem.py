@@ -137,6 +137,11 @@ class Problem(FileRecord):
             stay gathered.
         by_node: whether these are the times and bytes of slices that go by node, because that was
             measured faster.
+        early_update: whether each unit is updated inside the backward, as soon as its reduce is
+            done, so that gradients are never held whole.
+        early_state_bytes: ``state_bytes`` of early updates; None: the same.
+        unit_update_s: time of one unit's update, a part of ``optimizer_s``. An early update hides
+            behind the collectives of the backward.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -171,6 +176,9 @@ class Problem(FileRecord):
     ] = True
     unresharded_bytes: Amount = 0.0
     by_node: Annotated[bool, OneOf((True, False), "True or False")] = False
+    early_update: Annotated[bool, OneOf((True, False), "True or False")] = False
+    early_state_bytes: Amount | None = None
+    unit_update_s: Amount = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,6 +214,11 @@ class Problem(FileRecord):
             gathered_bytes=self.gathered_bytes + self.padded_bytes,
             padded_bytes=0.0,
         )
+
+    def with_early_update(self) -> Problem:
+        """Return this problem with each unit updated inside the backward."""
+        held = self.state_bytes if self.early_state_bytes is None else self.early_state_bytes
+        return replace(self, early_update=True, state_bytes=held, early_state_bytes=None)
 
     def resharding(self, reshard_after_forward: bool) -> Problem:
         """Return this problem with ``reshard_after_forward`` chosen."""

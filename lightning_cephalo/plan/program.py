@@ -11,6 +11,7 @@ build it from the visits of a model::
     keep_gathered     drops X1 from the forward and G1 from the backward
     prefetch          moves G1 before Z0 and G2 before F1.0; in the backward, G1 before Z2
     offload           with three units: adds O1.0 after F1.0, and H1.0 after B3.0
+    update_early      adds U2 after R1, and U1 after R0; U updates the rest
 
 In layered accumulation (Cephalo, ICS 2025, figure 4), all microbatches pass a unit before any of
 them passes the next. So a unit is gathered once per pass and reduced once per step, whatever the
@@ -55,7 +56,7 @@ class Operation(str, enum.Enum):
     REDUCE = "reduce"  # start to reduce-scatter the unit's gradients
     FREE = "free"  # free the gathered parameters
     AGREE = "agree"  # exchange weights, failures and uses between all ranks
-    UPDATE = "update"  # run the optimizer's step
+    UPDATE = "update"  # run the optimizer's step, for one unit or for all that is left
     WAIT = "wait"
     OVERHEAD = "overhead"
 
@@ -133,7 +134,7 @@ class Program:
     Attributes:
         forward: Up to the exchange of all microbatches' weights.
         backward: Up to the gradients on the sharded parameters.
-        update: The optimizer's step.
+        update: The optimizer's step, for all units that the backward has not updated.
     """
 
     forward: Instructions
@@ -161,6 +162,7 @@ def compile_step(
     *,
     reshard_after_forward: bool = True,
     offload_boundaries: bool = False,
+    updates_early: bool = False,
 ) -> Program:
     """Return the program of a rank's step.
 
@@ -171,6 +173,7 @@ def compile_step(
         reshard_after_forward: Free a unit when the microbatches have passed it, and gather it again
             in the backward.
         offload_boundaries: Keep the inputs of units in host memory until their backward.
+        updates_early: Update each unit inside the backward.
     """
     forward = tuple(
         layered_forward(visits, microbatches, lambda visit, _: visit == len(visits) - 1)
@@ -181,6 +184,8 @@ def compile_step(
     program = prefetch(program)
     if offload_boundaries:
         program = offload(program, visits)
+    if updates_early:
+        program = update_early(program)
     return program
 
 
@@ -425,6 +430,22 @@ def offload(program: Program, visits: Sequence[Visit]) -> Program:
         forward=tuple(offloading(program.forward, away.__contains__)),
         backward=tuple(backward),
     )
+
+
+def update_early(program: Program) -> Program:
+    """Update each unit as soon as its reduce is done, which the next reduce has waited for.
+
+    The root unit's reduce is the last one: its update stays where it is.
+    """
+    backward: list[Instruction] = []
+    reduced = NONE
+    for instruction in program.backward:
+        backward.append(instruction)
+        if instruction.operation is Operation.REDUCE:
+            if reduced != NONE:
+                backward.append(Instruction(Operation.UPDATE, reduced))
+            reduced = instruction.unit
+    return replace(program, backward=tuple(backward))
 
 
 def offloading(

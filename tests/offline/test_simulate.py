@@ -57,6 +57,15 @@ def random_case(seed: int, units: int) -> tuple[Problem, Plan]:
     return benchmark.random_case(np.random.default_rng(seed), units)
 
 
+def early(case: Problem, seed: int) -> Problem:
+    """The case with updates inside the backward, of a part of the optimizer's time or all of it."""
+    update_s = case.optimizer_s * (1 + seed % 4) / 4 / case.units
+    held = 0.75 * case.state_bytes
+    return dataclasses.replace(
+        case, unit_update_s=update_s, early_state_bytes=held
+    ).with_early_update()
+
+
 def spans(simulation: Simulation, rank: int, stream: Stream) -> list[tuple[str, int, float, float]]:
     return [
         (event.operation.value, event.unit, event.start_s, event.end_s)
@@ -321,9 +330,10 @@ def test_a_stream_is_busy_for_the_work_that_it_has(seed, units):
 
 
 @fixed
-@given(seeds, st.integers(1, 12))
-def test_memory_is_what_the_cost_function_says(seed, units):
+@given(seeds, st.integers(1, 12), st.booleans())
+def test_memory_is_what_the_cost_function_says(seed, units, is_early):
     case, plan = random_case(seed, units)
+    case = early(case, seed) if is_early else case
     simulation = simulate(case, plan)
     for rank, (part, predicted) in enumerate(
         zip(plan.ranks, predict(case, plan.ranks).ranks, strict=True)
@@ -360,13 +370,41 @@ def test_from_24_units_on_the_closed_form_is_within_3_per_cent(seed, units):
 
 
 @fixed
-@given(seeds, st.integers(1, 24))
-def test_no_step_is_longer_than_the_closed_form_and_the_fill(seed, units):
+@given(seeds, st.integers(1, 24), st.booleans())
+def test_no_step_is_longer_than_the_closed_form_and_the_fill(seed, units, is_early):
     case, plan = random_case(seed, units)
+    case = early(case, seed) if is_early else case
     planned = cost.as_planned(case, plan)
     fill_s = planned.gather_s + planned.reduce_s
     longest_s = predict(case, plan.ranks).step_s + fill_s
     assert simulate(case, plan).step_s <= longest_s * (1 + 1e-12)
+
+
+@fixed
+@given(seeds, st.integers(1, 12))
+def test_early_updates_take_no_longer_and_as_much_compute(seed, units):
+    case, plan = random_case(seed, units)
+    late, soon = simulate(case, plan), simulate(early(case, seed), plan)
+    assert soon.step_s <= late.step_s * (1 + 1e-12)
+    for rank in range(len(plan.ranks)):
+        assert soon.timeline(rank).compute_s == pytest.approx(late.timeline(rank).compute_s)
+        own = [e for e in soon.events if e.rank == rank]
+        for event in own:
+            if event.operation is Operation.UPDATE and event.unit != -1:
+                reduced = [
+                    e for e in own if e.operation is Operation.REDUCE and e.unit == event.unit
+                ]
+                assert event.start_s >= reduced[0].end_s
+
+
+def test_updates_that_hide_behind_a_slow_link_by_hand():
+    late = dataclasses.replace(problem(4, 4), unit_update_s=0.25)
+    soon = late.with_early_update()
+    # a unit's gather and reduce take 8, its backward 5: an update of 0.25 hides
+    assert predict(late, PLAN.ranks).step_s - predict(soon, PLAN.ranks).step_s == 2 * 0.25
+    assert simulate(late, PLAN).step_s - simulate(soon, PLAN).step_s == 2 * 0.25
+    slow = dataclasses.replace(problem(0, 0), unit_update_s=0.25)
+    assert predict(slow.with_early_update(), PLAN.ranks) == predict(slow, PLAN.ranks)
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)

@@ -69,6 +69,25 @@ def test_units_that_stay_gathered_leave_the_backward_a_reduce_to_hide_and_take_t
     assert predict(either, Plan(plans)) == predict(either, plans) == before
 
 
+def test_early_updates_hide_behind_collectives_and_hold_less_state():
+    plans = [RankPlan((1,), 1.0), RankPlan((), 0.0)]
+    late = replace(PROBLEM, optimizer_s=2.0, unit_update_s=0.5, early_state_bytes=75)
+    early = late.with_early_update()
+    # with the update a unit's backward takes 2.5, its collectives 5.5
+    assert predict(early, plans).step_s == 4 * (2.5 + 5.5) + 5 + (2.0 - 4 * 0.5) + 0.5
+    assert predict(late, plans).step_s - predict(early, plans).step_s == 4 * 0.5
+    # nothing hides where a unit's compute takes longer
+    busy = [RankPlan((3, 2), 0.8), RankPlan((1,), 0.2)]
+    assert predict(early, busy).step_s == predict(late, busy).step_s
+    before, after = (predict(case, busy).ranks for case in (late, early))
+    less = [one.memory_bytes - other.memory_bytes for one, other in zip(before, after, strict=True)]
+    assert less == pytest.approx([25 * 0.8, 25 * 0.2])
+    # a plan says more than the problem, and files of before say nothing
+    assert predict(late, Plan(busy, early_update=True)) == predict(early, busy)
+    assert predict(late, Plan(busy)) == predict(late, busy)
+    assert late.with_early_update().with_early_update() == early
+
+
 def test_a_rank_without_samples_holds_state_and_buffers_only():
     idle = predict(PROBLEM, [RankPlan((1,), 0.5), RankPlan((), 0.5)]).ranks[1]
     assert (idle.forward_s, idle.backward_s, idle.tail_s) == (0, 0, 0)

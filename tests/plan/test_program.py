@@ -40,6 +40,7 @@ from lightning_cephalo.plan.program import (
     prefetch,
     resumed_forward,
     text,
+    update_early,
     without_frees,
 )
 
@@ -175,6 +176,15 @@ def test_offload_copies_behind_the_forward_and_fetches_two_visits_ahead():
         "Z3 B3.0 H1.0 B3.1 H1.1 R3 X3 G2 Z2 B2.0 B2.1 R2 X2 G1 Z1 B1.0 B1.1 R1 X1 R0 X0 A\n"
         "U"
     )
+
+
+def test_an_early_update_follows_the_next_reduce_and_the_rest_is_left_to_the_last():
+    assert str(update_early(layered(chain(2), 2))) == (
+        "G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 X1 G2 F2.0 L0.0 F2.1 L0.1 A\n"
+        "Z2 B2.0 B2.1 R2 X2 G1 Z1 B1.0 B1.1 R1 U2 X1 R0 U1 X0 A\n"
+        "U"
+    )
+    assert str(update_early(layered([], 1))) == str(layered([], 1))
 
 
 @pytest.mark.processes
@@ -694,6 +704,7 @@ def programs_of(
     visits: Sequence[Visit],
     trainable: Sequence[bool] = ALL,
     reshard: bool = True,
+    early: bool = False,
 ) -> list[Program]:
     return [
         compile_step(
@@ -702,6 +713,7 @@ def programs_of(
             trainable,
             reshard_after_forward=reshard,
             offload_boundaries=offloads,
+            updates_early=early,
         )
         for microbatches, offloads in ranks
     ]
@@ -711,6 +723,22 @@ def programs_of(
 @given(some_ranks, some_visits, some_trainable, st.booleans())
 def test_ranks_with_any_number_of_microbatches_can_run_together(ranks, visits, trainable, reshard):
     check(programs_of(ranks, visits, trainable, reshard))
+
+
+@relaxed
+@given(some_ranks, some_visits, some_trainable, st.booleans())
+def test_early_updates_are_one_for_each_reduce_but_the_roots_and_change_nothing_else(
+    ranks, visits, trainable, reshard
+):
+    late, early = (programs_of(ranks, visits, trainable, reshard, e) for e in (False, True))
+    check(early)
+    for before, after in zip(late, early, strict=True):
+        found = list(after.backward)
+        updates = [i for i in found if i.operation is Operation.UPDATE]
+        assert [i.unit for i in updates] == [
+            i.unit for i in before.backward if i.operation is Operation.REDUCE and i.unit != ROOT
+        ]
+        assert [i for i in found if i not in updates] == list(before.backward)
 
 
 @relaxed
@@ -733,6 +761,28 @@ def test_no_rank_and_one_rank_pass():
 
 VALID = compile_step(chain(3), 2, ALL, offload_boundaries=True)
 WORDS = {str(each): each for each in VALID.instructions}
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "because"),
+    [
+        ("R2 U3", "U3 R2 U3", "cannot run U3 (update of unit 3): the unit is updated already"),
+        ("R3", "U3 R3", "cannot run U3 (update of unit 3): the unit is not reduced yet"),
+        ("R3 X3", "R3 U3 X3", "cannot run U3 (update of unit 3): the unit is gathered still"),
+        ("R0 U1", "R0", "cannot run U (update): units [1] have missed their early update"),
+        ("R0 U1 X0 A", "R0 U1 X0 G1 X1 A", "cannot run G1 (gather of unit 1): the unit is updated"),
+    ],
+)
+def test_an_early_update_that_is_too_early_left_out_or_followed_by_a_use_is_refused(
+    was, becomes, because
+):
+    (program,) = programs_of([(1, False)], chain(3), early=True)
+    words = {str(i): i for i in program.instructions}
+    line = f" {text(program.backward)} "
+    assert line.count(f" {was} ") == 1, line
+    line = line.replace(f" {was} ", f" {becomes} ")
+    wrong = replace(program, backward=tuple(words[word] for word in line.split()))
+    assert because in refusal_of([wrong])
 
 
 def refusal_of(programs: Sequence[Program]) -> str:

@@ -95,7 +95,7 @@ def problems(draw) -> Problem:
     if draw(st.booleans()):
         ranks.append(ranks[0])
     equal = draw(st.sampled_from([False, False, True]))
-    return Problem(
+    problem = Problem(
         ranks,
         units=draw(st.integers(1, 3)),
         gather_s=draw(st.sampled_from([0.0, 3.0, 20.0])),
@@ -116,7 +116,9 @@ def problems(draw) -> Problem:
         microbatch_bytes=draw(st.sampled_from([0.0, 0.0, 1.5])),
         reshard_after_forward=draw(st.sampled_from([True, True, "auto", "auto", False])),
         unresharded_bytes=draw(st.sampled_from([0.0, 5.0, 30.0])),
+        unit_update_s=draw(st.sampled_from([0.0, 0.25])),
     )
+    return problem.with_early_update() if draw(st.booleans()) else problem
 
 
 @pytest.mark.slow

@@ -262,6 +262,7 @@ def priced(
         reshard_after_forward=reshard,
         padded=padded,
         by_node=problem.by_node or None,
+        early_update=problem.early_update or None,
     )
     prediction = predict(problem, plan)
     filled = tuple(
