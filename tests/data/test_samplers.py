@@ -425,7 +425,7 @@ def test_batch_sizes_change_at_a_step_of_the_running_pass_and_in_later_ones():
     assert first == [[0, 1, 2], [3]]
     assert list(running[0]) == [[8], [12]]
     assert list(running[1]) == [[7], [9, 10, 11], [13, 14, 15]]
-    assert [list(sampler)[0] for sampler in samplers] == [[0], [1, 2, 3]]
+    assert [next(iter(sampler)) for sampler in samplers] == [[0], [1, 2, 3]]
     samplers[0].change_batch_sizes((20, 20), from_step=9)
     assert samplers[0].batch_sizes == (2, 2)
 
