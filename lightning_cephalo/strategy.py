@@ -101,7 +101,7 @@ class CephaloStrategy(ParallelStrategy):
         unit_names: Names of modules that are units. An empty list makes the whole model one unit.
         recompute: Retain only the inputs of a unit, and recompute its inside in the backward.
             "auto": the plan chooses for each rank, which takes more measuring. A given plan that
-            does not say recomputes.
+            does not say recomputes. With SyncBatchNorm only a given plan recomputes.
         reshard_after_forward: Reshard units after the forward, and gather them again in the
             backward. False: they stay gathered in between. This communicates a third less, but
             needs memory for the whole model's parameters on every rank. "auto": the plan chooses.
@@ -221,6 +221,7 @@ class CephaloStrategy(ParallelStrategy):
         self._session: Session | None = None
         # from setup() to teardown() of a training
         self._changes: PlanChanges | None = None
+        self._synchronised: batch_norm.SynchronisedLayers | None = None
         # from the loading of a checkpoint to teardown()
         self._resumption: Resumption | None = None
         # results, which outlive the ranks and the session
@@ -401,6 +402,9 @@ class CephaloStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._recovering.check_begin()
         if fitting:
+            supported.refuse_other_layer_sync(self._layer_sync)
+            if self._layer_sync is not None:
+                self._synchronised = batch_norm.SynchronisedLayers(self._module)
             supported.refuse_unsupported(trainer, self._module)
         if precision.compute_dtype(self.precision_plugin) is None:
             self.precision_plugin.convert_module(self._module)
@@ -429,7 +433,10 @@ class CephaloStrategy(ParallelStrategy):
         )
         recovering = self._recovering
         size, kept_bytes = recovering.global_batch_size, recovering.kept_bytes(self._module)
-        job = read_job(trainer, control, self._options.recovering(size, kept_bytes))
+        options = self._options.recovering(size, kept_bytes)
+        if batch_norm.synchronised(self._module):
+            options = options.without_recompute()
+        job = read_job(trainer, control, options)
         session = self._shard(job)
         session.enforce_limits()
         plan = job.plan
@@ -889,7 +896,13 @@ class CephaloStrategy(ParallelStrategy):
             at_end.callback(self._recovering.end)
             if trainer is not None:
                 at_end.callback(self._samplers.give_back, trainer)
+            at_end.callback(self._restore_layers)
             self._end_session(trainer)
+
+    def _restore_layers(self) -> None:
+        layers, self._synchronised = self._synchronised, None
+        if layers is not None:
+            layers.restore()
 
     def _end_session(self, trainer: Trainer | None) -> None:
         session, self._session, self._changes = self._session, None, None

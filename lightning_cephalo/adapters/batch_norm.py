@@ -1,4 +1,7 @@
-"""Names batch normalisation, whose statistics are those of microbatches."""
+"""Names batch normalisation, whose statistics are those of microbatches or of the global batch.
+
+``torch.nn.SyncBatchNorm`` takes those of the global batch: ``execution/normalisation.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ from lightning_cephalo.plan import Plan
 
 
 def batch_norms(module: nn.Module) -> list[str]:
-    """Return the names of the layers that normalise by the statistics of their batch."""
+    """Return the names of the layers that normalise by the statistics of a microbatch."""
     return [
         name
         for name, inner in module.named_modules()
-        if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None)
+        if isinstance(inner, _BatchNorm)
+        and not (isinstance(inner, nn.SyncBatchNorm) and inner.training)
+        and (inner.training or inner.running_mean is None)
     ]
 
 
@@ -26,19 +31,89 @@ def smallest_microbatch(module: nn.Module) -> int:
     return 2 if any(isinstance(inner, _BatchNorm) for inner in module.modules()) else 1
 
 
-def refuse_synchronised(module: nn.Module) -> None:
-    """Raise for layers that communicate in every forward.
+def synchronised(module: nn.Module) -> list[str]:
+    """Return the names of the layers that normalise by the statistics of the global batch."""
+    return [n for n, inner in module.named_modules() if isinstance(inner, nn.SyncBatchNorm)]
+
+
+class SynchronisedLayers:
+    """Replaces batch normalisation by ``torch.nn.SyncBatchNorm`` until :meth:`restore`.
+
+    This is ``Trainer(sync_batchnorm=True)``. Lightning's own plugin makes other layers at the end,
+    all of them in training mode.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        made: dict[int, nn.Module] = {}
+        for parent in [*module.modules()]:
+            for name, child in parent._modules.items():
+                if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+                    if id(child) not in made:
+                        made[id(child)] = nn.SyncBatchNorm.convert_sync_batchnorm(child)
+                    self._replaced.append((parent, name, child))
+                    parent._modules[name] = made[id(child)]
+
+    def restore(self) -> None:
+        """Put the layers back, with what they have learned."""
+        for parent, name, original in self._replaced:
+            layer = parent._modules[name]
+            assert layer is not None
+            original._parameters.update(layer._parameters)
+            original._buffers.update(layer._buffers)
+            original.training = layer.training
+            parent._modules[name] = original
+        self._replaced = []
+
+
+def refuse_synchronised(module: nn.Module, *, is_manual: bool) -> None:
+    """Raise for layers of synchronised batch normalisation that ranks cannot compute together.
+
+    Args:
+        module: The user's module.
+        is_manual: Whether it optimizes manually.
 
     Raises:
         UnsupportedError: The message names them and the way out.
     """
-    names = [n for n, inner in module.named_modules() if isinstance(inner, nn.SyncBatchNorm)]
-    if names:
+    layers = {n: inner for n, inner in module.named_modules() if n in synchronised(module)}
+    if layers and is_manual:
         raise UnsupportedError(
-            f"The layers {names[:3]} ({len(names)} in all) are torch.nn.SyncBatchNorm: they"
-            " communicate inside every microbatch, of which ranks have different numbers. Use"
-            " torch.nn.BatchNorm, which takes the statistics of a microbatch, or GroupNorm."
+            f"The layers {[*layers][:3]} ({len(layers)} in all) are torch.nn.SyncBatchNorm, and the"
+            " module optimizes manually: ranks meet at backwards and updates only. Use"
+            " torch.nn.BatchNorm, GroupNorm, or automatic optimization."
         )
+    for name, layer in layers.items():
+        if type(layer).forward is not nn.SyncBatchNorm.forward:
+            raise UnsupportedError(
+                f"{name!r} is a {type(layer).__name__}, which changes the forward of"
+                " torch.nn.SyncBatchNorm and may communicate in it. Ranks have different numbers of"
+                " microbatches. Use torch.nn.SyncBatchNorm itself."
+            )
+        if layer.process_group is not None:
+            raise UnsupportedError(
+                f"The torch.nn.SyncBatchNorm {name!r} has a process_group. Its statistics can be"
+                " those of all ranks only: leave process_group out."
+            )
+    compiled = [name for name, inner in module.named_modules() if _is_compiled(inner)]
+    inside = [name for name in layers if any(_is_within(name, other) for other in compiled)]
+    if inside:
+        raise UnsupportedError(
+            f"{inside[0]!r} is a torch.nn.SyncBatchNorm inside of a module that torch.compile"
+            " compiles. Microbatches of all ranks meet in its middle, which cannot be compiled."
+            " Leave torch.compile out there, or use GroupNorm."
+        )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _is_within(name: str, other: str) -> bool:
+    return not other or name == other or name.startswith(f"{other}.")
 
 
 def warn_of_microbatches(module: nn.Module, plan: Plan, rank: int) -> None:
@@ -57,7 +132,9 @@ def warn_of_microbatches(module: nn.Module, plan: Plan, rank: int) -> None:
         f"The layers {names[:3]} ({len(names)} in all) are batch normalisation. Each normalises by"
         f" the mean and variance of a microbatch, which has {min(sizes)} to {max(sizes)} samples."
         f" One device takes those of all {sum(sizes)} samples. The running mean is that of one"
-        " device. The running variance is the mean of those of microbatches. GroupNorm, LayerNorm"
-        " and layers in eval() do not depend on the division.",
+        " device. The running variance is the mean of those of microbatches."
+        " Trainer(sync_batchnorm=True) takes the statistics of all samples, at the cost of two"
+        " exchanges for each layer and step. GroupNorm, LayerNorm and layers in eval() do not"
+        " depend on the division.",
         stacklevel=2,
     )

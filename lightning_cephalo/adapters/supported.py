@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -42,12 +43,7 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
             "A LightningModule compiled as a whole cannot be cut into units. Compile its blocks"
             " instead: `for i, block in enumerate(blocks): blocks[i] = torch.compile(block)`."
         )
-    if trainer.strategy._layer_sync is not None:  # type: ignore[attr-defined]
-        raise UnsupportedError(
-            "sync_batchnorm=True communicates inside every microbatch, of which ranks have"
-            " different numbers. Leave it out, or replace batch by group normalisation."
-        )
-    refuse_synchronised(module)
+    refuse_synchronised(module, is_manual=not module.automatic_optimization)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for name in lightnings_classes(callback) & _CALLBACKS.keys():
             raise UnsupportedError(
@@ -55,6 +51,20 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
                 f" strategy='cephalo': {_CALLBACKS[name]}. Remove it from Trainer(callbacks=...)."
             )
     _refuse_averaged_statistics(trainer, module)
+
+
+def refuse_other_layer_sync(layer_sync: Any) -> None:
+    """Raise for a plugin that synchronises layers in its own way.
+
+    Raises:
+        UnsupportedError: The message gives the way out.
+    """
+    if layer_sync is not None and type(layer_sync) is not TorchSyncBatchNorm:
+        raise UnsupportedError(
+            f"The plugin {type(layer_sync).__name__} synchronises layers by communicating inside"
+            " every microbatch, of which ranks have different numbers. Use"
+            " Trainer(sync_batchnorm=True)."
+        )
 
 
 def _refuse_averaged_statistics(trainer: Trainer, module: LightningModule) -> None:
@@ -66,9 +76,10 @@ def _refuse_averaged_statistics(trainer: Trainer, module: LightningModule) -> No
             f"The callback {type(averaging[0]).__name__} averages the running statistics of batch"
             f" normalisation, or computes them again. {type(module).__name__} has such layers:"
             f" {names[:3]} ({len(names)} in all). Under strategy='cephalo' their statistics are"
-            " those of microbatches. Replace batch by group or layer normalisation. Or average in"
-            " a callback of your own: make a torch.optim.swa_utils.AveragedModel in"
-            " on_fit_start(), and call update_bn() at the end."
+            " those of microbatches. Use Trainer(sync_batchnorm=True), or group or layer"
+            " normalisation. Or average in a callback of your own: make a"
+            " torch.optim.swa_utils.AveragedModel in on_fit_start(), and call update_bn() at the"
+            " end."
         )
 
 

@@ -105,16 +105,22 @@ class Boundaries:
         self._needed_until: dict[int, list[Tensor]] = {}
         self._shown: list[_Cut] = []
 
-    def leaf_of(self, value: Any, position: int) -> Any:
+    def leaf_of(self, value: Any, position: int, *, is_inside: bool = False) -> Any:
         """Return the leaf of a unit's argument at this position in the order of visits.
 
         Values that need no gradient are returned unchanged.
+
+        Args:
+            value: The argument.
+            position: The position.
+            is_inside: Whether a unit's own code is cut there; it may use its parameters.
         """
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         cut = self._cuts.get(id(value))
         if cut is None or cut.source() is not value or cut.node is not value.grad_fn:
-            self.refuse_leaks(value)
+            if not is_inside:
+                self.refuse_leaks(value)
             cut = _Cut(TensorWeakRef(value), value.grad_fn, _new_leaf(value))
             self._cuts[id(value)] = cut
             edge = get_gradient_edge(value)

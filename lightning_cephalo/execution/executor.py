@@ -18,6 +18,7 @@ from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.combined_buffers import CombinedBuffers
 from lightning_cephalo.execution.failure import Failure
+from lightning_cephalo.execution.meetings import Meetings
 from lightning_cephalo.execution.microbatch import AT_BATCH, BEHIND_THE_LAST, Microbatch
 from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.observer import Observer
@@ -109,6 +110,7 @@ class Executor:
         self.writes = UserWrites(units)
         self.hooks = UnitHooks(units, meet, self.writes)
         self.failure = Failure(control.rank, names)
+        self._meetings = Meetings(self.hooks.norms, self.failure, control, accelerator.device)
         self.state = ModuleState(units[ROOT].module)
         self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
         self.arena: HostArena | None = None
@@ -137,6 +139,7 @@ class Executor:
             Operation.BACKWARD: Executor._backward,
             Operation.REDUCE: Executor._reduce,
             Operation.FREE: Executor._free,
+            Operation.MEET: Executor._meet,
             Operation.AGREE: Executor._agree,
         }
         self._choose_residence()
@@ -481,12 +484,16 @@ class Executor:
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank; each gives equally many."""
+        with self._waiting():
+            return self.control.gather(list(numbers))
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
         for observer in self._observers:
             observer.before_wait(self._now)
-        rows = self.control.gather(list(numbers))
+        yield
         for observer in self._observers:
             observer.after_wait(self._now)
-        return rows
 
     def _gather(self, instruction: Instruction) -> None:
         unit = self.units[instruction.unit]
@@ -601,11 +608,21 @@ class Executor:
     def _backward_of(self, instruction: Instruction) -> None:
         if self._step.microbatches:
             microbatch = self._step.microbatches[instruction.microbatch]
+            self.hooks.norms.replaying = microbatch
             try:
                 microbatch.backward_of_visit(instruction.visit)
             except RuntimeError:
                 self.writes.check(_BEFORE_BACKWARD)  # a write may be the cause
                 raise
+            finally:
+                self.hooks.norms.replaying = None
+
+    def _meet(self, instruction: Instruction) -> None:
+        step, visit = self._step, self._step.visits[instruction.visit]
+        if self.hooks.in_backward:
+            self._meetings.backward(visit, instruction.visit, step.microbatches, self._waiting)
+        else:
+            self._meetings.forward(visit, step.microbatches, self._waiting)
 
     def _reduce(self, instruction: Instruction) -> None:
         unit = self.units[instruction.unit]

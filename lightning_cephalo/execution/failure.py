@@ -24,6 +24,7 @@ from lightning_cephalo.plan.program import NONE, ROOT, Instruction, Operation
 _DOING = {
     Operation.ARM: "gradient",
     Operation.FREE: "release",
+    Operation.MEET: "normalisation",
     Operation.UPDATE: "optimizer's step",
 }
 

@@ -27,10 +27,10 @@ from typing import Any
 
 import greenlet
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cephalo.accelerator import Accelerator
-from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.arguments import refuse_changed_containers, without_empty_caches
 from lightning_cephalo.execution.boundaries import (
     Boundaries,
@@ -46,6 +46,12 @@ from lightning_cephalo.execution.call_tree import (
 )
 from lightning_cephalo.execution.module_buffers import ModuleBuffers, Shown
 from lightning_cephalo.execution.module_state import ModuleState, Stored
+from lightning_cephalo.execution.normalisation import (
+    Meeting,
+    Statistics,
+    moments_of,
+    update_running,
+)
 from lightning_cephalo.execution.offload import HostArena, OffloadedTensor
 from lightning_cephalo.execution.over_batch import Answer, Question, StepGreenlet, refuse_manual
 from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, ThreadState
@@ -74,6 +80,7 @@ _CHANGED_INPUT = (
 class _Record:
     """The data that one visit retains for its backward."""
 
+    position: int
     body: Callable[..., Any]
     inputs: list[Any]
     structure: Structure | CallStructure
@@ -86,6 +93,18 @@ class _Record:
     shown: Shown = field(default_factory=list)
     stored: Stored | None = None
     away: list[OffloadedTensor] = field(default_factory=list)
+    # layers in the unit that need statistics of the global batch; its backward begins at the last
+    meetings: list[Meeting] = field(default_factory=list)
+    is_passed: bool = False
+
+
+@dataclass
+class _Entered:
+    """The unit whose code a microbatch is running."""
+
+    unit: int
+    differentiable: bool
+    record: _Record | None = None
 
 
 class Microbatch:
@@ -105,12 +124,15 @@ class Microbatch:
         buffers: The buffers of the model's modules; None: as for ``state``.
         outside: Returns a context for code of this package that runs within the step; None if the
             step has one backward only. See ``execution/manual_step.py``.
-        meets: Whether the step meets all others for losses over the whole batch.
+        meets: Whether the step meets all others, for losses over the whole batch and statistics.
 
     Attributes:
         parked: The visit that it waits for; None: none.
         made: Positions of its visits in the order.
         asked: The rows with which it waits for a loss over the whole batch; None: it does not.
+        moments: What it brings to the meeting that it waits for; None: it waits for none.
+        values_per_channel: How many values that is.
+        statistics: What it then gets.
         result: Return value of the step.
         finished: Whether the step has returned.
     """
@@ -143,9 +165,15 @@ class Microbatch:
         self._greenlet = StepGreenlet(step, ask)
         self.asked: Question | None = None
         self._answer: Answer | None = None
+        self._meets = meets and outside is None
+        self.moments: Tensor | None = None
+        self.values_per_channel = 0
+        self.statistics: Statistics | None = None
+        self._entered: _Entered | None = None
+        self._again: Iterator[Meeting] = iter(())
         # a greenlet starts with no context variables of its own
         self._greenlet.gr_context = contextvars.copy_context()
-        self._records: list[_Record | None] = []
+        self._records: list[_Record | Meeting | None] = []
         self.made: list[int] = []
         self._boundaries = Boundaries(inside, several_backwards=outside is not None)
         self.parked: Visit | None = None
@@ -246,13 +274,16 @@ class Microbatch:
 
     def _inputs_of(self, position: int) -> list[Tensor]:
         record = self._records[position]
-        if record is None:
+        if not isinstance(record, _Record):
             raise passed_before()
         return [each for each in record.inputs if isinstance(each, Tensor) and each.requires_grad]
 
     def refuse_other_backwards(self) -> None:
         """Raise UnitUseError if code has run a backward that ends at units."""
-        leaves = (leaf for record in self._records if record for _, leaf in record.output_leaves)
+        records = [record for record in self._records if isinstance(record, _Record)]
+        meetings = [record for record in self._records if isinstance(record, Meeting)]
+        leaves = [leaf for record in records for _, leaf in record.output_leaves]
+        leaves += [leaf for meeting in meetings for leaf in meeting.own or ()]
         if any(leaf.grad is not None for leaf in leaves):
             raise UnitUseError(
                 "training_step has run a backward that ends at a unit, so that gradients before it"
@@ -291,6 +322,7 @@ class Microbatch:
         # autocast would cache casts of weights that are about to be freed, and would cache them
         # without a graph where the forward runs without one
         torch.set_autocast_cache_enabled(False)
+        self._entered = _Entered(unit, differentiable)
         try:
             if differentiable:
                 outputs = self._differentiable(position, flat, structure, body, buffers, modes)
@@ -298,10 +330,14 @@ class Microbatch:
                 self._records.append(None)
                 outputs = body(*args, **kwargs)
         finally:
+            self._entered = None
             torch.set_autocast_cache_enabled(modes.autocast_cache)
-        if position == self.last:
-            self._park(BEHIND_THE_LAST)
+        self._park_behind_the_last()
         return outputs
+
+    def _park_behind_the_last(self) -> None:
+        if self._entered is None and len(self._records) - 1 == self.last:
+            self._park(BEHIND_THE_LAST)
 
     def _park(self, place: Visit) -> ThreadState:
         """Switch to the scheduler until it resumes this greenlet; return this greenlet's modes."""
@@ -324,12 +360,15 @@ class Microbatch:
     ) -> Any:
         inputs = [self._boundaries.leaf_of(value, position) for value in flat]
         record = _Record(
+            position,
             body,
             inputs,
             structure,
             [(value, value._version) for value in inputs if isinstance(value, Tensor)],
         )
         self._records.append(record)
+        assert self._entered is not None
+        self._entered.record = record
         args, kwargs = structure.unflatten(inputs)
         if self._recompute:
             record.random, record.modes = RandomState(self._accelerator), modes
@@ -369,22 +408,119 @@ class Microbatch:
         if any(value._version != version for value, version in record.input_versions):
             raise UnitUseError(_CHANGED_INPUT)
 
+    # -- layers that need statistics of the global batch --------------------------------------
+
+    def normalise(self, index: int, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
+        """Meet all microbatches of all ranks at a layer, then return its output.
+
+        Args:
+            index: Index of the layer.
+            norm: The layer, in training mode.
+            value: Its input.
+        """
+        if not self._meets:
+            raise UnsupportedError(
+                "A torch.nn.SyncBatchNorm in training mode is called in evaluation, or with manual"
+                " optimization. Ranks cannot meet there: they may call it differently often. Call"
+                " eval() before, or use torch.nn.BatchNorm."
+            )
+        entered = self._entered
+        if entered is None:
+            needs = [value, *norm.parameters(recurse=False)]
+            differentiable = torch.is_grad_enabled() and any(each.requires_grad for each in needs)
+        else:
+            differentiable = entered.differentiable
+        if differentiable and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise UnitUseError(
+                "A torch.nn.SyncBatchNorm is called inside a saved-tensor-hooks context"
+                " (torch.utils.checkpoint or save_on_cpu around it). Cephalo recomputes units"
+                " itself: switch gradient checkpointing off in the model."
+            )
+        self._boundaries.drop_values()
+        self.moments = moments_of(norm, value)
+        self.values_per_channel = value.numel() // value.shape[1]
+        self._park(Visit(ROOT if entered is None else entered.unit, differentiable, index))
+        statistics, self.moments, self.statistics = self.statistics, None, None
+        assert statistics is not None
+        record = None if entered is None else entered.record
+        meeting = Meeting(norm, len(self._records), statistics, record)
+        self.made.append(meeting.position)
+        self._records.append(meeting if differentiable else None)
+        update_running(norm, statistics)
+        if self._recompute and record is not None:
+            # other microbatches have drawn numbers meanwhile
+            meeting.random = RandomState(self._accelerator)
+            record.meetings.append(meeting)
+            return meeting.normalised(value)
+        if record is not None:
+            record.meetings.append(meeting)
+        output = self._cut_at(meeting, value)
+        self._park_behind_the_last()
+        return output
+
+    def normalise_again(self, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
+        """Return a layer's output while its unit is computed again, with a graph."""
+        meeting = next(self._again, None)
+        if meeting is None or meeting.norm is not norm:
+            raise UnitUseError(
+                "A unit calls its layers of torch.nn.SyncBatchNorm otherwise when it is computed"
+                " again for the backward. Use CephaloStrategy(recompute=False)."
+            )
+        assert meeting.random is not None
+        meeting.random.restore()
+        update_running(norm, meeting.statistics)
+        return self._cut_at(meeting, value)
+
+    def _cut_at(self, meeting: Meeting, value: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return meeting.normalised(value)
+        is_inside = meeting.record is not None
+        return meeting.cut(
+            value, self._boundaries.leaf_of(value, meeting.position, is_inside=is_inside)
+        )
+
+    def sums_at(self, position: int) -> Tensor | None:
+        """Return what this microbatch brings to a meeting in the backward; None: nothing."""
+        meeting = self._records[position]
+        return meeting.sums() if isinstance(meeting, Meeting) else None
+
+    def backward_of_meeting(self, position: int, sums: Tensor) -> None:
+        """Run the backward of a layer, and of the code before it back to the last cut.
+
+        Args:
+            position: Position of the meeting.
+            sums: Those of all microbatches of all ranks.
+        """
+        meeting = self._records[position]
+        if isinstance(meeting, Meeting):
+            meeting.finish(sums)
+            self._records[position] = None
+        self._boundaries.passed(position)
+        self._boundaries.through_glue(position)
+
     # -- between forward and backward, in the scheduler ---------------------------------------
 
-    def offload(self, position: int) -> None:
-        """Move the inputs of a visit to the host; the user's code must have left its unit."""
+    def _unit_at(self, position: int) -> _Record | None:
+        """Return the record of the unit that is visited at a position, or that meets there."""
         record = self._records[position]
+        return record.record if isinstance(record, Meeting) else record
+
+    def offload(self, position: int) -> None:
+        """Move the inputs of a visit to the host, when the user's code has left its unit."""
+        record = self._unit_at(position)
         if self._arena is None or self.finished or record is None:
             return
+        if self._entered is not None and self._entered.record is record:
+            return  # it has stopped in the middle
         if record.outputs is not None:  # a retained graph holds the inputs anyway
             return
-        moved = [self._arena.offload(leaf) for leaf in self._boundaries.let_go(position)]
-        record.away = [away for away in moved if away is not None]
+        moved = [self._arena.offload(leaf) for leaf in self._boundaries.let_go(record.position)]
+        record.away += [away for away in moved if away is not None]
 
     def fetch(self, position: int) -> None:
         """Begin to copy the inputs of a visit back to the device."""
-        record = self._records[position]
-        if self._arena is not None and record is not None:
+        record = self._unit_at(position)
+        if self._arena is not None and record is not None and not record.is_passed:
             for away in record.away:
                 self._arena.prefetch(away)
 
@@ -413,25 +549,37 @@ class Microbatch:
         self._boundaries.drop_values()
 
     def backward_of_visit(self, position: int) -> None:
-        """Run the backward of one visit and of the glue before it."""
+        """Run the backward of one visit and of the glue before it.
+
+        At a meeting, only the code of the unit behind it: the rest waits for all microbatches.
+        """
         record = self._records[position]
+        if isinstance(record, Meeting):
+            if record.record is not None and not record.record.is_passed:
+                self._through_body(record.record)
+                record.record.is_passed, record.record.outputs = True, None
+            return
         if record is not None:
-            is_passed = self._through_body(record)
+            is_passed = record.is_passed or self._through_body(record)
             if self._outside is None or (is_passed and not self._retains):
                 self._records[position] = None
                 self._forget(record)  # without gradients the offloaded values were never restored
         self._boundaries.passed(position)
         self._boundaries.through_glue(position, self._retains)
 
-    def _forget(self, record: _Record | None) -> None:
-        if self._arena is not None and record is not None:
+    def _forget(self, record: _Record | Meeting | None) -> None:
+        if not isinstance(record, _Record):
+            return
+        record.meetings.clear()  # they refer to the record, and its memory is to go now
+        if self._arena is not None:
             for away in record.away:
                 self._arena.discard(away)
 
     def _through_body(self, record: _Record) -> bool:
         """Run the backward of a visit's body; return whether its outputs had gradients."""
         gradients = [(i, leaf.grad) for i, leaf in record.output_leaves if leaf.grad is not None]
-        if not gradients:
+        # a layer of synchronised normalisation has gradients of other microbatches' losses
+        if not gradients and not record.meetings:
             return False
         with self._replayed_buffers(record):
             outputs = record.outputs if record.outputs is not None else self._compute_again(record)
@@ -441,7 +589,9 @@ class Microbatch:
                 torch.autograd.backward(
                     [output for output, _ in reached],
                     [gradient for _, gradient in reached],
-                    retain_graph=self._retains and record.outputs is not None,
+                    # code before a meeting may share nodes with the code behind it
+                    retain_graph=bool(record.meetings)
+                    or (self._retains and record.outputs is not None),
                 )
         if self._outside is not None:
             for _, leaf in record.output_leaves:
@@ -471,10 +621,12 @@ class Microbatch:
             stored: AbstractContextManager[None] = nullcontext()
             if self._state is not None and record.stored is not None:
                 stored = self._state.replayed(record.stored)
+            self._again = iter(record.meetings)
             with record.random.replayed(), torch.enable_grad(), stored:
                 return flatten_result(record.body(*args, **kwargs))[0]
         finally:
             before.restore()
+            self._boundaries.end_forward()  # meetings have made cuts
 
 
 def _can_have_gradient(tensor: Tensor) -> bool:

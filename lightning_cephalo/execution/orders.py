@@ -51,17 +51,18 @@ class Choice:
             self._passed = self._known.index(visit, self._passed) + 1
         return visit
 
-    def _place(self, visit: Visit) -> tuple[int, bool, int, bool]:
+    def _place(self, visit: Visit) -> tuple[int, bool, int, bool, int]:
         """Return the key by which visits are sorted; equal on all ranks."""
         for position in range(self._passed, len(self._known)):
             if self._known[position] == visit:
-                return position, True, visit.unit, visit.differentiable
+                return position, True, visit.unit, visit.differentiable, visit.meeting
         later = (
             position
             for position in range(self._passed, len(self._known))
             if self._known[position].unit > visit.unit
         )
-        return next(later, len(self._known)), False, visit.unit, visit.differentiable
+        place = next(later, len(self._known))
+        return place, False, visit.unit, visit.differentiable, visit.meeting
 
 
 def merged(orders: Iterable[Sequence[Visit]]) -> tuple[Visit, ...]:

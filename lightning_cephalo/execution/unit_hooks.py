@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.meetings import NormForward, SynchronisedNorms
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.replay import ChangingBuffers
 from lightning_cephalo.execution.user_writes import UserWrites
@@ -43,6 +44,7 @@ class UnitHooks:
 
     Attributes:
         in_backward: Whether a backward is running; no unit may be called then.
+        norms: The layers that normalise by the statistics of the global batch.
     """
 
     def __init__(self, units: Sequence[Unit], meet: Meet, writes: UserWrites) -> None:
@@ -53,11 +55,13 @@ class UnitHooks:
         self._keeps_all = False
         self._running: Microbatch | None = None
         self._outside_depth = 0
+        self.norms = SynchronisedNorms(units[ROOT].module, lambda: self._running)
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[_UnitForward] = []
 
     def install(self) -> None:
         """Replace the units' forwards, and gather the root unit before its modules are called."""
+        self.norms.install()
         for index, unit in enumerate(self._units[1:], start=1):
             self._forwards.append(_UnitForward(unit.module, partial(self._enter, index)))
         root = self._units[ROOT]
@@ -74,16 +78,20 @@ class UnitHooks:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._forwards = [], []
+        self.norms.uninstall()
 
     @property
     def objects(self) -> list[object]:
         """The objects that the modules refer to; a copy of a module must not copy them."""
-        return [self, *self._forwards]
+        return [self, *self._forwards, *self.norms.forwards]
 
     def remove_from_copy(self, copied: nn.Module) -> None:
         """Undo :meth:`install` in a deep copy of a module, which refers to :attr:`objects`."""
-        if isinstance(copied.__dict__.get("forward"), _UnitForward):
-            copied.__dict__["forward"].leave(copied)
+        forward = copied.__dict__.get("forward")
+        if isinstance(forward, _UnitForward):
+            forward.leave(copied)
+        elif isinstance(forward, NormForward):
+            del copied.__dict__["forward"]
         before, after = copied._forward_pre_hooks, copied._forward_hooks
         for hooks, flags in ((before, None), (after, copied._forward_hooks_always_called)):
             for key in [k for k, hook in hooks.items() if getattr(hook, "__self__", None) is self]:

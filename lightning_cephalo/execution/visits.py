@@ -47,11 +47,12 @@ _PROGRAMS = 128
 
 def where(
     *, failed: bool, parked: Sequence[Visit | None], choice: Choice
-) -> tuple[float, float, float]:
-    """Return this rank's position for an exchange: the unit or a code, and two flags.
+) -> tuple[float, float, float, float]:
+    """Return this rank's position for an exchange.
 
-    The codes are ``NO_DATA``, ``FINISHED`` and ``FAILED``. The flags: whether the visit is
-    differentiable, and whether the microbatches of this rank are at different places.
+    It is the unit or a code (``NO_DATA``, ``FINISHED``, ``FAILED``); whether the visit is
+    differentiable; the visit's meeting; and whether the microbatches of this rank are at different
+    places.
 
     Args:
         failed: Whether this rank has failed.
@@ -59,14 +60,14 @@ def where(
         choice: Chooses among different places.
     """
     if failed:
-        return FAILED, 0.0, 0.0
+        return FAILED, 0.0, 0.0, 0.0
     if not parked:
-        return NO_DATA, 0.0, 0.0
+        return NO_DATA, 0.0, 0.0, 0.0
     apart = float(len(set(parked)) > 1)
     visit = choice.first(parked)
     if visit is None:
-        return FINISHED, 0.0, apart
-    return float(visit.unit), float(visit.differentiable), apart
+        return FINISHED, 0.0, 0.0, apart
+    return float(visit.unit), float(visit.differentiable), float(visit.meeting), apart
 
 
 def agree(said: Sequence[Sequence[float]], choice: Choice) -> tuple[Visit | None, bool]:
@@ -79,11 +80,15 @@ def agree(said: Sequence[Sequence[float]], choice: Choice) -> tuple[Visit | None
     Returns:
         The visit is None at the end of the step and after a failure.
     """
-    with_data = {(unit, flag) for unit, flag, _ in said if unit != NO_DATA}
-    if any(unit == FAILED for unit, _ in with_data):
+    with_data = {tuple(place) for *place, _ in said if place[0] != NO_DATA}
+    if any(unit == FAILED for unit, _, _ in with_data):
         return None, False
-    wanted = [Visit(int(unit), bool(flag)) for unit, flag in with_data if unit != FINISHED]
-    return choice.next(wanted), len(with_data) > 1 or any(apart for _, _, apart in said)
+    wanted = [
+        Visit(int(unit), bool(flag), int(meeting))
+        for unit, flag, meeting in with_data
+        if unit != FINISHED
+    ]
+    return choice.next(wanted), len(with_data) > 1 or any(apart for *_, apart in said)
 
 
 @dataclass

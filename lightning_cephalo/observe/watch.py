@@ -172,7 +172,8 @@ class Watch:
         step_s = self.step_s
         if step_s is None or not self._busy_s:
             return None
-        units = sum(visit.differentiable for visit in self._model.executor.visits)
+        visits = self._model.executor.visits
+        units = sum(visit.differentiable and not visit.is_meeting for visit in visits)
         return MeasuredRank(
             rank=rank,
             name=name,

@@ -120,6 +120,8 @@ class _State:
             self._expect(instruction, unit in self.armed, "the unit is not armed")
             self.armed.discard(unit)
             self.reduced.add(unit)
+        elif operation is Operation.MEET:
+            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
         elif operation is Operation.AGREE:
             self._expect(instruction, not self.without_loss, "a microbatch has no loss yet")
         elif operation is Operation.UPDATE and unit != NONE:

@@ -13,6 +13,11 @@ build it from the visits of a model::
     offload           with three units: adds O1.0 after F1.0, and H1.0 after B3.0
     update_early      adds U2 after R1, and U1 after R0; U updates the rest
 
+Where unit 1 normalises by the statistics of the global batch, its microbatches stop and meet::
+
+    forward           G1 F1.0 F1.1 M1 F1.0 F1.1 X1
+    backward          G1 Z1 B1.0 B1.1 M1 B1.0 B1.1 R1 X1
+
 In layered accumulation (Cephalo, ICS 2025, figure 4), all microbatches pass a unit before any of
 them passes the next. So a unit is gathered once per pass and reduced once per step, whatever the
 number of microbatches.
@@ -55,6 +60,7 @@ class Operation(str, enum.Enum):
     BACKWARD = "backward"  # carry a microbatch's gradients through the unit
     REDUCE = "reduce"  # start to reduce-scatter the unit's gradients
     FREE = "free"  # free the gathered parameters
+    MEET = "meet"  # sum statistics over all microbatches of all ranks, in the middle of a unit
     AGREE = "agree"  # exchange weights, failures and uses between all ranks
     UPDATE = "update"  # run the optimizer's step, for one unit or for all that is left
     WAIT = "wait"
@@ -71,13 +77,14 @@ _LETTERS = {
     Operation.BACKWARD: "B",
     Operation.REDUCE: "R",
     Operation.FREE: "X",
+    Operation.MEET: "M",
     Operation.AGREE: "A",
     Operation.UPDATE: "U",
     Operation.WAIT: "W",
     Operation.OVERHEAD: "V",
 }
 
-COLLECTIVES = frozenset({Operation.GATHER, Operation.REDUCE, Operation.AGREE})
+COLLECTIVES = frozenset({Operation.GATHER, Operation.REDUCE, Operation.MEET, Operation.AGREE})
 COMPUTE = frozenset({Operation.FORWARD, Operation.LOSS, Operation.BACKWARD})
 
 
@@ -109,16 +116,23 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Visit:
-    """One use of a unit.
+    """One use of a unit, or a place in it where all microbatches of all ranks meet.
 
     Attributes:
-        unit: Index of the unit.
+        unit: Index of the unit; the root unit for a place between units.
         differentiable: Whether a backward passes through the visit. It does not for a frozen unit
             whose inputs need no gradient, or for a use under ``torch.no_grad``.
+        meeting: Index of the layer that needs statistics of the global batch; -1: a use of a unit.
     """
 
     unit: int
     differentiable: bool = True
+    meeting: int = NONE
+
+    @property
+    def is_meeting(self) -> bool:
+        """Whether microbatches meet there; no unit is entered."""
+        return self.meeting != NONE
 
 
 Instructions = tuple[Instruction, ...]
@@ -242,12 +256,14 @@ def _visits_forward(
 ) -> Iterator[Instruction]:
     held = NONE
     for position, visit in enumerate(visits, start):
-        if visit.unit != held:
+        if visit.unit not in (held, ROOT):
             if held != NONE:
                 yield Instruction(Operation.FREE, held, position - 1)
             yield Instruction(Operation.GATHER, visit.unit, position)
-        held = visit.unit
-        yield from _forward_of(held, position, microbatches, has_returned)
+            held = visit.unit
+        if visit.is_meeting:
+            yield Instruction(Operation.MEET, visit.unit, position)
+        yield from _forward_of(visit.unit, position, microbatches, has_returned)
     yield Instruction(Operation.AGREE)
 
 
@@ -283,23 +299,27 @@ def layered_backward(
     # The last visit's unit is still gathered. If the backward starts with another unit, it is
     # freed before everything else.
     if held is None:
-        held = visits[-1].unit if visits else NONE
+        units = [visit.unit for visit in visits if visit.unit != ROOT]
+        held = units[-1] if units else NONE
     held_since = NONE
     for position in order:
         unit = visits[position].unit
-        if unit != held:
+        if unit not in (held, ROOT):
             if held != NONE:
                 found.append(Instruction(Operation.FREE, held, held_since))
             found.append(Instruction(Operation.GATHER, unit, position))
-        held, held_since = unit, position
-        if trainable[unit] and unit not in armed:
+            held = unit
+        held_since = NONE if held_since == NONE and unit == ROOT else position
+        if trainable[unit] and unit not in armed and unit != ROOT:
             found.append(Instruction(Operation.ARM, unit, position))
             armed.add(unit)
         found.extend(
             Instruction(Operation.BACKWARD, unit, position, microbatch)
             for microbatch in range(microbatches)
         )
-        if trainable[unit] and reduced_at[unit] == position:
+        if visits[position].is_meeting:
+            found.append(Instruction(Operation.MEET, unit, position))
+        if trainable[unit] and reduced_at[unit] == position and unit != ROOT:
             found.append(Instruction(Operation.REDUCE, unit, position))
     if held != NONE:
         found.append(Instruction(Operation.FREE, held, held_since))
@@ -388,7 +408,7 @@ def prefetch(program: Program) -> Program:
 
 
 def _prefetched(instructions: Instructions) -> Instructions:
-    visits = [list(group) for _, group in groupby(instructions, key=lambda each: each.visit)]
+    visits = _joined(list(group) for _, group in groupby(instructions, key=lambda i: i.visit))
     gathers = [[each for each in visit if each.operation is Operation.GATHER] for visit in visits]
     found: list[Instruction] = []
     for index, visit in enumerate(visits):
@@ -399,6 +419,20 @@ def _prefetched(instructions: Instructions) -> Instructions:
         left_over = [each for each in rest if following and _is_left_over(each)]
         found += [*left_over, *following, *(each for each in rest if each not in left_over)]
     return tuple(found)
+
+
+def _joined(visits: Iterable[list[Instruction]]) -> list[list[Instruction]]:
+    """Join the parts of a unit that meetings divide, so that a gather overlaps with all of them."""
+    found: list[list[Instruction]] = []
+    for visit in visits:
+        parts = (*found[-1:], visit)
+        meets = any(each.operation is Operation.MEET for part in parts for each in part)
+        gathers = any(each.operation is Operation.GATHER for each in visit)
+        if found and meets and not gathers:
+            found[-1] = found[-1] + visit
+        else:
+            found.append(visit)
+    return found
 
 
 def _is_left_over(instruction: Instruction) -> bool:

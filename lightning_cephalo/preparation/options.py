@@ -97,6 +97,14 @@ class Options:
         size = self.global_batch_size or global_batch_size
         return replace(self, global_batch_size=size, kept_bytes=kept_bytes)
 
+    def without_recompute(self) -> Options:
+        """Return the options for a model whose units cannot be recomputed one microbatch at a time.
+
+        Microbatches that meet in the middle of a unit hold its graph at the same time. The
+        planner's memory is right for that without recomputation only. A given plan may recompute.
+        """
+        return self if self.plan is not None else replace(self, recompute=Choice(False))
+
     def of_measuring(self) -> dict[str, Any]:
         """Return the options that distinguish measured jobs, as plain values.
 

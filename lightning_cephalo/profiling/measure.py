@@ -165,7 +165,7 @@ def measure(
         for flat in unit.flats:
             flat.forget_gradient()  # moving the shards may need this memory
     model.accelerator.empty_cache()
-    visits = model.executor.visits
+    visits = [visit for visit in model.executor.visits if not visit.is_meeting]
     units = max(1, sum(visit.differentiable for visit in visits))
     own_inside = RetainedBytes(0.0, 0.0) if no_recompute is None else no_recompute.kept
     per_microbatch = max(own_kept.microbatch_bytes, own_inside.microbatch_bytes)

@@ -202,10 +202,21 @@ class _PhaseClock(Observer):
         self.forward_s = self.backward_s = self.tail_s = 0.0
 
     def before(self, instruction: Instruction) -> None:
-        if instruction.operation in COMPUTE:
+        if instruction.operation in COMPUTE or instruction.operation is Operation.MEET:
+            self._began_s = self._clock()
+
+    def before_wait(self, instruction: Instruction) -> None:
+        if instruction.operation is Operation.MEET:
+            self.backward_s += self._clock() - self._began_s
+
+    def after_wait(self, instruction: Instruction) -> None:
+        if instruction.operation is Operation.MEET:
             self._began_s = self._clock()
 
     def after(self, instruction: Instruction) -> None:
+        if instruction.operation is Operation.MEET:
+            # behind the wait the backward goes on to the meeting before; the forward does little
+            self.backward_s += self._clock() - self._began_s
         if instruction.operation not in COMPUTE:
             return
         took_s = self._clock() - self._began_s

@@ -31,13 +31,15 @@ def visits() -> Visits:
 @pytest.mark.parametrize(
     ("failed", "parked", "expected"),
     [
-        (True, [Visit(1)], (FAILED, 0.0, 0.0)),
-        (False, [], (NO_DATA, 0.0, 0.0)),
-        (False, [None, None], (FINISHED, 0.0, 0.0)),
-        (False, [Visit(2), Visit(2)], (2.0, 1.0, 0.0)),
-        (False, [Visit(2, False)], (2.0, 0.0, 0.0)),
-        (False, [Visit(2), Visit(1)], (1.0, 1.0, 1.0)),
-        (False, [None, Visit(2)], (2.0, 1.0, 1.0)),
+        (True, [Visit(1)], (FAILED, 0.0, 0.0, 0.0)),
+        (False, [], (NO_DATA, 0.0, 0.0, 0.0)),
+        (False, [None, None], (FINISHED, 0.0, 0.0, 0.0)),
+        (False, [Visit(2), Visit(2)], (2.0, 1.0, -1.0, 0.0)),
+        (False, [Visit(2, False)], (2.0, 0.0, -1.0, 0.0)),
+        (False, [Visit(2), Visit(1)], (1.0, 1.0, -1.0, 1.0)),
+        (False, [None, Visit(2)], (2.0, 1.0, -1.0, 1.0)),
+        (False, [Visit(0, meeting=3)], (0.0, 1.0, 3.0, 0.0)),
+        (False, [Visit(2, meeting=1), Visit(2)], (2.0, 1.0, -1.0, 1.0)),
     ],
 )
 def test_where_a_rank_is_as_numbers(failed, parked, expected):
@@ -47,16 +49,17 @@ def test_where_a_rank_is_as_numbers(failed, parked, expected):
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ([(1.0, 1.0, 0.0), (1.0, 1.0, 0.0)], (Visit(1), False)),
-        ([(1.0, 1.0, 0.0), (1.0, 1.0, 1.0)], (Visit(1), True)),
-        ([(1.0, 0.0, 0.0), (NO_DATA, 0.0, 0.0)], (Visit(1, False), False)),
-        ([(FINISHED, 0.0, 0.0), (NO_DATA, 0.0, 0.0)], (None, False)),
-        ([(NO_DATA, 0.0, 0.0), (NO_DATA, 0.0, 0.0)], (None, False)),
-        ([(1.0, 1.0, 0.0), (FAILED, 0.0, 0.0)], (None, False)),
-        ([(1.0, 1.0, 0.0), (2.0, 1.0, 0.0), (FAILED, 0.0, 0.0)], (None, False)),
-        ([(1.0, 1.0, 0.0), (2.0, 1.0, 0.0)], (Visit(1), True)),
-        ([(1.0, 1.0, 0.0), (FINISHED, 0.0, 0.0)], (Visit(1), True)),
-        ([(1.0, 1.0, 0.0), (1.0, 0.0, 0.0)], (Visit(1, False), True)),
+        ([(1.0, 1.0, -1.0, 0.0), (1.0, 1.0, -1.0, 0.0)], (Visit(1), False)),
+        ([(1.0, 1.0, -1.0, 0.0), (1.0, 1.0, -1.0, 1.0)], (Visit(1), True)),
+        ([(1.0, 0.0, -1.0, 0.0), (NO_DATA, 0.0, 0.0, 0.0)], (Visit(1, False), False)),
+        ([(FINISHED, 0.0, 0.0, 0.0), (NO_DATA, 0.0, 0.0, 0.0)], (None, False)),
+        ([(NO_DATA, 0.0, 0.0, 0.0), (NO_DATA, 0.0, 0.0, 0.0)], (None, False)),
+        ([(1.0, 1.0, -1.0, 0.0), (FAILED, 0.0, 0.0, 0.0)], (None, False)),
+        ([(1.0, 1.0, -1.0, 0.0), (2.0, 1.0, -1.0, 0.0), (FAILED, 0.0, 0.0, 0.0)], (None, False)),
+        ([(1.0, 1.0, -1.0, 0.0), (2.0, 1.0, -1.0, 0.0)], (Visit(1), True)),
+        ([(1.0, 1.0, -1.0, 0.0), (FINISHED, 0.0, 0.0, 0.0)], (Visit(1), True)),
+        ([(1.0, 1.0, -1.0, 0.0), (1.0, 0.0, -1.0, 0.0)], (Visit(1, False), True)),
+        ([(2.0, 1.0, 4.0, 0.0), (2.0, 1.0, 3.0, 0.0)], (Visit(2, meeting=3), True)),
     ],
 )
 def test_ranks_agree_on_the_next_visit_whatever_their_order(said, expected):

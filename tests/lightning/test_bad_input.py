@@ -22,6 +22,7 @@ import torch.distributed as dist
 from common import in_ranks
 from launch import SOON_S, RankFailure
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from plans import PLANS, QUIET, plan_of
 from recording import Recorder, assert_same_weights, loader, make_trainer, samples
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -447,13 +448,18 @@ class Synchronised(Recorder):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.norm = torch.nn.SyncBatchNorm(3)
+        self.automatic_optimization = False
+
+
+class OwnSync(TorchSyncBatchNorm):
+    """A plugin of the user's."""
 
 
 UNSUPPORTED: dict[str, tuple[type[Recorder], dict[str, Any], tuple[str, ...]]] = {
     "dataloader_iter": (Pulls, {}, ("dataloader_iter", "training_step(batch, batch_idx)")),
     "copied parameters": (Copied, {}, ("SGD holds", "inside", "configure_optimizers()")),
-    "SyncBatchNorm": (Synchronised, {}, ("['norm'] (1 in all)", "torch.nn.BatchNorm", "GroupNorm")),
-    "sync_batchnorm": (Recorder, {"sync_batchnorm": True}, ("sync_batchnorm", "group norm")),
+    "manual SyncBatchNorm": (Synchronised, {}, ("['norm'] (1 in all)", "optimizes manually")),
+    "own plugin": (Recorder, {"plugins": OwnSync()}, ("OwnSync", "Trainer(sync_batchnorm=True)")),
 }
 
 

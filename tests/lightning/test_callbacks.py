@@ -238,6 +238,6 @@ def _fit_refused(plan, make):
 def test_a_callback_that_cannot_work_is_refused_by_name_on_every_rank(name):
     for kind, message, process in in_ranks(2, _fit_refused, "3:1", REFUSED[name]):
         assert kind == "UnsupportedError", message
-        assert name in message and ("Remove it" in message or "Replace batch" in message)
+        assert name in message and ("Remove it" in message or "sync_batchnorm=True" in message)
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)

@@ -96,6 +96,7 @@ def of(operation: Operation, instructions: Instructions) -> list[Instruction]:
         (Instruction(Operation.BACKWARD, 10, 9, 3), "B10.3"),
         (Instruction(Operation.REDUCE, 1, 0), "R1"),
         (Instruction(Operation.FREE, 1), "X1"),
+        (Instruction(Operation.MEET, 1, 0), "M1"),
         (Instruction(Operation.AGREE), "A"),
         (Instruction(Operation.UPDATE), "U"),
         (Instruction(Operation.WAIT), "W"),
@@ -300,6 +301,36 @@ def test_a_unit_used_again_later_is_reduced_after_its_first_use_which_comes_last
         "G2 Z1 B1.0 X1 G1 Z2 B2.0 R2 X2 B1.0 R1 X1 R0 X0 A\n"
         "U"
     )
+
+
+def test_microbatches_meet_in_units_and_between_them_while_the_next_unit_is_gathered():
+    visits = [
+        Visit(1),
+        Visit(1, meeting=0),
+        Visit(ROOT, meeting=1),
+        Visit(2),
+        Visit(2, meeting=2),
+        Visit(2, meeting=3),
+    ]
+    assert str(step(visits, 2)) == (
+        "G0 G1 Z0 F0.0 F0.1 G2 F1.0 F1.1 M1 F1.0 F1.1 M0 F0.0 F0.1 X1"
+        " F2.0 F2.1 M2 F2.0 F2.1 M2 F2.0 L0.0 F2.1 L0.1 A\n"
+        "G1 Z2 B2.0 B2.1 M2 B2.0 B2.1 M2 B2.0 B2.1 R2 B0.0 B0.1 M0 X2"
+        " Z1 B1.0 B1.1 M1 B1.0 B1.1 R1 X1 R0 X0 A\n"
+        "U"
+    )
+    for reshard in (True, False):
+        for offloads in (True, False):
+            options = {"reshard_after_forward": reshard, "offload_boundaries": offloads}
+            check([compile_step(visits, count, ALL, **options) for count in (2, 0, 1)])
+
+
+def test_a_meeting_in_a_unit_that_is_not_gathered_is_refused():
+    program = layered([Visit(1), Visit(1, meeting=0)], 1)
+    moved = [each for each in program.forward if each.operation is not Operation.MEET]
+    meeting = Instruction(Operation.MEET, 1, 1)
+    with pytest.raises(ProgramError, match=r"cannot run M1 .*the unit is not gathered"):
+        check([replace(program, forward=(meeting, *moved))])
 
 
 def test_a_frozen_unit_passes_gradients_on_and_is_not_reduced():
