@@ -1,0 +1,155 @@
+"""When another plan is worth its cost: made-up series of times, and the solver."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+
+from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, predict, solve
+from lightning_cephalo.plan.replan import (
+    HOLD_STEPS,
+    ReplanPolicy,
+    at_paces,
+    moved_share,
+)
+
+
+def _profile(name: str, second: float) -> RankProfile:
+    curve = [second * size for size in range(1, 17)]
+    return RankProfile(name, curve, [2 * s for s in curve], curve, [0.0] * 16, 1e9)
+
+
+PROBLEM = Problem(
+    [_profile("one", 0.01), _profile("two", 0.01)],
+    units=4,
+    gather_s=0.004,
+    reduce_s=0.004,
+    state_bytes=100,
+    global_batch_size=16,
+    step_overhead_s=0.01,
+)
+STEPS = 1000
+
+
+def _work_s(plan: Plan) -> list[float]:
+    return [4 * (r.forward_s + r.backward_s) + r.tail_s for r in predict(PROBLEM, plan).ranks]
+
+
+def _run(pace_of, steps=STEPS, answer=solve):
+    """Train by the policy; ``pace_of(step, rank)`` is what is measured. Returns its changes."""
+    policy, changes = ReplanPolicy(PROBLEM, solve(PROBLEM)), []
+    work_s = _work_s(policy.plan)
+    for step in range(1, steps + 1):
+        policy.observe(step, [pace_of(step, rank) * own for rank, own in enumerate(work_s)])
+        trial = policy.look(step, steps - step)
+        change = None if trial is None else policy.judge(trial, answer(trial.problem))
+        if change is not None:
+            changes.append(change)
+            policy.follow(step, change, trial.paces)
+            work_s = _work_s(policy.plan)
+    return changes
+
+
+def test_a_drift_and_its_end_are_two_changes_and_steps_are_those_of_a_fresh_plan():
+    noise = random.Random(1)
+
+    def pace(step, rank):
+        slow = 3.0 if rank == 1 and 200 <= step < 600 else 1.0
+        return slow * noise.uniform(0.95, 1.05)
+
+    slow, back = _run(pace)
+    assert (slow.rank, slow.since_step) == (1, 200) and slow.factor == pytest.approx(3, rel=0.05)
+    assert 205 <= slow.step <= 230 and 605 <= back.step <= 630
+    assert (back.rank, back.since_step) == (1, 600) and back.factor == pytest.approx(1 / 3, 0.05)
+    real = at_paces(PROBLEM, (1.0, 3.0))
+    assert predict(real, slow.plan).step_s <= 1.05 * solve(real).step_s
+    assert slow.old_step_s > 1.3 * slow.plan.step_s
+    assert [rank.batch_size for rank in back.plan.ranks] == [8, 8]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_noise_of_a_tenth_changes_nothing(seed):
+    noise = random.Random(seed)
+    draw = (lambda: noise.gauss(1.0, 0.1)) if seed % 2 else (lambda: noise.uniform(0.9, 1.1))
+    assert _run(lambda step, rank: draw(), steps=2000, answer=_not_often()) == []
+
+
+def _not_often():
+    """Solves; noise must not keep a solver busy either."""
+    asked = [0]
+
+    def answer(problem):
+        asked[0] += 1
+        assert asked[0] < 40, "noise asks for a solution at one look of five"
+        return solve(problem)
+
+    return answer
+
+
+def test_all_ranks_slower_alike_change_nothing():
+    assert _run(lambda step, rank: 1.0 + (step > 100)) == []
+
+
+def test_a_rank_that_changes_all_the_time_is_given_up_step_by_step():
+    changes = _run(lambda step, rank: 3.0 if rank and step % 120 >= 60 else 1.0, steps=3000)
+    gaps = [b.step - a.step for a, b in pairwise(changes)]
+    assert len(changes) < 12 and max(gaps) > 10 * HOLD_STEPS
+
+
+def test_single_slow_steps_and_untimed_steps_count_for_nothing():
+    def pace(step, rank):
+        if step % 50 == 0:
+            return math.nan
+        return 10.0 if rank and step % 9 == 0 else 1.0
+
+    assert _run(pace) == []
+
+
+def test_near_the_end_a_change_does_not_pay():
+    for horizon_steps, pays in ((3, False), (30, True)):
+        policy = ReplanPolicy(PROBLEM, solve(PROBLEM))
+        for step in range(1, 21):
+            policy.observe(
+                step, [(1.0, 3.0)[r] * own for r, own in enumerate(_work_s(policy.plan))]
+            )
+        trial = policy.look(20, horizon_steps)
+        said = [policy.judge(trial, solve(trial.problem)) for _ in range(2)]
+        assert said[0] is None and (said[1] is not None) == pays
+
+
+def test_a_refused_plan_is_asked_for_again_much_later():
+    policy, asked = ReplanPolicy(PROBLEM, solve(PROBLEM)), []
+    work_s = _work_s(policy.plan)
+    for step in range(1, 200):
+        policy.observe(step, [work_s[0], 3 * work_s[1]])
+        trial = policy.look(step, 1000)
+        if trial is not None and policy.judge(trial, solve(trial.problem)) is not None:
+            asked.append(step)
+            policy.keep(step)
+    assert asked[0] < 30 and asked[1] - asked[0] > 2 * HOLD_STEPS and len(asked) == 3
+
+
+def test_a_trial_without_a_solution_changes_nothing():
+    assert _run(lambda step, rank: 1.0 + 2 * rank, answer=lambda problem: None) == []
+
+
+def test_a_rank_without_work_keeps_its_pace():
+    plan = Plan((RankPlan((16,), 0.5), RankPlan((), 0.5)))
+    policy = ReplanPolicy(PROBLEM, plan)
+    for step in range(1, 30):
+        policy.observe(step, [4 * 3 * 0.16 + 0.16, 0.0])
+    trial = policy.look(30, 1000)
+    assert trial is None or trial.paces[1] == 1.0
+
+
+def test_the_share_that_moves():
+    def plan(*shares):
+        return Plan(tuple(RankPlan((4,), share) for share in shares))
+
+    assert moved_share(plan(0.5, 0.5), plan(0.5, 0.5)) == 0
+    assert moved_share(plan(0.5, 0.5), plan(0.9, 0.1)) == pytest.approx(0.4)
+    assert moved_share(plan(1.0, 0.0, 0.0), plan(0.0, 0.0, 1.0)) == 1
+    assert moved_share(plan(0.25, 0.25, 0.5), plan(0.5, 0.25, 0.25)) == pytest.approx(0.5)
