@@ -58,8 +58,9 @@ from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan
+from lightning_cephalo.plan.reasons import reasons, surprises
 from lightning_cephalo.preparation.limits import Cap
-from lightning_cephalo.preparation.options import Choice, Options
+from lightning_cephalo.preparation.options import Choice, Options, verbosity
 from lightning_cephalo.preparation.plan_change import PlanChanges
 from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
 from lightning_cephalo.preparation.session import Session
@@ -130,7 +131,8 @@ class CephaloStrategy(ParallelStrategy):
         recover: Keep the state of training in the hosts' memory after each step, and go on from
             there when an agent has restarted the ranks. "auto": where an agent may restart them,
             and there is room. A :class:`~lightning_cephalo.Recovery` says how.
-        verbose: Whether rank 0 prints the plan before and the prediction after training.
+        verbose: Whether rank 0 prints the plan before and the prediction after training. 2 also
+            prints how the plan was solved, and how far from the optimum it may be.
         trace: Where to write a timeline of the fifth step of every rank, up to 64: JSON for
             Perfetto.
         accelerator: Given by Lightning, like the next four.
@@ -165,7 +167,7 @@ class CephaloStrategy(ParallelStrategy):
         profile_budget_s: float = 20.0,
         remeasure: bool = False,
         recover: bool | Literal["auto"] | Recovery = "auto",
-        verbose: bool = True,
+        verbose: bool | Literal[0, 1, 2] = True,
         trace: str | PathLike[str] | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -176,6 +178,7 @@ class CephaloStrategy(ParallelStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
+        level = verbosity(verbose)
         self._options = Options(
             plan=plan,
             global_batch_size=global_batch_size,
@@ -194,7 +197,8 @@ class CephaloStrategy(ParallelStrategy):
             optimizer_scope=optimizer_scope,
             profile_budget_s=profile_budget_s,
             remeasure=remeasure,
-            verbose=verbose,
+            verbose=level > 0,
+            details=level > 1,
         )
         super().__init__(
             accelerator=accelerator,
@@ -441,13 +445,16 @@ class CephaloStrategy(ParallelStrategy):
         session.enforce_limits()
         plan = job.plan
         memory: tuple[RankMemory, ...] = ()
+        notes: list[str] = []
         if plan is None:
             pause = partial(self._ending.termination.check, control)
             problem = measure_or_load(job, session.model, trainer, pause, session.manual)
             plan = make_plan(job, problem, control)
             memory = predicted(problem, plan, session.model)
+            notes = [*reasons(problem, plan), *surprises(problem, plan)]
         if self._options.verbose and self.is_global_zero:
-            report.show(report.plan_table(plan, model=session.unit_sizes()))
+            model, details = session.unit_sizes(), self._options.details
+            report.show(report.plan_table(plan, model=model, notes=notes, details=details))
         session.apply(plan, memory)
         control.together(
             "looking for batch normalisation",

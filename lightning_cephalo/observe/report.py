@@ -99,6 +99,8 @@ def plan_table(
     devices: Sequence[str] | None = None,
     units: int | None = None,
     model: Sequence[UnitSize] = (),
+    notes: Sequence[str] = (),
+    details: bool = True,
     title: str = "Plan",
 ) -> Table:
     """Return a plan as a table: a row for each rank, and below them the prediction for the step.
@@ -113,6 +115,8 @@ def plan_table(
         units: number of the model's units. With it, a rank's predicted time is that of a whole
             step, also as a share of the step; without it, that of one unit.
         model: the model's units, the root unit first; a line below the table names them.
+        notes: sentences that go below the prediction.
+        details: whether to say how the plan was solved, and how far from the optimum it may be.
         title: the table's heading.
 
     Raises:
@@ -123,9 +127,9 @@ def plan_table(
             f"Expected a device name for each of the plan's {plan.world_size} ranks, "
             f"but got {len(devices)}."
         )
-    notes = [f"global batch {plan.global_batch_size}, {units_text(model)}"] if model else []
-    outcome = _outcome(plan)
-    caption = "\n".join([*notes, *([outcome] if outcome else [])]) or None
+    units_line = f"global batch {plan.global_batch_size}, {units_text(model)}" if model else None
+    lines = [units_line, _outcome(plan, details), *notes]
+    caption = "\n".join(line for line in lines if line) or None
     table = Table(title=title, caption=caption, caption_justify="left", show_footer=True)
     table.add_column("rank", justify="right")
     table.add_column("device")
@@ -310,7 +314,7 @@ def _memory(rank: RankPlan) -> str:
     return f"{format_bytes(rank.memory_bytes)} of {format_bytes(rank.capacity_bytes)}{share}"
 
 
-def _outcome(plan: Plan) -> str | None:
+def _outcome(plan: Plan, details: bool) -> str | None:
     """Return the plan's figures for the whole step as a sentence; None if it has none."""
     parts = []
     if plan.reshard_after_forward is False:
@@ -324,11 +328,11 @@ def _outcome(plan: Plan) -> str | None:
         parts.append(
             f"predicted step {format_seconds(plan.step_s)} ({format_rate(rate)} samples/s)"
         )
-    if plan.bound_s is not None:
+    if details and plan.bound_s is not None:
         parts.append(f"proven bound {format_seconds(plan.bound_s)}")
-    if plan.gap is not None:
+    if details and plan.gap is not None:
         parts.append(f"gap {plan.gap:.1%}")
-    if plan.solve_s is not None:
+    if details and plan.solve_s is not None:
         by = f" by {plan.backend}" if plan.backend else ""
         parts.append(f"solved{by} in {format_seconds(plan.solve_s)}")
     return ", ".join(parts) or None

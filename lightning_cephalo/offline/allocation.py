@@ -52,9 +52,3 @@ def checked_plan(
                     f"{format_gib(capacity)}. Let solve() choose batches and state."
                 )
     return plan
-
-
-def even_batches(problem: Problem) -> list[int]:
-    """Deal the global batch evenly; the first ranks get one remaining sample each."""
-    each, rest = divmod(problem.global_batch_size, len(problem.ranks))
-    return [each + (index < rest) for index in range(len(problem.ranks))]

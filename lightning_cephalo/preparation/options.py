@@ -47,6 +47,17 @@ class Choice:
         return "auto" if self.is_planned else self.default
 
 
+def verbosity(value: bool | int) -> int:
+    """Read the option ``verbose``: 0, 1 or 2; True is 1.
+
+    Raises:
+        ValueError: If the value is none of these.
+    """
+    if isinstance(value, int) and int(value) in (0, 1, 2):
+        return int(value)
+    raise ValueError(f"verbose: expected True, False, or 0, 1 or 2, but got {value!r}.")
+
+
 @dataclass(frozen=True)
 class Options:
     """The user's options for batches, units, memory and planning; see ``CephaloStrategy``.
@@ -67,6 +78,7 @@ class Options:
         profile_budget_s: Seconds that measuring may take, approximately.
         remeasure: Whether to measure even if an earlier start has measured.
         verbose: Whether rank 0 prints tables.
+        details: Whether they also say how the plan was solved.
         kept_bytes: Memory of its host that each rank keeps for a restart, on average.
     """
 
@@ -85,6 +97,7 @@ class Options:
     profile_budget_s: float = 20.0
     remeasure: bool = False
     verbose: bool = True
+    details: bool = False
     kept_bytes: float = 0.0
 
     def recovering(self, global_batch_size: int | None, kept_bytes: float) -> Options:

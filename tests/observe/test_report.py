@@ -98,6 +98,11 @@ def test_plan_table_of_a_solved_plan_shows_every_prediction() -> None:
         "predicted step 500 ms (102 samples/s), proven bound 490 ms, gap 2.0%, "
         "solved by HiGHS in 123 ms"
     ) in " ".join(text.split())
+    brief = text_of(plan_table(SOLVED, details=False, notes=["It is so.", "And so."]))
+    assert "predicted step 500 ms (102 samples/s)\nIt is so." in "\n".join(
+        line.strip() for line in brief.splitlines()
+    )
+    assert "proven bound" not in brief and "solved by" not in brief
 
 
 def test_plan_table_names_the_units_and_the_global_batch() -> None:

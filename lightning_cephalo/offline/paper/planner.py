@@ -33,7 +33,7 @@ import numpy as np
 
 from lightning_cephalo.common.errors import InfeasibleError, PlanError
 from lightning_cephalo.common.quantities import GIB, format_gib
-from lightning_cephalo.offline.allocation import checked_plan, even_batches
+from lightning_cephalo.offline.allocation import checked_plan
 from lightning_cephalo.offline.paper.table import Options, least_seconds, search
 from lightning_cephalo.plan.cost import (
     Mode,
@@ -44,6 +44,7 @@ from lightning_cephalo.plan.cost import (
     predict,
     rank_plan,
 )
+from lightning_cephalo.plan.even import even_batches
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.state import share_state

@@ -1,0 +1,140 @@
+"""Splits the work evenly, as plain sharding does: what a plan is compared with.
+
+Batches and state are even. Each rank runs its microbatches in its fastest mode that fits, and its
+batch is cut into near-equal microbatches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from lightning_cephalo.plan.cost import (
+    Mode,
+    device_need,
+    host_need,
+    modes,
+    predict,
+    rank_plan,
+    rank_work,
+)
+from lightning_cephalo.plan.plan import RankPlan
+from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.columns import group_types
+
+_COUNTS = 8
+
+
+def even_batches(problem: Problem) -> list[int]:
+    """Deal the global batch evenly; the first ranks get one remaining sample each."""
+    each, rest = divmod(problem.global_batch_size, len(problem.ranks))
+    return [each + (index < rest) for index in range(len(problem.ranks))]
+
+
+def equal_counts(
+    problem: Problem, batches: Sequence[int], limits: Sequence[float], *, lean: bool = False
+) -> Iterator[list[RankPlan]]:
+    """Yield what each rank runs, for every count that all ranks with samples can run."""
+    for count in range(1, min((batch for batch in batches if batch), default=0) + 1):
+        runs = all_runs(problem, batches, limits, [count], lean=lean)
+        if runs is not None:
+            yield runs
+
+
+def all_runs(
+    problem: Problem,
+    batches: Sequence[int],
+    limits: Sequence[float],
+    counts: Sequence[int] | None = None,
+    *,
+    lean: bool = False,
+) -> list[RankPlan] | None:
+    """Return what each rank runs, or None if a rank cannot run; ``counts`` None: any count."""
+    found: list[RankPlan | None] = [None] * len(batches)
+    for kind in group_types(problem):
+        known: dict[int, RankPlan | None] = {}
+        for index in kind.members:
+            batch = batches[index]
+            if batch not in known:
+                tried = counts or range(1, batch + 1)
+                known[batch] = fastest_run(
+                    problem, kind.profile, batch, tried, limits[index], lean=lean
+                )
+            found[index] = known[batch]
+    runs = [run for run in found if run is not None]
+    return runs if len(runs) == len(batches) else None
+
+
+def fastest_run(
+    problem: Problem,
+    profile: RankProfile,
+    batch: int,
+    counts: Iterable[int],
+    limit_bytes: float,
+    *,
+    lean: bool = False,
+) -> RankPlan | None:
+    """Return the fastest way for one rank to run its batch within ``limit_bytes``, without state.
+
+    With ``lean``, the way that needs the least memory. None if there is none.
+    """
+    if not batch:
+        idle = RankPlan((), 0.0)
+        return idle if run_bytes(problem, profile, idle) <= limit_bytes else None
+    usable = []
+    for count in counts:
+        size, larger = divmod(batch, count)
+        sizes = (size + 1,) * larger + (size,) * (count - larger)
+        if (
+            sizes[-1] < problem.minimum_microbatch_size
+            or sizes[0] > profile.largest_microbatch_size
+        ):
+            continue
+        for mode in modes(problem, profile):
+            run = rank_plan(profile, sizes, mode)
+            on_host = host_need(problem, profile, mode).of(sizes)
+            # written so that it also holds if both sides are infinite
+            if not on_host > profile.host_capacity_bytes and (
+                run_bytes(problem, profile, run) <= limit_bytes
+            ):
+                usable.append(run)
+    cost = run_bytes if lean else run_seconds
+    return min(usable, key=lambda run: cost(problem, profile, run), default=None)
+
+
+def run_seconds(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
+    """Return the seconds of a step if this rank were alone and collectives took no time."""
+    forward, backward, tail = rank_work(problem, profile, run.microbatch_sizes, Mode.of(run))
+    return problem.units * (forward + backward) + tail
+
+
+def run_bytes(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
+    """Return the bytes that a rank needs for a run, without its state."""
+    return device_need(problem, profile, Mode.of(run)).of(run.microbatch_sizes)
+
+
+def beside_even_state(problem: Problem) -> list[float]:
+    """Return the bytes that an even share of the state leaves on every rank."""
+    share = problem.state_bytes / len(problem.ranks)
+    return [profile.capacity_bytes - share for profile in problem.ranks]
+
+
+def even_step_s(problem: Problem) -> float | None:
+    """Return the predicted seconds of a step with even batches and even state, as under FSDP.
+
+    None if that does not fit every rank. The best number of microbatches is nearly always the
+    least that fits, so only the first few that fit are tried.
+
+    Args:
+        problem: Ranks and work of the step.
+    """
+    batches, share = even_batches(problem), 1 / len(problem.ranks)
+    found = []
+    for choice in problem.reshard_choices:
+        chosen = problem.resharding(choice)
+        runs = equal_counts(chosen, batches, beside_even_state(chosen))
+        for ranks in itertools.islice(runs, _COUNTS):
+            even = [replace(rank, state_fraction=share) for rank in ranks]
+            found.append(predict(chosen, even).step_s)
+    return min(found, default=None)

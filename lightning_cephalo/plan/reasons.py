@@ -1,0 +1,171 @@
+"""Says in a few sentences why a plan divides the work as it does, and what it gains.
+
+Pure: everything follows from the problem and the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from lightning_cephalo.common.quantities import format_seconds
+from lightning_cephalo.plan.cost import as_planned, backward_collectives_s, predict
+from lightning_cephalo.plan.even import even_step_s, fastest_run
+from lightning_cephalo.plan.plan import Plan
+from lightning_cephalo.plan.problem import Problem, RankProfile
+
+# A rank counts as busy all the time if its work takes this part of the slowest rank's; its memory
+# counts as full from this part of its capacity on.
+_BUSY, _FULL = 0.9, 0.95
+# A gain below this is none.
+_GAIN = 0.02
+# Devices of one name are as fast as each other, but for this factor.
+_ALIKE = 1.25
+# A rank without samples is a surprise if it is less than this many times slower than the fastest.
+_MUCH_SLOWER = 8.0
+_RANKS_IN_FULL = 4
+
+
+def reasons(problem: Problem, plan: Plan) -> list[str]:
+    """Return why the plan divides the work as it does, one reason in each sentence.
+
+    ::
+
+        1.93 times as fast as even batches and even state (142 ms).
+        Samples go by speed: all ranks are busy for 97% or more of the slowest one's time.
+
+    Args:
+        problem: What the plan was made from.
+        plan: The plan.
+    """
+    return [*_gain(problem, plan), *_division(problem, plan)]
+
+
+def surprises(problem: Problem, plan: Plan) -> list[str]:
+    """Return what in the measurements looks wrong, for warnings; see :func:`reasons`."""
+    fastest = [_sample_s(problem, rank) for rank in problem.ranks]
+    found = []
+    names: dict[str, list[int]] = {}
+    for index, rank in enumerate(problem.ranks):
+        if fastest[index] is not None:
+            names.setdefault(rank.name, []).append(index)
+    for name, members in names.items():
+        order = sorted(members, key=lambda index: fastest[index] or 0.0)
+        quick, slow = order[0], order[-1]
+        factor = (fastest[slow] or 0.0) / (fastest[quick] or 1.0)
+        if name and factor > _ALIKE:
+            found.append(
+                f"Ranks {quick} and {slow} are both {name!r}, but rank {slow} took {factor:.1f}"
+                " times as long for a sample while it was measured: another program may have used"
+                " it. CephaloStrategy(remeasure=True) measures again."
+            )
+    best = min((seconds for seconds in fastest if seconds), default=None)
+    for index, planned in enumerate(plan.ranks):
+        own = fastest[index]
+        if planned.microbatch_sizes or not own or not best or own > _MUCH_SLOWER * best:
+            continue
+        if problem.global_batch_size < 2 * plan.world_size or not _has_room(problem, index):
+            continue
+        found.append(
+            f"Rank {index} ({problem.ranks[index].name!r}) gets no samples although it took only"
+            f" {own / best:.1f} times as long for one as the fastest rank. If the machine was busy"
+            " while it was measured, CephaloStrategy(remeasure=True) measures again."
+        )
+    return found
+
+
+def _gain(problem: Problem, plan: Plan) -> list[str]:
+    even_s, step_s = even_step_s(problem), plan.step_s
+    if plan.world_size == 1 or not step_s:
+        return []
+    if even_s is None:
+        return ["Even batches and even state, as under FSDP, do not fit every rank."]
+    how = f"even batches and even state, as under FSDP ({format_seconds(even_s)})"
+    if even_s < (1 + _GAIN) * step_s:
+        return [f"As fast as {how}: these ranks gain nothing from an uneven plan."]
+    return [f"{even_s / step_s:.2f} times as fast as {how}."]
+
+
+def _division(problem: Problem, plan: Plan) -> list[str]:
+    if plan.world_size == 1:
+        return []
+    priced, ranks = as_planned(problem, plan), predict(problem, plan).ranks
+    work = [problem.units * (rank.forward_s + rank.backward_s) + rank.tail_s for rank in ranks]
+    slowest = max(work)
+    busy = [seconds >= _BUSY * slowest for seconds in work]
+    idle = [index for index, rank in enumerate(plan.ranks) if not rank.microbatch_sizes]
+    full = [i for i, is_busy in enumerate(busy) if not is_busy and _is_full(plan, i)]
+    waiting = [i for i, is_busy in enumerate(busy) if not is_busy and i not in {*idle, *full}]
+    forward_s, backward_s = (max(getattr(r, f"{way}_s") for r in ranks) for way in _WAYS)
+    said = []
+    if forward_s < priced.gather_s and backward_s < backward_collectives_s(priced):
+        said.append(
+            "Communication takes longer than computing on every rank, so the split of the samples"
+            " matters little. A larger global batch uses the devices better."
+        )
+    elif all(busy):
+        said.append(
+            f"Samples go by speed: every rank is busy for {min(work) / slowest:.0%} or more of the"
+            " slowest one's time."
+        )
+    if full:
+        said.append(
+            f"{_named(full)} could compute more, but {_verb(full, 'its', 'their')} memory is full."
+        )
+    small = [index for index in idle if not _has_room(problem, index)]
+    slow = [index for index in idle if index not in small]
+    if small:
+        have = _verb(small, "has", "have")
+        said.append(f"{_named(small)} {have} no room for a sample, and {_holds(small, plan)}.")
+    if slow:
+        said.append(f"{_named(slow)} would slow the others down, and {_holds(slow, plan)}.")
+    if waiting and not said:
+        wait = _verb(waiting, "waits", "wait")
+        said.append(f"{_named(waiting)} {wait}: one more sample would make the step longer.")
+    return said
+
+
+_WAYS = ("forward", "backward")
+
+
+def _has_room(problem: Problem, index: int) -> bool:
+    """Whether a rank has room for the smallest microbatch if it holds no state."""
+    rank, smallest = problem.ranks[index], problem.minimum_microbatch_size
+    return fastest_run(problem, rank, smallest, [1], rank.capacity_bytes) is not None
+
+
+def _is_full(plan: Plan, index: int) -> bool:
+    rank = plan.ranks[index]
+    if rank.memory_bytes is None or rank.capacity_bytes is None:
+        return False
+    return rank.memory_bytes >= _FULL * rank.capacity_bytes
+
+
+def _sample_s(problem: Problem, rank: RankProfile) -> float | None:
+    """Return the seconds of one sample at the rank's best size; None if it was not measured."""
+    curves = zip(rank.forward_s, rank.backward_s, rank.tail_s, strict=True)
+    seconds = [problem.units * (forward + backward) + tail for forward, backward, tail in curves]
+    return min((each / size for size, each in enumerate(seconds, 1)), default=None)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return ``Rank 3``, or ``Ranks 0, 2–5``."""
+    runs = [[index for _, index in run] for _, run in groupby(enumerate(ranks), _offset)]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
+    shown = texts if len(texts) <= _RANKS_IN_FULL else [*texts[:_RANKS_IN_FULL], "others"]
+    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {', '.join(shown)}"
+
+
+def _offset(pair: tuple[int, int]) -> int:
+    return pair[1] - pair[0]
+
+
+def _verb(ranks: Sequence[int], one: str, several: str) -> str:
+    return one if len(ranks) == 1 else several
+
+
+def _holds(ranks: Sequence[int], plan: Plan) -> str:
+    share = sum(plan.ranks[index].state_fraction for index in ranks)
+    if share:
+        return f"{_verb(ranks, 'holds', 'hold')} {share:.0%} of the state"
+    return f"{_verb(ranks, 'takes', 'take')} no part in computing"

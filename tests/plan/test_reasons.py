@@ -1,0 +1,110 @@
+"""What tables say about a plan: why the work is divided so, what it gains, what looks wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, predict, solve
+from lightning_cephalo.plan.even import even_step_s
+from lightning_cephalo.plan.reasons import reasons, surprises
+
+LARGEST = 16
+
+
+def profile(name: str, sample_s: float, capacity_bytes: float = math.inf) -> RankProfile:
+    sizes = range(1, LARGEST + 1)
+    return RankProfile(
+        name,
+        forward_s=[sample_s * size for size in sizes],
+        backward_s=[2 * sample_s * size for size in sizes],
+        tail_s=[0.0 for _ in sizes],
+        compute_bytes=[100.0 * size for size in sizes],
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def problem(*ranks: RankProfile, batch: int = 16, **more: float) -> Problem:
+    known = {"gather_s": 1e-6, "reduce_s": 1e-6, "state_bytes": 1000.0, **more}
+    return Problem(ranks=ranks, units=10, global_batch_size=batch, **known)
+
+
+def told(asked: Problem) -> list[str]:
+    return reasons(asked, solve(asked))
+
+
+def test_samples_go_by_speed_and_the_gain_over_an_even_split_is_predicted() -> None:
+    asked = problem(profile("fast", 1e-3), profile("slow", 3e-3))
+    plan = solve(asked)
+    even_s = even_step_s(asked)
+    assert even_s is not None and plan.step_s is not None
+    gain, why = reasons(asked, plan)
+    assert gain.startswith(f"{even_s / plan.step_s:.2f} times as fast as even batches")
+    assert gain.startswith("2.00 times")
+    assert why == (
+        "Samples go by speed: every rank is busy for 100% or more of the slowest one's time."
+    )
+
+
+def test_an_even_split_is_priced_as_the_cost_function_prices_it() -> None:
+    asked = problem(profile("fast", 1e-3), profile("slow", 3e-3))
+    even = [RankPlan((8,), 0.5), RankPlan((8,), 0.5)]
+    assert even_step_s(asked) == pytest.approx(predict(asked, even).step_s)
+
+
+def test_equal_ranks_hear_that_nothing_is_gained() -> None:
+    gain, why = told(problem(profile("one", 1e-3), profile("other", 1e-3)))
+    assert gain.startswith("As fast as even batches") and "gain nothing" in gain
+    assert why.startswith("Samples go by speed")
+
+
+def test_a_full_memory_is_the_reason_for_few_samples_and_for_no_even_split() -> None:
+    fast = profile("fast", 1e-3, capacity_bytes=240.0)
+    asked = problem(fast, profile("slow", 3e-3), batch=15, boundary_bytes=2.0)
+    gain, why = told(asked)
+    assert gain == "Even batches and even state, as under FSDP, do not fit every rank."
+    assert why == "Rank 0 could compute more, but its memory is full."
+    tiny = replace(asked, ranks=(replace(fast, capacity_bytes=90.0), asked.ranks[1]))
+    assert told(tiny)[1].startswith("Rank 0 has no room for a sample, and ")
+    assert not surprises(tiny, solve(tiny))
+
+
+def test_a_rank_that_only_holds_state_is_named_with_its_share() -> None:
+    asked = problem(profile("fast", 1e-3), profile("slow", 1.0))
+    plan = solve(asked)
+    share = plan.ranks[1].state_fraction
+    holds = f"holds {share:.0%} of the state" if share else "takes no part in computing"
+    assert f"Rank 1 would slow the others down, and {holds}." in reasons(asked, plan)
+    assert not surprises(asked, plan)  # a thousand times slower is no surprise
+
+
+def test_slow_communication_is_the_reason_that_the_split_matters_little() -> None:
+    asked = problem(profile("fast", 1e-3), profile("slow", 3e-3), gather_s=9.0, reduce_s=9.0)
+    assert any(one.startswith("Communication takes longer than computing") for one in told(asked))
+
+
+def test_one_rank_needs_no_reason() -> None:
+    assert told(problem(profile("one", 1e-3))) == []
+
+
+# -- measurements that look wrong -----------------------------------------------------------------
+
+
+def test_devices_of_one_name_and_two_speeds_look_wrong() -> None:
+    asked = problem(profile("L4", 1e-3), profile("A6000", 5e-3), profile("L4", 1.8e-3))
+    (said,) = surprises(asked, solve(asked))
+    assert said.startswith("Ranks 0 and 2 are both 'L4', but rank 2 took 1.8 times as long")
+    assert "remeasure=True" in said
+    near = replace(asked, ranks=(*asked.ranks[:2], profile("L4", 1.1e-3)))
+    assert not surprises(near, solve(near))
+
+
+def test_a_rank_without_samples_that_is_not_much_slower_looks_wrong() -> None:
+    asked = problem(profile("fast", 1e-3), profile("slow", 2e-3))
+    idle = Plan((RankPlan((16,), 0.5), RankPlan((), 0.5)))
+    (said,) = surprises(asked, idle)
+    assert said.startswith("Rank 1 ('slow') gets no samples although it took only 2.0 times")
+    # with one sample for each rank and less there is nothing to divide
+    assert not surprises(replace(asked, global_batch_size=3), idle)
