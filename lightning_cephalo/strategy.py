@@ -57,8 +57,10 @@ from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.observe.watch import Watch
-from lightning_cephalo.plan import Plan
+from lightning_cephalo.plan import Plan, Problem
 from lightning_cephalo.plan.reasons import reasons, surprises
+from lightning_cephalo.plan.replan import Replan
+from lightning_cephalo.preparation import replanning
 from lightning_cephalo.preparation.limits import Cap
 from lightning_cephalo.preparation.options import Choice, Options, verbosity
 from lightning_cephalo.preparation.plan_change import PlanChanges
@@ -127,6 +129,10 @@ class CephaloStrategy(ParallelStrategy):
             are not torch's: "element", "parameter" or "model". "auto": a trial on a copy decides
             between the last two. A dict gives one for each class, or name of a class.
         profile_budget_s: Seconds that measuring may take, approximately.
+        replan: Follow another plan where ranks change their pace while they train, if that pays:
+            "auto" where the plan was solved. True also measures where ``plan`` is given, and then
+            replaces it. Samples and losses stay those of one device.
+        on_replan: ``on_replan(change)`` is called on every rank after each such change.
         remeasure: Measure even if an earlier start of the same job on the same devices has.
         recover: Keep the state of training in the hosts' memory after each step, and go on from
             there when an agent has restarted the ranks. "auto": where an agent may restart them,
@@ -165,6 +171,8 @@ class CephaloStrategy(ParallelStrategy):
         host_memory_cap: float | int | str | None = None,
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         profile_budget_s: float = 20.0,
+        replan: bool | Literal["auto"] = "auto",
+        on_replan: Callable[[Replan], Any] | None = None,
         remeasure: bool = False,
         recover: bool | Literal["auto"] | Recovery = "auto",
         verbose: bool | Literal[0, 1, 2] = True,
@@ -196,6 +204,8 @@ class CephaloStrategy(ParallelStrategy):
             host_memory_cap=Cap.parse("host_memory_cap", host_memory_cap, zero=True),
             optimizer_scope=optimizer_scope,
             profile_budget_s=profile_budget_s,
+            replan=replanning.parse(replan),
+            on_replan=on_replan,
             remeasure=remeasure,
             verbose=level > 0,
             details=level > 1,
@@ -225,12 +235,14 @@ class CephaloStrategy(ParallelStrategy):
         self._session: Session | None = None
         # from setup() to teardown() of a training
         self._changes: PlanChanges | None = None
+        self._replanning: replanning.Replanning | None = None
         self._synchronised: batch_norm.SynchronisedLayers | None = None
         # from the loading of a checkpoint to teardown()
         self._resumption: Resumption | None = None
         # results, which outlive the ranks and the session
         self._plan: Plan | None = None
         self._measured_memory: tuple[RankMemory, ...] | None = None
+        self._replans: tuple[Replan, ...] = ()
 
     @classmethod
     @override
@@ -260,6 +272,11 @@ class CephaloStrategy(ParallelStrategy):
     def measured_memory(self) -> tuple[RankMemory, ...] | None:
         """Memory of every rank, by kind; known after training of two steps or more."""
         return self._measured_memory
+
+    @property
+    def replans(self) -> tuple[Replan, ...]:
+        """The changes of plan in the running or last training, without those of the user."""
+        return self._replans
 
     def change_plan(self, plan: Plan | str | PathLike[str]) -> None:
         """Train by another plan, from between two of the next steps on; collective.
@@ -446,9 +463,13 @@ class CephaloStrategy(ParallelStrategy):
         plan = job.plan
         memory: tuple[RankMemory, ...] = ()
         notes: list[str] = []
-        if plan is None:
+        replans = replanning.wants(self._options.replan, job)
+        problem: Problem | None = None
+        if plan is None or replans:
             pause = partial(self._ending.termination.check, control)
             problem = measure_or_load(job, session.model, trainer, pause, session.manual)
+        if plan is None:
+            assert problem is not None
             plan = make_plan(job, problem, control)
             memory = predicted(problem, plan, session.model)
             notes = [*reasons(problem, plan), *surprises(problem, plan)]
@@ -463,6 +484,11 @@ class CephaloStrategy(ParallelStrategy):
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
         self._plan, self._changes = plan, PlanChanges(session, trainer)
         self._watch.begin(session.model)
+        self._replans, self._replanning = (), None
+        if replans and problem is not None:
+            self._replanning = replanning.begin(
+                session, trainer, self._changes, self._watch, problem, self._options
+            )
 
     def _shard(self, job: Job) -> Session:
         """Begin a session, and set it here: steps that are measured already use it."""
@@ -517,6 +543,11 @@ class CephaloStrategy(ParallelStrategy):
             self._plan = self.session.plan
             self._watch.count_again()
             self.session.start_training(self.optimizers)
+            if self._replanning is not None:
+                self._replanning.changed(self._plan, self._changes.change_s)
+                self._replans = self._replanning.replans
+        if self._replanning is not None:
+            self._replanning.between_steps()
 
     @override
     def training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -552,6 +583,8 @@ class CephaloStrategy(ParallelStrategy):
                 outcome = session.model.executor.forward(calls, scale_loss, note, failure)
         self._ending.termination.learn([row[-1] for row in outcome.notes])
         self._recovering.learn([row[-2] for row in outcome.notes])
+        if self._replanning is not None:
+            self._replanning.learn([row[-4:-2] for row in outcome.notes])
         session.memory.after_forward()
         with self.precision_plugin.forward_context():
             if session.manual is not None:
@@ -569,8 +602,9 @@ class CephaloStrategy(ParallelStrategy):
         return session.outputs.of_step(joined, self._batch_weight, trained, outcome.losses)
 
     def _note(self, log: StepLog) -> tuple[float, ...]:
-        """Return the numbers that every rank sends with the exchange of a step."""
-        return (*log.note(), self._recovering.note(), self._ending.termination.note())
+        """Return the numbers that every rank sends with the exchange of a training step."""
+        pace = () if self._replanning is None else self._replanning.note()
+        return (*log.note(), *pace, self._recovering.note(), self._ending.termination.note())
 
     @override
     def backward(
@@ -679,7 +713,10 @@ class CephaloStrategy(ParallelStrategy):
 
         call = _call(step, samples, log) if samples else None
         session.user_gathers.before_step("evaluation", 1 if samples else 0)
-        note = partial(self._note, log)
+
+        def note() -> tuple[float, ...]:
+            return (*log.note(), self._ending.termination.note())
+
         outcome = session.model.executor.evaluate(call, f"running {name}", note)
         self._ending.termination.learn([row[-1] for row in outcome.notes])
         session.logs.finish(log, outcome, (log.weight,) if samples else (), self.reduce)
@@ -881,7 +918,7 @@ class CephaloStrategy(ParallelStrategy):
 
     def forget_groups(self) -> None:
         """Drop everything that refers to a process group; nothing can run afterwards."""
-        session, self._session, self._changes = self._session, None, None
+        session = self._take_session()
         ranks, self._ranks = self._ranks, None
         self._ending.forget()
         if session is not None:
@@ -911,8 +948,16 @@ class CephaloStrategy(ParallelStrategy):
         if layers is not None:
             layers.restore()
 
-    def _end_session(self, trainer: Trainer | None) -> None:
+    def _take_session(self) -> Session | None:
+        """Return the session, and hold neither it nor what changes its plan any longer."""
         session, self._session, self._changes = self._session, None, None
+        replans, self._replanning = self._replanning, None
+        if replans is not None:
+            replans.close()
+        return session
+
+    def _end_session(self, trainer: Trainer | None) -> None:
+        session = self._take_session()
         self._resumption = None
         if session is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 import weakref
@@ -59,7 +60,13 @@ class Watch:
     def _forget(self) -> None:
         self._started_s = 0.0
         self._steps_before = 0
+        self._latest_busy_s = math.nan
         self._steps_s, self._busy_s, self._waiting_s = array("d"), array("d"), array("d")
+
+    def take_busy_s(self) -> float:
+        """Return the seconds of this rank's work in the last step, once; NaN if it is not known."""
+        busy_s, self._latest_busy_s = self._latest_busy_s, math.nan
+        return busy_s
 
     def count_again(self) -> None:
         """Forget the times of steps so far: from now on another plan is followed."""
@@ -141,12 +148,15 @@ class Watch:
         if self._timing.finish() and is_recorded:
             assert self._recorder is not None
             self._recorder.finish()
-        self._read()
+        if self._read() and counts and not is_recorded:
+            self._latest_busy_s = self._busy_s[-1]
 
-    def _read(self) -> None:
-        for share in self._timing.read():
+    def _read(self) -> bool:
+        shares = self._timing.read()
+        for share in shares:
             self._busy_s.append(share.busy_s)
             self._waiting_s.append(share.waiting_s)
+        return bool(shares)
 
     def end(self, plan: Plan | None, verbose: bool) -> None:
         """Share the measurements with all ranks, and write the trace; collective.

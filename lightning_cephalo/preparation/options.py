@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lightning_cephalo.execution.sharded_model import UnitOptions
 from lightning_cephalo.plan import Plan
+from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation.limits import Cap
 
 
@@ -76,6 +77,8 @@ class Options:
         host_memory_cap: Cap of every rank's part of its host.
         optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         profile_budget_s: Seconds that measuring may take, approximately.
+        replan: Whether the plan may change while training; "auto": where it was solved.
+        on_replan: Called on every rank after each such change.
         remeasure: Whether to measure even if an earlier start has measured.
         verbose: Whether rank 0 prints tables.
         details: Whether they also say how the plan was solved.
@@ -95,6 +98,8 @@ class Options:
     host_memory_cap: Cap = field(default_factory=lambda: Cap("host_memory_cap"))
     optimizer_scope: str | Mapping[Any, str] = "auto"
     profile_budget_s: float = 20.0
+    replan: bool | Literal["auto"] = "auto"
+    on_replan: Callable[[Replan], Any] | None = None
     remeasure: bool = False
     verbose: bool = True
     details: bool = False

@@ -13,6 +13,7 @@ Until all ranks have accepted a plan, nothing changes on any of them.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -57,11 +58,15 @@ class PlanChanges:
     Args:
         session: The session of the training.
         trainer: The trainer that is fitting.
+
+    Attributes:
+        change_s: Seconds that the last change took on this rank.
     """
 
     def __init__(self, session: Session, trainer: Trainer) -> None:
         self._session, self._trainer = session, trainer
         self._pending: _Pending | None = None
+        self.change_s = 0.0
 
     @property
     def pending(self) -> Plan | None:
@@ -138,8 +143,9 @@ class PlanChanges:
             if not is_next or (batch and pending.mark.have_begun):
                 return False
         self._pending = None
-        session = self._session
+        session, start_s = self._session, time.perf_counter()
         session.follow(pending.plan, pending.memory, pending.arena)
+        self.change_s = time.perf_counter() - start_s
         batch_norm.warn_of_microbatches(session.model.module, pending.plan, session.control.rank)
         return True
 

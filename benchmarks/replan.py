@@ -1,0 +1,202 @@
+"""Train on two equal emulated ranks, of which one slows down for a while and recovers.
+
+    python benchmarks/replan.py [--steps 160] [--factor 3] [--figure steps.svg]
+
+Runs twice: with a fixed plan, and with a plan that changes. Prints the median seconds of a step
+before the slowdown, at its beginning, while it lasts, and behind it, and every change of plan. Both
+runs train the same samples: the largest difference of their losses is printed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests" / "distributed")]
+
+from launch import run_ranks, torchrun_environments  # noqa: E402
+
+from lightning_cephalo import CephaloStrategy  # noqa: E402
+from lightning_cephalo.emulation import Emulation  # noqa: E402
+from lightning_cephalo.preparation.replanning import line_of  # noqa: E402
+
+_WIDTH, _LENGTH, _BATCH = 96, 32, 8
+_TOTAL_FLOPS_PER_S = 4e9
+_SLOW_RANK = 1
+
+
+class Block(nn.Module):
+    """A unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
+class Model(LightningModule):
+    """Four blocks; keeps losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(_WIDTH, _WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.first(batch[0])
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss = hidden.square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class SlowsDown(Callback):
+    """Slows one rank's device down from one step to another, and times all steps."""
+
+    def __init__(self, emulation: Emulation, steps: range, factor: float) -> None:
+        self.emulation, self.steps, self.factor = emulation, steps, factor
+        self.times_s: list[float] = []
+        self._last_s: float | None = None
+        self._rate: float | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, *rest: Any) -> None:
+        device = self.emulation.device
+        assert device is not None and device.flops_per_s is not None
+        self._rate = self._rate or device.flops_per_s
+        is_slow = trainer.global_rank == _SLOW_RANK and trainer.global_step in self.steps
+        device.flops_per_s = self._rate / (self.factor if is_slow else 1.0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        now_s = time.perf_counter()
+        if self._last_s is not None:
+            self.times_s.append(now_s - self._last_s)
+        self._last_s = now_s
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has shown on rank 0."""
+
+    times_s: list[float]
+    losses: list[float]
+    lines: list[str]
+    changes: list[tuple[int, list[int]]]
+
+
+def _train(replan: bool, count: int, slow: range, factor: float) -> Run:
+    emulation = Emulation(speeds=(1, 1), total_flops_per_s=_TOTAL_FLOPS_PER_S)
+    times = SlowsDown(emulation, slow, factor)
+    strategy = CephaloStrategy(replan=replan, verbose=False, profile_budget_s=20)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        callbacks=[emulation, times],
+        max_steps=count,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Model()
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(4096, _LENGTH, _WIDTH, generator=generator))
+    trainer.fit(model, DataLoader(data, _BATCH))
+    found = strategy.replans
+    return Run(
+        times.times_s,
+        model.losses,
+        [line_of(change) for change in found],
+        [(change.step, [rank.batch_size for rank in change.plan.ranks]) for change in found],
+    )
+
+
+def _in_ranks(cache: str, *args: Any) -> Run:
+    environments = torchrun_environments(2)
+
+    def script(rank: int) -> Run:
+        import os
+
+        os.environ.update(environments[rank], OMP_NUM_THREADS="1", LIGHTNING_CEPHALO_CACHE=cache)
+        return _train(*args)
+
+    first: Run = run_ranks(2, script, process_group=False, timeout_s=1200)[0]
+    return first
+
+
+def _draw(path: str, runs: dict[str, Run], slow: range) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 3))
+    for name, run in runs.items():
+        axes.plot(range(1, len(run.times_s) + 1), run.times_s, label=name, linewidth=1)
+    axes.axvspan(slow.start, slow.stop, alpha=0.1, color="black")
+    axes.set_xlabel("step; one rank is slower in the grey ones")
+    axes.set_ylabel("seconds of a step")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight")
+
+
+def main() -> None:
+    """Run, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--factor", type=float, default=3.0)
+    parser.add_argument("--figure", help="write a figure of the seconds of all steps here")
+    options = parser.parse_args()
+    count = options.steps
+    slow = range(count // 4, count * 5 // 8)
+    with tempfile.TemporaryDirectory() as cache:
+        runs = {
+            name: _in_ranks(cache, replan, count, slow, options.factor)
+            for name, replan in (("fixed plan", False), ("plan that changes", True))
+        }
+    # a change takes two looks, ten steps apart
+    settled = slow.start + min(40, len(slow) * 2 // 3)
+    phases = {
+        "before": range(10, slow.start - 1),
+        "slow, first steps": range(slow.start + 1, slow.start + 10),
+        "slow, settled": range(settled, slow.stop - 1),
+        "behind it, settled": range(min(count - 10, slow.stop + 40), count - 1),
+    }
+    print(f"{'median seconds of a step':26}" + "".join(f"{name:>20}" for name in phases))
+    for name, run in runs.items():
+        medians = [median(run.times_s[step] for step in steps) for steps in phases.values()]
+        print(f"{name:26}" + "".join(f"{seconds:20.3f}" for seconds in medians))
+    for line, (_, batches) in zip(
+        runs["plan that changes"].lines, runs["plan that changes"].changes, strict=True
+    ):
+        print(f"{line} Batches: {batches}")
+    losses = [run.losses for run in runs.values()]
+    apart = max(abs(one - other) for one, other in zip(*losses, strict=True))
+    print(f"largest difference of losses: {apart:.1e}")
+    if options.figure:
+        _draw(options.figure, runs, slow)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Follows the paces of ranks while they train, and changes the plan where that pays.
+
+Every rank sends the seconds of its last step's work with the exchange that ends each forward, so
+watching costs no message. Rank 0 decides (:mod:`~lightning_cephalo.plan.replan`), and lets a
+process beside training solve. That a plan is ready travels with the same exchange. So all ranks ask
+for it between the same two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_cephalo.common.errors import (
+    HostMemoryError,
+    PlanError,
+    RemoteRankError,
+    UnsupportedError,
+)
+from lightning_cephalo.common.quantities import format_mib, format_seconds
+from lightning_cephalo.data.reading import is_stream
+from lightning_cephalo.observe import report
+from lightning_cephalo.observe.watch import Watch
+from lightning_cephalo.plan import Plan, Problem
+from lightning_cephalo.plan.beside import SolverBeside
+from lightning_cephalo.plan.replan import Replan, ReplanPolicy, Trial
+from lightning_cephalo.preparation.options import Options
+from lightning_cephalo.preparation.plan_change import PlanChanges
+from lightning_cephalo.preparation.prepare import Job
+from lightning_cephalo.preparation.session import Session
+from lightning_cephalo.profiling.memory_model import predicted
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+Wish = bool | Literal["auto"]
+"""The user's option: True, False, or "auto" for where the plan was solved."""
+
+
+def parse(value: Any) -> Wish:
+    """Read the option ``replan``.
+
+    Raises:
+        ValueError: If it is not True, False or "auto".
+    """
+    if isinstance(value, bool):
+        return value
+    if value == "auto":
+        return "auto"
+    raise ValueError(f"replan: expected True, False or 'auto', but got {value!r}.")
+
+
+def wants(wish: Wish, job: Job) -> bool:
+    """Return whether the plan may change in this job; with True, say why if it cannot."""
+    if wish is False or (wish == "auto" and job.plan is not None):
+        return False
+    why = None
+    if len(job.limits) == 1:
+        why = "there is one rank only"
+    elif any(is_stream(loader) for loader in job.loaders.flat):
+        why = "the training dataloader is a stream, whose workers hold the sizes of batches"
+    elif job.options.collate_per_microbatch:
+        why = "collate_per_microbatch=True fixes sizes in the dataloader's workers"
+    if why is not None and wish is True:
+        rank_zero_warn(f"replan=True has no effect: {why}.")
+    return why is None
+
+
+def begin(
+    session: Session,
+    trainer: Trainer,
+    changes: PlanChanges,
+    watch: Watch,
+    problem: Problem,
+    options: Options,
+) -> Replanning | None:
+    """Begin to watch a training; None, with a warning, if its plan cannot be compared."""
+    try:
+        policy = ReplanPolicy(problem, session.plan, trainer.global_step)
+    except PlanError as error:
+        rank_zero_warn(f"The plan will not change while training: it is not measured. {error}")
+        return None
+    return Replanning(session, trainer, changes, watch, problem, policy, options)
+
+
+class Replanning:
+    """Changes the plan of a running training where ranks change their pace.
+
+    Args:
+        session: The session of the training, which follows a plan.
+        trainer: The trainer that is fitting.
+        changes: Changes the plan.
+        watch: Times this rank's steps.
+        problem: The measured problem.
+        policy: Decides, on rank 0.
+        options: The user's options.
+
+    Attributes:
+        replans: The changes so far, equal on every rank.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        trainer: Trainer,
+        changes: PlanChanges,
+        watch: Watch,
+        problem: Problem,
+        policy: ReplanPolicy,
+        options: Options,
+    ) -> None:
+        self._session, self._trainer, self._changes = session, trainer, changes
+        self._watch, self._problem = watch, problem
+        self._verbose, self._on_replan = options.verbose, options.on_replan
+        self._policy = policy if session.control.rank == 0 else None
+        self._solver: SolverBeside | None = None
+        self._trial: Trial | None = None
+        self._ready: Replan | None = None  # on rank 0
+        self._is_announced = False
+        self._accepted: Replan | None = None
+        self.replans: tuple[Replan, ...] = ()
+
+    # -- with the exchange of a step ----------------------------------------------------------
+
+    def note(self) -> tuple[float, float]:
+        """Return the numbers to send: seconds of work, and whether a plan is ready."""
+        return self._watch.take_busy_s(), float(self._ready is not None)
+
+    def learn(self, notes: Sequence[Sequence[float]]) -> None:
+        """Learn :meth:`note` of every rank."""
+        self._is_announced = bool(notes[0][1])
+        if self._policy is not None:
+            self._policy.observe(self._trainer.global_step, [busy_s for busy_s, _ in notes])
+
+    # -- between steps ------------------------------------------------------------------------
+
+    def between_steps(self) -> None:
+        """Ask for a plan that is ready, and look whether another one pays; collective.
+
+        Call it before every batch.
+        """
+        if self._is_announced:
+            self._is_announced = False
+            self._ask()
+        if self._policy is not None and self._accepted is None and self._ready is None:
+            self._look(self._policy)
+
+    def _look(self, policy: ReplanPolicy) -> None:
+        step = self._trainer.global_step
+        if self._solver is not None:
+            if not self._solver.is_done:
+                return
+            assert self._trial is not None
+            self._ready = policy.judge(self._trial, self._solver.plan)
+            self.close()
+            return
+        self._trial = policy.look(step, _steps_left(self._trainer))
+        if self._trial is not None:
+            try:
+                self._solver = SolverBeside(self._trial.problem)
+            except OSError as error:
+                policy.keep(step)
+                rank_zero_warn(f"No other plan can be looked for: {error}")
+
+    def _ask(self) -> None:
+        change: Replan = self._session.control.broadcast(self._ready)
+        self._ready = None
+        step = self._trainer.global_step
+        try:
+            if self._changes.pending is not None:
+                return  # the user has asked for another one
+            memory = predicted(self._problem, change.plan, self._session.model)
+            self._changes.request(change.plan, memory)
+        except (PlanError, UnsupportedError, HostMemoryError, RemoteRankError) as error:
+            if self._policy is not None:
+                self._policy.keep(step)
+            rank_zero_warn(f"Step {step}: another plan would be faster, but was refused. {error}")
+        else:
+            self._accepted = change
+
+    def changed(self, plan: Plan, seconds: float) -> None:
+        """Note that a plan has taken effect, and tell everybody who wants to know.
+
+        Args:
+            plan: The plan.
+            seconds: How long the change took.
+        """
+        change, self._accepted = self._accepted, None
+        step = self._trainer.global_step
+        if change is None or change.plan != plan:  # the user's own
+            self.close()
+            self._ready = None
+            if self._policy is not None:
+                self._policy = ReplanPolicy(self._problem, plan, step)
+            return
+        if self._policy is not None:
+            assert self._trial is not None
+            self._policy.follow(step, change, self._trial.paces)
+        change = replace(change, step=step, moved_s=seconds)
+        self.replans = (*self.replans, change)
+        if self._verbose and self._session.control.rank == 0:
+            report.show(line_of(change, self._problem.ranks[change.rank].name))
+        values = {"cephalo/replans": float(len(self.replans)), "cephalo/replan_s": seconds}
+        if plan.step_s is not None:
+            values["cephalo/step_s"] = plan.step_s
+        for logger in self._trainer.loggers:
+            logger.log_metrics(values, step=step)
+        if self._on_replan is not None:
+            self._on_replan(change)
+
+    def close(self) -> None:
+        """End the process that solves, if there is one."""
+        if self._solver is not None:
+            self._solver.close()
+            self._solver = None
+
+
+def line_of(change: Replan, name: str = "") -> str:
+    """Return the line that tells the user of a change.
+
+    Args:
+        change: The change, after it has taken effect.
+        name: The device of the rank whose pace has changed.
+    """
+    factor, than = change.factor, "slower"
+    if factor < 1.0:
+        factor, than = 1.0 / factor, "faster"
+    rank = f"{change.rank} ({name})" if name else str(change.rank)
+    return (
+        f"Step {change.step}: rank {rank} is {factor:.1f}x {than} since step {change.since_step}."
+        f" New plan: {format_seconds(change.plan.step_s)} a step, not"
+        f" {format_seconds(change.old_step_s)}; about {format_mib(change.moved_bytes)} moved in"
+        f" {format_seconds(change.moved_s)}."
+    )
+
+
+def _steps_left(trainer: Trainer) -> float:
+    """Return the updates that are left; infinite if unknown."""
+    left = math.inf
+    if trainer.max_steps >= 0:
+        left = float(trainer.max_steps - trainer.global_step)
+    epochs = trainer.max_epochs
+    if epochs is not None and epochs >= 0:
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        batches = (epochs - trainer.current_epoch) * float(trainer.num_training_batches) - done
+        left = min(left, batches / trainer.accumulate_grad_batches)
+    return max(left, 0.0)

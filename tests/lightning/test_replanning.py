@@ -1,0 +1,164 @@
+"""Training that changes its plan by itself, as made-up times of its ranks say."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+from common import Net, in_ranks, loader
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from plans import GLOBAL_BATCH, QUIET, plan_of
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_cephalo import CephaloStrategy
+from lightning_cephalo.plan import Problem, RankProfile, predict, solve
+from lightning_cephalo.plan.replan import ReplanPolicy
+from lightning_cephalo.preparation import replanning
+from lightning_cephalo.preparation.options import Options
+
+CURVE = [0.01 * size for size in range(1, 9)]
+RANK = RankProfile("made up", CURVE, [2 * s for s in CURVE], CURVE, [0.0] * 8, 1e9)
+PROBLEM = Problem([RANK, RANK], units=3, state_bytes=2**20, global_batch_size=GLOBAL_BATCH)
+STEPS, SLOW = 120, range(30, 70)
+
+
+class MadeUpWatch:
+    """Says what a rank's work would take."""
+
+    def __init__(self, strategy: CephaloStrategy, run: Trainer) -> None:
+        self.strategy, self.run = strategy, run
+
+    def take_busy_s(self) -> float:
+        rank, step = self.run.global_rank, self.run.global_step
+        own = predict(PROBLEM, self.strategy.plan).ranks[rank]
+        pace = 3.0 if rank == 1 and step in SLOW else 1.0
+        return math.nan if not step else pace * (3 * (own.forward_s + own.backward_s) + own.tail_s)
+
+
+class SolvesAtOnce:
+    def __init__(self, problem: Problem) -> None:
+        self.plan, self.is_done = solve(problem), True
+
+    def close(self) -> None:
+        pass
+
+
+class BeginsToReplan(Callback):
+    """Lets a training by a given plan change it."""
+
+    def __init__(self, **options) -> None:
+        self.options = options
+
+    def on_train_start(self, trainer, module) -> None:
+        strategy = trainer.strategy
+        session, changes = strategy.session, strategy._changes
+        policy = ReplanPolicy(PROBLEM, session.plan)
+        watch = MadeUpWatch(strategy, trainer)
+        strategy._replanning = replanning.Replanning(
+            session, trainer, changes, watch, PROBLEM, policy, Options(**self.options)
+        )
+
+
+def _fit(plan, folder=None, **options):
+    model, seen = Net(), []
+    logger = False if folder is None else CSVLogger(folder)
+    callbacks = [] if plan is None else [BeginsToReplan(on_replan=seen.append, **options)]
+    quiet = {
+        **QUIET,
+        "max_epochs": -1,
+        "max_steps": STEPS,
+        "logger": logger,
+        "limit_val_batches": 0,
+    }
+    strategy = "auto"
+    if plan is not None:
+        strategy = CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False)
+    devices = 1 if plan is None else 2
+    run = Trainer(
+        strategy=strategy, devices=devices, accelerator="cpu", callbacks=callbacks, **quiet
+    )
+    run.fit(model, loader(60, shuffle=True), loader(8))
+    return model.losses, run, seen
+
+
+def _replans(folder):
+    replanning.SolverBeside = SolvesAtOnce
+    losses, run, seen = _fit(solve(PROBLEM), folder)
+    assert tuple(seen) == run.strategy.replans
+    return losses, seen
+
+
+def test_a_rank_that_slows_down_and_recovers_changes_the_plan_twice_and_no_loss(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(replanning, "SolverBeside", SolvesAtOnce)
+    wanted, _, _ = _fit(None)
+    (losses, changes), (others, same) = in_ranks(2, _replans, tmp_path)
+    assert losses == pytest.approx(wanted, abs=1e-6) and others == pytest.approx(wanted, abs=1e-6)
+    assert [(c.step, c.plan) for c in changes] == [(c.step, c.plan) for c in same]
+    slow, back = changes
+    assert slow.rank == 1 and slow.factor == pytest.approx(3) and slow.since_step == SLOW[0]
+    assert slow.step - SLOW[0] < 30 and back.step - SLOW[-1] < 45
+    batches = [rank.batch_size for rank in slow.plan.ranks]
+    assert batches == [6, 2] and slow.plan.step_s < 0.7 * slow.old_step_s
+    assert [rank.batch_size for rank in back.plan.ranks] == [4, 4]
+    logged = next(tmp_path.rglob("metrics.csv")).read_text()
+    assert "cephalo/step_s" in logged and "cephalo/replans" in logged
+    line = replanning.line_of(slow, "P40")
+    assert line.startswith(f"Step {slow.step}: rank 1 (P40) is 3.0x slower since step 30. New plan")
+    assert "moved in" in line and replanning.line_of(back).count("3.0x faster") == 1
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(16))
+
+
+def _wishes():
+    """What is said with replan=True where no other plan can be followed."""
+    said = []
+
+    class Job:
+        options, limits, plan = Options(), (None, None), None
+
+        class loaders:
+            flat = (DataLoader(Numbers(), 4),)
+
+    for job, wish in ((Job, True), (Job, "auto"), (Job, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            said.append((replanning.wants(wish, job), [str(each.message) for each in caught]))
+    return said
+
+
+def test_a_wish_that_cannot_be_followed_is_answered():
+    (no, said), auto, never = _wishes()
+    assert not no and "replan=True has no effect: the training dataloader is a stream" in said[0]
+    assert auto == never == (False, [])
+    with pytest.raises(ValueError, match=r"replan: expected True, False or 'auto', but got 1\.5"):
+        CephaloStrategy(replan=1.5)
+
+
+def _measured():
+    """A given plan that is replaced; its own sizes are measured."""
+    plan = plan_of(((2, 2), 0.5), ((4,), 0.5))
+    options = {"verbose": False, "global_batch_size": GLOBAL_BATCH, "profile_budget_s": 2.0}
+    strategy = CephaloStrategy(plan=plan, replan=True, **options)
+    seen = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, *args) -> None:
+            seen.append(strategy._replanning is not None)
+
+    run = Trainer(
+        strategy=strategy, devices=2, accelerator="cpu", callbacks=[Looks()], max_steps=2, **QUIET
+    )
+    run.fit(Net(), loader(), loader(8))
+    return seen, strategy.plan == plan, strategy._replanning
+
+
+def test_a_given_plan_is_measured_where_it_may_change(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path))
+    assert in_ranks(2, _measured) == [([True, True], True, None)] * 2
