@@ -21,6 +21,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[int, ...]], float]] = {
     "contrastive": ({"samples": 256}, [(24, 24), (16,)], 1e-4),
     "gan": ({"samples": 256}, [(48,), (16,)], 1e-4),
     "momentum_teacher": ({"samples": 256}, [(24, 24), (16,)], 1e-5),
+    "spot": ({"samples": 256, "pause_s": 0.0}, [(24, 24), (16,)], 1e-5),
     "streaming": ({"samples": 256}, [(24, 24), (16,)], 1e-5),
     "token_weights": ({}, [(3, 3), (2,)], 1e-5),
 }

@@ -209,16 +209,16 @@ class Store:
     """
 
     def __init__(self, folder: Path | None, job: str) -> None:
-        base = (MEMORY if folder is None else folder) / f"lightning-cephalo-{_user()}"
         if folder is None and not MEMORY.is_dir():
             raise RecoveryError(
                 f"{MEMORY} does not exist, where steps would be kept in memory. Give a folder on a"
                 " local disk: CephaloStrategy(recover=Recovery(folder=...))."
             )
-        self.base, self.folder = base, base / job
+        self.folder = folder_of(folder, job)
+        self.base = self.folder.parent
         self.is_in_memory = folder is None
         self._slots: dict[str, Slot] = {}
-        _make_private(base)
+        _make_private(self.base)
         _make_private(self.folder)
 
     # -- room -------------------------------------------------------------------------------------
@@ -305,6 +305,16 @@ class Store:
             f"Removed {format_mib(freed)} from {self.base}, which jobs that have ended had kept:"
             f" {', '.join(names)}."
         )
+
+
+def folder_of(folder: Path | None, job: str) -> Path:
+    """Return where a job of this user keeps its steps.
+
+    Args:
+        folder: A folder on a local disk; None: ``/dev/shm``.
+        job: Name of the job.
+    """
+    return (MEMORY if folder is None else folder) / f"lightning-cephalo-{_user()}" / job
 
 
 def _user() -> int:

@@ -1,0 +1,338 @@
+"""Kills ranks of a training that an agent restarts, and compares every step with a run without.
+
+    python benchmarks/faults.py [--kills 20] [--others 4] [--seed 1] [--folder FOLDER]
+
+Two ranks train a small model with dropout on this host, started by ``python -m
+lightning_cephalo.run``. They are killed at random moments, several times in one run. Each row of
+the table is a fault: how often it was made, how many steps were repeated at most, whether each
+step's loss and samples are those of a run that nobody interrupted, to the last bit, and the seconds
+from the fault to the next new step. The last row is Lightning's DDP under torchrun, with a
+checkpoint every 10 steps and ``ckpt_path="last"``. Seconds hold for a machine that does nothing
+else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS, GLOBAL_BATCH, SAMPLES, PAUSE_S = 2, 8, 512, 0.01
+STEPS_OF_EPOCH = SAMPLES // GLOBAL_BATCH
+_WAIT_S = 300.0
+
+
+# -- a rank ---------------------------------------------------------------------------------------
+
+
+def train(folder: Path, steps: int, way: str) -> None:
+    """Run one rank's training, and tell what it does in files of the folder."""
+    _tell(folder / "started", [int(os.environ["RANK"]), os.getpid()])
+    import torch
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+    from lightning_cephalo.recovery import store
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = (
+                nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)
+            )
+            self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(64, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = batch[0]
+            for block in self.blocks:
+                x = x + block(x)
+            loss = nn.functional.mse_loss(self.head(x), batch[1])
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    class Tells(Callback):
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            time.sleep(PAUSE_S)
+            told = [trainer.global_step, float(trainer.callback_metrics["loss"])]
+            name = folder / f"steps{trainer.global_rank}"
+            _tell(name, [*told, batch[0][:, 0].tolist(), time.time(), os.getpid()])
+            # a mark of the benchmark: this rank dies in the middle of its next copy
+            mark = folder / f"dies_in_copy{trainer.global_rank}"
+            if mark.exists():
+                mark.unlink()
+                vars(store)["_HEAD"] = _Dies(store._HEAD)
+
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    x = torch.randn(SAMPLES, 64)
+    # shuffled anew in every epoch, from a generator that a script makes alike at every start
+    data = DataLoader(
+        TensorDataset(x, torch.sin(x).sum(1, keepdim=True)),
+        batch_size=GLOBAL_BATCH if way == "cephalo" else GLOBAL_BATCH // RANKS,
+        shuffle=True,
+    )
+    plan = Plan((RankPlan((3, 2), 0.7), RankPlan((3,), 0.3)))
+    is_ddp = way == "ddp"
+    strategy: Any = (
+        "ddp"
+        if is_ddp
+        else CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False)
+    )
+    callbacks: list[Any] = [Tells()]
+    if is_ddp:
+        saved = {"dirpath": folder, "every_n_train_steps": 10, "save_last": True}
+        callbacks.append(ModelCheckpoint(**saved))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=strategy,
+        max_epochs=-(-steps // STEPS_OF_EPOCH),
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=is_ddp,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Net(), data, ckpt_path="last" if is_ddp else None)
+
+
+class _Dies:
+    """Kills the process where a header is made: its tensors are copied, and it is void."""
+
+    def __init__(self, whole: Any) -> None:
+        self.size, self.unpack = whole.size, whole.unpack
+
+    def pack(self, *_: Any) -> bytes:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return b""
+
+
+def _tell(path: Path, line: Any) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+# -- the faults -----------------------------------------------------------------------------------
+
+
+class Run:
+    """A training under an agent."""
+
+    def __init__(self, folder: Path, steps: int, way: str) -> None:
+        folder.mkdir()
+        self.folder, self.way = folder, way
+        self.log = (folder / "log").open("w")
+        agent = (
+            ["lightning_cephalo.run"]
+            if way == "cephalo"
+            else ["torch.distributed.run", "--standalone", "--max-restarts=100"]
+        )
+        self.agent = subprocess.Popen(
+            [
+                *(sys.executable, "-m", *agent, f"--nproc-per-node={RANKS}"),
+                *(__file__, "--train", way, "--folder", str(folder), "--steps", str(steps)),
+            ],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONWARNINGS": "ignore",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def told(self, name: str) -> list[Any]:
+        """Return what ranks have told so far."""
+        path = self.folder / name
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("]")]
+
+    def steps(self) -> int:
+        """Return the last step that rank 0 has told."""
+        told = self.told("steps0")
+        return told[-1][0] if told else 0
+
+    def wait(self, until: Callable[[], bool]) -> bool:
+        """Wait; return False if the training has ended before."""
+        deadline = time.monotonic() + _WAIT_S
+        while not until():
+            if self.agent.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing happens; see {self.folder}/log")
+            time.sleep(0.005)
+        return True
+
+    def started(self, after: int = 0) -> dict[int, int]:
+        """Return the process of each rank, of those that were started after some."""
+        return dict(self.told("started")[after:])
+
+    def end(self) -> int:
+        """Wait for the end, and return the agent's exit status."""
+        code = self.agent.wait(_WAIT_S)
+        self.log.close()
+        return code
+
+    def stop(self) -> None:
+        """End the agent and its ranks."""
+        self.agent.terminate()
+        self.end()
+
+
+def _kill(processes: Sequence[int], number: int = signal.SIGKILL) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def _kill_one(run: Run) -> None:
+    _kill([random.choice(list(run.started().values()))])
+
+
+def _kill_all(run: Run) -> None:
+    _kill(list(run.started().values()))
+
+
+def _kill_in_copy(run: Run) -> None:
+    rank = random.randrange(RANKS)
+    (run.folder / f"dies_in_copy{rank}").touch()
+    run.wait(lambda: not (run.folder / f"dies_in_copy{rank}").exists())
+
+
+def _kill_in_recovery(run: Run) -> None:
+    count = len(run.told("started"))
+    _kill_one(run)
+    run.wait(lambda: len(run.told("started")) >= count + RANKS)
+    time.sleep(random.random() * 0.8)
+    _kill([random.choice(list(run.started(count).values()))])
+
+
+def _terminate_one(run: Run) -> None:
+    _kill([random.choice(list(run.started().values()))], signal.SIGTERM)
+
+
+FAULTS: dict[str, Callable[[Run], None]] = {
+    "kill -9 of a rank": _kill_one,
+    "kill -9 of both ranks": _kill_all,
+    "kill -9 in a copy": _kill_in_copy,
+    "kill -9, and again while recovering": _kill_in_recovery,
+    "SIGTERM to a rank": _terminate_one,
+}
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of a fault.
+
+    Attributes:
+        fault: Its name.
+        count: How often it was made.
+        repeated: Steps that were trained again, at most.
+        equal: Steps whose loss and samples are those of the run without faults, of all.
+        seconds: From each fault to the next new step.
+    """
+
+    fault: str
+    count: int
+    repeated: int
+    equal: tuple[int, int]
+    seconds: tuple[float, ...]
+
+    def line(self) -> str:
+        """Return the row."""
+        same, of = self.equal
+        took = f"{statistics.median(self.seconds):.1f} ({max(self.seconds):.1f})"
+        return f"| {self.fault} | {self.count} | {self.repeated} | {same} of {of} | {took} |"
+
+
+def _measure(name: str, fault: Callable[[Run], None], count: int, folder: Path, way: str) -> Row:
+    steps = 40 * count + 60
+    whole = Run(folder / "whole", steps, way)
+    assert whole.end() == 0, f"see {folder}/whole/log"
+    run = Run(folder / "faults", steps, way)
+    seconds, repeated, made = [], 0, 0
+    for _ in range(count):
+        wanted = run.steps() + random.randint(5, 30)
+        if not run.wait(lambda at=wanted: run.steps() >= at):
+            break
+        time.sleep(random.random() * 2 * PAUSE_S)
+        before = time.time()
+        fault(run)
+        made += 1
+        processes = {line[4] for line in run.told("steps0")}
+        if not run.wait(lambda old=processes: run.told("steps0")[-1][4] not in old):
+            break
+        last = max(line[0] for line in run.told("steps0") if line[4] in processes)
+        first = next(line for line in run.told("steps0") if line[4] not in processes)
+        repeated = max(repeated, last + 1 - first[0])
+        if not run.wait(lambda at=last: run.steps() > at):
+            break
+        new = next(line for line in run.told("steps0") if line[0] > last)
+        seconds.append(new[3] - before)
+    assert run.end() == 0, f"see {run.folder}/log"
+    same = of = 0
+    for rank in range(RANKS):
+        expected = {line[0]: line[1:3] for line in whole.told(f"steps{rank}")}
+        told = run.told(f"steps{rank}")
+        assert {line[0] for line in told} == set(expected)
+        same += sum(line[1:3] == expected[line[0]] for line in told)
+        of += len(told)
+    return Row(name, made, repeated, (same, of), tuple(seconds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20, help="kills of one rank (20)")
+    parser.add_argument("--others", type=int, default=4, help="faults of every other kind (4)")
+    parser.add_argument("--seed", type=int, default=1, help="of the random moments (1)")
+    parser.add_argument("--folder", type=Path, help="for logs (a temporary one)")
+    parser.add_argument("--only", default="", help="the faults that contain this text")
+    parser.add_argument("--train", choices=["cephalo", "ddp"], help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.train is not None:
+        train(given.folder, given.steps, given.train)
+        return
+    random.seed(given.seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary)
+        folder.mkdir(exist_ok=True)
+        print("| fault | count | steps repeated, at most | steps as without | seconds (longest) |")
+        print("|---|---|---|---|---|", flush=True)
+        rows = [(name, fault, "cephalo") for name, fault in FAULTS.items()]
+        rows.append(("DDP, checkpoint every 10 steps: kill -9 of a rank", _kill_one, "ddp"))
+        for index, (name, fault, way) in enumerate(rows):
+            if given.only in name:
+                (folder / str(index)).mkdir()
+                count = given.kills if index == 0 else given.others
+                print(_measure(name, fault, count, folder / str(index), way).line(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

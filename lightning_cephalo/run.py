@@ -1,0 +1,178 @@
+"""Starts the ranks of this host, and starts them again when one is lost.
+
+::
+
+    python -m lightning_cephalo.run --nproc-per-node 2 train.py --epochs 3
+    python -m lightning_cephalo.run --nnodes 2:4 --rdzv-endpoint na:29400 --rdzv-id j train.py
+
+This is the elastic agent of torchrun with other settings. Ranks are forked from a process that has
+imported torch and Lightning already, so that a restart takes about two seconds, not twenty. The
+store in which ranks meet is new at every start: torchrun's keeps addresses of ranks that are gone
+(pytorch#135712). With ``CephaloStrategy(recover="auto")``, the default, training goes on from the
+newest step in the hosts' memory (docs/reliability.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import runpy
+import shutil
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_cephalo.recovery.options import AGENT
+from lightning_cephalo.recovery.store import Agent, folder_of
+
+PRELOADED = (
+    "torch",
+    "lightning.pytorch",
+    "lightning_cephalo.strategy",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+)
+"""What ranks need not import."""
+
+_RENDEZVOUS = {
+    # seconds to wait for more nodes than the fewest, where some may come
+    "last_call_timeout": 3,
+    "keep_alive_interval": 1,
+    "keep_alive_max_attempt": 3,
+    "join_timeout": 600,
+}
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How many nodes may take part.
+
+    Attributes:
+        least: Without these, those that are there wait.
+        most: More are not taken in.
+    """
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> Nodes:
+        """Read ``"2"`` or ``"2:4"``.
+
+        Raises:
+            argparse.ArgumentTypeError: If the text is neither.
+        """
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+        if match is not None:
+            found = cls(int(match[1]), int(match[2] or match[1]))
+            if 1 <= found.least <= found.most:
+                return found
+        raise argparse.ArgumentTypeError(
+            f"expected a number of nodes such as 2, or the fewest and the most such as 2:4, but got"
+            f" {text!r}"
+        )
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, but got {text!r}")
+    return int(text)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_cephalo.run",
+        description="Starts the ranks of this host, and starts them again when one is lost.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--nproc-per-node", type=_positive, default=1, help="ranks on this host (1)")
+    add("--nnodes", type=Nodes.parse, default=Nodes(1, 1), help="hosts: 2, or 2:4 (1)")
+    add("--max-restarts", type=int, default=100, help="restarts before giving up (100)")
+    add("--rdzv-endpoint", default="", help="where hosts meet, HOST:PORT; for more than one host")
+    add("--rdzv-id", default="", help="a name of the job, equal on all hosts")
+    add("--new-interpreters", action="store_true", help="start ranks as torchrun does, not forked")
+    add("script", help="the script of a rank")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    found = parser.parse_args(arguments)
+    if found.nnodes.most > 1 and not (found.rdzv_endpoint and found.rdzv_id):
+        parser.error("--nnodes: several hosts need --rdzv-endpoint HOST:PORT and --rdzv-id NAME")
+    if found.max_restarts < 0:
+        parser.error(f"--max-restarts: expected 0 or more, but got {found.max_restarts}")
+    if not os.path.isfile(found.script):
+        parser.error(f"{found.script}: there is no such script")
+    return found
+
+
+def run_script(script: str, arguments: Sequence[str]) -> None:
+    """Run a script in a rank, as the interpreter would.
+
+    Args:
+        script: Its path.
+        arguments: Its arguments.
+
+    Raises:
+        SystemExit: If the script ends with an error of its own.
+    """
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        # the agent takes a rank that has not returned for one that still works
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the agent until all ranks have ended well; return the exit status.
+
+    Args:
+        arguments: The command line, without the program; None: this process's.
+    """
+    given = parse(sys.argv[1:] if arguments is None else arguments)
+    os.environ[AGENT] = str(os.getpid())
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=given.nnodes.least,
+        max_nodes=given.nnodes.most,
+        nproc_per_node=given.nproc_per_node,
+        run_id=given.rdzv_id or uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=given.rdzv_endpoint or "localhost:0",
+        rdzv_configs=dict(_RENDEZVOUS),
+        max_restarts=given.max_restarts,
+        monitor_interval=0.1,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(),
+        local_addr=None if given.nnodes.most > 1 else "localhost",
+    )
+    try:
+        if given.new_interpreters:
+            command = ["-u", given.script, *given.arguments]
+            elastic_launch(config, sys.executable)(*command)
+        else:
+            elastic_launch(config, run_script)(given.script, given.arguments)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except SignalException as error:
+        print(f"Ended by {error.sigval.name}.", file=sys.stderr)
+        return 128 + error.sigval
+    finally:
+        shutil.rmtree(folder_of(None, Agent.of(os.getpid()).name), ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

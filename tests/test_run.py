@@ -1,0 +1,131 @@
+"""The launcher starts lost ranks again, and training goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from common import in_ranks
+from launch import SOON_S
+from plans import QUIET, plan_of
+
+from lightning_cephalo import CephaloStrategy, run
+from lightning_cephalo.recovery.store import MEMORY, Agent, folder_of
+
+ROOT = Path(__file__).parents[1]
+STEPS = 24
+
+SCRIPT = f"""
+import json, os, sys
+sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT / "examples")!r}]
+from test_run import trained
+trained(sys.argv[1])
+raise SystemExit(0)
+"""
+
+
+def trained(folder):
+    """Train the example, and tell every step, and the process of every rank."""
+    import spot
+    from lightning.pytorch import Callback
+
+    class Tells(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            told = [trainer.global_step, float(trainer.callback_metrics["loss"]), os.getpid()]
+            with open(Path(folder) / f"rank{trainer.global_rank}", "a") as file:
+                file.write(json.dumps(told) + "\n")
+
+    plan = plan_of(((24, 24), 0.6), ((16,), 0.4))
+    strategy = CephaloStrategy(plan=plan, global_batch_size=64, verbose=False)
+    options = {"strategy": strategy, "max_epochs": STEPS // 4, "callbacks": [Tells()]}
+    spot.main(samples=256, **{**QUIET, "devices": 2, **options})
+
+
+def _told(path):
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("]")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="steps are kept in /dev/shm")
+def test_a_killed_rank_is_started_again_and_every_loss_is_as_without(tmp_path):
+    (tmp_path / "whole").mkdir()
+    in_ranks(2, trained, tmp_path / "whole")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    tests = os.pathsep.join(str(ROOT / "tests" / name) for name in ("lightning", "distributed"))
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([path, tests])}
+    command = [sys.executable, "-m", "lightning_cephalo.run", "--nproc-per-node=2"]
+    with subprocess.Popen(
+        [*command, str(script), str(tmp_path)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as agent:
+        job = folder_of(None, Agent.of(agent.pid).name)
+        deadline = time.monotonic() + SOON_S
+        while len(told := _told(tmp_path / "rank1")) < 3 and time.monotonic() < deadline:
+            assert agent.poll() is None
+            time.sleep(0.01)
+        os.kill(told[-1][2], signal.SIGKILL)
+        said, _ = agent.communicate(timeout=SOON_S)
+    assert agent.returncode == 0, said
+    told, whole = _told(tmp_path / "rank0"), _told(tmp_path / "whole" / "rank0")
+    assert len({process for *_, process in told}) == 2
+    assert {step: loss for step, loss, _ in told} == {step: loss for step, loss, _ in whole}
+    assert len(whole) == STEPS and len(told) <= STEPS + 1
+    assert "Training goes on from step" in said and not job.exists()
+
+
+def test_the_command_line_is_read():
+    found = run.parse(["--nproc-per-node", "2", __file__, "--fast", "-v"])
+    assert (found.nproc_per_node, found.nnodes, found.arguments) == (
+        2,
+        run.Nodes(1, 1),
+        ["--fast", "-v"],
+    )
+    several = ["--nnodes=2:4", "--rdzv-endpoint=na:1", "--rdzv-id=j", __file__]
+    assert run.parse(several).nnodes == run.Nodes(2, 4)
+
+
+@pytest.mark.parametrize("text", ["0", "4:2", "two", "2:", ""])
+def test_other_numbers_of_nodes_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a number of nodes"):
+        run.Nodes.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nnodes=2", __file__], "several hosts need --rdzv-endpoint"),
+        (["--nproc-per-node=0", __file__], "expected 1 or more, but got '0'"),
+        (["--max-restarts=-1", __file__], "expected 0 or more, but got -1"),
+        (["no.py"], "no.py: there is no such script"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        run.parse(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_a_script_runs_as_the_main_program_and_ends_as_it_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    (tmp_path / "beside.py").write_text("code = {'well': 0, 'badly': 3}\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, beside\nif __name__ == '__main__': sys.exit(beside.code[sys.argv[1]])"
+    )
+    run.run_script(str(script), ["well"])
+    with pytest.raises(SystemExit, match="3"):
+        run.run_script(str(script), ["badly"])
