@@ -106,11 +106,20 @@ class KillInCopy(Callback):
         vars(store)["_HEAD"] = Head  # in this process, which will die
 
 
-def _fit(plan: str, folder: Path, kills: Any, options: Any, dropout: float, **given: Any) -> Any:
+def _fit(
+    plan: str,
+    folder: Path,
+    kills: Any,
+    options: Any,
+    dropout: float,
+    hosts: int = 1,
+    **given: Any,
+) -> Any:
     folder.mkdir(exist_ok=True)
     # what a script draws before it trains differs from run to run
-    torch.manual_seed(os.getpid() if (folder / "kept").exists() else 1)
-    recover = Recovery(folder=folder / "kept", job="test")
+    torch.manual_seed(os.getpid() if (folder / "kept0").exists() else 1)
+    host = min(int(os.environ["RANK"]), hosts - 1)
+    recover = Recovery(folder=folder / f"kept{host}", job="test")
     used = Trainer(
         accelerator="cpu",
         strategy=strategy(plan, recover=recover, **given),
@@ -162,11 +171,11 @@ def test_after_each_kill_every_step_is_that_of_an_uninterrupted_run(tmp_path: Pa
         assert len(whole) == 3 * STEPS_OF_EPOCH
         assert [step for step in told if step not in whole] == []
         assert_same_tensors(found[rank], wanted[rank], 0)
-    assert not any((tmp_path / "killed" / "kept").iterdir())
+    assert not list((tmp_path / "killed").glob("kept*/*"))
 
 
 def test_other_ranks_go_on_with_the_first_global_batch(tmp_path: Path) -> None:
-    """Validation in mid-epoch, accumulation over batches, and an end by steps."""
+    """Validation in mid-epoch, accumulation, and an end by steps; hosts see only their files."""
     options = {
         "max_steps": 9,
         "max_epochs": -1,
@@ -179,7 +188,7 @@ def test_other_ranks_go_on_with_the_first_global_batch(tmp_path: Path) -> None:
         [Kill(1, 2, "on_validation_end")],
         [Kill(1, 3, "on_train_epoch_start")],
     ]
-    rest = (options, 0.0)
+    rest = (options, 0.0, 2)
     wanted = in_ranks(2, _fit, "3:1", tmp_path / "whole", [], *rest)
     _killed(starts, "3:1", tmp_path / "killed", *rest)
     found = in_ranks(
@@ -191,7 +200,7 @@ def test_other_ranks_go_on_with_the_first_global_batch(tmp_path: Path) -> None:
     for step, loss, seen, _ in whole:
         assert last[step][0] == pytest.approx(loss, abs=1e-6) and last[step][1] == seen
     assert_same_tensors(found[0], wanted[0], 1e-6)
-    assert not any((tmp_path / "killed" / "kept").iterdir())
+    assert not list((tmp_path / "killed").glob("kept*/*"))
 
 
 # -- what cannot be, on a single rank -------------------------------------------------------------
