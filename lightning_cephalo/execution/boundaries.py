@@ -104,6 +104,7 @@ class Boundaries:
         self._entered: dict[int, list[_Cut]] = {}
         self._needed_until: dict[int, list[Tensor]] = {}
         self._shown: list[_Cut] = []
+        self._owner = object()
 
     def leaf_of(self, value: Any, position: int, *, is_inside: bool = False) -> Any:
         """Return the leaf of a unit's argument at this position in the order of visits.
@@ -135,6 +136,7 @@ class Boundaries:
         """Cut an output of a unit; return its leaf and the glue's stand-in for it."""
         leaf = _new_leaf(output)
         leaf._visit = position  # type: ignore[attr-defined]
+        leaf._owner = self._owner  # type: ignore[attr-defined]
         shown = _OutOfUnit.apply(leaf)
         cut = _Cut(TensorWeakRef(shown), shown.grad_fn, leaf)
         self._cuts[id(shown)] = cut
@@ -175,9 +177,18 @@ class Boundaries:
         if any(id(v) in self._inside or hasattr(v, "_leaf_of_unit") for v in variables):
             raise UnitUseError(
                 "The loss depends on a tensor that was computed inside a unit and is not one of"
-                " its outputs: it was stored on a module or recorded by a hook (an auxiliary loss,"
-                " router logits), or the unit's parameters are used outside of it. Its gradient"
-                " would be lost. Return it from the unit's forward, or leave it out of the loss."
+                " its outputs: it was stored on a module (an auxiliary loss), or the unit's"
+                " parameters are used outside of it. Its gradient would be lost. Return it from the"
+                " unit's forward, take it out by a forward hook of a module in the unit, or leave"
+                " it out of the loss."
+            )
+        leaves = [node.next_functions[0][0].variable for node in nodes if _is_output(node)]
+        if any(leaf._owner is not self._owner for leaf in leaves):
+            raise UnitUseError(
+                "The loss depends on a tensor of another microbatch, which a hook has put into a"
+                " list or object that microbatches share. They take turns at units. Let"
+                " training_step make the list, and hand it to hooks by a contextvars.ContextVar, of"
+                " which each microbatch has its own."
             )
 
     def shares_glue(self, loss: Tensor) -> bool:

@@ -77,6 +77,21 @@ _CHANGED_INPUT = (
 
 
 @dataclass
+class _Capture:
+    """A tensor that a hook in a unit has seen, and may have taken out of it.
+
+    Attributes:
+        position: The latest visit when it was seen.
+        source: The tensor, with its graph; None if the unit is recomputed.
+        leaf: The leaf whose gradient comes from the code that has it now.
+    """
+
+    position: int
+    source: Tensor | None
+    leaf: Tensor
+
+
+@dataclass
 class _Record:
     """The data that one visit retains for its backward."""
 
@@ -95,6 +110,7 @@ class _Record:
     away: list[OffloadedTensor] = field(default_factory=list)
     # layers in the unit that need statistics of the global batch; its backward begins at the last
     meetings: list[Meeting] = field(default_factory=list)
+    captures: list[_Capture] = field(default_factory=list)
     is_passed: bool = False
 
 
@@ -171,6 +187,7 @@ class Microbatch:
         self.statistics: Statistics | None = None
         self._entered: _Entered | None = None
         self._again: Iterator[Meeting] = iter(())
+        self._seen_again: list[Tensor] = []
         # a greenlet starts with no context variables of its own
         self._greenlet.gr_context = contextvars.copy_context()
         self._records: list[_Record | Meeting | None] = []
@@ -492,11 +509,61 @@ class Microbatch:
             sums: Those of all microbatches of all ranks.
         """
         meeting = self._records[position]
+        record = None
         if isinstance(meeting, Meeting):
             meeting.finish(sums)
-            self._records[position] = None
+            record, self._records[position] = meeting.record, None
         self._boundaries.passed(position)
         self._boundaries.through_glue(position)
+        if record is not None:
+            self._through_captures(record, before=position)
+
+    # -- tensors that hooks take out of units -------------------------------------------------
+
+    def capture(self, output: Any) -> Any:
+        """Return the output of a module in a unit so that a hook may take it out of the unit.
+
+        Its tensors become outputs of the unit: the graph is cut there. None: they stay as they are.
+        """
+        record = None if self._entered is None else self._entered.record
+        if record is None or self._outside is not None:
+            return None
+        values, structure = flatten_result(output)
+        before = len(record.captures)
+        for index, value in enumerate(values):
+            if not isinstance(value, Tensor) or not _can_have_gradient(value):
+                continue
+            if not self._recompute and not value.requires_grad:
+                continue
+            with torch.enable_grad():
+                leaf, values[index] = self._boundaries.show(value, record.position)
+            source = None if self._recompute else value
+            record.captures.append(_Capture(len(self._records) - 1, source, leaf))
+        return structure.unflatten(values) if len(record.captures) > before else None
+
+    def capture_again(self, output: Any) -> None:
+        """Note the tensors of :meth:`capture` while a unit is computed again."""
+        values = flatten_result(output)[0]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        self._seen_again += [value for value in tensors if _can_have_gradient(value)]
+
+    def _through_captures(self, record: _Record, before: int | None = None) -> None:
+        """Run the backward of captured tensors of a unit that is not recomputed.
+
+        The latest come first: the code behind one may have used others. It goes back to the
+        meeting before, whose gradients are not complete yet.
+
+        Args:
+            record: Of the unit.
+            before: Position of a meeting that has been passed; None: none has.
+        """
+        positions = [meeting.position for meeting in record.meetings]
+        passed = [at for at in positions if before is None or at < before]
+        start = max(passed, default=record.position)
+        while record.captures and record.captures[-1].position >= start:
+            capture = record.captures.pop()
+            if capture.source is not None and capture.leaf.grad is not None:
+                torch.autograd.backward([capture.source], [capture.leaf.grad], retain_graph=True)
 
     # -- between forward and backward, in the scheduler ---------------------------------------
 
@@ -570,6 +637,7 @@ class Microbatch:
     def _forget(self, record: _Record | Meeting | None) -> None:
         if not isinstance(record, _Record):
             return
+        record.captures.clear()
         record.meetings.clear()  # they refer to the record, and its memory is to go now
         if self._arena is not None:
             for away in record.away:
@@ -578,25 +646,41 @@ class Microbatch:
     def _through_body(self, record: _Record) -> bool:
         """Run the backward of a visit's body; return whether its outputs had gradients."""
         gradients = [(i, leaf.grad) for i, leaf in record.output_leaves if leaf.grad is not None]
+        captured = any(capture.leaf.grad is not None for capture in record.captures)
         # a layer of synchronised normalisation has gradients of other microbatches' losses
-        if not gradients and not record.meetings:
+        if not gradients and not record.meetings and not captured:
             return False
         with self._replayed_buffers(record):
             outputs = record.outputs if record.outputs is not None else self._compute_again(record)
             reached = [(outputs[i], gradient) for i, gradient in gradients]
+            if record.outputs is None:
+                reached += self._captured_again(record)
             reached = [(output, gradient) for output, gradient in reached if output.requires_grad]
             if reached:
                 torch.autograd.backward(
                     [output for output, _ in reached],
                     [gradient for _, gradient in reached],
-                    # code before a meeting may share nodes with the code behind it
-                    retain_graph=bool(record.meetings)
+                    # code before a cut in the unit may share nodes with the code behind it
+                    retain_graph=bool(record.meetings or record.captures)
                     or (self._retains and record.outputs is not None),
                 )
+            if record.outputs is not None:
+                self._through_captures(record)
         if self._outside is not None:
             for _, leaf in record.output_leaves:
                 leaf.grad = None
         return True
+
+    def _captured_again(self, record: _Record) -> list[tuple[Tensor, Tensor]]:
+        """Return the captured tensors of a unit that was computed again, and their gradients."""
+        seen, self._seen_again = self._seen_again, []
+        if len(seen) != len(record.captures):
+            raise UnitUseError(
+                "A hook in a unit saw other tensors when the unit was computed again for the"
+                " backward. Register it before the step, or use CephaloStrategy(recompute=False)."
+            )
+        pairs = [(value, each.leaf.grad) for value, each in zip(seen, record.captures, strict=True)]
+        return [(value, gradient) for value, gradient in pairs if gradient is not None]
 
     @contextmanager
     def _replayed_buffers(self, record: _Record) -> Iterator[None]:
@@ -621,7 +705,7 @@ class Microbatch:
             stored: AbstractContextManager[None] = nullcontext()
             if self._state is not None and record.stored is not None:
                 stored = self._state.replayed(record.stored)
-            self._again = iter(record.meetings)
+            self._again, self._seen_again = iter(record.meetings), []
             with record.random.replayed(), torch.enable_grad(), stored:
                 return flatten_result(record.body(*args, **kwargs))[0]
         finally:

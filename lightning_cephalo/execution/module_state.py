@@ -14,8 +14,9 @@ samples of this rank, joined along the dimension that follows the number of samp
     step 2   microbatch 0 finds its [2, 3, 8],             microbatch 1 its [2, 2, 8]
 
 Scalars are averaged over the samples; any other value is the last microbatch's. Values that are
-changed in place (lists that grow, counters, metrics) are shared by all microbatches. Buffers belong
-to the whole model: ``execution/module_buffers.py``, except for those whose shape changes.
+changed in place (lists that grow, counters, metrics) are shared by all microbatches, unless the
+step has made them: ``self.taken = []``. Buffers belong to the whole model:
+``execution/module_buffers.py``, except for those whose shape changes.
 """
 
 from __future__ import annotations
@@ -172,7 +173,9 @@ class ModuleState:
             return False
         for name, value in names.items():
             first = before.values.get(name, _MISSING)
-            if value is first or (id(names), name) in self._known or not _holds_tensors(value):
+            if value is first or (id(names), name) in self._known:
+                continue
+            if not _holds_tensors(value) and not _is_empty(value):
                 continue
             self._learn(names, name, first)
             found = True
@@ -253,6 +256,11 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, dict):
         return bool(value) and _holds_tensors(next(iter(value.values())))
     return isinstance(value, list | tuple | deque) and bool(value) and _holds_tensors(value[0])
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value is an empty container, which may be filled later in the step."""
+    return isinstance(value, list | dict | deque) and not value
 
 
 def _is_plain(value: Any) -> bool:

@@ -58,6 +58,7 @@ class UnitHooks:
         self.norms = SynchronisedNorms(units[ROOT].module, lambda: self._running)
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[_UnitForward] = []
+        self._watched: set[int] = set()
 
     def install(self) -> None:
         """Replace the units' forwards, and gather the root unit before its modules are called."""
@@ -67,6 +68,7 @@ class UnitHooks:
         root = self._units[ROOT]
         # the top module too, so that one call of it outside of a step gathers the root once
         modules = {id(module): module for module in [root.module, *root.owning_modules()]}
+        self._watched = set(modules)  # our own hooks take nothing
         for module in modules.values():
             self._hooks.append(module.register_forward_pre_hook(self._before_root))
             self._hooks.append(module.register_forward_hook(self._after_root, always_call=True))
@@ -77,7 +79,7 @@ class UnitHooks:
             forward.remove()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._forwards = [], []
+        self._hooks, self._forwards, self._watched = [], [], set()
         self.norms.uninstall()
 
     @property
@@ -98,6 +100,22 @@ class UnitHooks:
                 del hooks[key]
                 if flags is not None:
                     flags.pop(key, None)
+
+    def _watch(self, modules: Sequence[nn.Module]) -> None:
+        """See the outputs of modules in a unit before hooks, which may take them out of it."""
+        for module in modules:
+            if module._forward_hooks and id(module) not in self._watched:
+                self._watched.add(id(module))
+                self._hooks.append(module.register_forward_hook(self._captured, prepend=True))
+
+    def _captured(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
+        if self._running is not None:
+            return self._running.capture(output)
+        if self.norms.replaying is not None:
+            self.norms.replaying.capture_again(output)
+        return None
 
     @property
     def compiled_units(self) -> list[str]:
@@ -196,6 +214,7 @@ class UnitHooks:
                 " checkpointing off in the model."
             )
         if self._running is not None:
+            self._watch(self._forwards[index - 1].inner)
             with self._running.outside():
                 return self._running.visit(index, unit.trainable, body, buffers, args, kwargs)
         return self._outside(unit, body, args, kwargs)
@@ -224,12 +243,16 @@ class _UnitForward:
     Args:
         module: The unit's module.
         enter: Called with the real forward, the unit's buffers and the arguments.
+
+    Attributes:
+        inner: The modules in the unit.
     """
 
     def __init__(self, module: nn.Module, enter: _Enter) -> None:
         self._module = module
         self._enter = enter
         self._buffers = ChangingBuffers(module)
+        self.inner = [*module.modules()][1:]
         # modules wrapped by torch.compile also have a forward on the instance
         self._replaced = module.__dict__.get("forward")
         # `module.compile()` would trace into the scheduler: the cut must be outside of it
