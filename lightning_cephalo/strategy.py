@@ -381,6 +381,7 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         supported.refuse_shards(self._module)
+        supported.refuse_searching(self._module.trainer.callbacks)  # type: ignore[attr-defined]
         self._ending.begin(self._module.trainer)
         super().setup_environment()
         launch.limit_threads(self._start_method, self.num_processes)
@@ -476,6 +477,7 @@ class CephaloStrategy(ParallelStrategy):
         if self._options.verbose and self.is_global_zero:
             model, details = session.unit_sizes(), self._options.details
             report.show(report.plan_table(plan, model=model, notes=notes, details=details))
+        supported.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
         session.apply(plan, memory)
         control.together(
             "looking for batch normalisation",

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.averaged_weights import averaging_callbacks, lightnings_classes
 from lightning_cephalo.adapters.batch_norm import batch_norms, refuse_synchronised
 from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.plan import Plan
 from lightning_cephalo.sharding.placement import Rows
 
 if TYPE_CHECKING:
@@ -21,10 +23,46 @@ if TYPE_CHECKING:
 
     from lightning_cephalo.execution.sharded_model import ShardedModel
 
-_CALLBACKS = {
-    "ModelPruning": "it masks full weights, and each rank holds a part",
-    "BatchSizeFinder": "the batch of each rank is planned, not searched",
-}
+_BATCH_SIZE_FINDER = (
+    "The callback BatchSizeFinder (also Tuner.scale_batch_size) does not work under"
+    " strategy='cephalo': it trains with ever larger batches until one does not fit, and every"
+    " global batch needs a plan of its own, which is measured before training. Remove it from"
+    " Trainer(callbacks=...) and choose the global batch: the plan's table predicts each rank's"
+    " memory, and a batch that does not fit is refused before training, with changes that make it"
+    " fit. Trainer(max_steps=0) plans without training."
+)
+_MODEL_PRUNING = (
+    "The callback ModelPruning does not work under strategy='cephalo': in mid-training it replaces"
+    " parameters by others and by masks, and shards and optimizers belong to those of the start."
+    " Remove it from Trainer(callbacks=...). Prune before fit() with torch.nn.utils.prune, or keep"
+    " masks of your own and apply them in on_train_batch_end():"
+    " `with lightning_cephalo.writable_parameters(self.layer): self.layer.weight.data.mul_(mask)`."
+)
+
+
+def refuse_searching(callbacks: Sequence[Any]) -> None:
+    """Raise for callbacks that Lightning's own error would not explain; before their ``setup``.
+
+    Raises:
+        UnsupportedError: The message names the callback, the reason and the way out.
+    """
+    if any("BatchSizeFinder" in lightnings_classes(callback) for callback in callbacks):
+        raise UnsupportedError(_BATCH_SIZE_FINDER)
+
+
+def warn_of_throughput(callbacks: Sequence[Any], plan: Plan) -> None:
+    """Warn if Lightning's callback would count rank 0's samples as those of every rank."""
+    found = any("ThroughputMonitor" in lightnings_classes(callback) for callback in callbacks)
+    own, ranks = plan.ranks[0].batch_size, plan.world_size
+    if found and own * ranks != plan.global_batch_size:
+        rank_zero_warn(
+            "ThroughputMonitor multiplies what rank 0 counts by the number of ranks: it would"
+            f" report {own * ranks} samples a step in place of {plan.global_batch_size}. Count the"
+            " mean of the ranks in training: ThroughputMonitor(batch_size_fn=lambda batch:"
+            f" {plan.global_batch_size} / {ranks} if trainer.training else len(batch)), and"
+            " length_fn and flops_per_batch likewise.",
+            category=UserWarning,
+        )
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
@@ -45,11 +83,8 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
         )
     refuse_synchronised(module, is_manual=not module.automatic_optimization)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for name in lightnings_classes(callback) & _CALLBACKS.keys():
-            raise UnsupportedError(
-                f"The callback {type(callback).__name__} does not work under"
-                f" strategy='cephalo': {_CALLBACKS[name]}. Remove it from Trainer(callbacks=...)."
-            )
+        if "ModelPruning" in lightnings_classes(callback):
+            raise UnsupportedError(_MODEL_PRUNING)
     _refuse_averaged_statistics(trainer, module)
 
 

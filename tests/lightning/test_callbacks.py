@@ -19,6 +19,7 @@ from common import (
 )
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
@@ -215,6 +216,7 @@ REFUSED = {
     "StochasticWeightAveraging": lambda: StochasticWeightAveraging(swa_lrs=1e-2),
     "EMAWeightAveraging": lambda: EMAWeightAveraging(),
     "ModelPruning": lambda: ModelPruning("l1_unstructured", amount=0.5),
+    "BatchSizeFinder": lambda: BatchSizeFinder(),
 }
 
 
