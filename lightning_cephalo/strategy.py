@@ -681,7 +681,7 @@ class CephaloStrategy(ParallelStrategy):
         self._measured_memory = session.measured_memory()
         if verbose and self.is_global_zero:
             session.report(self.measured_step_s, self._measured_memory)
-        self._watch.end(session.plan, verbose)
+        self._watch.end(session.plan, verbose, is_given=self._options.plan is not None)
 
     # -- evaluation ---------------------------------------------------------------------------
 

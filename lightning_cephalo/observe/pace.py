@@ -20,6 +20,7 @@ _FEWEST_STEPS = 8
 _FACTOR, _SHARE_OF_STEP = 1.5, 0.1
 _RANKS_IN_FULL = 24
 _AGAIN = "the plan was made for another speed. Start again to measure and plan anew."
+_GIVEN = "the given plan was made for another speed. Leave plan= out, to measure and plan anew."
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,14 @@ def busy_table(ranks: Sequence[MeasuredRank]) -> Table:
     return table
 
 
-def remarks(ranks: Sequence[MeasuredRank]) -> list[str]:
-    """Return sentences on ranks whose speed differs from the plan's; none if all is well."""
+def remarks(ranks: Sequence[MeasuredRank], *, is_given: bool = False) -> list[str]:
+    """Return sentences on ranks whose speed differs from the plan's; none if all is well.
+
+    Args:
+        ranks: What was measured, in rank order.
+        is_given: Whether the user gave the plan, so that another start follows it again.
+    """
+    advice = _GIVEN if is_given else _AGAIN
     drifts = {rank.rank: rank.drift for rank in ranks if rank.drift is not None}
     working = {rank.rank for rank in ranks if rank.busy_s > _SHARE_OF_STEP * rank.step_s}
     factors = [drift.factor for drift in drifts.values()]
@@ -156,7 +163,7 @@ def remarks(ranks: Sequence[MeasuredRank]) -> list[str]:
         if rank.drift is not None:
             found.append(
                 f"Rank {_named(rank)} became {rank.drift.factor:.1f} times slower from about step"
-                f" {rank.drift.step}: {_AGAIN}"
+                f" {rank.drift.step}: {advice}"
             )
     # a slowdown of all ranks alike leaves the shares of the plan right
     over = {rank.rank: rank.over_prediction for rank in ranks}
@@ -173,7 +180,7 @@ def remarks(ranks: Sequence[MeasuredRank]) -> list[str]:
             and (excess_s > _SHARE_OF_STEP * rank.step_s)
         ):
             found.append(
-                f"Rank {_named(rank)} was {factor:.1f} times slower than predicted: {_AGAIN}"
+                f"Rank {_named(rank)} was {factor:.1f} times slower than predicted: {advice}"
             )
     return found
 

@@ -158,12 +158,13 @@ class Watch:
             self._waiting_s.append(share.waiting_s)
         return bool(shares)
 
-    def end(self, plan: Plan | None, verbose: bool) -> None:
+    def end(self, plan: Plan | None, verbose: bool, is_given: bool = False) -> None:
         """Share the measurements with all ranks, and write the trace; collective.
 
         Args:
             plan: The plan that training followed.
             verbose: Whether rank 0 prints the figures.
+            is_given: Whether the user gave the plan.
         """
         model, control = self._model, self._model.control
         model.accelerator.synchronize()  # so that all steps can be read
@@ -173,7 +174,7 @@ class Watch:
         self.ranks = tuple(rank for rank in told if rank is not None)
         if verbose and control.rank == 0 and len(self.ranks) == control.world_size:
             report.show(busy_table(self.ranks))
-            for remark in remarks(self.ranks):
+            for remark in remarks(self.ranks, is_given=is_given):
                 report.show(remark)
         if self._recorder is not None:
             self._write(self._recorder, control, name)

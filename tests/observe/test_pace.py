@@ -78,6 +78,13 @@ def test_a_rank_that_was_slower_from_the_beginning_is_named():
     ]
 
 
+def test_who_gave_the_plan_is_not_told_to_start_again():
+    slow = [replace(RANK, rank=0), replace(RANK, busy_s=0.9)]
+    (measured,), (given,) = remarks(slow), remarks(slow, is_given=True)
+    assert measured.endswith("Start again to measure and plan anew.")
+    assert given.endswith("Leave plan= out, to measure and plan anew.")
+
+
 @pytest.mark.parametrize(
     "ranks",
     [
