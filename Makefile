@@ -4,7 +4,7 @@ INSTALLED := .venv/.installed
 UNIT := tests/common tests/plan tests/accelerator tests/sharding tests/data tests/adapters tests/execution tests/observe \
 	tests/preparation tests/offline tests/test_floors.py tests/test_documents.py
 
-.PHONY: train test unit lint format figures performance gpu-check
+.PHONY: train test unit lint format figures performance gpu-check floor
 
 train: $(INSTALLED)
 	$(BIN)/python examples/train.py
@@ -52,6 +52,10 @@ performance: $(INSTALLED)
 # what only hardware can show; one GPU is enough, two are better
 gpu-check: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_check.py
+
+# the oldest versions that pyproject.toml promises, and the newest; needs python3.10 and python3.13
+floor: $(INSTALLED)
+	$(BIN)/python benchmarks/versions.py
 
 # torch goes first and alone: resolved together with its dependants, pip may prefer a newer CUDA build.
 $(INSTALLED): pyproject.toml constraints.txt
