@@ -871,7 +871,7 @@ class CephaloStrategy(ParallelStrategy):
         kept = self._recovering.of_file(checkpoint_path)
         if kept is not None:
             return kept
-        # Lightning 2.5 has no such argument
+        # plugins written for Lightning 2.5 have no such argument
         given = {} if weights_only is None else {"weights_only": weights_only}
         read = partial(super().load_checkpoint, checkpoint_path, **given)
         if self._ranks is None:

@@ -547,7 +547,11 @@ def test_gathering_in_validation_works_where_every_rank_has_samples(tmp_path: Pa
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 def test_gradient_checkpointing_inside_the_units_of_a_hugging_face_model(tmp_path: Path) -> None:
     """Newer versions of transformers checkpoint inside a block's forward: that is harmless."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
     from zoo import build
+
+    if "__call__" in vars(GradientCheckpointingLayer):
+        pytest.skip("this version of transformers checkpoints around a block, which is refused")
 
     class Llama(Recorder):
         def __init__(self, folder: Path, checkpointing: bool) -> None:

@@ -69,9 +69,12 @@ LOGGERS = {
 
 
 @pytest.mark.parametrize("package", LOGGERS)
-def test_a_logger_of_another_package_gets_what_it_gets_on_one_device(package, tmp_path):
+def test_a_logger_of_another_package_gets_what_it_gets_on_one_device(
+    package, tmp_path, monkeypatch
+):
     if find_spec(package) is None:
         pytest.skip(f"needs the package: pip install {package}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     make, read = LOGGERS[package]
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
