@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from lightning_cephalo.common.errors import UnitUseError
@@ -30,17 +31,35 @@ class _OutOfUnit(torch.autograd.Function):
     """Makes the glue's stand-in for an output's leaf, which ``x += y`` may change in place."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, owner: _Owner) -> Tensor:
+        ctx.owner = owner
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.owner.refuse(gradient)
+        return gradient, None
 
 
 # nodes where the glue's graph ends: parameters and other leaves, and outputs of units
 _OUTPUT = "_OutOfUnitBackward"
 _ENDS = ("AccumulateGrad", _OUTPUT)
+
+
+@dataclass(eq=False)
+class _Owner:
+    """The microbatch that leaves belong to.
+
+    Attributes:
+        runs: Whether its user's code is running, and not a backward of this package.
+    """
+
+    runs: bool = False
+
+    def refuse(self, gradient: Tensor) -> None:
+        """Raise for a gradient that lacks the part through a unit."""
+        if self.runs:
+            raise gradient_through_units()
 
 
 @dataclass
@@ -104,7 +123,9 @@ class Boundaries:
         self._entered: dict[int, list[_Cut]] = {}
         self._needed_until: dict[int, list[Tensor]] = {}
         self._shown: list[_Cut] = []
-        self._owner = object()
+        self._owner = _Owner()
+        self._handles: list[RemovableHandle] = []
+        self._watched: set[int] = set()
 
     def leaf_of(self, value: Any, position: int, *, is_inside: bool = False) -> Any:
         """Return the leaf of a unit's argument at this position in the order of visits.
@@ -122,22 +143,34 @@ class Boundaries:
         if cut is None or cut.source() is not value or cut.node is not value.grad_fn:
             if not is_inside:
                 self.refuse_leaks(value)
+                self._watch_before(value)
             cut = _Cut(TensorWeakRef(value), value.grad_fn, _new_leaf(value))
             self._cuts[id(value)] = cut
             edge = get_gradient_edge(value)
             self._glue.setdefault(position, []).append(_Glue(edge, cut.leaf))
         if not cut.is_used:
             cut.is_used = True
+            self._handles.append(value.register_hook(self._owner.refuse))
             self._entered.setdefault(position, []).append(cut)
             self._needed_until.setdefault(position, []).append(cut.leaf)
         return cut.leaf
+
+    def _watch_before(self, value: Tensor) -> None:
+        """Refuse gradients of the user's code at what a unit's argument was computed from."""
+        if self._inside is None:
+            return
+        for node in _nodes([value.grad_fn]):
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in self._watched:
+                self._watched.add(id(variable))
+                self._handles.append(variable.register_hook(self._owner.refuse))
 
     def show(self, output: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Cut an output of a unit; return its leaf and the glue's stand-in for it."""
         leaf = _new_leaf(output)
         leaf._visit = position  # type: ignore[attr-defined]
         leaf._owner = self._owner  # type: ignore[attr-defined]
-        shown = _OutOfUnit.apply(leaf)
+        shown = _OutOfUnit.apply(leaf, self._owner)
         cut = _Cut(TensorWeakRef(shown), shown.grad_fn, leaf)
         self._cuts[id(shown)] = cut
         self._shown.append(cut)
@@ -166,6 +199,22 @@ class Boundaries:
         """Drop the cuts: from now on leaves live as long as the backward needs them."""
         self._cuts.clear()
         self._entered.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @contextmanager
+    def refusing_gradients(self, refuses: bool = True) -> Iterator[None]:
+        """Refuse gradients through units in a ``with`` block, which runs the user's code.
+
+        Args:
+            refuses: False: allow them again in a block within that block.
+        """
+        before, self._owner.runs = self._owner.runs, refuses
+        try:
+            yield
+        finally:
+            self._owner.runs = before
 
     def refuse_leaks(self, tensor: Tensor) -> None:
         """Raise UnitUseError if a tensor left a unit other than as the unit's output."""
@@ -266,6 +315,16 @@ class Boundaries:
                 return found
             nodes = _nodes(glue, found.nodes)
             found.nodes.update(nodes)
+
+
+def gradient_through_units() -> UnitUseError:
+    """Return the error for code that computes gradients through units itself."""
+    return UnitUseError(
+        "training_step computes a gradient through a unit itself (torch.autograd.grad for a"
+        " gradient penalty, or a backward). Graphs are cut at units, so that a part of it would be"
+        " missing. Leave that network out of the units: CephaloStrategy(unit_types=[...]) with the"
+        " blocks of other networks, or unit_names=[] if there is no other."
+    )
 
 
 def passed_before() -> UnitUseError:

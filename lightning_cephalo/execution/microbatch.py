@@ -178,7 +178,7 @@ class Microbatch:
         self._device_types = accelerator.autocast_types
         self._recompute = recompute
         ask = refuse_manual if outside is not None else self._ask if meets else None
-        self._greenlet = StepGreenlet(step, ask)
+        self._greenlet = StepGreenlet(step, ask, self._own_gradients)
         self.asked: Question | None = None
         self._answer: Answer | None = None
         self._meets = meets and outside is None
@@ -201,7 +201,9 @@ class Microbatch:
         """Run the step until it parks at a unit or returns."""
         before = ThreadState.capture(self._device_types)
         try:
-            switched = self._greenlet.switch()
+            # with several backwards, manual_step.py refuses gradients through units
+            with self._boundaries.refusing_gradients(self._outside is None):
+                switched = self._greenlet.switch()
         finally:
             before.restore()
         if self._greenlet.dead:
@@ -261,6 +263,9 @@ class Microbatch:
         answer, self._answer = self._answer, None
         assert answer is not None
         return answer
+
+    def _own_gradients(self) -> AbstractContextManager[None]:
+        return self._boundaries.refusing_gradients(False)
 
     def answer(self, answer: Answer) -> None:
         """Give the step the rows of the whole batch; it goes on when it is next advanced."""

@@ -18,6 +18,7 @@ of its second forward: the graphs of all microbatches are there anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,14 +71,21 @@ class StepGreenlet(greenlet.greenlet):
     Args:
         step: The user's step.
         ask: Parks until the rows of all ranks are there; None: there are no others.
+        own_gradients: Returns a context in which this package computes gradients.
 
     Attributes:
         was_asked: Whether the step has called :func:`loss_over_batch`.
     """
 
-    def __init__(self, step: Callable[[], Any], ask: Callable[[Question], Answer] | None) -> None:
+    def __init__(
+        self,
+        step: Callable[[], Any],
+        ask: Callable[[Question], Answer] | None,
+        own_gradients: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         super().__init__(step)
         self._ask = ask
+        self._own_gradients = own_gradients
         self.was_asked = False
 
     def loss_over_batch(self, function: Callable[..., Tensor], tensors: tuple[Any, ...]) -> Tensor:
@@ -85,7 +93,8 @@ class StepGreenlet(greenlet.greenlet):
         if self._ask is None:
             return function(*tensors)
         answer = self._ask(Question(tensors))
-        answer.share.compute(function)
+        with self._own_gradients():
+            answer.share.compute(function)
         return answer.loss_of(tensors)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.boundaries import gradient_through_units
 from lightning_cephalo.sharding.unit import Unit
 from lightning_cephalo.sharding.write_guard import REMEDY, spelled
 
@@ -70,7 +71,9 @@ class UserWrites:
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Return the error to raise for code that combines sharded and other tensors."""
+    """Return the error to raise for code that needs what is in units, or in other ranks' rows."""
+    if "appears to not have been used in the graph" in str(error):
+        return gradient_through_units()
     if "got mixed torch.Tensor and DTensor" not in str(error):
         return error
     return UnitUseError(
