@@ -97,7 +97,7 @@ def train(folder: Path, steps: int, way: str) -> None:
     strategy: Any = (
         "ddp"
         if is_ddp
-        else CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False)
+        else CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, recover=True, verbose=False)
     )
     callbacks: list[Any] = [Tells()]
     if is_ddp:

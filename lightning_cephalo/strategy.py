@@ -136,7 +136,8 @@ class CephaloStrategy(ParallelStrategy):
         remeasure: Measure even if an earlier start of the same job on the same devices has.
         recover: Keep the state of training in the hosts' memory after each step, and go on from
             there when an agent has restarted the ranks. "auto": where an agent may restart them,
-            and there is room. A :class:`~lightning_cephalo.Recovery` says how.
+            and there is room, after so many steps that it takes a fiftieth of the time. A
+            :class:`~lightning_cephalo.Recovery` says how.
         verbose: Whether rank 0 prints the plan before and the prediction after training. 2 also
             prints how the plan was solved, and how far from the optimum it may be.
         trace: Where to write a timeline of the fifth step of every rank, up to 64: JSON for
@@ -584,9 +585,9 @@ class CephaloStrategy(ParallelStrategy):
                 scale_loss = precision.loss_scaler(self.precision_plugin)
                 outcome = session.model.executor.forward(calls, scale_loss, note, failure)
         self._ending.termination.learn([row[-1] for row in outcome.notes])
-        self._recovering.learn([row[-2] for row in outcome.notes])
+        self._recovering.learn([row[-3:-1] for row in outcome.notes])
         if self._replanning is not None:
-            self._replanning.learn([row[-4:-2] for row in outcome.notes])
+            self._replanning.learn([row[-5:-3] for row in outcome.notes])
         session.memory.after_forward()
         with self.precision_plugin.forward_context():
             if session.manual is not None:
@@ -606,7 +607,7 @@ class CephaloStrategy(ParallelStrategy):
     def _note(self, log: StepLog) -> tuple[float, ...]:
         """Return the numbers that every rank sends with the exchange of a training step."""
         pace = () if self._replanning is None else self._replanning.note()
-        return (*log.note(), *pace, self._recovering.note(), self._ending.termination.note())
+        return (*log.note(), *pace, *self._recovering.note(), self._ending.termination.note())
 
     @override
     def backward(

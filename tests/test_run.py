@@ -26,12 +26,12 @@ SCRIPT = f"""
 import json, os, sys
 sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT / "examples")!r}]
 from test_run import trained
-trained(sys.argv[1])
+trained(sys.argv[1], recover=True)
 raise SystemExit(0)
 """
 
 
-def trained(folder):
+def trained(folder, recover):
     """Train the example, and tell every step, and the process of every rank."""
     import spot
     from lightning.pytorch import Callback
@@ -43,7 +43,7 @@ def trained(folder):
                 file.write(json.dumps(told) + "\n")
 
     plan = plan_of(((24, 24), 0.6), ((16,), 0.4))
-    strategy = CephaloStrategy(plan=plan, global_batch_size=64, verbose=False)
+    strategy = CephaloStrategy(plan=plan, global_batch_size=64, recover=recover, verbose=False)
     options = {"strategy": strategy, "max_epochs": STEPS // 4, "callbacks": [Tells()]}
     spot.main(samples=256, **{**QUIET, "devices": 2, **options})
 
@@ -57,7 +57,7 @@ def _told(path):
 @pytest.mark.skipif(not MEMORY.is_dir(), reason="steps are kept in /dev/shm")
 def test_a_killed_rank_is_started_again_and_every_loss_is_as_without(tmp_path):
     (tmp_path / "whole").mkdir()
-    in_ranks(2, trained, tmp_path / "whole")
+    in_ranks(2, trained, tmp_path / "whole", False)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

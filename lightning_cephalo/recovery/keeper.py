@@ -12,6 +12,7 @@ file does so; tests/lightning/test_recovery.py fails when they change.
 from __future__ import annotations
 
 import random
+import time
 import warnings
 from collections.abc import Sequence
 from enum import Enum
@@ -29,7 +30,7 @@ from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.lookup import Inventory
-from lightning_cephalo.recovery.options import Recovery
+from lightning_cephalo.recovery.options import Recovery, fitting_every
 from lightning_cephalo.recovery.pieces import taken_apart
 from lightning_cephalo.recovery.store import Piece, Store
 
@@ -128,6 +129,9 @@ class Keeper:
         self._has_old = bool(store.ranks())
         self._is_off = False
         self._updates = 0
+        # how far apart this rank wants kept steps, and all ranks agree to keep them
+        self._wanted = self._every = float(recovery.every or 1)
+        self._since_s = time.monotonic()
         # batches of the step that was kept last
         self._batches = -1
 
@@ -164,13 +168,18 @@ class Keeper:
         for loop in (self._loop, self._trainer.fit_loop):
             vars(loop).pop("on_advance_end", None)
 
-    def note(self) -> float:
-        """Return what the exchange of a step carries to all ranks: the newest step of this one."""
-        return -1.0 if self._newest is None else float(self._newest.serial)
+    def note(self) -> tuple[float, float]:
+        """Return what the exchange of a step carries to all ranks.
 
-    def learn(self, notes: Sequence[float]) -> None:
+        These are the newest step of this rank, and how far apart it wants kept steps.
+        """
+        return -1.0 if self._newest is None else float(self._newest.serial), self._wanted
+
+    def learn(self, notes: Sequence[Sequence[float]]) -> None:
         """Read the notes of all ranks."""
-        before, self._agreed = self._agreed, min(notes)
+        before = self._agreed
+        self._agreed = min(newest for newest, _ in notes)
+        self._every = max(wanted for _, wanted in notes)
         is_new = self._newest is not None and self._newest.attempt == self._attempt
         if self._has_old and is_new and self._agreed > before >= -1.0:
             self._has_old = False
@@ -199,7 +208,7 @@ class Keeper:
         if loop.batch_progress.total.processed == self._batches:
             return  # kept behind its validation, which is not repeated then
         self._updates += 1
-        if self._updates >= self._recovery.every:
+        if self._updates >= self._every:
             self._keep(Kind.INSIDE)
 
     def after_validation(self) -> None:
@@ -219,7 +228,7 @@ class Keeper:
         self._keep_epoch()
 
     def _keep_epoch(self) -> None:
-        self.learn(self._control.gather(self.note()))  # no step lies between two kept ones
+        self.learn(self._control.gather(list(self.note())))  # no step lies between two kept ones
         self._keep(Kind.BETWEEN)
 
     # -- keeping ----------------------------------------------------------------------------------
@@ -227,9 +236,11 @@ class Keeper:
     def _keep(self, kind: Kind) -> None:
         if self._is_off or (self._newest is not None and self._agreed < self._newest.serial):
             return  # a rank has failed to keep a step: the last that all have stays
+        begin_s, updates = time.monotonic(), self._updates
         meta, tensors = taken_apart(self._snapshot(kind), self._control.rank)
         try:
             self._write(meta, tensors)
+            self._learn_cost(begin_s, updates)
         except OSError as error:
             self._is_off = True
             warnings.warn(
@@ -238,6 +249,13 @@ class Keeper:
                 " those kept. Make room there, or give recover=Recovery(folder=...).",
                 stacklevel=2,
             )
+
+    def _learn_cost(self, begin_s: float, updates: int) -> None:
+        """Compare the time that keeping has taken with that of the updates before it."""
+        since_s, self._since_s = self._since_s, time.monotonic()
+        if self._recovery.every is None and updates:
+            update_s = (begin_s - since_s) / updates
+            self._wanted = float(fitting_every(self._since_s - begin_s, update_s))
 
     def _write(self, meta: bytes, tensors: list[Tensor]) -> None:
         serial = 0 if self._newest is None else self._newest.serial + 1

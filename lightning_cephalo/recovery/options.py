@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from lightning_cephalo.recovery.store import Agent, job_named
 
 AGENT = "LIGHTNING_CEPHALO_AGENT"
 """Environment variable with the process number of the agent, if it is not the ranks' parent."""
+SHARE = 0.02
+"""Part of the time that keeping steps takes, where the user does not say how often."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Recovery:
         CephaloStrategy(recover=Recovery(every=10, folder="/local/disk"))
 
     Args:
-        every: Updates from one kept step to the next. A restart repeats as many at most.
+        every: Updates from one kept step to the next. A restart repeats as many at most. None: so
+            many that keeping takes a fiftieth of the time.
         folder: A folder on a local disk, where steps are kept. None: the host's memory,
             ``/dev/shm``.
         job: A name under which the next start of the script finds the steps, whoever starts it.
@@ -33,12 +37,13 @@ class Recovery:
         RecoveryError: If ``every`` is less than 1, or the name is empty.
     """
 
-    every: int = 1
+    every: int | None = 1
     folder: str | os.PathLike[str] | None = None
     job: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        is_number = isinstance(self.every, int) and not isinstance(self.every, bool)
+        if self.every is not None and (not is_number or self.every < 1):
             raise RecoveryError(f"every: expected 1 update or more, but got {self.every!r}.")
         if self.job == "":
             raise RecoveryError("job: expected a name or None, but got an empty text.")
@@ -73,7 +78,7 @@ class Wish:
         if isinstance(value, bool):
             return cls(Recovery() if value else None)
         if value == "auto":
-            return cls(Recovery(), is_automatic=True)
+            return cls(Recovery(every=None), is_automatic=True)
         raise RecoveryError(
             f"recover: expected True, False, 'auto' or a Recovery, but got {value!r}."
         )
@@ -97,6 +102,16 @@ class Wish:
             " lightning_cephalo.run`, or with torchrun and --max-restarts; or name the job, so that"
             " a start by hand finds its steps: CephaloStrategy(recover=Recovery(job=...))."
         )
+
+
+def fitting_every(keeping_s: float, update_s: float) -> int:
+    """Return how many updates lie between two kept steps, if keeping is to take a fiftieth.
+
+    Args:
+        keeping_s: Seconds that keeping a step takes.
+        update_s: Seconds from one update to the next, without keeping.
+    """
+    return max(1, math.ceil(keeping_s / (SHARE * max(update_s, 1e-6))))
 
 
 def attempt() -> int:

@@ -325,11 +325,11 @@ class Recovering:
                 )
         self._found = None  # its memory is not needed any more
 
-    def note(self) -> float:
+    def note(self) -> tuple[float, float]:
         """Return what the exchange of a step carries to all ranks."""
-        return -1.0 if self._keeper is None else self._keeper.note()
+        return (-1.0, 1.0) if self._keeper is None else self._keeper.note()
 
-    def learn(self, notes: Sequence[float]) -> None:
+    def learn(self, notes: Sequence[Sequence[float]]) -> None:
         """Read the notes of all ranks."""
         if self._keeper is not None:
             self._keeper.learn(notes)

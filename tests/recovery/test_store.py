@@ -12,7 +12,7 @@ import torch
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.recovery import store as module
 from lightning_cephalo.recovery.lookup import Inventory
-from lightning_cephalo.recovery.options import AGENT, Recovery, Wish
+from lightning_cephalo.recovery.options import AGENT, Recovery, Wish, fitting_every
 from lightning_cephalo.recovery.store import Agent, Piece, Slot, Store
 
 TENSORS = [torch.arange(7, dtype=torch.float64), torch.tensor(True), torch.empty(0, 3)]
@@ -180,6 +180,17 @@ def test_the_job_is_the_agent_or_the_users_name(monkeypatch):
     assert Wish.parse("auto").job() == Agent.of(os.getppid()).name
     monkeypatch.setenv(AGENT, str(os.getpid()))
     assert Wish.parse(True).job() == Agent.of(os.getpid()).name
+
+
+@pytest.mark.parametrize(
+    ("keeping_s", "update_s", "every"),
+    [(0.001, 1.0, 1), (0.02, 1.0, 1), (0.1, 1.0, 5), (2.0, 0.5, 200)],
+)
+def test_keeping_takes_a_fiftieth_of_the_time_unless_the_user_says_how_often(
+    keeping_s, update_s, every
+):
+    assert fitting_every(keeping_s, update_s) == every
+    assert Wish.parse("auto").recovery.every is None and Wish.parse(True).recovery.every == 1
 
 
 @pytest.mark.parametrize(
