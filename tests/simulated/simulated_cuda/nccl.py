@@ -392,6 +392,38 @@ class SimulatedNccl(dist.ProcessGroup):
         detail = f"{op} of {counts} elements"
         return self._run(Collective("reduce_scatter", parts, [output], detail, execute), opts)
 
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> SimulatedWork:
+        opts = opts or distributed_c10d.AllToAllOptions()
+        even = [len(tensor) // self._size] * self._size
+        sends, receives = list(input_splits) or even, list(output_splits) or even
+        for name, splits, whole in (("input", sends, tensor), ("output", receives, output)):
+            _check(
+                len(splits) == self._size and sum(splits) == len(whole),
+                f"all_to_all_single: the {name} has {len(whole)} rows, its splits are {splits}",
+            )
+
+        def execute(reads: list[Tensor], writes: list[Tensor]) -> None:
+            splits = self._wire.rows(torch.tensor(sends), [self._size] * self._size)
+            rows = self._wire.rows(reads[0], [int(row.sum()) for row in splits])
+            parts = [
+                row.split(split.tolist())[self._rank]
+                for row, split in zip(rows, splits, strict=True)
+            ]
+            counts = [part.numel() for part in parts]
+            _check(counts == receives, f"all_to_all_single: expected {receives}, got {counts}")
+            writes[0].view(-1).copy_(torch.cat(parts))
+
+        detail = "of slices"
+        collective = Collective("all_to_all_single", [tensor], [output], detail, execute)
+        return self._run(collective, opts)
+
     def barrier(self, opts: Any = None) -> SimulatedWork:
         index = index_of(None) if self.device_index is None else self.device_index
         work = self.allreduce([torch.zeros(1, device=torch.device(device_name(), index))])
