@@ -51,6 +51,7 @@ class Trial:
         paces: Every rank's pace.
         present_s: Seconds of a step by the present plan at these paces.
         horizon_steps: Steps for which a gain counts.
+        answer: The solution of the look before, at nearly the same paces; None: solve the problem.
     """
 
     step: int
@@ -58,6 +59,7 @@ class Trial:
     paces: tuple[float, ...]
     present_s: float
     horizon_steps: float
+    answer: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class ReplanPolicy:
         policy = ReplanPolicy(problem, plan)
         policy.observe(step, busy_s_of_ranks)          # every step
         trial = policy.look(step, steps_left)          # a problem to solve, or None
-        change = policy.judge(trial, solve(trial.problem))
+        change = policy.judge(trial, trial.answer or solve(trial.problem))
         policy.follow(step, change)                    # if there is one, once it has taken effect
 
     Args:
@@ -117,6 +119,7 @@ class ReplanPolicy:
         predicted = predict(self._problem, plan).ranks
         self._predicted_s = [units * (r.forward_s + r.backward_s) + r.tail_s for r in predicted]
         self._seen: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_REMEMBERED_STEPS)
+        self._answered: tuple[tuple[float, ...], Plan] | None = None
         self._changed_at = step
         self._next_look = step + hold_steps
         self._looks = 0
@@ -144,13 +147,18 @@ class ReplanPolicy:
         self._next_look = step + LOOK_EVERY_STEPS
         paces = self._present_paces()
         factors = [new / old for new, old in zip(paces, self._paces, strict=True)]
-        if max(factors) < _APART * min(factors):
-            self._looks = 0
+        if not _are_apart(factors):
+            self._looks, self._answered = 0, None
             return None
+        answer = None
+        if self._answered is not None:
+            then, plan = self._answered
+            changed = [max(a / b, b / a) for a, b in zip(paces, then, strict=True)]
+            answer = None if _are_apart([1.0, *changed]) else plan
         problem = at_paces(self._problem, paces)
         lasted = max(_SHORTEST_HORIZON_STEPS, step - self._changed_at)
         present_s = predict(problem, self.plan).step_s
-        return Trial(step, problem, paces, present_s, min(steps_left, lasted))
+        return Trial(step, problem, paces, present_s, min(steps_left, lasted), answer)
 
     def _present_paces(self) -> tuple[float, ...]:
         recent = [busy_s for _, busy_s in self._seen][-WINDOW_STEPS:]
@@ -175,9 +183,9 @@ class ReplanPolicy:
             gained_s = gain_s * trial.horizon_steps
         is_better = plan is not None and gain_s >= _LEAST_GAIN * trial.present_s
         if plan is None or not is_better or gained_s < _GAIN_PER_COST * self._cost_s(trial, plan):
-            self._looks = 0
+            self._looks, self._answered = 0, None
             return None
-        self._looks += 1
+        self._looks, self._answered = self._looks + 1, (trial.paces, plan)
         if self._looks < _LOOKS:
             return None
         return self._change(trial, plan)
@@ -235,6 +243,7 @@ class ReplanPolicy:
         """Keep the present plan, as ranks have refused the new one, and look again much later."""
         self._hold_steps = min(2 * self._hold_steps, LONGEST_HOLD_STEPS)
         self._next_look, self._looks = step + self._hold_steps, 0
+        self._answered = None
 
 
 def at_paces(problem: Problem, paces: Sequence[float]) -> Problem:
@@ -261,6 +270,10 @@ def moved_share(old: Plan, new: Plan) -> float:
         new_start, new_end = new_end, new_end + other.state_fraction
         kept += max(0.0, min(old_end, new_end) - max(old_start, new_start))
     return max(0.0, 1.0 - kept)
+
+
+def _are_apart(factors: Sequence[float]) -> bool:
+    return max(factors) >= _APART * min(factors)
 
 
 def _work_of(plan: Plan) -> list[int]:

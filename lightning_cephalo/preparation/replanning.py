@@ -159,7 +159,9 @@ class Replanning:
             self.close()
             return
         self._trial = policy.look(step, _steps_left(self._trainer))
-        if self._trial is not None:
+        if self._trial is not None and self._trial.answer is not None:
+            self._ready = policy.judge(self._trial, self._trial.answer)
+        elif self._trial is not None:
             try:
                 self._solver = SolverBeside(self._trial.problem)
             except OSError as error:

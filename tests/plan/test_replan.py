@@ -45,7 +45,9 @@ def _run(pace_of, steps=STEPS, answer=solve):
     for step in range(1, steps + 1):
         policy.observe(step, [pace_of(step, rank) * own for rank, own in enumerate(work_s)])
         trial = policy.look(step, steps - step)
-        change = None if trial is None else policy.judge(trial, answer(trial.problem))
+        change = (
+            None if trial is None else policy.judge(trial, trial.answer or answer(trial.problem))
+        )
         if change is not None:
             changes.append(change)
             policy.follow(step, change, trial.paces)
