@@ -129,6 +129,22 @@ class PaddingSeen(pl.Callback):
         self.counted = [counted.gathers, counted.reduces]
 
 
+class ChangesPlan(pl.Callback):
+    """Changes the plan behind the second step."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            trainer.strategy.change_plan(self.plan)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        assert trainer.strategy.plan == self.plan
+
+
 class ArraysSeen(pl.Callback):
     """Whether parameters that a hook moves to the host are whole there, as arrays and tensors."""
 
@@ -182,13 +198,16 @@ def train(
             "accelerators": the kind of each rank's device;
             "scale" of 16-mixed; "compile" with this backend; "resume" from this checkpoint, and
             "save" one; "padding" to look at that of the slices; "arrays" to look at parameters on
-            the host; "manual" for manual optimization; "over_batch" for a loss over the batch.
+            the host; "change" to a plan of these ranks behind the second step;
+            "manual" for manual optimization; "over_batch" for a loss over the batch.
     """
     os.environ.update(environments[rank], OMP_NUM_THREADS="1")
     torch.use_deterministic_algorithms(True, warn_only=True)
     options = dict(given.get("trainer", {}))
     if "accelerators" in given:
         options["accelerator"] = given["accelerators"][rank]
+    if "change" in given:
+        options["callbacks"] = [ChangesPlan(plan_of(*given["change"]))]
     if "scale" in given:
         options["plugins"] = [half("cuda", given["scale"])]
     if ranks is None:

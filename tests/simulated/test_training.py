@@ -149,6 +149,11 @@ def test_a_plan_that_is_measured_and_solved(simulated, alone):
     assert_equal(trained(simulated, "solve", environments=environments), alone)
 
 
+@pytest.mark.parametrize("other", [IDLE_WITHOUT_STATE, EVEN], ids=["idle without state", "even"])
+def test_another_plan_in_the_middle_of_training(simulated, alone, other):
+    assert_equal(trained(simulated, UNEVEN, change=other), alone)
+
+
 def test_nodes_with_different_numbers_of_devices(simulated, alone):
     environments = torchrun_environments(3)
     for rank, (node, local, size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
