@@ -79,12 +79,19 @@ def begin(
     options: Options,
 ) -> Replanning | None:
     """Begin to watch a training; None, with a warning, if its plan cannot be compared."""
-    try:
-        policy = ReplanPolicy(problem, session.plan, trainer.global_step)
-    except PlanError as error:
-        rank_zero_warn(f"The plan will not change while training: it is not measured. {error}")
+    policy = _policy_of(problem, session.plan, trainer.global_step)
+    if policy is None:
         return None
     return Replanning(session, trainer, changes, watch, problem, policy, options)
+
+
+def _policy_of(problem: Problem, plan: Plan, step: int) -> ReplanPolicy | None:
+    """Return what decides on changes of a plan; None, with a warning, if it was not measured."""
+    try:
+        return ReplanPolicy(problem, plan, step)
+    except PlanError as error:
+        rank_zero_warn(f"The plan will not change by itself: its sizes are not measured. {error}")
+        return None
 
 
 class Replanning:
@@ -116,7 +123,7 @@ class Replanning:
         self._session, self._trainer, self._changes = session, trainer, changes
         self._watch, self._problem = watch, problem
         self._verbose, self._on_replan = options.verbose, options.on_replan
-        self._policy = policy if session.control.rank == 0 else None
+        self._policy: ReplanPolicy | None = policy if session.control.rank == 0 else None
         self._solver: SolverBeside | None = None
         self._trial: Trial | None = None
         self._ready: Replan | None = None  # on rank 0
@@ -197,7 +204,7 @@ class Replanning:
             self.close()
             self._ready = None
             if self._policy is not None:
-                self._policy = ReplanPolicy(self._problem, plan, step)
+                self._policy = _policy_of(self._problem, plan, step)
             return
         if self._policy is not None:
             assert self._trial is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 from common import Net, in_ranks, loader
@@ -48,16 +49,16 @@ class SolvesAtOnce:
 class BeginsToReplan(Callback):
     """Lets a training by a given plan change it."""
 
-    def __init__(self, **options) -> None:
-        self.options = options
+    def __init__(self, problem: Problem = PROBLEM, **options) -> None:
+        self.problem, self.options = problem, options
 
     def on_train_start(self, trainer, module) -> None:
         strategy = trainer.strategy
         session, changes = strategy.session, strategy._changes
-        policy = ReplanPolicy(PROBLEM, session.plan)
+        policy = ReplanPolicy(self.problem, session.plan)
         watch = MadeUpWatch(strategy, trainer)
         strategy._replanning = replanning.Replanning(
-            session, trainer, changes, watch, PROBLEM, policy, Options(**self.options)
+            session, trainer, changes, watch, self.problem, policy, Options(**self.options)
         )
 
 
@@ -139,6 +140,38 @@ def test_a_wish_that_cannot_be_followed_is_answered():
     assert auto == never == (False, [])
     with pytest.raises(ValueError, match=r"replan: expected True, False or 'auto', but got 1\.5"):
         CephaloStrategy(replan=1.5)
+
+
+class ChangesByHand(Callback):
+    def __init__(self, plan) -> None:
+        self.plan = plan
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if batch_idx == 1:
+            trainer.strategy.change_plan(self.plan)
+
+
+def _by_hand():
+    """A plan of the user's with a microbatch that is larger than all that were measured."""
+    short = RankProfile("short", CURVE[:4], CURVE[:4], CURVE[:4], [0.0] * 4, 1e9)
+    problem = replace(PROBLEM, ranks=(short, short))
+    callbacks = [BeginsToReplan(problem), ChangesByHand(plan_of(((6,), 0.6), ((2,), 0.4)))]
+    plan = plan_of(((4,), 0.5), ((4,), 0.5))
+    strategy = CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False)
+    run = Trainer(
+        strategy=strategy, devices=2, accelerator="cpu", callbacks=callbacks, max_steps=4, **QUIET
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(Net(), loader(), loader(8))
+    said = [str(each.message) for each in caught if "by itself" in str(each.message)]
+    return said, strategy.plan == callbacks[1].plan, strategy.replans
+
+
+def test_behind_a_plan_of_the_users_that_was_not_measured_no_other_follows():
+    (said, *first), (silent, *second) = in_ranks(2, _by_hand)
+    assert len(said) == 1 and "microbatch size 6 was not profiled" in said[0] and not silent
+    assert first == second == [True, ()]
 
 
 def _measured():
