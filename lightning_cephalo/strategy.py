@@ -62,7 +62,12 @@ from lightning_cephalo.plan.reasons import reasons, surprises
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import replanning
 from lightning_cephalo.preparation.limits import Cap
-from lightning_cephalo.preparation.options import Choice, Options, verbosity
+from lightning_cephalo.preparation.options import (
+    Choice,
+    Options,
+    parse_early_update,
+    verbosity,
+)
 from lightning_cephalo.preparation.plan_change import PlanChanges
 from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
 from lightning_cephalo.preparation.session import Session
@@ -125,6 +130,10 @@ class CephaloStrategy(ParallelStrategy):
         host_memory_cap: How much of its host's memory each rank may use for activations that the
             plan offloads because a device is too small for them. A fraction or bytes, as in
             ``memory_cap``, or 0 for none; None: an equal part of half of the free memory.
+        early_update: Update each unit's rows inside the backward, as soon as their gradients are
+            reduced, so that gradients are never held whole. "auto": where the result is the same to
+            the last bit and no code of the user's reads gradients; the plan's table says why not.
+            False: all updates follow the backward.
         optimizer_scope: What an optimizer's update of one element depends on, for optimizers that
             are not torch's: "element", "parameter" or "model". "auto": a trial on a copy decides
             between the last two. A dict gives one for each class, or name of a class.
@@ -170,6 +179,7 @@ class CephaloStrategy(ParallelStrategy):
         summed_buffers: Sequence[str] = (),
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         host_memory_cap: float | int | str | None = None,
+        early_update: Literal["auto", False] = "auto",
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         profile_budget_s: float = 20.0,
         replan: bool | Literal["auto"] = "auto",
@@ -203,6 +213,7 @@ class CephaloStrategy(ParallelStrategy):
             summed_buffers=tuple(summed_buffers),
             memory_cap=Cap.parse("memory_cap", memory_cap, by_rank=True),
             host_memory_cap=Cap.parse("host_memory_cap", host_memory_cap, zero=True),
+            early_update=parse_early_update(early_update),
             optimizer_scope=optimizer_scope,
             profile_budget_s=profile_budget_s,
             replan=replanning.parse(replan),
@@ -223,7 +234,7 @@ class CephaloStrategy(ParallelStrategy):
         self._start_method = start_method
         self._num_nodes = 1
         self._samplers = SamplerTakeover()
-        self._ending = Ending()
+        self._ending = Ending(self._is_half_updated)
         self._recovering = Recovering(Wish.parse(recover))
         self._watch = Watch(trace)
         self._skipped_steps = SkippedSteps()
@@ -443,7 +454,10 @@ class CephaloStrategy(ParallelStrategy):
             self.session.control.together(
                 "making the optimizers", partial(self._make_optimizers, trainer)
             )
-            self.session.use_optimizers(self.optimizers)
+            self.session.use_optimizers(self.optimizers, trainer)
+            self._plan = self.session.plan
+            if self._options.verbose and self.is_global_zero:
+                report.show(self.session.plan_table(self._options.details))
         self.setup_precision_plugin()
         self._ending.set_up()
 
@@ -464,7 +478,6 @@ class CephaloStrategy(ParallelStrategy):
         session.enforce_limits()
         plan = job.plan
         memory: tuple[RankMemory, ...] = ()
-        notes: list[str] = []
         replans = replanning.wants(self._options.replan, job)
         problem: Problem | None = None
         if plan is None or replans:
@@ -474,10 +487,7 @@ class CephaloStrategy(ParallelStrategy):
             assert problem is not None
             plan = make_plan(job, problem, control)
             memory = predicted(problem, plan, session.model)
-            notes = [*reasons(problem, plan), *surprises(problem, plan)]
-        if self._options.verbose and self.is_global_zero:
-            model, details = session.unit_sizes(), self._options.details
-            report.show(report.plan_table(plan, model=model, notes=notes, details=details))
+            session.notes = (*reasons(problem, plan), *surprises(problem, plan))
         supported.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
         session.apply(plan, memory)
         control.together(
@@ -652,6 +662,7 @@ class CephaloStrategy(ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
     ) -> Any:
         session = self.session
+        session.look_for_early_update()
         update = local_update(optimizer, session.updates.of(optimizer))
         with ExitStack() as after_closure, update:
 
@@ -913,6 +924,10 @@ class CephaloStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._ending.tell(exception)
+
+    def _is_half_updated(self) -> bool:
+        session = self._session
+        return session is not None and session.model.executor.early.left_half_updated
 
     def _abort_groups(self) -> None:
         if backend_named(self._process_group_backend).must_be_aborted:

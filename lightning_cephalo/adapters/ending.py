@@ -39,13 +39,17 @@ class Ending:
         ending.meet("saving a checkpoint", "Call save_checkpoint() on every rank.")
         ending.tell(error)                # in on_exception()
 
+    Args:
+        is_half_updated: Whether some units are updated and others are not.
+
     Attributes:
         termination: Receives SIGTERM.
         failed_together: Whether the run has ended with an error that all ranks have raised at the
             same place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_half_updated: Callable[[], bool]) -> None:
+        self._is_half_updated = is_half_updated
         self.termination = Termination()
         self.failed_together = False
         self._has_told = self._is_set_up = False
@@ -117,6 +121,8 @@ class Ending:
             if self._is_set_up:
                 return
             why = "SIGTERM came before training began: there is nothing to save yet"
+        elif self._is_half_updated():
+            why = "weights are half-updated"
         elif self.failed_together:
             return
         else:

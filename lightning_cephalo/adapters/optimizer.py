@@ -12,7 +12,7 @@ users see DTensors: in ``param_groups``, in ``state``, in hooks.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -28,6 +28,7 @@ from lightning_cephalo.adapters.scope import known_scope
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, row_spec
 from lightning_cephalo.sharding.row_operators import cut_gradients
+from lightning_cephalo.sharding.spent_gradients import is_spent, refuse_spent
 
 
 @contextmanager
@@ -162,6 +163,52 @@ class _Exchange:
         self.finish(None)
 
 
+def update_rows(
+    optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], clip_value: float | None = None
+) -> None:
+    """Update this rank's rows of some parameters, as the optimizer's ``step`` updates them.
+
+    Hooks, schedulers and profilers do not see it: they see the one ``step`` that updates the rest.
+
+    Args:
+        optimizer: One of torch's element-wise optimizers.
+        chosen: By parameter group, parameters with gradients.
+        clip_value: Clamps the gradients' elements before; None: they stay.
+    """
+    state, groups = optimizer.state, optimizer.param_groups
+    lists = [group["params"] for group in groups]
+    by_rows: Any = defaultdict(dict)
+    shown: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+    with ExitStack() as meanwhile:
+        meanwhile.enter_context(_without_torch_functions())
+        try:
+            for group, parameters in zip(groups, chosen, strict=True):
+                rows = meanwhile.enter_context(_rows_of(list(parameters)))
+                if clip_value is not None and rows:
+                    torch.nn.utils.clip_grad_value_(rows, clip_value)
+                group["params"] = rows
+                for parameter, own in zip(parameters, rows, strict=True):
+                    entries = state.get(parameter, {})
+                    shown.append((parameter, own, dict(entries)))
+                    if entries:
+                        by_rows[own] = entries
+                        for name, value in entries.items():
+                            entries[name] = _mapped(local_part, value)
+            optimizer.state = by_rows
+            optimizer.param_groups = [group for group in groups if group["params"]]
+            if optimizer.param_groups:
+                # Private: below the hooks of instances, and torch's own for profilers
+                type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        finally:
+            optimizer.state, optimizer.param_groups = state, groups
+            for group, parameters in zip(groups, lists, strict=True):
+                group["params"] = parameters
+            for parameter, own, faces in shown:
+                if own in by_rows:
+                    state[parameter] = by_rows[own]
+                    _show_state(by_rows[own], faces, parameter)
+
+
 def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply a function to a tensor, or to all tensors of a container."""
     if isinstance(value, Tensor):
@@ -206,6 +253,8 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
     """
     with _without_torch_functions(), torch.no_grad():
         held = [parameter for parameter in parameters if parameter.grad is not None]
+        for parameter in held:
+            refuse_spent(cast(Tensor, parameter.grad))
         if not held:
             return torch.tensor(0.0)
         in_rows = [isinstance(p, DTensor) and isinstance(p.placements[0], Rows) for p in held]
@@ -238,14 +287,16 @@ def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
 def _rows_of(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield this rank's rows of parameters, which hold the rows of their gradients inside.
 
-    Collective if a backward of the user's has left whole gradients.
+    Gradients that have updated their parameters are left out. Collective if a backward of the
+    user's has left whole gradients.
     """
     cut_gradients(parameters)
     rows = [local_part(parameter) for parameter in parameters]
     try:
         for parameter, own in zip(parameters, rows, strict=True):
-            if own is not parameter and parameter.grad is not None:
-                own.grad = local_part(parameter.grad)
+            gradient = parameter.grad
+            if own is not parameter and gradient is not None and not is_spent(gradient):
+                own.grad = local_part(gradient)
         yield rows
     finally:
         for parameter, own in zip(parameters, rows, strict=True):

@@ -129,6 +129,11 @@ def adapt(
     return plugin
 
 
+def is_adapted(plugin: lightning.Precision) -> bool:
+    """Return whether the plugin is Lightning's own, so that its steps are known."""
+    return type(plugin) in (*_PLUGINS, *_PLUGINS.values())
+
+
 def compute_dtype(plugin: lightning.Precision) -> torch.dtype | None:
     """Return the dtype in which parameters are gathered; None for their own.
 

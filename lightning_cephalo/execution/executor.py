@@ -17,6 +17,7 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.combined_buffers import CombinedBuffers
+from lightning_cephalo.execution.early_updates import EarlyUpdates
 from lightning_cephalo.execution.failure import Failure
 from lightning_cephalo.execution.meetings import Meetings
 from lightning_cephalo.execution.microbatch import AT_BATCH, BEHIND_THE_LAST, Microbatch
@@ -90,6 +91,7 @@ class Executor:
         writes: Finds writes of the user's code to parameters.
         state: Gives each microbatch its own values of tensors that code stores on modules.
         buffers: Combines the buffers that microbatches write.
+        early: Updates units inside the backward.
         arena: Host memory for boundaries; None: they stay on the device.
         on_user_collective: Called with the name of a collective of torch.distributed before the
             user's step runs it, while the order of units is traced; None: nothing is watched.
@@ -113,6 +115,7 @@ class Executor:
         self._meetings = Meetings(self.hooks.norms, self.failure, control, accelerator.device)
         self.state = ModuleState(units[ROOT].module)
         self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
+        self.early = EarlyUpdates(units)
         self.arena: HostArena | None = None
         self.on_user_collective: Callable[[str], None] | None = None
         self._visits = Visits()
@@ -138,6 +141,7 @@ class Executor:
             Operation.FETCH: Executor._fetch,
             Operation.BACKWARD: Executor._backward,
             Operation.REDUCE: Executor._reduce,
+            Operation.UPDATE: Executor._update,
             Operation.FREE: Executor._free,
             Operation.MEET: Executor._meet,
             Operation.AGREE: Executor._agree,
@@ -282,6 +286,7 @@ class Executor:
         trainable: tuple[bool, ...],
         visits: Sequence[Visit] | None,
     ) -> None:
+        self.early.begin()
         last = NONE if visits is None else len(visits) - 1
         checks = not self._visits.is_checked(trainable)
         inside = self.inside_units() if checks else None
@@ -321,6 +326,7 @@ class Executor:
             step.trainable,
             reshard_after_forward=self._reshard_after_forward,
             offload_boundaries=self.arena is not None,
+            updates_early=self.early.is_on,
         )
 
     def begin_phases(
@@ -388,11 +394,15 @@ class Executor:
         for unit in gathered_after(step.program.forward):
             if self.units[unit].state is UnitState.SHARDED:
                 self.execute(Instruction(Operation.GATHER, unit))
-        self.run(step.program.backward)
+        try:
+            self.run(step.program.backward)
+        except BaseException as failure:
+            self.early.explain(failure)
+            raise
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Run the program's update, which is the body of the ``with`` block."""
+        """Run the program's last update, which is the body of the ``with`` block."""
         instruction = Instruction(Operation.UPDATE)
         self.failure.place = instruction
         for observer in self._observers:
@@ -401,9 +411,11 @@ class Executor:
             yield
         except Exception as failure:
             explained = self.failure.explain(failure)
+            self.early.explain(explained)
             if explained is failure:
                 raise
             raise explained from failure
+        self.early.finish()
         for observer in self._observers:
             observer.after(instruction)
 
@@ -639,6 +651,14 @@ class Executor:
             self._reducing.wait_reduce(self._wait)
         self._reducing = following
 
+    def _update(self, instruction: Instruction) -> None:
+        index, step = instruction.unit, self._step
+        unit = self.units[index]
+        if self._reducing is unit:
+            self._finish_reduce(None)
+        self.early.count()
+        self.failure.guarded(self.early.update, unit, step.used[index], bool(step.calls))
+
     def _free(self, instruction: Instruction) -> None:
         self.units[instruction.unit].free(self._wait)
 
@@ -664,7 +684,7 @@ class Executor:
         made = step.made()
         with_loss = len(step.with_loss) - step.skipped
         own = [state, math.fsum(step.weights), step.written_buffers]
-        own += [all(made), with_loss, step.skipped]
+        own += [all(made), with_loss, step.skipped, self.early.is_on]
         said = self.exchange([*own, *self._note()])
         states = {row[0] for row in said}
         if _FAILED in states:
@@ -680,7 +700,7 @@ class Executor:
             tuple(microbatch.result for microbatch in step.microbatches),
             tuple(step.weights),
             total,
-            tuple(tuple(row[6:]) for row in said),
+            tuple(tuple(row[7:]) for row in said),
             losses=tuple(int(row[4]) for row in said),
             skipped=int(sum(row[5] for row in said)),
         )
@@ -694,7 +714,13 @@ class Executor:
         self._total_weight = total or self._total_weight
         # without a loss, tensors that reach it past the units' outputs cannot be found
         searched = step.checks_leaks and any(outcome.losses)
-        self._learn(made, someone_made_all=any(row[3] for row in said), is_checked=searched)
+        changes = self.early.agree(all(row[6] for row in said))
+        self._learn(
+            made,
+            someone_made_all=any(row[3] for row in said),
+            is_checked=searched,
+            changes=changes,
+        )
         for microbatch in step.microbatches:
             microbatch.result = None
         self._outcome = outcome
@@ -824,13 +850,16 @@ class Executor:
         )
         self.run(self._by_mode(instructions, visits))
 
-    def _learn(self, made: Sequence[bool], *, someone_made_all: bool, is_checked: bool) -> None:
+    def _learn(
+        self, made: Sequence[bool], *, someone_made_all: bool, is_checked: bool, changes: bool
+    ) -> None:
         """Store the order, and compile the backward of the visits that were made; collective.
 
         Args:
             made: Per visit, whether a microbatch of this rank has made it.
             someone_made_all: Whether all of them are true on some rank.
             is_checked: Whether losses were searched for leaks.
+            changes: Whether updates are early or late in another way than the step began with.
         """
         step, paths = self._step, None
         if someone_made_all:
@@ -843,7 +872,7 @@ class Executor:
             paths = [path for paths_of_rank in of_ranks for path in paths_of_rank]
         visits = step.visits
         self._visits.learn(step.trainable, visits, made, paths, is_checked=is_checked)
-        if step.is_traced or not all(made):
+        if step.is_traced or changes or not all(made):
             self._replay(without_backward(visits, made))
 
     def _by_mode(

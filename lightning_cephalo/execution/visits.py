@@ -203,6 +203,7 @@ class Visits:
         *,
         reshard_after_forward: bool,
         offload_boundaries: bool,
+        updates_early: bool = False,
     ) -> Program:
         """Return the checked program of a step; see :func:`~.program.compile_step`."""
         key = (
@@ -211,6 +212,7 @@ class Visits:
             trainable,
             reshard_after_forward,
             offload_boundaries,
+            updates_early,
         )
         if key not in self._programs:
             if len(self._programs) >= _PROGRAMS:
@@ -222,6 +224,7 @@ class Visits:
                     trainable,
                     reshard_after_forward=reshard_after_forward,
                     offload_boundaries=offload_boundaries,
+                    updates_early=updates_early,
                 )
                 for count in (microbatches, 0)
             )

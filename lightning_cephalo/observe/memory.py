@@ -23,7 +23,7 @@ from lightning_cephalo.accelerator.emulated import MemoryTracker
 from lightning_cephalo.accelerator.torch_device import distinct_bytes
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan.program import Instruction
+from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.sharding.placement import local_part
 
 # The first step creates the optimizer state; from the second step on, all steps are alike.
@@ -40,7 +40,8 @@ class RankMemory:
 
     Attributes:
         peak_bytes: Most bytes held at the same time.
-        state_bytes: This rank's share of parameters, gradients and optimizer state.
+        state_bytes: This rank's share of parameters, gradients and optimizer state. Early updates
+            hold few gradients at a time.
         gathered_bytes: Full parameters of gathered units.
         gradients_bytes: Full gradients of units, and the buffers that a reduce receives into.
         boundaries_bytes: Retained between forward and backward: the samples, boundary activations,
@@ -170,7 +171,7 @@ class TrainingMemory(Observer):
             self._is_counting = True
             counted.callback(self._stop_counting)
             yield
-            self._state = self._state_bytes()
+            self._state = max(self._state, self._state_bytes())
             self._peak = self._meter.peak_bytes
             self._has_counted = True
 
@@ -218,6 +219,8 @@ class TrainingMemory(Observer):
 
     def before(self, instruction: Instruction) -> None:
         self._look()
+        if instruction.operation is Operation.UPDATE:
+            self._state = max(self._state, self._state_bytes())
 
     def _look(self) -> None:
         gathered, gradients = self._gathered_bytes(), self._gradient_bytes()

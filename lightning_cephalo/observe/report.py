@@ -100,6 +100,7 @@ def plan_table(
     units: int | None = None,
     model: Sequence[UnitSize] = (),
     notes: Sequence[str] = (),
+    updates: str = "",
     details: bool = True,
     title: str = "Plan",
 ) -> Table:
@@ -116,6 +117,7 @@ def plan_table(
             step, also as a share of the step; without it, that of one unit.
         model: the model's units, the root unit first; a line below the table names them.
         notes: sentences that go below the prediction.
+        updates: when updates run; a line below the table says it.
         details: whether to say how the plan was solved, and how far from the optimum it may be.
         title: the table's heading.
 
@@ -128,7 +130,8 @@ def plan_table(
             f"but got {len(devices)}."
         )
     units_line = f"global batch {plan.global_batch_size}, {units_text(model)}" if model else None
-    lines = [units_line, _outcome(plan, details), *notes]
+    updates_line = f"updates {updates}" if updates else None
+    lines = [units_line, updates_line, _outcome(plan, details), *notes]
     caption = "\n".join(line for line in lines if line) or None
     table = Table(title=title, caption=caption, caption_justify="left", show_footer=True)
     table.add_column("rank", justify="right")

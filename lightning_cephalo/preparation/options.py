@@ -59,6 +59,22 @@ def verbosity(value: bool | int) -> int:
     raise ValueError(f"verbose: expected True, False, or 0, 1 or 2, but got {value!r}.")
 
 
+def parse_early_update(value: Literal["auto"] | bool) -> bool:
+    """Read the option ``early_update``: whether units are updated early where that is exact.
+
+    Raises:
+        ValueError: If it is neither "auto" nor False.
+    """
+    if value is False:
+        return False
+    if value == "auto":
+        return True
+    raise ValueError(
+        f"early_update: expected 'auto' or False, but got {value!r}. Where updates inside the"
+        " backward are not exact, none can be forced."
+    )
+
+
 @dataclass(frozen=True)
 class Options:
     """The user's options for batches, units, memory and planning; see ``CephaloStrategy``.
@@ -75,6 +91,7 @@ class Options:
         summed_buffers: Names of buffers to which steps add sums over samples.
         memory_cap: Cap of every rank's device.
         host_memory_cap: Cap of every rank's part of its host.
+        early_update: Whether units are updated inside the backward where that is exact.
         optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Whether the plan may change while training; "auto": where it was solved.
@@ -96,6 +113,7 @@ class Options:
     summed_buffers: tuple[str, ...] = ()
     memory_cap: Cap = field(default_factory=lambda: Cap("memory_cap"))
     host_memory_cap: Cap = field(default_factory=lambda: Cap("host_memory_cap"))
+    early_update: bool = True
     optimizer_scope: str | Mapping[Any, str] = "auto"
     profile_budget_s: float = 20.0
     replan: bool | Literal["auto"] = "auto"

@@ -23,6 +23,7 @@ import torch
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
 from lightning_cephalo.adapters.batch_norm import smallest_microbatch
+from lightning_cephalo.adapters.early_update import late_by_job
 from lightning_cephalo.adapters.user_module import step_arguments
 from lightning_cephalo.data import BatchLayout, agreed_seed, global_batch_size, learn_layout
 from lightning_cephalo.data.cutting import BatchCutter
@@ -81,6 +82,7 @@ class Job:
         ready_samples: Samples of the first ready batch, on the rank with the fewest; None: the
             dataloaders give single samples, or a plan is given.
         plan: The given plan; None: one must be made.
+        late: Why updates follow the backward, in a few words; empty: they run inside of it.
     """
 
     options: Options
@@ -90,6 +92,7 @@ class Job:
     layouts: tuple[BatchLayout, ...] = ()
     ready_samples: int | None = None
     plan: Plan | None = None
+    late: str = ""
 
     @classmethod
     def of_evaluation(cls, options: Options, world_size: int) -> Job:
@@ -133,6 +136,7 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
     failure, world_size = None, control.world_size
     seed = agreed_seed(control.broadcast)
     starts: list[Start] = []
+    late = ""
     try:
         doing = "reading the training dataloader"
         loaders = _training_loaders(trainer)
@@ -142,6 +146,10 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
         layouts = _layouts(loaders, options)
         doing = "reading the memory caps"
         own = _limits(trainer, control, options)
+        doing = "finding when updates may run"
+        late = "early_update=False"
+        if options.early_update:
+            late = late_by_job(trainer, trainer.lightning_module)
     except Exception as error:
         failure = error
     control.raise_if_any_failed(failure, doing)
@@ -152,7 +160,8 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
         starts = control.together(
             "counting the samples of the first batch", partial(_starts, loaders, layouts, seed)
         )
-    own_limits, everyones = zip(*control.gather((own, starts)), strict=True)
+    rows = control.gather((own, starts, late))
+    own_limits, everyones, lates = zip(*rows, strict=True)
     if starts:
         sizes = [
             _samples_of_ready_batches([s.numbers for s in row])
@@ -168,7 +177,8 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
     plan = control.broadcast(plan)
     if plan is not None:
         check_plan(plan, limits)
-    return Job(options, limits, batch_size, loaders, layouts, ready_samples, plan)
+    late = next(filter(None, lates), "")
+    return Job(options, limits, batch_size, loaders, layouts, ready_samples, plan, late)
 
 
 def _training_loaders(trainer: Trainer) -> Loaders:
@@ -384,6 +394,8 @@ def measure_or_load(
     problem = replace(problem, reshard_after_forward=options.reshard_after_forward.as_given)
     if manual is not None:
         return replace(problem, reshard_after_forward=True)
+    if not job.late:
+        problem = problem.with_early_update()
     if not options.recompute.default:
         return problem  # retained activations hold the boundaries: there is nothing to offload
     return with_host_memory(problem, [own.host for own in job.limits])

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
+from lightning_cephalo.adapters.early_update import EarlyUpdater, late_by_optimizer
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
@@ -21,6 +23,7 @@ from lightning_cephalo.adapters.step_outputs import StepOutputs
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
+from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.data import (
     BatchLayout,
     agreed_seed,
@@ -42,12 +45,12 @@ from lightning_cephalo.preparation.limits import (
     reserve_host_memory,
 )
 from lightning_cephalo.preparation.prepare import Job
-from lightning_cephalo.profiling.memory_model import check_capacities
+from lightning_cephalo.profiling.memory_model import check_capacities, state_bytes
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.blocks import type_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class Session:
@@ -84,6 +87,8 @@ class Session:
         updates: Where the optimizers' updates run.
         memory: Measures this rank's memory, from :meth:`start_training` on.
         predicted_memory: The plan's prediction of every rank's memory.
+        notes: Sentences below the plan's table: why it divides the work so.
+        late: Why updates follow the backward, in a few words; empty: they run inside of it.
     """
 
     memory: TrainingMemory
@@ -131,6 +136,9 @@ class Session:
         self.updates = OptimizerUpdates(self.model, options.optimizer_scope)
         self.predicted_memory: tuple[RankMemory, ...] = ()
         self._averages: AveragedWeights | None = None
+        self.notes: tuple[str, ...] = ()
+        self.late = job.late
+        self._updater: EarlyUpdater | None = None
 
     @property
     def own_plan(self) -> RankPlan:
@@ -144,15 +152,64 @@ class Session:
 
     # -- training -----------------------------------------------------------------------------
 
-    def use_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Choose where the optimizers' updates run; collective.
+    def use_optimizers(self, optimizers: Sequence[Optimizer], trainer: Trainer) -> None:
+        """Choose where and when the optimizers' updates run; collective.
+
+        Args:
+            optimizers: All optimizers.
+            trainer: The trainer that is fitting.
 
         Raises:
             UnsupportedError: On every rank, if an optimizer cannot train as on one device.
+            PlanError: On every rank, if updates must be late, and a rank lacks the memory.
         """
         self.optimizers = list(optimizers)
         for optimizer in optimizers:
             self.updates.of(optimizer)
+        own = self.late or next(filter(None, map(late_by_optimizer, optimizers)), "")
+        self.late = next(filter(None, self.control.gather(own)), "")
+        is_planned = self.plan.early_update is True
+        more_bytes = state_bytes(self.model) - state_bytes(self.model, early=True)
+        if self.late:
+            if is_planned:
+                self._count_on_late_updates(more_bytes)
+            return
+        most = format_mib(more_bytes * max(self.model.fractions))
+        consequence = f" The plan counts on early ones: ranks hold up to {most} more." * is_planned
+        self._updater = EarlyUpdater(optimizers[0], trainer, consequence)
+        self.model.executor.early.updater = self._updater
+
+    def _count_on_late_updates(self, more_bytes: float) -> None:
+        """Add the gradients that late updates hold to the plan's predictions."""
+        ranks, memory = [], []
+        for index, (rank, kinds) in enumerate(
+            zip(self.plan.ranks, self.predicted_memory, strict=True)
+        ):
+            more = rank.state_fraction * more_bytes
+            if rank.memory_bytes is not None:
+                needed, capacity = rank.memory_bytes + more, rank.capacity_bytes or math.inf
+                if needed > capacity:
+                    raise PlanError(
+                        "The plan counts on updates inside the backward, but they have to follow"
+                        f" it: {self.late}. Rank {index} would need {format_mib(needed)} of its"
+                        f" {format_mib(capacity)}. Have a plan made for late updates:"
+                        " CephaloStrategy(early_update=False)."
+                    )
+                rank = replace(rank, memory_bytes=needed)
+            if kinds.state_bytes is not None:
+                kinds = replace(kinds, state_bytes=kinds.state_bytes + more)
+            if kinds.peak_bytes is not None:
+                kinds = replace(kinds, peak_bytes=kinds.peak_bytes + more)
+            ranks.append(rank)
+            memory.append(kinds)
+        self.plan = replace(self.plan, ranks=tuple(ranks), early_update=None)
+        self.predicted_memory = tuple(memory)
+        self.model.executor.failure.planned_memory = _planned_memory(self.own_plan)
+
+    def look_for_early_update(self) -> None:
+        """Look whether the next step may update units early; called on every rank before it."""
+        if self._updater is not None:
+            self._updater.look()
 
     def enforce_limits(self) -> None:
         """Check that every rank can hold its part within its limits, and enforce them; collective.
@@ -320,6 +377,17 @@ class Session:
             )
             for unit in self.model.units
         ]
+
+    def plan_table(self, details: bool) -> Any:
+        """Return the plan as a table that also says when updates run.
+
+        Args:
+            details: Whether to say how the plan was solved.
+        """
+        late = f"after the backward: {self.late}" if self.late else "inside the backward"
+        return report.plan_table(
+            self.plan, model=self.unit_sizes(), updates=late, notes=self.notes, details=details
+        )
 
     def report(self, step_s: float | None, memory: Sequence[RankMemory] | None) -> None:
         """Print predicted against measured step time and memory."""

@@ -197,11 +197,13 @@ def measure(
         gather_s=network.gather_s if visits else 0.0,
         reduce_s=network.reduce_s * reduced / units,
         state_bytes=float(state_bytes(model)),
+        early_state_bytes=float(state_bytes(model, early=True)),
         global_batch_size=global_batch_size,
         boundary_bytes=kept.sample_bytes / units,
         kept_bytes=max(0.0, inside_too - per_sample) / units,
         microbatch_bytes=kept.microbatch_bytes,
         optimizer_s=optimizer_s,
+        unit_update_s=optimizer_s * _share_of_units(model) / units,
         gathered_bytes=model.gathered_bytes + resting,
         minimum_microbatch_size=smallest,
         equal_microbatches=options.equal_microbatches,
@@ -231,6 +233,12 @@ def measure(
     seconds = model.accelerator.now_s() - started_s
     progress.done(largest, seconds, seconds / balanced_step_s(problem))
     return problem
+
+
+def _share_of_units(model: ShardedModel) -> float:
+    """Return the part of an update that falls on all units but the root."""
+    numels = [sum(flat.numel for flat in unit.flats if flat.trainable) for unit in model.units]
+    return sum(numels[1:]) / max(1, sum(numels))
 
 
 def balanced_step_s(problem: Problem) -> float:

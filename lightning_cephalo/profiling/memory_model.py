@@ -35,21 +35,32 @@ from lightning_cephalo.plan import Plan, Problem, cost
 # The parameter, its gradient and Adam's two moments. The optimizer is created for the planned
 # shards, so it is not known yet; SGD holds less, and no common optimizer holds more.
 _STATE_COPIES = 4
+# Early updates hold no gradients, but for those of two units: one is reduced, one is updated.
+_EARLY_COPIES, _EARLY_UNITS = 3, 2
 # One number per parameter, rounded up as an allocator does.
 _COUNTER_BYTES = 64
 
 
-def state_bytes(model: ShardedModel) -> int:
+def state_bytes(model: ShardedModel, *, early: bool = False) -> int:
     """Return the bytes of the whole model's training state, which the plan's fractions divide.
 
     A trained fp32 or mixed-precision parameter takes 16: itself, its gradient and the two moments
     of Adam. A frozen one counts once. The buffers into which a rank receives gradients grow with
     its share too, so they are counted in.
+
+    Args:
+        model: The sharded model.
+        early: Whether units are updated inside the backward. Then a parameter takes 12, and the
+            gradients of the two largest units are added.
     """
+    copies = _EARLY_COPIES if early else _STATE_COPIES
     held = sum(
-        flat.numel * flat.master_dtype.itemsize * (_STATE_COPIES if flat.trainable else 1)
+        flat.numel * flat.master_dtype.itemsize * (copies if flat.trainable else 1)
         for flat in model.flats
     )
+    if early:
+        gradients = sorted((unit.gradient_bytes for unit in model.units), reverse=True)
+        held += sum(gradients[:_EARLY_UNITS])
     return held + _receive_bytes(model)
 
 

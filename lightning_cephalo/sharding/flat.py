@@ -58,6 +58,7 @@ from lightning_cephalo.sharding.placement import (
 )
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.row_operators import cut_gradients
+from lightning_cephalo.sharding.spent_gradients import spent
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.transfers import Pending
 from lightning_cephalo.sharding.write_guard import (
@@ -182,7 +183,8 @@ class Flat:
         self._grad_views_in: WeakKeyDictionary[Buffer, list[torch.Tensor]] = WeakKeyDictionary()
         self._armed_versions: list[int] = []
         self.grad_shard: torch.Tensor | None = None
-        self._grad_faces: list[DTensor] = []
+        self._grad_faces: list[DTensor | None] = []
+        self._spent_faces: dict[int, DTensor] = {}
 
     # -- layout -------------------------------------------------------------------------------
 
@@ -259,6 +261,7 @@ class Flat:
             return
         gradients = [sharded.grad for sharded in self.sharded]
         self.forget_gradient()
+        self._spent_faces = {}  # they have the old shapes
         group = self.context.gather_group
         with torch.no_grad():
             self.shard = moved(self.shard, old.cuts, layout.cuts, group)
@@ -546,7 +549,7 @@ class Flat:
             self.grad_shard = torch.zeros(
                 self._end - self._start, dtype=self.grad_full.dtype, device=self.context.device
             )
-            self._grad_faces = self._faces(self.grad_shard)
+            self._grad_faces = list(self._faces(self.grad_shard))
         accumulate = any(parameter.grad is not None for parameter in self.sharded)
         if accumulate:
             self._keep_only_held_gradients()
@@ -585,6 +588,7 @@ class Flat:
     def _keep_only_held_gradients(self) -> None:
         cut_gradients(self.sharded)
         for parameter, face in zip(self.sharded, self._grad_faces, strict=True):
+            assert face is not None
             if parameter.grad is None:
                 local_part(face).zero_()
             elif parameter.grad is not face:
@@ -615,10 +619,53 @@ class Flat:
         self.grad_shard, self._grad_faces = None, []
 
     def publish(self, used: Sequence[bool]) -> None:
-        """Set ``.grad`` of the sharded parameters that any rank used; leave it for the others."""
+        """Set ``.grad`` of the sharded parameters that any rank used; leave it for the others.
+
+        Parameters whose gradients were given back stay as they are.
+        """
         for parameter, face, is_used in zip(self.sharded, self._grad_faces, used, strict=True):
-            if is_used and parameter.requires_grad:
+            if face is not None and is_used and parameter.requires_grad:
                 parameter.grad = face
+
+    def landed(self) -> list[bool]:
+        """Per parameter, whether the reduced gradient of this rank's rows is not all zero.
+
+        Then some rank has used the parameter. Waits for the device.
+        """
+        rows = [local_part(face) for face in self._grad_faces if face is not None]
+        counts = torch.stack([row.count_nonzero() for row in rows])
+        return [count > 0 for count in counts.tolist()]
+
+    def give_back(
+        self, updated: Sequence[bool], names: Sequence[str], *, keeps_unused: bool = True
+    ) -> None:
+        """Release the memory of gradients that have updated their parameters.
+
+        Gradients of other parameters move to memory of their own.
+
+        Args:
+            updated: Per parameter, whether it was updated.
+            names: Names of the parameters, for messages.
+            keeps_unused: Whether to keep gradients that are not published yet.
+        """
+        faces: list[DTensor | None] = []
+        for index, parameter in enumerate(self.sharded):
+            face = self._grad_faces[index] if self._grad_faces else None
+            kept = face
+            if updated[index]:
+                kept = None
+                if face is not None:
+                    if index not in self._spent_faces:
+                        self._spent_faces[index] = spent(face, names[index])
+                    parameter.grad = self._spent_faces[index]
+            elif face is not None and (keeps_unused or parameter.grad is face):
+                kept = as_dtensor(local_part(face).clone(), face._spec)
+                if parameter.grad is face:
+                    parameter.grad = kept
+            else:
+                kept = None
+            faces.append(kept)
+        self.grad_shard, self._grad_faces = None, faces
 
 
 def _like_parameter(

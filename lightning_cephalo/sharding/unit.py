@@ -348,6 +348,31 @@ class Unit:
                 flat.publish(used[start:end])
                 start = end
 
+    def reduced_parameters(self) -> list[nn.Parameter]:
+        """Return the sharded parameters, in the order of :meth:`used`."""
+        return [parameter for flat in self.flats if flat.trainable for parameter in flat.sharded]
+
+    def landed(self) -> list[bool]:
+        """Per parameter, whether some rank has surely used it; flags in the order of :meth:`used`.
+
+        Call it when the reduce is done.
+        """
+        return [landed for flat in self.flats if flat.trainable for landed in flat.landed()]
+
+    def give_back(self, updated: Sequence[bool], *, keeps_unused: bool = True) -> None:
+        """Release gradients of updated parameters; flags in the order of :meth:`used`.
+
+        Args:
+            updated: Whether each was updated.
+            keeps_unused: Whether to keep gradients that are not published yet.
+        """
+        start = 0
+        for names, flat in zip(self._names, self.flats, strict=True):
+            if flat.trainable:
+                end = start + len(flat.sharded)
+                flat.give_back(updated[start:end], names, keeps_unused=keeps_unused)
+                start = end
+
 
 def show_to_recurrent(module: nn.RNNBase, attribute: str, parameter: nn.Parameter) -> None:
     """Update the list of parameters with which LSTM, GRU and RNN compute."""

@@ -68,7 +68,7 @@ def point_to(parameter: nn.Parameter, values: Tensor) -> None:
     torch.Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
 
 
-class _Locked(Tensor):
+class Locked(Tensor):
     """Stands in for a tensor, and refuses every operator.
 
     Shape, dtype and device of the tensor stay readable.
@@ -91,7 +91,12 @@ class _Locked(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, full_name: str) -> Any:
         locked = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            cls,
+            like.shape,
+            strides=like.stride(),
+            dtype=like.dtype,
+            device=like.device,
+            storage_size=0,  # else those who count memory would count it
         )
         locked.full_name = full_name
         return locked
@@ -105,7 +110,7 @@ class _Locked(Tensor):
         raise UnitUseError(cls.refusal.format(names=spelled(names), operator=func))
 
 
-class LockedRows(_Locked):
+class LockedRows(Locked):
     """Stands in for this rank's rows of a sharded parameter."""
 
     refusal = (
@@ -117,7 +122,7 @@ class LockedRows(_Locked):
     )
 
 
-class LockedGradient(_Locked):
+class LockedGradient(Locked):
     """Stands in for the gradient of a gathered parameter."""
 
     refusal = (

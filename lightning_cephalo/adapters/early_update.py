@@ -1,0 +1,171 @@
+"""Decides whether units may be updated inside the backward, and updates them.
+
+It must give what updating at the end of the backward gives, to the last bit, and nobody must need
+gradients in between. Otherwise updates are late, and the plan's table says why in a few words. What
+is known before training decides for the whole run, because the plan counts on the memory. What may
+change between steps is looked at before every step: such a step is late, with a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from lightning_cephalo.adapters import precision
+from lightning_cephalo.adapters.optimizer import update_rows
+from lightning_cephalo.adapters.scope import Scope, known_scope
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+# Hooks that run between the backward and the next step's, with gradients to read.
+_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_HOOKS_OF_MODULE = (
+    *_HOOKS,
+    *("backward", "configure_gradient_clipping", "clip_gradients"),
+    *("optimizer_step", "optimizer_zero_grad"),
+)
+
+
+def late_by_job(trainer: Trainer, module: LightningModule) -> str:
+    """Return why no step may update early, in a few words; empty: every step may.
+
+    Args:
+        trainer: The trainer that is fitting.
+        module: The user's module.
+    """
+    if not module.automatic_optimization:
+        return "manual optimization"
+    for owner, hooks in (
+        (module, _HOOKS_OF_MODULE),
+        *((callback, _HOOKS) for callback in trainer.callbacks),  # type: ignore[attr-defined]
+    ):
+        for hook in hooks:
+            if is_overridden(hook, owner):
+                return f"{type(owner).__name__}.{hook}()"
+        if isinstance(owner, GradientAccumulationScheduler):
+            return "GradientAccumulationScheduler"
+    plugin = trainer.precision_plugin
+    if precision.loss_scaler(plugin) is not None:
+        return "loss scaling"
+    if not precision.is_adapted(plugin):
+        return f"the precision plugin {type(plugin).__name__}"
+    if trainer._detect_anomaly:
+        return "detect_anomaly=True"
+    return _late_by_trainer(trainer)
+
+
+def _late_by_trainer(trainer: Trainer) -> str:
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+        return "gradient clipping by norm"
+    if trainer.accumulate_grad_batches != 1:
+        return f"gradients of {trainer.accumulate_grad_batches} batches add up"
+    return ""
+
+
+def late_by_optimizer(optimizer: Optimizer) -> str:
+    """Return why an optimizer may not update early; empty: it may."""
+    known, name = known_scope(optimizer), type(optimizer).__name__
+    if known is None:
+        return f"{name} is none of torch's optimizers"
+    if known is not Scope.ELEMENT:
+        return f"{name} is not element-wise"
+    return _late_by_hooks(optimizer)
+
+
+def _late_by_hooks(optimizer: Optimizer) -> str:
+    # Private: there is no public way to ask for hooks.
+    hooks = chain(
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    if any(True for _ in hooks):
+        return f"hooks of {type(optimizer).__name__}"
+    replaced = vars(optimizer).get("step")
+    # schedulers wrap it to notice its calls
+    is_schedulers = getattr(replaced, "_wrapped_by_lr_sched", False)
+    wrapped = getattr(replaced, "__wrapped__", None)
+    if replaced is not None and not (is_schedulers and wrapped is type(optimizer).step):
+        return f"{type(optimizer).__name__}.step is replaced"
+    return ""
+
+
+class EarlyUpdater:
+    """Updates parameters of an optimizer one unit at a time.
+
+    Args:
+        optimizer: An optimizer that :func:`late_by_optimizer` allows.
+        trainer: The trainer that is fitting.
+        consequence: What a late step means for the run, for the warning.
+    """
+
+    def __init__(self, optimizer: Optimizer, trainer: Trainer, consequence: str = "") -> None:
+        self._optimizer, self._trainer = optimizer, trainer
+        self._consequence = consequence
+        self._has_warned = self._may = False
+        self._groups: dict[int, int] = {}
+        self._states = 0
+
+    def look(self) -> None:
+        """Look whether this step may update early; called before anything of the step."""
+        late = _late_by_trainer(self._trainer) or _late_by_hooks(self._optimizer)
+        if torch.is_anomaly_enabled():
+            late = late or "torch.autograd.set_detect_anomaly(True)"
+        self._may = not late
+        if late and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Updates follow the backward from now on: {late}.{self._consequence}",
+                stacklevel=2,
+            )
+
+    def is_exact(self) -> bool:
+        """Return whether the step that begins may update early: :meth:`look` has found so."""
+        # a step that nobody has announced updates nothing: it is one of several that add up
+        may, self._may = self._may, False
+        if may:
+            groups = enumerate(self._optimizer.param_groups)
+            self._groups = {id(p): index for index, group in groups for p in group["params"]}
+            self._states = len(self._optimizer.state)
+        return may
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Return whether the optimizer updates this sharded parameter."""
+        return id(parameter) in self._groups
+
+    def update(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
+        """Update sharded parameters by their gradients, and return for each whether it was."""
+        chosen: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
+        updated = []
+        for parameter in parameters:
+            group = self._groups.get(id(parameter))
+            updated.append(group is not None and parameter.grad is not None)
+            if group is not None and parameter.grad is not None:
+                chosen[group].append(parameter)
+        trainer = self._trainer
+        clip: Any = trainer.gradient_clip_val or None
+        update_rows(self._optimizer, chosen, clip)
+        return updated
+
+    def finish(self) -> None:
+        """Put states that the step has made into the order of the groups, as ``step`` makes them.
+
+        Checkpoints keep this order.
+        """
+        state = self._optimizer.state
+        made = set(list(state)[self._states :])
+        for group in self._optimizer.param_groups if made else ():
+            for parameter in group["params"]:
+                if parameter in made:
+                    state[parameter] = state.pop(parameter)

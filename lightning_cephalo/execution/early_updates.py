@@ -1,0 +1,128 @@
+"""Updates units inside the backward, as soon as their gradients are reduced.
+
+[Note: early updates]
+A unit's gradient is final when its reduce is done. Its rows are updated then, and the memory of
+the gradient is given back. So a rank never holds the gradients of more than two units. All other
+parameters are updated by the optimizer's own ``step``: those of the root unit, and those of which
+this rank cannot know yet whether any rank has used them.
+
+A rank knows it of parameters that it has used itself. A rank without samples has used none; it
+knows it where the summed gradient is not zero. The exchange behind the backward tells the rest.
+
+An error between two of these updates leaves weights half-updated: nothing can undo it. A rank that
+fails learns nothing of the others, which go on with their updates until the exchange behind the
+backward. So the error says it on all ranks, and checkpoints of such weights are refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import nn
+
+from lightning_cephalo.common.errors import CephaloError
+from lightning_cephalo.sharding.unit import Unit
+
+
+class Updater(Protocol):
+    """Updates parameters as the user's optimizer does; ``adapters/early_update.py`` has one."""
+
+    def is_exact(self) -> bool:
+        """Return whether updates in this step's backward give what the optimizer's step gives."""
+
+    def update(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
+        """Update sharded parameters by their gradients, and return for each whether it was."""
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Return whether the optimizer updates this sharded parameter."""
+
+    def finish(self) -> None:
+        """End a step, behind the optimizer's own."""
+
+
+class EarlyUpdates:
+    """The early updates of a model's units; see [Note: early updates].
+
+    ::
+
+        early.begin()                       # at the beginning of a step
+        early.agree(control.all(early.is_on))
+        early.count()                       # behind its reduce
+        early.update(unit, used, True)
+        early.finish()                      # behind the optimizer's step
+
+    Args:
+        units: All units.
+
+    Attributes:
+        updater: Updates parameters; None: all updates are late.
+        is_on: Whether units are updated early in this step.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = list(units)
+        self._updated = 0
+        self.updater: Updater | None = None
+        self.is_on = False
+
+    @property
+    def left_half_updated(self) -> bool:
+        """Whether units were updated in a step whose other updates have not come."""
+        return self._updated > 0
+
+    def begin(self) -> None:
+        """Find out whether this rank may update early in the step that begins."""
+        self.is_on = self.updater is not None and self.updater.is_exact()
+
+    def agree(self, everyone: bool) -> bool:
+        """Learn whether all ranks may; return whether that changes this step."""
+        before, self.is_on = self.is_on, everyone
+        return before is not everyone
+
+    def count(self) -> None:
+        """Count an update of a unit, also on a rank that has failed: the others make it."""
+        self._updated += 1
+
+    def update(self, unit: Unit, used: Sequence[bool], has_samples: bool) -> None:
+        """Update what is known to have a gradient, and give the gradient's memory back.
+
+        Args:
+            unit: A unit whose reduce is done.
+            used: Per trainable flat and parameter, whether this rank has used it.
+            has_samples: Whether this rank has any microbatch.
+        """
+        assert self.updater is not None
+        unit.publish(used if has_samples else unit.landed())
+        parameters = unit.reduced_parameters()
+        unit.give_back(self.updater.update(parameters))
+
+    def finish(self) -> None:
+        """Give all gradients back that the optimizer's step has used."""
+        self._updated = 0
+        if not self.is_on or self.updater is None:
+            return
+        self.updater.finish()
+        for unit in self._units:
+            parameters = unit.reduced_parameters()
+            updated = [p.grad is not None and self.updater.holds(p) for p in parameters]
+            unit.give_back(updated, keeps_unused=False)
+
+    def explain(self, failure: BaseException) -> None:
+        """Let an error say that it leaves weights half-updated, if it does."""
+        if not self.left_half_updated:
+            return
+        said = (
+            f"Weights are half-updated: this step had updated {self._updated} of"
+            f" {len(self._units)} units. Continue from the last checkpoint:"
+            " fit(model, ckpt_path=...)."
+        )
+        if said in str(failure) or said in getattr(failure, "__notes__", ()):
+            return
+        if isinstance(failure, CephaloError) and len(failure.args) == 1:
+            failure.args = (f"{failure}\n{said}",)
+        elif isinstance(failure, Exception) and hasattr(failure, "add_note"):
+            failure.add_note(said)
+        else:  # Lightning shows no text of an interrupt; Python 3.10 has no notes
+            warnings.warn(said, stacklevel=2)
