@@ -20,7 +20,7 @@ from lightning_cephalo.plan.plan import Plan
 from lightning_cephalo.plan.problem import Problem
 
 _LIMIT_S = 30.0
-_NICENESS = 10
+_NICENESS = 5
 
 
 class SolverBeside:

@@ -153,8 +153,7 @@ class ReplanPolicy:
         answer = None
         if self._answered is not None:
             then, plan = self._answered
-            changed = [max(a / b, b / a) for a, b in zip(paces, then, strict=True)]
-            answer = None if _are_apart([1.0, *changed]) else plan
+            answer = plan if _are_near(paces, then) else None
         problem = at_paces(self._problem, paces)
         lasted = max(_SHORTEST_HORIZON_STEPS, step - self._changed_at)
         present_s = predict(problem, self.plan).step_s
@@ -178,6 +177,8 @@ class ReplanPolicy:
             plan: Its solution; None if there is none.
         """
         gain_s = 0.0
+        if not _are_near(self._present_paces(), trial.paces):
+            plan = None  # it took so long to solve that ranks have changed their pace again
         if plan is not None:
             gain_s = trial.present_s - predict(trial.problem, plan).step_s
             gained_s = gain_s * trial.horizon_steps
@@ -270,6 +271,11 @@ def moved_share(old: Plan, new: Plan) -> float:
         new_start, new_end = new_end, new_end + other.state_fraction
         kept += max(0.0, min(old_end, new_end) - max(old_start, new_start))
     return max(0.0, 1.0 - kept)
+
+
+def _are_near(paces: Sequence[float], others: Sequence[float]) -> bool:
+    changed = [max(a / b, b / a) for a, b in zip(paces, others, strict=True)]
+    return not _are_apart([1.0, *changed])
 
 
 def _are_apart(factors: Sequence[float]) -> bool:

@@ -134,6 +134,19 @@ def test_a_refused_plan_is_asked_for_again_much_later():
     assert asked[0] < 30 and asked[1] - asked[0] > 2 * HOLD_STEPS and len(asked) == 3
 
 
+def test_an_answer_that_comes_too_late_changes_nothing():
+    policy = ReplanPolicy(PROBLEM, solve(PROBLEM))
+    one, two = _work_s(policy.plan)
+    for step in range(1, 21):
+        policy.observe(step, [one, 3 * two])
+    trial = policy.look(20, 1000)
+    assert policy.judge(trial, solve(trial.problem)) is None
+    for step in range(21, 29):  # the rank has recovered while the second one was solved
+        policy.observe(step, [one, two])
+    assert policy.judge(trial, solve(trial.problem)) is None
+    assert policy.look(40, 1000) is None
+
+
 def test_a_trial_without_a_solution_changes_nothing():
     assert _run(lambda step, rank: 1.0 + 2 * rank, answer=lambda problem: None) == []
 
