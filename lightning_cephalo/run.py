@@ -20,6 +20,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ PRELOADED = (
 )
 """What ranks need not import."""
 
+_TERMINATED = 128 + signal.SIGTERM
 _RENDEZVOUS = {
     # seconds to wait for more nodes than the fewest, where some may come
     "last_call_timeout": 3,
@@ -123,6 +125,9 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
+        # Lightning's SIGTERMException is one without a code: the training has not ended well
+        if type(end).__name__ == "SIGTERMException":
+            raise SystemExit(_TERMINATED) from end
         if end.code not in (None, 0):
             raise
         # the agent takes a rank that has not returned for one that still works

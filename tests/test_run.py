@@ -129,3 +129,13 @@ def test_a_script_runs_as_the_main_program_and_ends_as_it_says(tmp_path, monkeyp
     run.run_script(str(script), ["well"])
     with pytest.raises(SystemExit, match="3"):
         run.run_script(str(script), ["badly"])
+
+
+def test_a_rank_that_was_told_to_end_has_not_ended_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    script = tmp_path / "script.py"
+    place = "lightning.pytorch.utilities.exceptions"
+    script.write_text(f"from {place} import SIGTERMException\nraise SIGTERMException\n")
+    with pytest.raises(SystemExit, match="143"):
+        run.run_script(str(script), [])
