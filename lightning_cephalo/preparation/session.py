@@ -385,6 +385,8 @@ class Session:
             details: Whether to say how the plan was solved.
         """
         late = f"after the backward: {self.late}" if self.late else "inside the backward"
+        if not self._job.options.early_update:
+            late = ""  # nobody has asked for another way
         return report.plan_table(
             self.plan, model=self.unit_sizes(), updates=late, notes=self.notes, details=details
         )
