@@ -63,7 +63,7 @@ def test_a_rank_that_becomes_five_times_slower_is_reported_and_nothing_breaks(
     assert len(found) == 1, said
     rank, factor, step = found[0]
     assert (rank, factor, int(step)) == ("1", "5.0", SLOWER_FROM)
-    assert "the plan was made for another speed. Start again to measure and plan anew." in said
+    assert "the given plan was made for another speed. Leave plan= out" in said
     assert everywhere[0] == everywhere[1]
     steady, slower = everywhere[0]
     assert steady.drift is None and slower.drift is not None
