@@ -318,6 +318,7 @@ class CephaloStrategy(ParallelStrategy):
         if self._changes is None:
             raise RuntimeError("change_plan() works only while fit() runs, after setup.")
         self._ending.meet("changing the plan", "Call strategy.change_plan() on every rank.")
+        self.session.optimizers = list(self.optimizers)
         self._changes.request(plan)
 
     @property
@@ -552,6 +553,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.session.optimizers = list(self.optimizers)  # the user may have replaced them
         if self._changes is not None and self._changes.take_effect(batch_idx):
             self._plan = self.session.plan
             self._watch.count_again()
@@ -662,7 +664,7 @@ class CephaloStrategy(ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
     ) -> Any:
         session = self.session
-        session.look_for_early_update()
+        session.look_for_early_update(optimizer)
         update = local_update(optimizer, session.updates.of(optimizer))
         with ExitStack() as after_closure, update:
 

@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.plan import Plan
 
+_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
 
 def batch_norms(module: nn.Module) -> list[str]:
     """Return the names of the layers that normalise by the statistics of a microbatch."""
@@ -44,9 +46,19 @@ class SynchronisedLayers:
 
     Args:
         module: The user's module.
+
+    Raises:
+        UnsupportedError: If a layer has a forward of its own, which the new layer would not have.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        for name, child in module.named_modules():
+            if isinstance(child, _BatchNorm) and type(child).forward not in _FORWARDS:
+                raise UnsupportedError(
+                    f"sync_batchnorm=True would replace {name!r}, a {type(child).__name__} with a"
+                    " forward of its own, by a layer without it. Leave sync_batchnorm out, or write"
+                    " the layer as a torch.nn.SyncBatchNorm and what follows it."
+                )
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         made: dict[int, nn.Module] = {}
         for parent in [*module.modules()]:
@@ -54,6 +66,9 @@ class SynchronisedLayers:
                 if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
                     if id(child) not in made:
                         made[id(child)] = nn.SyncBatchNorm.convert_sync_batchnorm(child)
+                        # Private: the conversion drops hooks. Shared, so that handles remove them.
+                        hooks = {key: one for key, one in vars(child).items() if "_hooks" in key}
+                        vars(made[id(child)]).update(hooks)
                     self._replaced.append((parent, name, child))
                     parent._modules[name] = made[id(child)]
 

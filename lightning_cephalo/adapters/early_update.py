@@ -117,16 +117,23 @@ class EarlyUpdater:
         self._groups: dict[int, int] = {}
         self._states = 0
 
-    def look(self) -> None:
-        """Look whether this step may update early; called before anything of the step."""
+    def look(self, optimizer: Optimizer) -> None:
+        """Look whether this step may update early; called before anything of the step.
+
+        Args:
+            optimizer: The optimizer whose step it is.
+        """
         late = _late_by_trainer(self._trainer) or _late_by_hooks(self._optimizer)
+        if optimizer is not self._optimizer:
+            late = "another optimizer has taken the place of the first one"
         if torch.is_anomaly_enabled():
             late = late or "torch.autograd.set_detect_anomaly(True)"
         self._may = not late
         if late and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"Updates follow the backward from now on: {late}.{self._consequence}",
+                f"Updates of this step, and others like it, follow the backward: {late}."
+                f"{self._consequence}",
                 stacklevel=2,
             )
 

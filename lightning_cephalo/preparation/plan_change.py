@@ -66,6 +66,7 @@ class PlanChanges:
     def __init__(self, session: Session, trainer: Trainer) -> None:
         self._session, self._trainer = session, trainer
         self._pending: _Pending | None = None
+        self._steps_before: int | None = None
         self.change_s = 0.0
 
     @property
@@ -115,7 +116,7 @@ class PlanChanges:
             raise UnsupportedError(
                 "change_plan() before the last change has taken effect: dataloaders deal its sizes"
                 f" from batch {self._pending.from_batch:g} of the epoch on. Call it again behind"
-                " that batch."
+                " that batch. If the plan is changing by itself: CephaloStrategy(replan=False)."
             )
         if self._session.inside_microbatch:
             raise UnsupportedError(
@@ -135,7 +136,10 @@ class PlanChanges:
         Returns:
             Whether the plan has changed.
         """
-        pending = self._pending
+        pending, steps = self._pending, self._trainer.global_step
+        # no update since the batch before: its gradients are needed still
+        accumulates = batch > 0 and steps == self._steps_before
+        self._steps_before = steps
         if pending is None:
             return False
         if batch < pending.from_batch:
@@ -144,7 +148,7 @@ class PlanChanges:
                 return False
         self._pending = None
         session, start_s = self._session, time.perf_counter()
-        session.follow(pending.plan, pending.memory, pending.arena)
+        session.follow(pending.plan, pending.memory, pending.arena, accumulates)
         self.change_s = time.perf_counter() - start_s
         batch_norm.warn_of_microbatches(session.model.module, pending.plan, session.control.rank)
         return True

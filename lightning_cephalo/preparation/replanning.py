@@ -129,17 +129,21 @@ class Replanning:
         self._ready: Replan | None = None  # on rank 0
         self._is_announced = False
         self._accepted: Replan | None = None
+        self._busy_s = math.nan
         self.replans: tuple[Replan, ...] = ()
 
     # -- with the exchange of a step ----------------------------------------------------------
 
     def note(self) -> tuple[float, float]:
         """Return the numbers to send: seconds of work, and whether a plan is ready."""
-        return self._watch.take_busy_s(), float(self._ready is not None)
+        busy_s = self._watch.take_busy_s()
+        if not math.isnan(busy_s):  # a step may have several exchanges; the last one counts
+            self._busy_s = busy_s
+        return self._busy_s, float(self._ready is not None)
 
     def learn(self, notes: Sequence[Sequence[float]]) -> None:
         """Learn :meth:`note` of every rank."""
-        self._is_announced = bool(notes[0][1])
+        self._is_announced, self._busy_s = bool(notes[0][1]), math.nan
         if self._policy is not None:
             self._policy.observe(self._trainer.global_step, [busy_s for busy_s, _ in notes])
 
@@ -202,7 +206,7 @@ class Replanning:
         step = self._trainer.global_step
         if change is None or change.plan != plan:  # the user's own
             self.close()
-            self._ready = None
+            self._ready, self._is_announced = None, False
             if self._policy is not None:
                 self._policy = _policy_of(self._problem, plan, step)
             return

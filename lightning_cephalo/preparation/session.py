@@ -206,10 +206,14 @@ class Session:
         self.predicted_memory = tuple(memory)
         self.model.executor.failure.planned_memory = _planned_memory(self.own_plan)
 
-    def look_for_early_update(self) -> None:
-        """Look whether the next step may update units early; called on every rank before it."""
+    def look_for_early_update(self, optimizer: Optimizer) -> None:
+        """Look whether the next step may update units early; called on every rank before it.
+
+        Args:
+            optimizer: The optimizer whose step it is.
+        """
         if self._updater is not None:
-            self._updater.look()
+            self._updater.look(optimizer)
 
     def enforce_limits(self) -> None:
         """Check that every rank can hold its part within its limits, and enforce them; collective.
@@ -249,11 +253,22 @@ class Session:
         self.follow(plan, memory, arena)
 
     def follow(
-        self, plan: Plan, memory: Sequence[RankMemory] = (), arena: HostArena | None = None
+        self,
+        plan: Plan,
+        memory: Sequence[RankMemory] = (),
+        arena: HostArena | None = None,
+        keeps_gradients: bool = False,
     ) -> None:
-        """Follow a plan that is checked, with its host memory; collective. See :meth:`apply`."""
+        """Follow a plan that is checked, with its host memory; collective. See :meth:`apply`.
+
+        Args:
+            plan: As for :meth:`apply`.
+            memory: As for :meth:`apply`.
+            arena: This rank's host memory for the plan.
+            keeps_gradients: Whether gradients move with their rows, as later ones add to them.
+        """
         self.model.release_buffers()  # modes decide which of them are needed
-        self._move_shards(plan)
+        self._move_shards(plan, keeps_gradients)
         self.plan = self.dealt_plan = plan
         peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
         self.predicted_memory = tuple(memory) or tuple(peaks)
@@ -283,6 +298,11 @@ class Session:
         plan.check(world_size=self.control.world_size, global_batch_size=job.global_batch_size)
         check_plan(plan, job.limits)
         self.check_modes(plan)
+        if plan.early_update and self.late:
+            raise PlanError(
+                "The plan says early_update: true, so that its memory lacks gradients, but updates"
+                f" follow the backward: {self.late}. Leave early_update out of the plan."
+            )
         self.user_gathers.check([len(rank.microbatch_sizes) for rank in plan.ranks])
 
     def check_modes(self, plan: Plan) -> None:
@@ -327,18 +347,18 @@ class Session:
     def _fractions_of(plan: Plan) -> tuple[float, ...]:
         return tuple(rank.state_fraction for rank in plan.ranks)
 
-    def _rows_of_state(self) -> RowsOfState:
+    def _rows_of_state(self, keeps_gradients: bool = False) -> RowsOfState:
         by_rows = [one for one in self.optimizers if self.updates.of(one) is None]
         averages = () if self._averages is None else self._averages.pairs()
         # with manual optimization, only the user's code knows which gradients are needed still
-        kept = self.model.flats if self.manual is not None else ()
+        kept = self.model.flats if self.manual is not None or keeps_gradients else ()
         return RowsOfState(by_rows, averages, kept)
 
-    def _move_shards(self, plan: Plan) -> None:
+    def _move_shards(self, plan: Plan, keeps_gradients: bool) -> None:
         fractions = self._fractions_of(plan)
         if fractions == self.model.fractions:
             return
-        state = self._rows_of_state()
+        state = self._rows_of_state(keeps_gradients)
         state.check(self.model.flats, self.control)
         self.model.change_fractions(fractions, state.of)
 

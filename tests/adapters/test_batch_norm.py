@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -81,3 +82,27 @@ def test_layers_are_put_back_with_what_they_have_learned():
     replaced.restore()
     assert dict(module.named_modules()) == before
     assert shared.weight[0] == 2.0 and shared.running_mean[0] == 2.0 and not shared.training
+
+
+class _Activated(nn.BatchNorm1d):
+    def forward(self, input):
+        return super().forward(input).relu()
+
+
+def test_a_layer_with_a_forward_of_its_own_is_not_replaced_by_one_without():
+    module = nn.Sequential(nn.BatchNorm1d(3), _Activated(3))
+    with pytest.raises(UnsupportedError, match="'1', a _Activated with a forward of its own"):
+        SynchronisedLayers(module)
+    assert type(module[0]) is nn.BatchNorm1d
+
+
+def test_hooks_of_a_replaced_layer_fire_and_can_be_removed():
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    fired = []
+    handle = module[0].register_forward_hook(lambda *_: fired.append(1))
+    SynchronisedLayers(module)
+    module[0].eval()(torch.ones(2, 3))
+    assert fired == [1]
+    handle.remove()
+    module[0](torch.ones(2, 3))
+    assert fired == [1]

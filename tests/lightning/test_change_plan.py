@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from common import Net, assert_same_optimizer_state, assert_same_tensors, in_ranks, loader
+from common import (
+    Net,
+    assert_same_optimizer_state,
+    assert_same_tensors,
+    in_ranks,
+    loader,
+    values_of,
+)
 from lightning.pytorch import Callback, Trainer
 from plans import GLOBAL_BATCH, QUIET, plan_of
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -248,3 +255,35 @@ def test_a_plan_that_cannot_be_followed_is_refused_on_every_rank_and_the_old_one
             assert len(said) == 1 and why in said[0] and "may change shares" in said[0]
             assert plan == SHARES
         assert first[kind][2] == pytest.approx(second[kind][2])
+
+
+class Swaps(Callback):
+    """Replaces the optimizer, and asks for other shares inside of an accumulation."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if batch_idx == 3:
+            trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)]
+        if batch_idx in (5, 9) and isinstance(trainer.strategy, CephaloStrategy):
+            trainer.strategy.change_plan(SHARES if batch_idx == 5 else A)
+
+
+def _swapped(plan: Plan | None, early: Any):
+    data, model = DataLoader(Generates(_loader(96).dataset), GLOBAL_BATCH), Net()
+    strategy: Any = "auto"
+    if plan is not None:
+        data = DataLoader(data.dataset, GLOBAL_BATCH // 2)
+        strategy = CephaloStrategy(
+            plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False, early_update=early
+        )
+    options = {**QUIET, "accumulate_grad_batches": 4, "max_epochs": 1}
+    devices = 1 if plan is None else 2
+    Trainer(
+        strategy=strategy, devices=devices, accelerator="cpu", callbacks=[Swaps()], **options
+    ).fit(model, data, loader(8))
+    return values_of(model)
+
+
+def test_gradients_that_add_up_and_the_state_of_a_new_optimizer_move_too():
+    wanted = _swapped(None, False)
+    for found in in_ranks(2, _swapped, A, False):
+        assert_same_tensors(found, wanted, TOLERANCE)

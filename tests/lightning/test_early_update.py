@@ -137,7 +137,9 @@ def _in_the_middle() -> None:
         warnings.simplefilter("always")
         hooked = _fitted("3:1", "auto", "adamw", [Registers()])
     said = [str(w.message) for w in caught if "follow the backward" in str(w.message)]
-    assert said == ["Updates follow the backward from now on: hooks of AdamW."]
+    assert said == [
+        "Updates of this step, and others like it, follow the backward: hooks of AdamW."
+    ]
     assert hooked.late == "" and hooked.updates == [-1] * 4
     read = _fitted("3:1", "auto", "adamw", [Reads()])
     assert read.updates[0] == 3
