@@ -28,6 +28,7 @@ BUILT_IN = {
     errors.BatchSplitError: ValueError,
     errors.HostMemoryError: RuntimeError,
     errors.RemoteRankError: RuntimeError,
+    errors.RecoveryError: RuntimeError,
     OutOfMemoryInStepError: torch.OutOfMemoryError,
 }
 
