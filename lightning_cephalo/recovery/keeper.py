@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -311,6 +312,15 @@ def searches_learning_rate(trainer: Trainer) -> bool:
     Private: nothing else tells its steps from those of training.
     """
     return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def only_searches(trainer: Trainer) -> bool:
+    """Return whether ``fit`` is called by Lightning's ``Tuner``, and ends behind its search.
+
+    Private: the tuner marks its callback so, and nothing else tells it from one in a training.
+    """
+    finders = (c for c in trainer.callbacks if isinstance(c, LearningRateFinder))  # type: ignore[attr-defined]
+    return any(finder._early_exit for finder in finders)
 
 
 def read_generators(accelerator: Accelerator) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ from lightning_cephalo.recovery.keeper import (
     Keeper,
     Kind,
     Snapshot,
+    only_searches,
     searches_learning_rate,
     write_generators,
 )
@@ -100,6 +101,8 @@ class Recovering:
         """
         self._forget()
         if trainer.state.fn != TrainerFn.FITTING or self._wish.recovery is None:
+            return
+        if only_searches(trainer):
             return
         self._trainer, self._control = trainer, control
         self._store = self._try("finding where steps are kept", self._open)
@@ -349,7 +352,8 @@ class Recovering:
 
     def finish(self) -> None:
         """Remove what is kept, as training has ended well; collective."""
-        if self._keeper is not None and self._control is not None and self._store is not None:
+        # a training that had ended before the restart begins no steps, and has no keeper
+        if self._control is not None and self._store is not None:
             self._control.barrier()
             os.environ[_FITS] = str(_fits() + 1)
             self._store.remove()

@@ -27,6 +27,7 @@ from common import (
 )
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.tuner import Tuner
 from plans import QUIET
 from torch import nn
 from torch.utils.data import DataLoader
@@ -209,10 +210,11 @@ def test_other_ranks_go_on_with_the_first_global_batch(tmp_path: Path) -> None:
 class Fails(Callback):
     """Ends training with an error after some steps."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, place: str = "on_train_batch_start") -> None:
         self.step = step
+        setattr(self, place, self._fail)
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def _fail(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.step:
             raise OSError("planted")
 
@@ -350,6 +352,16 @@ class Wrapped(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def test_a_restart_at_the_end_ends_and_the_next_fit_trains(tmp_path: Path) -> None:
+    def run() -> None:
+        assert _one(tmp_path, Fails(3, "on_train_end")) == [1, 2, 3] and _pieces(tmp_path)
+        assert _one(tmp_path) == [] and not _pieces(tmp_path)
+        assert os.environ["LIGHTNING_CEPHALO_FITS"] == "1"
+        assert _one(tmp_path) == [1, 2, 3]
+
+    in_ranks(1, run)
+
+
 def test_the_search_for_a_learning_rate_is_not_kept(tmp_path: Path) -> None:
     class Searched(Net):
         learning_rate = 1e-3
@@ -364,6 +376,11 @@ def test_the_search_for_a_learning_rate_is_not_kept(tmp_path: Path) -> None:
         search = LearningRateFinder(num_training_steps=4, early_stop_threshold=None)
         options = {"default_root_dir": tmp_path, "model": Searched()}
         assert _one(tmp_path / "kept", search, Fails(2), **options) == [1, 2]
-        assert _pieces(tmp_path / "kept")
+        assert (kept := _pieces(tmp_path / "kept"))
+        recover = Recovery(folder=tmp_path / "kept", job="test")
+        given = {"strategy": strategy("one", recover=recover), "devices": 1, **QUIET}
+        used = Trainer(accelerator="cpu", default_root_dir=tmp_path, **given)
+        Tuner(used).lr_find(Searched(), loader(24), loader(8), num_training=4)
+        assert _pieces(tmp_path / "kept") == kept and "LIGHTNING_CEPHALO_FITS" not in os.environ
 
     in_ranks(1, run)
