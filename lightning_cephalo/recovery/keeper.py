@@ -323,6 +323,15 @@ def only_searches(trainer: Trainer) -> bool:
     return any(finder._early_exit for finder in finders)
 
 
+def searches_before_training(trainer: Trainer) -> bool:
+    """Return whether a callback searches for a learning rate before the first epoch.
+
+    The search loads a file of its own, and so drops what training would go on from.
+    """
+    finders = (c for c in trainer.callbacks if isinstance(c, LearningRateFinder))  # type: ignore[attr-defined]
+    return any(type(f).on_fit_start is LearningRateFinder.on_fit_start for f in finders)
+
+
 def read_generators(accelerator: Accelerator) -> tuple[Any, ...]:
     """Return the states of the generators of this process and its device."""
     return accelerator.random_states(), np.random.get_state(), random.getstate()

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
-from lightning_cephalo.common.errors import RecoveryError, RemoteRankError
+from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.keeper import (
     SLOTS,
@@ -25,6 +26,7 @@ from lightning_cephalo.recovery.keeper import (
     Kind,
     Snapshot,
     only_searches,
+    searches_before_training,
     searches_learning_rate,
     write_generators,
 )
@@ -38,6 +40,15 @@ if TYPE_CHECKING:
 
 # fits that have ended in this process: a restarted script calls fit() in the same order
 _FITS = "LIGHTNING_CEPHALO_FITS"
+_NOT_KEPT = "Nothing is kept for a restart, which would begin anew"
+_DROPPED = (
+    "Kept steps are removed, and training begins where a first start does, at ckpt_path if fit()"
+    " has one, else at step 0"
+)
+_NO_SEARCH = (
+    "LearningRateFinder cannot run in a training that is resumed. Find the learning rate in a run"
+    " of its own."
+)
 # of a parameter and its optimizer's state, in single precision
 _KEPT_BYTES = 12
 
@@ -105,7 +116,7 @@ class Recovering:
         if only_searches(trainer):
             return
         self._trainer, self._control = trainer, control
-        self._store = self._try("finding where steps are kept", self._open)
+        self._store = self._try("finding where steps are kept", self._open, _NOT_KEPT)
         if self._store is None:
             return
         self._inventory = Inventory.take(self._store, control)
@@ -114,7 +125,10 @@ class Recovering:
         if pieces is None:
             self._say_nothing_found()
             return
-        self._found = self._read(pieces)
+        self._found = self._try("reading kept steps", partial(self._read, pieces), _DROPPED)
+        if self._found is None:
+            self._drop()
+            return
         # Private: `fit` without ckpt_path loads nothing, and resumes from what lies here.
         trainer._checkpoint_connector._loaded_checkpoint = self._found.checkpoint
         facts, taken_s = self._found.facts, time.monotonic() - begin_s
@@ -123,19 +137,33 @@ class Recovering:
             f" {self._store.folder} (found in {taken_s:.2f} s)."
         )
 
-    def _try(self, doing: str, function: Callable[[], Any]) -> Any:
-        """Call a function on all ranks; where recovery is automatic, warn if any cannot."""
+    def _try(self, doing: str, function: Callable[[], Any], result: str) -> Any:
+        """Call a function on all ranks; where recovery is automatic, warn if any cannot.
+
+        Args:
+            doing: Description of the function.
+            function: The function. It may communicate if it fails on all ranks alike.
+            result: What it means if any rank cannot.
+        """
         assert self._control is not None
         try:
             return self._control.together(doing, function)
-        except (RecoveryError, RemoteRankError) as error:
+        except Exception as error:  # damaged files may raise anything
             if not self._wish.is_automatic:
                 raise
             if self._control.rank == 0:
-                warnings.warn(
-                    f"Nothing is kept for a restart, which would begin anew: {error}", stacklevel=3
-                )
+                warnings.warn(f"{result}: {error}", stacklevel=3)
             return None
+
+    def _drop(self) -> None:
+        """Remove what is kept and cannot be gone on from, and begin as without it; collective."""
+        assert self._control is not None and self._store is not None
+        self._control.barrier()
+        self._store.remove()
+        self._control.barrier()
+        self._store = self._try("finding where steps are kept", self._open, _NOT_KEPT)
+        if self._store is not None:
+            self._inventory = Inventory.take(self._store, self._control)
 
     def _open(self) -> Store | None:
         recovery, job = self._wish.recovery, self._wish.job()
@@ -150,7 +178,8 @@ class Recovering:
     def _say_nothing_found(self) -> None:
         assert self._inventory is not None and self._control is not None and self._store is not None
         self._lost = self._inventory.missing()
-        if attempt() and not self._lost and self._control.rank == 0:
+        # a fit that has ended has removed what it kept
+        if attempt() and not _fits() and not self._lost and self._control.rank == 0:
             warnings.warn(
                 f"The ranks were restarted (attempt {attempt()}), but {self._store.folder} keeps no"
                 " step: training begins where a first start does, at ckpt_path if fit() has one,"
@@ -162,9 +191,16 @@ class Recovering:
         assert self._store is not None and self._control is not None
         assert self._inventory is not None
         control = self._control
+        if self._trainer is not None and searches_before_training(self._trainer):
+            raise RecoveryError(_NO_SEARCH)
         assembly = assembled(pieces, self._inventory, self._store, control)
         kept: Snapshot = assembly.states[0].tree
         facts = kept.facts
+        if any(state.tree.facts != facts for state in assembly.states):
+            raise RecoveryError(
+                f"{self._store.folder} keeps pieces of different steps, which do not fit together."
+                " Remove the folder; training then begins at ckpt_path, or anew."
+            )
         if facts.fits != _fits():
             raise RecoveryError(
                 f"{self._store.folder} keeps steps of fit() number {facts.fits + 1} of the script,"
@@ -184,6 +220,8 @@ class Recovering:
         Args:
             path: Path of the file.
         """
+        if self._trainer is not None and path != self._trainer.ckpt_path:
+            return None  # another file than fit's, such as a teacher's
         found = self._found
         if found is None or self._has_loaded_file:
             self._has_loaded_file = True
@@ -289,10 +327,7 @@ class Recovering:
         if trainer is None or control is None or store is None:
             return
         if found is not None and not self._has_resumed:
-            raise RecoveryError(
-                "The kept step was dropped before training began: LearningRateFinder ends a resumed"
-                " training so. Find the learning rate in a run of its own."
-            )
+            raise RecoveryError(_NO_SEARCH)
         if searches_learning_rate(trainer) or self._wish.recovery is None:
             return
         if found is not None:
@@ -323,9 +358,7 @@ class Recovering:
                 raise
             self._keeper = None
             if control.rank == 0:
-                warnings.warn(
-                    f"Nothing is kept for a restart, which would begin anew: {error}", stacklevel=3
-                )
+                warnings.warn(f"{_NOT_KEPT}: {error}", stacklevel=3)
         self._found = None  # its memory is not needed any more
 
     def note(self) -> tuple[float, float]:

@@ -338,6 +338,69 @@ def test_the_steps_of_another_model_are_refused(tmp_path: Path) -> None:
     in_ranks(1, run)
 
 
+def test_automatic_recovery_drops_what_it_cannot_go_on_from(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(store, "MEMORY", tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    search = LearningRateFinder(num_training_steps=4, early_stop_threshold=None)
+
+    def begins(said: str, *callbacks: Callback, **options: Any) -> None:
+        kept = _pieces(tmp_path)
+        with pytest.raises(RecoveryError, match=said):
+            _one(tmp_path, *callbacks, recover=True, **options)
+        assert _pieces(tmp_path) == kept
+        found = _said(_one, tmp_path, *callbacks, recover="auto", **options)
+        assert found[0][-3:] == [1, 2, 3] and not _pieces(tmp_path)
+        assert any("Kept steps are removed" in one and said in one for one in found[1])
+
+    def run() -> None:
+        fails = partial(_one, tmp_path, Fails(2), recover=True)
+        os.environ["LIGHTNING_CEPHALO_FITS"] = "1"
+        assert fails() == [1, 2]
+        os.environ["LIGHTNING_CEPHALO_FITS"] = "0"
+        begins("number 2 of the script")
+        fails()
+        for path in _pieces(tmp_path):
+            with path.open("r+b") as file:
+                file.seek(store._read_head(path)[-3])
+                file.write(b"damaged")
+        begins("void or damaged")
+        fails()
+        given = {"default_root_dir": tmp_path, "model": Searched()}
+        begins("LearningRateFinder cannot run", search, **given)
+
+    in_ranks(1, run)
+
+
+class Searched(Net):
+    learning_rate = 1e-3
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+class Distilled(Net):
+    """Loads a teacher before it trains."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def setup(self, stage: str) -> None:
+        teacher = self.trainer.strategy.load_checkpoint(self.path)
+        assert teacher["global_step"] == 9
+
+
+def test_a_file_that_a_hook_loads_stays_that_file(tmp_path: Path) -> None:
+    def run() -> None:
+        torch.save({"global_step": 9}, path := tmp_path / "teacher.ckpt")
+        assert _one(tmp_path, Fails(2), model=Distilled(path)) == [1, 2]
+        assert _one(tmp_path, model=Distilled(path)) == [3]
+
+    in_ranks(1, run)
+
+
 class Wrapped(LightningModule):
     """The same model under other names."""
 
@@ -363,18 +426,13 @@ def test_a_restart_at_the_end_ends_and_the_next_fit_trains(tmp_path: Path) -> No
 
 
 def test_the_search_for_a_learning_rate_is_not_kept(tmp_path: Path) -> None:
-    class Searched(Net):
-        learning_rate = 1e-3
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            pass
-
+    class Looks(Searched):
         def on_fit_start(self) -> None:
             assert not _pieces(tmp_path / "kept")
 
     def run() -> None:
         search = LearningRateFinder(num_training_steps=4, early_stop_threshold=None)
-        options = {"default_root_dir": tmp_path, "model": Searched()}
+        options = {"default_root_dir": tmp_path, "model": Looks()}
         assert _one(tmp_path / "kept", search, Fails(2), **options) == [1, 2]
         assert (kept := _pieces(tmp_path / "kept"))
         recover = Recovery(folder=tmp_path / "kept", job="test")
