@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import random
 import re
 import runpy
 import shutil
@@ -25,6 +26,8 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from lightning_cephalo.recovery.options import AGENT
 from lightning_cephalo.recovery.store import Agent, folder_of
@@ -122,6 +125,9 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     """
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    # the process that ranks are forked from has drawn seeds, which would be equal in all of them
+    random.seed()
+    np.random.seed()
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:

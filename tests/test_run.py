@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from common import in_ranks
 from launch import SOON_S
@@ -129,6 +131,28 @@ def test_a_script_runs_as_the_main_program_and_ends_as_it_says(tmp_path, monkeyp
     run.run_script(str(script), ["well"])
     with pytest.raises(SystemExit, match="3"):
         run.run_script(str(script), ["badly"])
+
+
+def test_ranks_draw_other_numbers_though_they_are_forked_from_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import random, sys, numpy\n"
+        "with open(sys.argv[1], 'a') as file:\n"
+        "    print(random.random(), numpy.random.rand(), file=file)\n"
+    )
+    states = random.getstate(), np.random.get_state()
+    try:
+        for _ in range(2):
+            random.seed(1)
+            np.random.seed(1)
+            run.run_script(str(script), [str(tmp_path / "drawn")])
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    first, second = (tmp_path / "drawn").read_text().splitlines()
+    assert not set(first.split()) & set(second.split())
 
 
 def test_a_rank_that_was_told_to_end_has_not_ended_well(tmp_path, monkeypatch):
