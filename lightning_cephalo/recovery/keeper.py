@@ -11,7 +11,9 @@ file does so; tests/lightning/test_recovery.py fails when they change.
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import secrets
 import time
 import warnings
 from collections.abc import Sequence
@@ -31,7 +33,7 @@ from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.lookup import Inventory
-from lightning_cephalo.recovery.options import Recovery, fitting_every
+from lightning_cephalo.recovery.options import Wish, fitting_every
 from lightning_cephalo.recovery.pieces import taken_apart
 from lightning_cephalo.recovery.store import Piece, Store
 
@@ -93,7 +95,7 @@ class Keeper:
         control: Messages between ranks.
         accelerator: This rank's device.
         store: Where to keep.
-        recovery: The user's option.
+        wish: The user's option.
         inventory: What lay there at the start.
         found: The pieces that training goes on from; None: it begins.
         global_batch_size: Samples of a step over all ranks.
@@ -109,7 +111,7 @@ class Keeper:
         control: ControlGroup,
         accelerator: Accelerator,
         store: Store,
-        recovery: Recovery,
+        wish: Wish,
         inventory: Inventory,
         found: Sequence[Piece] | None,
         global_batch_size: int,
@@ -117,22 +119,26 @@ class Keeper:
     ) -> None:
         self.is_dumping = False
         self._trainer, self._control, self._accelerator = trainer, control, accelerator
-        self._store, self._recovery, self._inventory = store, recovery, inventory
+        self._store, self._inventory = store, inventory
+        self._every_given = None if wish.recovery is None else wish.recovery.every
+        self._is_automatic = wish.is_automatic
         self._global_batch_size, self._fits = global_batch_size, fits
-        self._attempt = inventory.last_attempt + 1
+        self._attempt, self._run = inventory.last_attempt + 1, 0
         # the newest piece of this rank, and the newest step that all ranks have
         self._newest: Piece | None = None
         self._agreed = -1.0
         if found is not None:
             first = found[0]
-            self._newest = Piece(first.serial, first.attempt, control.rank, first.world_size)
+            self._newest = dataclasses.replace(first, rank=control.rank)
             self._agreed = float(first.serial)
         self._has_old = bool(store.ranks())
         self._is_off = False
         self._updates = 0
         # how far apart this rank wants kept steps, and all ranks agree to keep them
-        self._wanted = self._every = float(recovery.every or 1)
+        self._wanted = self._every = float(self._every_given or 1)
         self._since_s = time.monotonic()
+        # between two updates, gradients may add up, which are not kept
+        self._steps_before, self._has_updated = trainer.global_step, False
         # batches of the step that was kept last
         self._batches = -1
 
@@ -152,6 +158,8 @@ class Keeper:
             RecoveryError: On every rank, if there is too little room.
             BaseException: If the state cannot be kept.
         """
+        # not of the generators that training draws from
+        self._run = self._control.broadcast(secrets.randbits(63))
         snapshot = self._snapshot(Kind.BETWEEN)
         pack = partial(taken_apart, snapshot, self._control.rank)
         meta, tensors = self._control.together("keeping the state of training", pack)
@@ -193,7 +201,8 @@ class Keeper:
             self._store.remove(self._store.ranks() - self._inventory.neighbours(rank))
 
     def _after_batch(self, data_fetcher: Any) -> None:
-        loop = self._loop
+        loop, steps = self._loop, self._trainer.global_step
+        self._has_updated, self._steps_before = steps > self._steps_before, steps
         try:
             type(loop).on_advance_end(loop, data_fetcher)
         except SIGTERMException:  # of all ranks together
@@ -204,7 +213,7 @@ class Keeper:
     def _keep_batch(self) -> None:
         loop = self._loop
         # an epoch's last batch is kept with its end, whose hooks would lack their metrics
-        if loop._num_ready_batches_reached() or loop._should_accumulate():
+        if loop._num_ready_batches_reached() or not self._has_updated:
             return
         if loop.batch_progress.total.processed == self._batches:
             return  # kept behind its validation, which is not repeated then
@@ -215,8 +224,8 @@ class Keeper:
     def after_validation(self) -> None:
         """Keep a step behind its validation, before Lightning goes on."""
         loop = self._loop
-        ends = loop._num_ready_batches_reached() or loop._should_accumulate()
-        if not self._trainer.sanity_checking and not ends:
+        is_within = self._has_updated and not loop._num_ready_batches_reached()
+        if is_within and not self._trainer.sanity_checking:
             self._keep(Kind.INSIDE)
 
     def _after_epoch(self) -> None:
@@ -238,30 +247,46 @@ class Keeper:
         if self._is_off or (self._newest is not None and self._agreed < self._newest.serial):
             return  # a rank has failed to keep a step: the last that all have stays
         begin_s, updates = time.monotonic(), self._updates
-        meta, tensors = taken_apart(self._snapshot(kind), self._control.rank)
+        try:
+            snapshot = self._snapshot(kind)
+            meta, tensors = taken_apart(snapshot, self._control.rank)
+        except Exception as error:
+            if not self._is_automatic:
+                raise
+            self._stop(
+                f"{type(error).__name__}: {error}",
+                "on_save_checkpoint() and state_dict() of callbacks run at each kept step.",
+            )
+            return
         try:
             self._write(meta, tensors)
             self._learn_cost(begin_s, updates)
         except OSError as error:
-            self._is_off = True
-            warnings.warn(
-                f"Rank {self._control.rank} keeps no more steps: {error.strerror} in"
-                f" {self._store.folder}. A restart would go on from step {int(self._agreed)} of"
-                " those kept. Make room there, or give recover=Recovery(folder=...).",
-                stacklevel=2,
+            self._stop(
+                f"{error.strerror} in {self._store.folder}",
+                "Make room there, or give recover=Recovery(folder=...).",
             )
+
+    def _stop(self, why: str, remedy: str) -> None:
+        """Keep no more steps, and let training go on."""
+        self._is_off = True
+        warnings.warn(
+            f"Rank {self._control.rank} keeps no more steps: {why}. A restart would go on from step"
+            f" {int(self._agreed)} of those kept. {remedy}",
+            stacklevel=3,
+        )
 
     def _learn_cost(self, begin_s: float, updates: int) -> None:
         """Compare the time that keeping has taken with that of the updates before it."""
         since_s, self._since_s = self._since_s, time.monotonic()
-        if self._recovery.every is None and updates:
+        if self._every_given is None and updates:
             update_s = (begin_s - since_s) / updates
             self._wanted = float(fitting_every(self._since_s - begin_s, update_s))
 
     def _write(self, meta: bytes, tensors: list[Tensor]) -> None:
         serial = 0 if self._newest is None else self._newest.serial + 1
         rank, world_size = self._control.rank, self._control.world_size
-        piece = Piece(serial, self._attempt, rank, world_size)
+        piece = Piece(serial, self._attempt, rank, world_size, self._run)
         self._store.keep(piece, self._newest, meta, tensors)
         self._newest, self._updates = piece, 0
         self._batches = self._loop.batch_progress.total.processed

@@ -36,9 +36,8 @@ class Inventory:
     def newest(self) -> tuple[Piece, ...] | None:
         """Return the pieces of the newest step of which every rank's piece is somewhere."""
         known = frozenset().union(*self.seen)
-        steps = {(p.serial, p.attempt, p.world_size) for p in known}
-        for serial, attempt, world_size in sorted(steps, reverse=True):
-            pieces = [Piece(serial, attempt, rank, world_size) for rank in range(world_size)]
+        for serial, attempt, world_size, run in sorted({p.step for p in known}, reverse=True):
+            pieces = [Piece(serial, attempt, rank, world_size, run) for rank in range(world_size)]
             if known.issuperset(pieces):
                 return tuple(pieces)
         return None
@@ -54,7 +53,7 @@ class Inventory:
         if not known:
             return ""
         newest = max(known)
-        there = {p.rank for p in known if (p.serial, p.attempt) == (newest.serial, newest.attempt)}
+        there = {p.rank for p in known if p.step == newest.step}
         lost = sorted(set(range(newest.world_size)) - there)
         return f"the newest kept step lacks the rows of rank {', '.join(map(str, lost))}"
 

@@ -341,7 +341,7 @@ class Recovering:
             control,
             accelerator,
             store,
-            self._wish.recovery,
+            self._wish,
             self._inventory,
             None if found is None else found.pieces,
             global_batch_size,

@@ -32,10 +32,10 @@ from lightning_cephalo.common.quantities import format_mib
 MEMORY = Path("/dev/shm")
 """Where Linux mounts a file system in memory."""
 
-# magic; serial, attempt, rank, ranks; begin and bytes of payload and meta; checksum of the meta
-_HEAD = struct.Struct("<8s4q4qI")
+# magic; serial, attempt, rank, ranks, run; begin and bytes of payload and meta; checksum of meta
+_HEAD = struct.Struct("<8s5q4qI")
 _CHECK = struct.Struct("<I")
-_MAGIC, _PAGE, _ALIGNED = b"cephalo1", 4096, 64
+_MAGIC, _PAGE, _ALIGNED = b"cephalo2", 4096, 64
 # a file is made a little larger than what it holds, so that it seldom grows
 _SLACK = 1.25
 
@@ -49,12 +49,19 @@ class Piece:
         attempt: Number of the start of the ranks that has kept it.
         rank: Rank that has kept it.
         world_size: Number of ranks then.
+        run: A number drawn at that start, so that pieces of two jobs are never taken for one step.
     """
 
     serial: int
     attempt: int
     rank: int
     world_size: int
+    run: int = 0
+
+    @property
+    def step(self) -> tuple[int, int, int, int]:
+        """What is equal for the pieces of all ranks; newer steps come later in order."""
+        return self.serial, self.attempt, self.world_size, self.run
 
 
 # -- one file -------------------------------------------------------------------------------------
@@ -65,10 +72,12 @@ class Slot:
 
     Args:
         path: Its path.
+        is_synced: Whether each part is on the disk before the next is written, so that a power
+            failure voids the file at most.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, is_synced: bool = False) -> None:
+        self.path, self._is_synced = path, is_synced
         self._map: mmap.mmap | None = None
         self._bytes: Tensor | None = None
 
@@ -89,6 +98,7 @@ class Slot:
         meta_at = payload + end
         whole = self._room(meta_at + len(meta))
         whole[:_PAGE].zero_()
+        self._sync(_PAGE)
         for tensor, start in zip(tensors, starts, strict=True):
             if tensor.numel():
                 at = payload + start
@@ -96,13 +106,20 @@ class Slot:
                 whole[at : at + tensor.nbytes].view(tensor.dtype).copy_(flat)
         assert self._map is not None
         self._map[meta_at : meta_at + len(meta)] = meta
+        self._sync()
         head = _HEAD.pack(
             _MAGIC,
-            *(piece.serial, piece.attempt, piece.rank, piece.world_size),
+            *(piece.serial, piece.attempt, piece.rank, piece.world_size, piece.run),
             *(payload, end, meta_at, len(meta)),
             zlib.crc32(meta),
         )
         self._map[: _HEAD.size + _CHECK.size] = head + _CHECK.pack(zlib.crc32(head))
+        self._sync(_PAGE)
+
+    def _sync(self, nbytes: int = 0) -> None:
+        """Wait until the first bytes, or all, are on the disk."""
+        if self._is_synced and self._map is not None:
+            self._map.flush(0, nbytes or len(self._map))
 
     def _room(self, nbytes: int) -> Tensor:
         if self._bytes is not None and self._bytes.numel() >= nbytes:
@@ -134,7 +151,7 @@ class Slot:
     def piece(self) -> Piece | None:
         """Return which piece the file holds; None if it is void, or no file."""
         head = _read_head(self.path)
-        return None if head is None else Piece(*head[1:5])
+        return None if head is None else Piece(*head[1:6])
 
     def read(self) -> tuple[bytes, Tensor]:
         """Return the meta, and the payload as bytes; changes of the payload stay in this process.
@@ -178,7 +195,7 @@ def _read_head(path: Path) -> tuple[int, ...] | None:
     head: tuple[int, ...] = _HEAD.unpack(raw[: _HEAD.size])
     (check,) = _CHECK.unpack(raw[_HEAD.size :])
     is_whole = check == zlib.crc32(raw[: _HEAD.size]) and head[0] == _MAGIC
-    return head if is_whole and head[7] + head[8] <= size else None
+    return head if is_whole and head[8] + head[9] <= size else None
 
 
 # -- the files of a job ---------------------------------------------------------------------------
@@ -280,7 +297,7 @@ class Store:
         return {int(p.name.removeprefix("rank").partition(".")[0]) for p in self._paths()}
 
     def _slot(self, name: str) -> Slot:
-        return self._slots.setdefault(name, Slot(self.folder / name))
+        return self._slots.setdefault(name, Slot(self.folder / name, not self.is_in_memory))
 
     def _paths(self) -> list[Path]:
         with suppress(FileNotFoundError):

@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import pickle
 import signal
 import warnings
 from functools import partial
@@ -28,11 +29,11 @@ from common import (
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
-from plans import QUIET
+from plans import QUIET, plan_of
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_cephalo import Recovery
+from lightning_cephalo import CephaloStrategy, Recovery
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.recovery import store
 
@@ -229,9 +230,11 @@ def _one(folder: Path, *callbacks: Callback, model: Any = None, **options: Any) 
             steps.append(trainer.global_step)
 
     fit = {"ckpt_path": options.pop("ckpt_path", None)}
+    plan = plan_of((options.pop("microbatches", (4, 4)), 1.0))
+    given = {"plan": plan, "global_batch_size": 8, "recover": recover, "verbose": False}
     used = Trainer(
         accelerator="cpu",
-        strategy=strategy("one", recover=recover),
+        strategy=CephaloStrategy(**given),
         devices=1,
         callbacks=[Steps(), *callbacks],
         **{**QUIET, **options},
@@ -322,6 +325,62 @@ def test_a_memory_that_fills_up_ends_keeping_and_not_training(tmp_path: Path) ->
         (one,) = said
         assert one.startswith("Rank 0 keeps no more steps: No space left on device in")
         assert len(_pieces(tmp_path)) == 2
+
+    in_ranks(1, run)
+
+
+def test_a_hook_that_cannot_save_ends_automatic_keeping_and_not_training(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    class Saves(Callback):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+            if trainer.global_step:
+                checkpoint["mine"] = lambda: None  # cannot be pickled
+
+    monkeypatch.setattr(store, "MEMORY", tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+
+    def run() -> None:
+        steps, said = _said(_one, tmp_path, Saves(), recover="auto")
+        assert steps == [1, 2, 3]
+        (one,) = said
+        assert "keeps no more steps: " in one and "pickle" in one
+        assert "on_save_checkpoint() and state_dict() of callbacks run at each" in one
+        with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+            _one(tmp_path, Saves(), recover=True)
+
+    in_ranks(1, run)
+
+
+class AddsUp(Net):
+    """Updates behind its first and its third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+class FailsBehindTwo(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise OSError("planted")
+
+
+def test_no_step_is_kept_while_gradients_add_up(tmp_path: Path) -> None:
+    def run() -> None:
+        given = {"microbatches": (8,)}
+        assert _one(tmp_path, FailsBehindTwo(), model=AddsUp(), **given) == [1, 1]
+        assert _one(tmp_path, model=AddsUp(), **given) == [1, 2]
 
     in_ranks(1, run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -30,9 +31,9 @@ def test_a_slot_holds_what_was_written_and_grows(tmp_path):
     slot = Slot(tmp_path / "slot")
     assert slot.piece() is None
     for serial, meta in enumerate([b"small", b"large" * 5000, b""]):
-        slot.write(Piece(serial, 2, 1, 3), meta, TENSORS)
+        slot.write(Piece(serial, 2, 1, 3, run=2**62), meta, TENSORS)
         other = Slot(slot.path)
-        assert other.piece() == Piece(serial, 2, 1, 3)
+        assert other.piece() == Piece(serial, 2, 1, 3, run=2**62)
         found, parts = _read(other)
         assert found == meta
         for part, wanted in zip(parts, TENSORS, strict=True):
@@ -73,6 +74,33 @@ def test_a_write_that_stops_anywhere_leaves_the_spared_piece_and_a_void(tmp_path
     assert set(Store(tmp_path, "job").pieces()) == {pieces[1]}
 
 
+def test_on_a_disk_no_part_is_written_before_the_one_it_relies_on(tmp_path, monkeypatch):
+    seen = []
+
+    class Watched(mmap.mmap):
+        def flush(self, *where):
+            seen.append((where, bytes(self[:8]), bytes(self[4096:4104]), bytes(self[4224:4227])))
+            return super().flush(*where)
+
+    monkeypatch.setattr(module.mmap, "mmap", Watched)
+    parts = [torch.full((), value, dtype=torch.float64) for value in (1, 2)]
+    slot = Slot(tmp_path / "slot", is_synced=True)
+    for serial, part in enumerate(parts):
+        seen.clear()
+        slot.write(Piece(serial, 0, 0, 1), b"old" if serial == 0 else b"new", [part, part])
+    old, new = (part.numpy().tobytes() for part in parts)
+    whole = slot.path.stat().st_size
+    assert seen == [
+        ((0, 4096), bytes(8), old, b"old"),
+        ((0, whole), bytes(8), new, b"new"),
+        ((0, 4096), module._MAGIC, new, b"new"),
+    ]
+    seen.clear()
+    Slot(tmp_path / "other").write(Piece(0, 0, 0, 1), b"", parts)
+    assert seen == []
+    assert Store(tmp_path, "job")._slot("rank0.0")._is_synced
+
+
 @pytest.mark.parametrize("place", [0, 9, 30, 70])
 def test_a_flipped_bit_of_the_header_voids_it(tmp_path, place):
     slot = Slot(tmp_path / "slot")
@@ -110,6 +138,13 @@ def test_the_newest_step_is_one_of_which_every_piece_is_somewhere():
     # step 7 is of two attempts: they are not mixed
     assert seen.newest() == tuple(sorted(pieces(6, 0, 2)))
     assert seen.last_attempt == 1 and seen.leads(1)
+    # step 8 is of two jobs: they are not mixed either
+    hosts[0].add(Piece(8, 1, 0, 2, run=1))
+    hosts[1].add(Piece(8, 1, 1, 2, run=2))
+    mixed = Inventory(tuple(map(frozenset, hosts)), ("a", "b"))
+    assert mixed.newest() == seen.newest()
+    assert mixed.missing() == "the newest kept step lacks the rows of rank 0"
+    hosts[0].remove(Piece(8, 1, 0, 2, run=1))
     alone = Inventory((frozenset(hosts[0]),), ("a",))
     assert alone.newest() is None
     assert alone.missing() == "the newest kept step lacks the rows of rank 1"
