@@ -3,8 +3,9 @@
 python -m lightning_cephalo.run --nproc-per-node 2 examples/spot.py
 
 Each rank prints its process. Kill one from another terminal, or all of them: `kill -9 4711`. After
-about two seconds the ranks go on at the step where they were, from what each has kept in the host's
-memory. The losses are those of a run that nobody interrupts. No line of a script is needed for it.
+about two seconds the ranks go on at the last step that each has kept in the host's memory. Steps
+since then are repeated: with ``recover=True`` one at most. Losses are those of a run that nobody
+interrupts. No line of a script is needed for it.
 """
 
 import os
