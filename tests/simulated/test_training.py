@@ -129,8 +129,9 @@ def test_a_plan_may_leave_padding_out(simulated, alone):
         {"plan": {"stay_gathered": True}},
         {"plan": {"offload": True, "stay_gathered": True}},
         {"strategy": {"recompute": False}},
+        {"strategy": {"early_update": "auto"}},
     ],
-    ids=["offload", "stay", "offload and stay", "keep"],
+    ids=["offload", "stay", "offload and stay", "keep", "early"],
 )
 def test_modes(simulated, alone, ranks, given):
     assert_equal(trained(simulated, ranks, **given), alone)
