@@ -331,12 +331,8 @@ class Microbatch:
         differentiable = grad and (
             trainable or any(isinstance(value, Tensor) and value.requires_grad for value in flat)
         )
-        if differentiable and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            raise UnitUseError(
-                "A unit is called inside a saved-tensor-hooks context (torch.utils.checkpoint or"
-                " save_on_cpu around it). Cephalo recomputes units itself: switch gradient"
-                " checkpointing off in the model, or choose larger units with unit_names=."
-            )
+        if differentiable:
+            _refuse_saved_tensor_hooks("unit", ", or choose larger units with unit_names=")
         self._boundaries.drop_values()
         modes = self._park(Visit(unit, differentiable))
         position = len(self._records)  # visits that others have made meanwhile count
@@ -452,12 +448,8 @@ class Microbatch:
             differentiable = torch.is_grad_enabled() and any(each.requires_grad for each in needs)
         else:
             differentiable = entered.differentiable
-        if differentiable and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            raise UnitUseError(
-                "A torch.nn.SyncBatchNorm is called inside a saved-tensor-hooks context"
-                " (torch.utils.checkpoint or save_on_cpu around it). Cephalo recomputes units"
-                " itself: switch gradient checkpointing off in the model."
-            )
+        if differentiable:
+            _refuse_saved_tensor_hooks("torch.nn.SyncBatchNorm")
         self._boundaries.drop_values()
         self.moments = moments_of(norm, value)
         self.values_per_channel = value.numel() // value.shape[1]
@@ -716,6 +708,15 @@ class Microbatch:
         finally:
             before.restore()
             self._boundaries.end_forward()  # meetings have made cuts
+
+
+def _refuse_saved_tensor_hooks(what: str, other_remedy: str = "") -> None:
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise UnitUseError(
+            f"A {what} is called inside a saved-tensor-hooks context (torch.utils.checkpoint or"
+            " save_on_cpu around it). Cephalo recomputes units itself: switch gradient"
+            f" checkpointing off in the model{other_remedy}."
+        )
 
 
 def _can_have_gradient(tensor: Tensor) -> bool:

@@ -22,7 +22,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from plans import PLANS, QUIET
 from torch import Tensor, nn
 
-from lightning_cephalo.adapters.early_update import late_by_job, late_by_optimizer
+from lightning_cephalo.adapters.early_update import (
+    EarlyUpdater,
+    late_by_job,
+    late_by_optimizer,
+)
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import Instruction, Operation
@@ -311,3 +315,15 @@ def test_no_other_value_than_auto_and_false_is_taken(value):
 
     with pytest.raises(ValueError, match="early_update: expected 'auto' or False"):
         CephaloStrategy(early_update=value)
+
+
+def test_a_step_of_another_optimizer_than_the_first_is_late():
+    parameter = nn.Parameter(torch.ones(2))
+    first, other = (torch.optim.SGD([parameter], lr=0.1) for _ in range(2))
+    trainer = Trainer(accelerator="cpu", **QUIET)
+    updater = EarlyUpdater(first, trainer)
+    updater.look(first)
+    assert updater.is_exact()
+    with pytest.warns(UserWarning, match="another optimizer has taken the place"):
+        updater.look(other)
+    assert not updater.is_exact()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from common import Net, in_ranks, loader
@@ -195,3 +196,41 @@ def _measured():
 def test_a_given_plan_is_measured_where_it_may_change(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path))
     assert in_ranks(2, _measured) == [([True, True], True, None)] * 2
+
+
+class TakesOnce:
+    """A watch with one number, which it gives once."""
+
+    def __init__(self, busy_s: float) -> None:
+        self.busy_s = busy_s
+
+    def take_busy_s(self) -> float:
+        taken, self.busy_s = self.busy_s, math.nan
+        return taken
+
+
+def _alone(watch):
+    plan = solve(PROBLEM)
+    session = Mock()
+    session.control.rank, session.plan = 0, plan
+    trainer = Mock(global_step=5, max_steps=-1, max_epochs=None, loggers=[])
+    policy = ReplanPolicy(PROBLEM, plan)
+    return replanning.Replanning(session, trainer, Mock(), watch, PROBLEM, policy, Options())
+
+
+def test_the_last_of_several_exchanges_of_a_step_carries_the_pace_too():
+    watch = TakesOnce(0.25)
+    alone = _alone(watch)
+    assert [alone.note()[0] for _ in range(2)] == [0.25, 0.25]
+    alone.learn([alone.note(), (0.25, 0.0)])
+    assert math.isnan(alone.note()[0])  # the next step has not been timed
+
+
+def test_a_plan_that_was_announced_is_dropped_if_the_users_own_comes_first():
+    alone = _alone(TakesOnce(0.25))
+    alone._ready = Mock()
+    alone.learn([alone.note(), (0.25, 0.0)])
+    alone.changed(plan_of(((4,), 0.5), ((4,), 0.5)), 0.0)
+    alone.between_steps()
+    alone._changes.request.assert_not_called()
+    alone._session.control.broadcast.assert_not_called()
