@@ -203,6 +203,13 @@ class Boundaries:
             handle.remove()
         self._handles = []
 
+    def clear(self) -> None:
+        """Drop all cuts and their glue; the backward cannot run any more."""
+        self.end_forward()
+        self._glue.clear()
+        self._needed_until.clear()
+        self._shown.clear()
+
     @contextmanager
     def refusing_gradients(self, refuses: bool = True) -> Iterator[None]:
         """Refuse gradients through units in a ``with`` block, which runs the user's code.
@@ -370,6 +377,26 @@ def take_memory(leaf: Tensor) -> None:
     """
     if is_plain(leaf):
         leaf.data = leaf.new_empty(()).expand(leaf.shape)
+
+
+def can_have_gradient(tensor: Tensor) -> bool:
+    """Whether the dtype of a tensor allows gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def refuse_saved_tensor_hooks(what: str, other_remedy: str = "") -> None:
+    """Raise UnitUseError inside a saved-tensor-hooks context.
+
+    Args:
+        what: What is called there, for the message.
+        other_remedy: The end of the message's last sentence.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise UnitUseError(
+            f"A {what} is called inside a saved-tensor-hooks context (torch.utils.checkpoint or"
+            " save_on_cpu around it). Cephalo recomputes units itself: switch gradient"
+            f" checkpointing off in the model{other_remedy}."
+        )
 
 
 def is_plain(tensor: Tensor) -> bool:

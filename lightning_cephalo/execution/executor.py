@@ -561,7 +561,7 @@ class Executor:
         if not step.microbatches or index in step.with_loss:
             return
         microbatch = step.microbatches[index]
-        if microbatch.parked is BEHIND_THE_LAST or microbatch.is_answered:
+        if microbatch.parked is BEHIND_THE_LAST or microbatch.asking.is_answered:
             self._advance(index)
         if not microbatch.has_loss:
             return  # it visits more units than are known
@@ -795,7 +795,7 @@ class Executor:
             others_returned: Whether microbatches of a rank have returned without asking.
         """
         step, doing = self._step, "computing a loss over the batch"
-        asked = [microbatch.asked for microbatch in step.microbatches]
+        asked = [microbatch.asking.question for microbatch in step.microbatches]
         if others_returned or None in asked:
             self.failure.note(
                 UnitUseError(
@@ -820,7 +820,7 @@ class Executor:
             self.give_up(doing)
             raise
         for microbatch, answer in zip(step.microbatches, answers, strict=True):
-            microbatch.answer(answer)
+            microbatch.asking.answer(answer)
         last = len(step.visits) - 1
         for index in range(len(step.calls)):
             self.execute(Instruction(Operation.LOSS, ROOT, last, index))

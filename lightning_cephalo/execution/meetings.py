@@ -63,7 +63,7 @@ class SynchronisedNorms:
         if running is not None:
             return running.normalise(index, layer, value)
         if self.replaying is not None:
-            return self.replaying.normalise_again(layer, value)
+            return self.replaying.attendance.normalise_again(layer, value)
         raise UnitUseError(
             "A torch.nn.SyncBatchNorm in training mode is called outside of training_step, where"
             " not all ranks meet. Call it in training_step, or after eval()."
@@ -120,7 +120,7 @@ class Meetings:
             waiting_for_ranks: Returns a context for the wait for other ranks.
         """
         moments = [no_moments(self._norms.layers[visit.meeting], self._device)]
-        waiting = [each for each in microbatches if each.parked == visit]
+        waiting = [each.attendance for each in microbatches if each.parked == visit]
 
         def collect() -> None:
             own = [each.moments for each in waiting if each.moments is not None]
@@ -135,8 +135,8 @@ class Meetings:
         def answer() -> None:
             refuse_single_value(together, sum(each.values_per_channel for each in waiting))
             statistics = Statistics.of_moments(together)
-            for microbatch in waiting:
-                microbatch.statistics = statistics
+            for attendance in waiting:
+                attendance.statistics = statistics
 
         self._failure.guarded(answer)
 
@@ -159,7 +159,7 @@ class Meetings:
 
         def collect() -> None:
             for microbatch in microbatches:
-                own = microbatch.sums_at(position)
+                own = microbatch.attendance.sums_at(position)
                 if own is not None:
                     sums.add_(own)
 
@@ -170,7 +170,7 @@ class Meetings:
 
         def finish() -> None:
             for microbatch in microbatches:
-                microbatch.backward_of_meeting(position, together)
+                microbatch.attendance.backward(position, together)
 
         self._failure.guarded(finish)
 

@@ -122,6 +122,39 @@ class Question:
         return [(len(t), tuple(t.shape[1:]), t.dtype, t.requires_grad) for t in self.tensors]
 
 
+class Asking:
+    """What one microbatch asks for a loss over the whole batch.
+
+    Args:
+        park: Parks the microbatch until it is answered.
+
+    Attributes:
+        question: The rows with which it waits; None: it does not wait.
+    """
+
+    def __init__(self, park: Callable[[], object]) -> None:
+        self._park = park
+        self.question: Question | None = None
+        self._answer: Answer | None = None
+
+    def ask(self, question: Question) -> Answer:
+        """Park until the rows of the whole batch are there."""
+        self.question = question
+        self._park()
+        answer, self._answer = self._answer, None
+        assert answer is not None
+        return answer
+
+    def answer(self, answer: Answer) -> None:
+        """Give the step the rows of the whole batch; it goes on when it is next advanced."""
+        self.question, self._answer = None, answer
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the step can go on after it has waited for the whole batch."""
+        return self._answer is not None
+
+
 @dataclass
 class WholeBatch:
     """The loss of all rows, on one rank.

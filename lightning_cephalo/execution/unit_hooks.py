@@ -112,9 +112,9 @@ class UnitHooks:
         if torch.compiler.is_compiling():
             return None
         if self._running is not None:
-            return self._running.capture(output)
+            return self._running.captures.show(output)
         if self.norms.replaying is not None:
-            self.norms.replaying.capture_again(output)
+            self.norms.replaying.captures.note_again(output)
         return None
 
     @property

@@ -1,0 +1,101 @@
+"""Tensors that forward hooks take out of units, such as the router logits of a mixture of experts.
+
+A hook of this package comes before all others of a module in a unit; see ``unit_hooks.py``. It
+makes the module's output an output of the unit: others see a stand-in for a leaf. If the unit is
+recomputed, the tensor of the recomputation gets the leaf's gradient. Otherwise the unit's graph is
+cut there, and the backward passes these tensors behind the unit's outputs, the latest first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.boundaries import Boundaries, can_have_gradient
+from lightning_cephalo.execution.call_tree import flatten_result
+from lightning_cephalo.execution.visit_records import Capture, UnitRecord, VisitRecords
+
+
+class Captures:
+    """The tensors that hooks take out of the units of one microbatch.
+
+    Args:
+        records: The microbatch's visits.
+        boundaries: Its cuts.
+        recompute: Whether units are recomputed.
+        is_on: Whether hooks may take tensors with gradients; not in steps with several backwards.
+    """
+
+    def __init__(
+        self, records: VisitRecords, boundaries: Boundaries, recompute: bool, is_on: bool
+    ) -> None:
+        self._records = records
+        self._boundaries = boundaries
+        self._recompute = recompute
+        self._is_on = is_on
+        self._seen_again: list[Tensor] = []
+
+    def show(self, output: Any) -> Any:
+        """Return the output of a module in a unit so that a hook may take it out of the unit.
+
+        Its tensors become outputs of the unit: the graph is cut there. None: they stay as they are.
+        """
+        record = self._records.entered_record
+        if record is None or not self._is_on:
+            return None
+        values, structure = flatten_result(output)
+        before = len(record.captures)
+        for index, value in enumerate(values):
+            if not isinstance(value, Tensor) or not can_have_gradient(value):
+                continue
+            if not self._recompute and not value.requires_grad:
+                continue
+            with torch.enable_grad():
+                leaf, values[index] = self._boundaries.show(value, record.position)
+            source = None if self._recompute else value
+            record.captures.append(Capture(len(self._records) - 1, source, leaf))
+        return structure.unflatten(values) if len(record.captures) > before else None
+
+    def backward(self, record: UnitRecord, before: int | None = None) -> None:
+        """Run the backward of captured tensors of a unit that is not recomputed.
+
+        The latest come first: the code behind one may have used others. It goes back to the
+        meeting before, whose gradients are not complete yet.
+
+        Args:
+            record: Of the unit.
+            before: Position of a meeting that has been passed; None: none has.
+        """
+        positions = [meeting.position for meeting in record.meetings]
+        passed = [at for at in positions if before is None or at < before]
+        start = max(passed, default=record.position)
+        while record.captures and record.captures[-1].position >= start:
+            capture = record.captures.pop()
+            if capture.source is not None and capture.leaf.grad is not None:
+                torch.autograd.backward([capture.source], [capture.leaf.grad], retain_graph=True)
+
+    # -- recomputation ------------------------------------------------------------------------
+
+    def begin_again(self) -> None:
+        """Begin to compute a unit again."""
+        self._seen_again = []
+
+    def note_again(self, output: Any) -> None:
+        """Note the tensors of :meth:`show` while a unit is computed again."""
+        values = flatten_result(output)[0]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        self._seen_again += [value for value in tensors if can_have_gradient(value)]
+
+    def reached_again(self, record: UnitRecord) -> list[tuple[Tensor, Tensor]]:
+        """Return the captured tensors of a unit that was computed again, and their gradients."""
+        seen, self._seen_again = self._seen_again, []
+        if len(seen) != len(record.captures):
+            raise UnitUseError(
+                "A hook in a unit saw other tensors when the unit was computed again for the"
+                " backward. Register it before the step, or use CephaloStrategy(recompute=False)."
+            )
+        pairs = [(value, each.leaf.grad) for value, each in zip(seen, record.captures, strict=True)]
+        return [(value, gradient) for value, gradient in pairs if gradient is not None]
