@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_cephalo.common.files import cache_folder
     from lightning_cephalo.offline.estimate.build import Estimate, RankSource, build_problem
-    from lightning_cephalo.offline.estimate.cluster import Cluster, ClusterRank, Link, NodeGroup
+    from lightning_cephalo.offline.estimate.cluster import Cluster, ClusterRank, NodeGroup
     from lightning_cephalo.offline.estimate.devices import CATALOGUE, Device, find_device
     from lightning_cephalo.offline.estimate.models import work_of
+    from lightning_cephalo.offline.estimate.network import Link, Network
     from lightning_cephalo.offline.estimate.work import ModelWork, count_work
     from lightning_cephalo.plan.curves import (
         Curves,
@@ -39,6 +40,7 @@ __all__ = [
     "Estimate",
     "Link",
     "ModelWork",
+    "Network",
     "NodeGroup",
     "RankSource",
     "build_problem",
@@ -58,8 +60,9 @@ _HOME_OF = {
     "Curves": "lightning_cephalo.plan.curves",
     "Device": "devices",
     "Estimate": "build",
-    "Link": "cluster",
+    "Link": "network",
     "ModelWork": "work",
+    "Network": "network",
     "NodeGroup": "cluster",
     "RankSource": "build",
     "build_problem": "build",

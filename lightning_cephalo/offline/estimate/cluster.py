@@ -9,15 +9,23 @@ It is read from ``cluster.yaml``::
     devices:                            # own devices, or corrections of known ones
       MyCard: {memory: 20 GiB, fp32: 30 TFLOP/s, fp16: 60 TFLOP/s, bandwidth: 600 GB/s}
 
-A link is a bandwidth each way, or ``{bandwidth: 25 GB/s, latency: 5 us}``. Ranks are numbered node
-by node, in the order of the file.
+A link is a bandwidth each way, or ``{bandwidth: 25 GB/s, latency: 5 us}``. Where pairs of nodes
+have different links, ``between_nodes`` is a symmetric matrix: one row per node, null for the node
+itself::
+
+    between_nodes:
+      - [null, 100 Gb/s, 10 Gb/s]
+      - [100 Gb/s, null, 10 Gb/s]
+      - [10 Gb/s, 10 Gb/s, null]
+
+Ranks are numbered node by node, in the order of the file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,12 +40,17 @@ from lightning_cephalo.common.quantities import (
     USABLE_SHARE,
     Dimension,
 )
-from lightning_cephalo.common.records import Amount, Checked, Count, FileRecord, Positive
+from lightning_cephalo.common.records import Amount, Checked, Count, FileRecord
 from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
-
-# Start-up time of a collective inside a node and over a network: assumed, not measured.
-NODE_LATENCY_S = 10e-6
-NETWORK_LATENCY_S = 30e-6
+from lightning_cephalo.offline.estimate.network import (
+    NETWORK_LATENCY_S,
+    NODE_LATENCY_S,
+    Link,
+    LinkMatrix,
+    Network,
+    link_matrix,
+    uniform,
+)
 
 # key in YAML -> field of Device, dimension
 _DEVICE_KEYS: dict[str, tuple[str, Dimension]] = {
@@ -50,14 +63,6 @@ _DEVICE_KEYS: dict[str, tuple[str, Dimension]] = {
     "pcie": ("pcie_bytes_per_s", BYTES_PER_S),
 }
 _PCIE_BYTES_PER_S = 15.75e9  # third generation, sixteen lanes
-
-
-@dataclass(frozen=True)
-class Link(Checked):
-    """A link between ranks: bytes per second each way, and seconds before the first byte."""
-
-    bandwidth_bytes_per_s: Positive
-    latency_s: Amount = NODE_LATENCY_S
 
 
 @dataclass(frozen=True)
@@ -116,18 +121,20 @@ class Cluster(FileRecord):
 
     Attributes:
         nodes: groups of equal nodes.
-        between_nodes: the link of every node to the others; required for several nodes.
+        between_nodes: the link of every node to the others, or a link for each pair of nodes;
+            required for several nodes.
         own_devices: devices described in the file itself.
         reserve: part of every device's memory that a plan leaves free.
 
     Raises:
-        PlanError: there are no nodes, or several without a link between them.
+        PlanError: there are no nodes, or several without a link between them, or the links of pairs
+            are no symmetric square matrix.
     """
 
     kind = "cluster"
 
     nodes: tuple[NodeGroup, ...]
-    between_nodes: Link | None = None
+    between_nodes: Link | LinkMatrix | None = None
     own_devices: tuple[Device, ...] = ()
     reserve: Annotated[float, _share_below_1] = round(1 - USABLE_SHARE, 10)
 
@@ -140,6 +147,9 @@ class Cluster(FileRecord):
                 f"between_nodes: expected the link between {self.node_count} nodes, but got none. "
                 f"Add a line such as 'between_nodes: 100 Gb/s'."
             )
+        if isinstance(self.between_nodes, Sequence):
+            matrix = link_matrix("between_nodes", self.between_nodes, self.node_count)
+            object.__setattr__(self, "between_nodes", matrix)
 
     def _where(self) -> str:
         return ""  # the file's own keys
@@ -162,6 +172,15 @@ class Cluster(FileRecord):
                 node += 1
         return tuple(ranks)
 
+    @property
+    def network(self) -> Network:
+        """The links inside the nodes and between each pair of them."""
+        inside = tuple(group.inner_link for group in self.nodes for _ in range(group.count))
+        between = self.between_nodes
+        if between is None or isinstance(between, Link):
+            between = uniform(between, self.node_count)
+        return Network(inside, between)
+
     def capacity_bytes(self, device: Device) -> float:
         """Return the bytes of this device's memory that a plan may use."""
         return device.memory_bytes * (1 - self.reserve)
@@ -170,7 +189,7 @@ class Cluster(FileRecord):
         """Return the mapping that ``cluster.yaml`` holds."""
         data: dict[str, Any] = {"nodes": [_group_dict(group) for group in self.nodes]}
         if self.between_nodes is not None:
-            data["between_nodes"] = _link_value(self.between_nodes, NETWORK_LATENCY_S)
+            data["between_nodes"] = _between_value(self.between_nodes)
         if self.own_devices:
             data["devices"] = {device.name: _device_dict(device) for device in self.own_devices}
         if self.reserve != Cluster.reserve:
@@ -201,9 +220,7 @@ def _cluster(cls: type[Cluster], data: Any) -> Cluster:
     between = values.get("between_nodes")
     return cls(
         nodes=tuple(_group(f"nodes[{i}]", entry, own) for i, entry in enumerate(groups)),
-        between_nodes=None
-        if between is None
-        else _link("between_nodes", between, NETWORK_LATENCY_S),
+        between_nodes=_between(between),
         own_devices=own,
         reserve=values.get("reserve", cls.reserve),
     )
@@ -228,6 +245,27 @@ def _group(where: str, data: Any, own: tuple[Device, ...]) -> NodeGroup:
         link=None if link is None else _link(f"{where}: link", link, NODE_LATENCY_S),
         host_memory_bytes=0.0 if host is None else BYTES.parse(f"{where}: host_memory", host),
     )
+
+
+def _between(data: Any) -> Link | LinkMatrix | None:
+    if not isinstance(data, list):
+        return None if data is None else _link("between_nodes", data, NETWORK_LATENCY_S)
+    return tuple(
+        tuple(
+            None if entry is None else _link(f"between_nodes[{i}][{j}]", entry, NETWORK_LATENCY_S)
+            for j, entry in enumerate(records.items(f"between_nodes[{i}]", row, of="links"))
+        )
+        for i, row in enumerate(data)
+    )
+
+
+def _between_value(between: Link | LinkMatrix) -> Any:
+    if isinstance(between, Link):
+        return _link_value(between, NETWORK_LATENCY_S)
+    return [
+        [None if link is None else _link_value(link, NETWORK_LATENCY_S) for link in row]
+        for row in between
+    ]
 
 
 def _link(where: str, data: Any, latency_s: float) -> Link:

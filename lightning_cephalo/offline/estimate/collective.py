@@ -1,13 +1,11 @@
 """Estimates the seconds of collectives from a cluster's links, as a lower bound.
 
-A ring over all ranks passes every link once, so the slowest link decides. Each rank sends all
-except its own part, ``(n - 1) / n`` of the bytes. The latency is that of a tree: one hop per level.
-Real collectives take longer if other traffic shares the link.
+``network.py`` has the formula. Real collectives take longer if other traffic shares the link.
 """
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 
 from lightning_cephalo.offline.estimate.cluster import Cluster
 
@@ -19,19 +17,8 @@ UNEVEN_FACTOR = 1.1
 
 def even_collective_s(cluster: Cluster, nbytes: float) -> float:
     """Return the seconds to all-gather, or reduce-scatter, ``nbytes`` in total with even shards."""
-    ranks = sum(group.count * group.ranks_per_node for group in cluster.nodes)
-    if ranks == 1:
-        return 0.0
-    widest = max(group.ranks_per_node for group in cluster.nodes)
-    links = [group.inner_link for group in cluster.nodes if group.ranks_per_node > 1]
-    latency_s = 0.0
-    if links:
-        latency_s += max(link.latency_s for link in links) * math.ceil(math.log2(widest))
-    if cluster.between_nodes is not None and cluster.node_count > 1:
-        links.append(cluster.between_nodes)
-        latency_s += cluster.between_nodes.latency_s * math.ceil(math.log2(cluster.node_count))
-    slowest = min(link.bandwidth_bytes_per_s for link in links)
-    return (ranks - 1) / ranks * nbytes / slowest + latency_s
+    ranks = Counter(rank.node for rank in cluster.ranks)
+    return cluster.network.ring_s(ranks, nbytes)
 
 
 def uneven_collective_s(

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from lightning_cephalo.offline.estimate.cluster import Cluster, Link
+from lightning_cephalo.offline.estimate.cluster import Cluster
 from lightning_cephalo.offline.estimate.collective import even_collective_s, uneven_collective_s
+from lightning_cephalo.offline.estimate.network import Link, Network, uniform
 from lightning_cephalo.plan import PlanError
 
 GIB = 2**30
@@ -116,6 +117,96 @@ def test_collectives_take_what_the_slowest_link_takes():
     )
     # 2 levels inside at 10 us, 1 between at 30 us
     assert even_collective_s(nodes, 1e9) == pytest.approx(7 / 8 + 50e-6)
+
+
+PAIRS = """
+nodes:
+  - {devices: {A100: 4}, link: {bandwidth: 100 GB/s, latency: 0 s}}
+  - {count: 2, devices: {T4: 2}, link: {bandwidth: 10 GB/s, latency: 0 s}}
+between_nodes:
+  - [null, 8 GB/s, {bandwidth: 2 GB/s, latency: 1 ms}]
+  - [8 GB/s, null, 4 GB/s]
+  - [{bandwidth: 2 GB/s, latency: 1 ms}, 4 GB/s, null]
+"""
+
+
+def test_pairs_of_nodes_have_their_own_links(tmp_path):
+    cluster = Cluster.from_yaml(PAIRS)
+    cluster.save(tmp_path / "cluster.yaml")
+    assert Cluster.load(tmp_path / "cluster.yaml") == cluster
+    network = cluster.network
+    assert not network.is_uniform
+    assert network.between_groups((0,), (2,)) == Link(2e9, 1e-3)
+    assert network.between_groups((0, 1), (2,)) == Link(2e9, 1e-3)
+    # a group of stages of one node: what they exchange stays inside
+    assert network.between_groups((1,), (1,)) == network.inside[1]
+    # a ring over all nodes passes the slowest link; one over the first two does not
+    assert network.ring_s({0: 4, 1: 2, 2: 2}, 8e9) == pytest.approx(7 / 8 * 4 + 2 * 1e-3)
+    assert network.ring_s({0: 4, 1: 2}, 6e9) == pytest.approx(5 / 6 * 6 / 8 + 30e-6)
+    assert network.ring_s({1: 2}, 1e9) == pytest.approx(0.5 / 10)
+    assert network.ring_s({1: 1}, 1e9) == 0.0
+    assert even_collective_s(cluster, 8e9) == network.ring_s({0: 4, 1: 2, 2: 2}, 8e9)
+    assert network.scaled(2).between_groups((0,), (1,)).bandwidth_bytes_per_s == 16e9
+
+
+def test_one_link_for_all_pairs_is_the_matrix_of_it():
+    one = Cluster.from_yaml("nodes: [{count: 3, devices: {T4: 4}}]\nbetween_nodes: 8 Gb/s")
+    link = one.between_nodes
+    assert one.network == Network((one.nodes[0].inner_link,) * 3, uniform(link, 3))
+    assert one.network.is_uniform
+    rows = [[None if i == j else "8 Gb/s" for i in range(3)] for j in range(3)]
+    matrix = Cluster.from_dict(
+        {"nodes": [{"count": 3, "devices": {"T4": 4}}]} | {"between_nodes": rows}
+    )
+    assert matrix.network == one.network
+    assert even_collective_s(matrix, 1e9) == even_collective_s(one, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (
+            "[[null, 1 GB/s], [1 GB/s, null]]",
+            ["square matrix", "3 rows of 3 links", "2 rows of 2, 2"],
+        ),
+        (
+            "[[null, 1 GB/s, 1 GB/s], [1 GB/s, null], [1 GB/s, 1 GB/s, null]]",
+            ["square matrix", "3 rows of 3, 2, 3"],
+        ),
+        ("[]", ["square matrix", "0 rows of none"]),
+        ("[1 GB/s, 1 GB/s, 1 GB/s]", ["between_nodes[0]", "a list of links", "'1 GB/s'"]),
+        (
+            "[[null, 1 GB/s, 0 GB/s], [1 GB/s, null, 1 GB/s], [0 GB/s, 1 GB/s, null]]",
+            ["between_nodes[0][2]", "greater than 0", "'0 GB/s'"],
+        ),
+        (
+            "[[null, 1 GB/s, -2 GB/s], [1 GB/s, null, 1 GB/s], [-2 GB/s, 1 GB/s, null]]",
+            ["between_nodes[0][2]", "greater than 0", "'-2 GB/s'"],
+        ),
+        (
+            "[[null, 1 GB/s, 1], [1 GB/s, null, 1 GB/s], [1, 1 GB/s, null]]",
+            ["between_nodes[0][2]", "such as '25 GB/s'", "1"],
+        ),
+        (
+            "[[null, 1 GB/s, 2 GB/s], [1 GB/s, null, 1 GB/s], [3 GB/s, 1 GB/s, null]]",
+            ["same link both ways", "nodes 0 and 2", "2 GB/s one way and 3 GB/s", "slower"],
+        ),
+        (
+            "[[null, null, 1 GB/s], [null, null, 1 GB/s], [1 GB/s, 1 GB/s, null]]",
+            ["between_nodes[0][1]", "between nodes 0 and 1", "None"],
+        ),
+        (
+            "[[9 GB/s, 1 GB/s, 1 GB/s], [1 GB/s, null, 1 GB/s], [1 GB/s, 1 GB/s, null]]",
+            ["between_nodes[0][0]", "expected null", "'link'"],
+        ),
+    ],
+)
+def test_a_bad_matrix_of_bandwidths_is_refused_by_name(rows, words):
+    text = f"nodes: [{{count: 3, devices: {{T4: 4}}}}]\nbetween_nodes: {rows}"
+    with pytest.raises(PlanError) as caught:
+        Cluster.from_yaml(text)
+    for word in words:
+        assert word in str(caught.value)
 
 
 @pytest.mark.processes
