@@ -1,0 +1,83 @@
+"""The seconds of a pipeline's step as a formula.
+
+Stages and the links between them are machines. Every wave passes all of them in one order and takes
+``p_k`` seconds on machine k, whichever wave it is. Then the last wave leaves machine k at::
+
+    sum of p_j for j <= k  +  (waves - 1) x max of p_j for j <= k  +  latencies
+
+which is exact (a permutation flow shop whose jobs are equal). The forward and the backward each
+pass all machines. A stage has gathered two units while it waited for its first wave, so the sum has
+the shorter ``lone_forward_s``. A stage's gathers may also end its first forward later: then the
+longest path starts there. The step ends when all stages have reduced and updated their units::
+
+    T = max over stages (end of its last backward + reduced_s) + max update_s
+
+With M waves this has ``(M - 1) (max forward + max backward)``, each with its own slowest machine.
+``(M - 1) max (forward + backward)`` would be too short where these differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
+
+
+def pipeline_s(stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves: int) -> float:
+    """Return the seconds of a step.
+
+    Args:
+        stages: in the order of the forward.
+        crossings: from each stage to the next one, one less than stages.
+        waves: how many pass, forward and backward.
+
+    Raises:
+        PlanError: there is no stage or wave, or not one crossing between each two stages.
+
+    Example::
+
+        stage = StageTimes(1, 1.0, 2.0, 0.0, 0.0, 0.0, Gathering.HOLD)
+        pipeline_s([stage, stage], [Crossing(0.5)], 4)      # 16.0: 2.5 + 3 x 1 + 4.5 + 3 x 2
+    """
+    check_shape(stages, crossings, waves)
+    update_s = max(stage.update_s for stage in stages)
+    return reduced_s(stages, crossings, waves) + update_s
+
+
+def reduced_s(stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves: int) -> float:
+    """Return the seconds until all stages have reduced their gradients; without the update."""
+    end_s = forward_s(stages, crossings, waves) + stages[-1].turn_s
+    busy_s = slowest_s = found = 0.0
+    for index in reversed(range(len(stages))):
+        stage = stages[index]
+        if index < len(crossings):
+            busy_s += crossings[index].wave_s + crossings[index].latency_s
+            slowest_s = max(slowest_s, crossings[index].wave_s)
+        busy_s += stage.lone_backward_s
+        slowest_s = max(slowest_s, stage.wave_backward_s)
+        found = max(found, end_s + busy_s + (waves - 1) * slowest_s + stage.reduced_s)
+    return found
+
+
+def forward_s(stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves: int) -> float:
+    """Return the seconds until the last stage has run the forward of all waves."""
+    found = after_s = slowest_s = 0.0
+    for index in reversed(range(len(stages))):
+        stage = stages[index]
+        if index < len(crossings):
+            after_s += crossings[index].wave_s + crossings[index].latency_s
+            slowest_s = max(slowest_s, crossings[index].wave_s)
+        slowest_s = max(slowest_s, stage.wave_forward_s)
+        found = max(found, stage.first_forward_end_s + after_s + (waves - 1) * slowest_s)
+        after_s += stage.lone_forward_s
+    return found
+
+
+def check_shape(stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves: int) -> None:
+    """Raise PlanError unless these are stages, the crossings between them, and waves."""
+    if not stages or len(crossings) != len(stages) - 1 or waves < 1:
+        raise PlanError(
+            f"pipeline: expected at least one stage and one wave, and one crossing less than "
+            f"stages, but got {len(stages)} stages, {len(crossings)} crossings and {waves} waves."
+        )

@@ -1,0 +1,189 @@
+"""Input of the advisor: blocks of ranks, the links between them, and the bytes of a model's parts.
+
+Names end in their unit of measure, as in ``plan/problem.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.records import Amount, Checked, Name, Positive, PositiveOrInfinite
+from lightning_cephalo.offline.estimate.network import Network
+from lightning_cephalo.offline.pipeline.times import Crossing
+from lightning_cephalo.plan import Problem, RankProfile
+
+
+@dataclass(frozen=True)
+class Block(Checked):
+    """Ranks of one node that stay together; a stage is one or more blocks.
+
+    Attributes:
+        name: label, such as ``"node 0: 8 × V100 16GB"``.
+        node: index of its node in the network.
+        ranks: their profiles; curves go as far as a rank could run, whatever else it holds.
+        update_bytes_per_s: rate at which one rank's optimizer reads and writes its rows.
+    """
+
+    name: Name
+    node: int
+    ranks: tuple[RankProfile, ...]
+    update_bytes_per_s: PositiveOrInfinite = math.inf
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory of all its ranks together."""
+        return math.fsum(rank.capacity_bytes for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class RootBytes(Checked):
+    """Bytes of the root (embedding, head): the first and the last stage each hold all of it.
+
+    That is safe whether embedding and head share their weights or not.
+
+    Attributes:
+        gather: its parameters in the compute dtype.
+        reduce: its gradients.
+        state: parameters, gradients and optimizer state.
+        buffers: the full buffers that every rank of these stages holds.
+        update: what an update reads and writes.
+    """
+
+    gather: Amount = 0.0
+    reduce: Amount = 0.0
+    state: Amount = 0.0
+    buffers: Amount = 0.0
+    update: Amount = 0.0
+
+
+@dataclass(frozen=True)
+class UnitBytes(Checked):
+    """Bytes of one unit; the attributes are those of :class:`RootBytes`.
+
+    Attributes:
+        gather: its parameters in the compute dtype.
+        reduce: its gradients.
+        state: parameters, gradients and optimizer state.
+        buffers: its full parameters in the compute dtype and its full gradients.
+        update: what an update reads and writes.
+    """
+
+    gather: Amount
+    reduce: Amount
+    state: Amount
+    buffers: Amount
+    update: Amount = 0.0
+
+
+@dataclass(frozen=True)
+class PipelineProblem(Checked):
+    """Everything that the advisor needs to know about a cluster and a model.
+
+    Args:
+        whole: today's problem: all ranks in one stage.
+        blocks: the ranks, in the order of ``whole.ranks``.
+        network: the links inside and between the blocks' nodes.
+        unit: bytes of one unit.
+        root: bytes of the root.
+        crossing_bytes: bytes of one sample that cross from a stage to the next, each way.
+        uneven_factor: time of collectives with uneven shards over that with even ones.
+
+    Raises:
+        PlanError: blocks and ranks differ, a block has no rank or no node in the network, or two
+            blocks have the same name.
+
+    Example::
+
+        estimate = pipeline_problem(cluster, work, global_batch_size=256)
+        best = advise(estimate).best
+    """
+
+    whole: Problem
+    blocks: tuple[Block, ...]
+    network: Network
+    unit: UnitBytes
+    _: KW_ONLY
+    root: RootBytes = RootBytes()
+    crossing_bytes: Amount = 0.0
+    uneven_factor: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranks = sum(len(block.ranks) for block in self.blocks)
+        if ranks != len(self.whole.ranks):
+            raise PlanError(
+                f"PipelineProblem.blocks: expected the {len(self.whole.ranks)} ranks of the whole "
+                f"problem in blocks, but got {ranks}."
+            )
+        twice = [name for name, n in Counter(one.name for one in self.blocks).items() if n > 1]
+        if twice:
+            raise PlanError(
+                f"PipelineProblem.blocks: expected nodes that can be told apart, but {twice[0]!r} "
+                f"names {sum(one.name == twice[0] for one in self.blocks)} of them. Give each one "
+                f"its own name."
+            )
+        for block in self.blocks:
+            if not block.ranks or not 0 <= block.node < len(self.network.inside):
+                raise PlanError(
+                    f"PipelineProblem.blocks: {block.name!r}: expected at least one rank, and a "
+                    f"node from 0 to {len(self.network.inside) - 1}, but got {len(block.ranks)} "
+                    f"ranks on node {block.node}."
+                )
+
+    @property
+    def units(self) -> int:
+        """Number of units of the model."""
+        return self.whole.units
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step."""
+        return self.whole.global_batch_size
+
+    def scaled(self, factor: float, whole: Problem) -> PipelineProblem:
+        """Return this problem with all bandwidths between nodes times ``factor``.
+
+        Args:
+            factor: above 0.
+            whole: today's problem on that network.
+        """
+        return replace(self, network=self.network.scaled(factor), whole=whole)
+
+    def nodes(self, blocks: Collection[int]) -> tuple[int, ...]:
+        """Return the nodes of some blocks, in order, each once."""
+        return tuple(sorted({self.blocks[block].node for block in blocks}))
+
+    def collective_s(self, blocks: Collection[int], nbytes: float) -> float:
+        """Return the seconds to gather or reduce ``nbytes`` over the ranks of some blocks."""
+        ranks: Counter[int] = Counter()
+        for block in blocks:
+            ranks[self.blocks[block].node] += len(self.blocks[block].ranks)
+        return self.uneven_factor * self.network.ring_s(ranks, nbytes)
+
+    def crossing(self, one: Collection[int], other: Collection[int], samples: int) -> Crossing:
+        """Return what a wave's boundary takes from the blocks ``one`` to the blocks ``other``.
+
+        All of it is priced on the slowest link between the two groups.
+        """
+        link = self.network.between_groups(self.nodes(one), self.nodes(other))
+        nbytes = samples * self.crossing_bytes
+        return Crossing(nbytes / link.bandwidth_bytes_per_s, link.latency_s)
+
+    def update_s(self, blocks: Sequence[int], nbytes: float) -> float:
+        """Return the slowest rank's seconds to update ``nbytes``, shared by the ranks' memory."""
+        if not nbytes:
+            return 0.0
+        total = math.fsum(self.blocks[block].capacity_bytes for block in blocks)
+        rates = [
+            (rank.capacity_bytes, self.blocks[block].update_bytes_per_s)
+            for block in blocks
+            for rank in self.blocks[block].ranks
+        ]
+        if math.isinf(total):
+            unlimited = sum(math.isinf(capacity) for capacity, _ in rates)
+            return max(nbytes / unlimited / rate for capacity, rate in rates if capacity == total)
+        return max(nbytes * capacity / total / rate for capacity, rate in rates)

@@ -1,0 +1,174 @@
+"""A stage of a pipeline: its wave as an ordinary planning problem, and its seconds.
+
+A stage is a group of uneven ranks that shard its units among them. One wave through the stage is a
+:class:`~lightning_cephalo.plan.Problem`, so :func:`~lightning_cephalo.plan.solve` divides it. All
+waves pass forward before the first passes backward, so a rank retains the boundaries of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from lightning_cephalo.offline.pipeline.problem import PipelineProblem
+from lightning_cephalo.offline.pipeline.times import Gathering, StageTimes
+from lightning_cephalo.plan import Plan, Problem, RankProfile
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What identifies a stage.
+
+    Attributes:
+        blocks: indices of its blocks, increasing.
+        units: number of its units.
+        gathering: how often it gathers them.
+        is_first: whether no stage comes before it.
+        is_last: whether no stage comes after it.
+        waves: number of waves of its pipeline.
+        wave_samples: samples of one wave (the last wave may have less).
+    """
+
+    blocks: tuple[int, ...]
+    units: int
+    gathering: Gathering
+    is_first: bool
+    is_last: bool
+    waves: int
+    wave_samples: int
+
+    @property
+    def regathers(self) -> bool:
+        """Whether units are gathered in every wave."""
+        return self.gathering is Gathering.REGATHER
+
+    @property
+    def has_root(self) -> bool:
+        """Whether it runs the embedding, or the head and the loss."""
+        return self.is_first or self.is_last
+
+
+def gatherings(units: int) -> tuple[Gathering, ...]:
+    """Return the ways to gather a stage of so many units.
+
+    Two units are always held whole, so up to two there is nothing to gain from gathering again.
+    """
+    return (Gathering.HOLD,) if units <= 2 else (Gathering.HOLD, Gathering.REGATHER)
+
+
+def stage_problem(problem: PipelineProblem, stage: Stage) -> Problem:
+    """Return one wave of a stage as a problem; its memory is that of the whole step.
+
+    Collectives that a stage runs once in a step are not part of it: ``StageTimes`` has them.
+
+    Raises:
+        PlanError: the stage has more units than the model, or none.
+    """
+    units, whole, root = stage.units, problem.whole, problem.root
+    held = min(2, units) if stage.regathers else units
+    neighbours = 2 - stage.is_first - stage.is_last
+    # A rank retains boundaries of all waves; one more wave is on its way from or to each neighbour.
+    retained = stage.waves + neighbours / units
+    state = units * problem.unit.state + (root.state if stage.has_root else 0.0)
+    receive = max(problem.unit.reduce, root.reduce if stage.has_root else 0.0)
+    gather_s, reduce_s = _collectives_s(problem, stage) if stage.regathers else (0.0, 0.0)
+    return Problem(
+        ranks=tuple(
+            _profile(rank, stage) for block in stage.blocks for rank in problem.blocks[block].ranks
+        ),
+        units=units,
+        gather_s=gather_s,
+        reduce_s=reduce_s,
+        state_bytes=state + receive,
+        global_batch_size=stage.wave_samples,
+        boundary_bytes=retained * whole.boundary_bytes,
+        kept_bytes=stage.waves * whole.kept_bytes,
+        microbatch_bytes=stage.waves * whole.microbatch_bytes,
+        gathered_bytes=held * problem.unit.buffers + (root.buffers if stage.has_root else 0.0),
+        minimum_microbatch_size=whole.minimum_microbatch_size,
+        equal_microbatches=whole.equal_microbatches,
+    )
+
+
+def planned_times(problem: PipelineProblem, stage: Stage, plan: Plan) -> StageTimes:
+    """Return the seconds of a stage under a plan of its wave, with the predictions of the plan."""
+    return stage_times(
+        problem,
+        stage,
+        max(rank.forward_s or 0.0 for rank in plan.ranks),
+        max(rank.backward_s or 0.0 for rank in plan.ranks),
+        max(rank.tail_s or 0.0 for rank in plan.ranks),
+    )
+
+
+def stage_times(
+    problem: PipelineProblem, stage: Stage, forward_s: float, backward_s: float, tail_s: float
+) -> StageTimes:
+    """Return the seconds of a stage whose slowest rank has these times for one wave.
+
+    Args:
+        problem: gives links and bytes.
+        stage: the stage.
+        forward_s: one unit's forward.
+        backward_s: one unit's backward.
+        tail_s: the root's forward and backward.
+    """
+    gather_s, reduce_s = _collectives_s(problem, stage)
+    ready_s = after_s = 0.0
+    updated = stage.units * problem.unit.update
+    if stage.has_root:
+        ready_s = problem.collective_s(stage.blocks, problem.root.gather)
+        after_s = problem.collective_s(stage.blocks, problem.root.reduce)
+        updated += problem.root.update
+    return StageTimes(
+        stage.units,
+        forward_s,
+        backward_s,
+        tail_s if stage.is_last else 0.0,
+        gather_s,
+        reduce_s,
+        stage.gathering,
+        ready_s,
+        after_s,
+        problem.update_s(stage.blocks, updated),
+    )
+
+
+def with_shared_root(
+    problem: PipelineProblem, first: Stage, last: Stage, times: StageTimes
+) -> StageTimes:
+    """Return the last stage's seconds where the first one owns the weights that both use.
+
+    They come from there before the last stage gathers them, and their gradient goes there.
+    """
+    if first is last:
+        return times
+    link = problem.network.between_groups(problem.nodes(first.blocks), problem.nodes(last.blocks))
+    rate, latency_s = link.bandwidth_bytes_per_s, link.latency_s
+    return dataclasses.replace(
+        times,
+        ready_s=times.ready_s + problem.root.gather / rate + latency_s,
+        after_s=times.after_s + problem.root.reduce / rate + latency_s,
+    )
+
+
+def _collectives_s(problem: PipelineProblem, stage: Stage) -> tuple[float, float]:
+    return (
+        problem.collective_s(stage.blocks, problem.unit.gather),
+        problem.collective_s(stage.blocks, problem.unit.reduce),
+    )
+
+
+def _profile(rank: RankProfile, stage: Stage) -> RankProfile:
+    """Return a rank's profile in a stage: up to a wave, the tail in the last stage only."""
+    size = min(rank.largest_microbatch_size, stage.wave_samples)
+    return dataclasses.replace(
+        rank,
+        forward_s=rank.forward_s[:size],
+        backward_s=rank.backward_s[:size],
+        tail_s=rank.tail_s[:size] if stage.is_last else (0.0,) * size,
+        compute_bytes=rank.compute_bytes[:size],
+        kept_backward_s=rank.kept_backward_s[:size],
+        kept_compute_bytes=rank.kept_compute_bytes[:size],
+        host_capacity_bytes=0.0,
+    )

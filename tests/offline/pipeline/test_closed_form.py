@@ -1,0 +1,98 @@
+"""The formula of a pipeline's step, against the event simulation and by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from pipeline_cases import random_pipeline
+
+from lightning_cephalo.offline.pipeline.closed_form import pipeline_s
+from lightning_cephalo.offline.pipeline.simulate import Work, simulate_pipeline
+from lightning_cephalo.offline.pipeline.times import Crossing, Gathering, StageTimes
+from lightning_cephalo.plan import PlanError
+
+
+def test_it_equals_the_simulation_of_every_unit_on_random_pipelines():
+    dice = random.Random(1)
+    for _ in range(200):
+        stages, crossings, waves = random_pipeline(dice)
+        simulated_s = simulate_pipeline(stages, crossings, waves).step_s
+        assert pipeline_s(stages, crossings, waves) == pytest.approx(simulated_s, rel=1e-9)
+
+
+def _stage(forward_s: float, backward_s: float, units: int = 1, **more) -> StageTimes:
+    values = {"tail_s": 0.0, "gather_s": 0.0, "reduce_s": 0.0, "gathering": Gathering.HOLD} | more
+    return StageTimes(units, forward_s, backward_s, **values)
+
+
+def test_forward_and_backward_each_have_their_own_slowest_stage():
+    # forward 1 + 3, backward 4 + 2, and three further waves behind 3 and behind 4
+    assert pipeline_s([_stage(1, 4), _stage(3, 2)], [Crossing(0)], 4) == 1 + 3 + 9 + 2 + 4 + 12
+
+
+def test_links_are_machines_and_latency_is_not():
+    stages = [_stage(1, 2), _stage(1, 2)]
+    assert pipeline_s(stages, [Crossing(0.5)], 4) == 2.5 + 3 * 1 + 4.5 + 3 * 2
+    assert pipeline_s(stages, [Crossing(5)], 4) == 7 + 3 * 5 + 9 + 3 * 5
+    assert pipeline_s(stages, [Crossing(0.5, 10)], 4) == 36
+
+
+@pytest.mark.parametrize(
+    ("gathering", "seconds"),
+    [
+        # the fill: G; then F and B hide all but the reduce that follows the last backward
+        (Gathering.HOLD, 1 + 2 * 4 * 2 + 2 * 4 * 4 + 1),
+        (Gathering.REGATHER, 1 + 2 * 4 * 2 + 2 * 4 * 4 + 1),
+    ],
+)
+def test_hidden_collectives_show_at_the_ends_only(gathering, seconds):
+    stage = _stage(2, 4, 4, gather_s=1, reduce_s=1, gathering=gathering)
+    assert pipeline_s([stage], [], 2) == seconds
+
+
+def test_slow_collectives_count_in_every_wave_or_once():
+    slow = {"gather_s": 5, "reduce_s": 5}
+    once = _stage(2, 4, 4, **slow)
+    # 4 gathers and the last unit's forward, 3 waves, 4 x 4 backwards of 4, 3 reduces that lag by 1
+    assert pipeline_s([once], [], 4) == 4 * 5 + 2 + 3 * 8 + 4 * 16 + 5 + 3
+    again = _stage(2, 4, 4, **slow, gathering=Gathering.REGATHER)
+    # collectives follow each other without a pause, from the first gather to the last reduce
+    assert pipeline_s([again], [], 4) == pytest.approx(16 * 5 + 16 * 10, rel=0.03)
+
+
+def test_a_stage_that_waits_for_its_first_wave_has_gathered_in_the_meantime():
+    first, second = _stage(10, 10), _stage(2, 2, 4, gather_s=2, reduce_s=0)
+    assert pipeline_s([first, second], [Crossing(0)], 1) == 10 + 8 + 8 + 10
+    late = _stage(2, 2, 4, gather_s=6, reduce_s=0)
+    assert pipeline_s([first, late], [Crossing(0)], 1) == 4 * 6 + 2 + 8 + 10
+
+
+def test_the_simulation_says_what_each_stage_does_when():
+    run = simulate_pipeline([_stage(1, 2), _stage(1, 2, update_s=3)], [Crossing(0.5)], 2)
+    work = [(span.wave, span.work, span.start_s, span.end_s) for span in run.spans]
+    assert work[:5] == [
+        (0, Work.FORWARD, 0, 1),
+        (1, Work.FORWARD, 1, 2),
+        (0, Work.BACKWARD, 6, 8),
+        (1, Work.BACKWARD, 8, 10),
+        (-1, Work.UPDATE, 10, 10),
+    ]
+    assert [span.stage for span in run.spans] == [0] * 5 + [1] * 5
+    assert run.spans[-1].end_s == run.step_s == 13
+
+
+@pytest.mark.parametrize("play", [pipeline_s, simulate_pipeline])
+@pytest.mark.parametrize(
+    ("stages", "crossings", "waves"), [(0, 0, 1), (2, 0, 1), (2, 2, 1), (1, 0, 0)]
+)
+def test_what_is_no_pipeline_is_refused(play, stages, crossings, waves):
+    with pytest.raises(PlanError, match="one crossing less than stages"):
+        play([_stage(1, 1)] * stages, [Crossing(0)] * crossings, waves)
+
+
+def test_a_stage_without_units_is_refused():
+    with pytest.raises(
+        PlanError, match=r"StageTimes\.units: expected a whole number of at least 1"
+    ):
+        _stage(1, 1, 0)

@@ -1,0 +1,124 @@
+"""A stage's wave as a problem: what it holds, and what its collectives and crossings take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from pipeline_cases import problem_of, rank
+
+from lightning_cephalo.offline.pipeline.problem import Block
+from lightning_cephalo.offline.pipeline.stages import (
+    Stage,
+    gatherings,
+    planned_times,
+    stage_problem,
+    with_shared_root,
+)
+from lightning_cephalo.offline.pipeline.times import Gathering
+from lightning_cephalo.plan import PlanError, RankPlan, predict, solve
+
+TWO = [rank(2.0, 5000), rank(1.0, 5000)]
+
+
+def _stage(
+    *blocks: int, units: int = 4, gathering: Gathering = Gathering.REGATHER, **more
+) -> Stage:
+    values = {"is_first": False, "is_last": False, "waves": 4, "wave_samples": 2} | more
+    return Stage(blocks, units, gathering, **values)
+
+
+def test_memory_is_that_of_the_whole_step():
+    problem = problem_of(TWO, TWO)
+    for gathering, held in ((Gathering.REGATHER, 2), (Gathering.HOLD, 4)):
+        stage = stage_problem(problem, _stage(0, gathering=gathering))
+        parts = [RankPlan((2,), 0.75), RankPlan((), 0.25)]
+        memory = [part.memory_bytes for part in predict(stage, parts).ranks]
+        # state and one reduce's buffer, full units, boundaries of 4 waves of 2 samples through 4
+        # units and of one more wave from and to both neighbours, the peak of 2 samples
+        state, buffers, boundaries = 4 * 160 + 40, held * 60, 2 * (4 * 4 + 2) * 2
+        assert memory[0] == pytest.approx(0.75 * state + buffers + boundaries + 20)
+        assert memory[1] == pytest.approx(0.25 * state + buffers)
+
+
+def test_the_root_is_held_by_the_first_and_the_last_stage_only():
+    problem = problem_of(TWO, TWO)
+    middle, first, last = (
+        stage_problem(problem, _stage(0, is_first=which == 1, is_last=which == 2))
+        for which in range(3)
+    )
+    assert middle.state_bytes == 4 * 160 + 40
+    assert first.state_bytes == last.state_bytes == middle.state_bytes + 80
+    assert first.gathered_bytes == last.gathered_bytes == middle.gathered_bytes + 30
+    assert (first.ranks[0].tail_s, last.ranks[0].tail_s) == ((0.0, 0.0), TWO[0].tail_s[:2])
+    assert last.boundary_bytes < middle.boundary_bytes
+
+
+def test_collectives_are_in_a_wave_only_where_it_gathers():
+    problem = problem_of(TWO, TWO, TWO, between=10.0, inside=100.0)
+    inner = stage_problem(problem, _stage(0))
+    assert (inner.gather_s, inner.reduce_s) == pytest.approx((0.1, 0.2))
+    wide = stage_problem(problem, _stage(0, 2))
+    assert wide.gather_s == pytest.approx(3 / 4 * 2 + 0.01)
+    held = stage_problem(problem, _stage(0, 2, gathering=Gathering.HOLD))
+    assert (held.gather_s, held.reduce_s) == (0.0, 0.0)
+    assert len(wide.ranks) == 4
+
+
+def test_the_seconds_of_a_planned_stage():
+    problem = problem_of(TWO, TWO, between=10.0, inside=100.0)
+    stage = _stage(1, is_first=True, units=3)
+    plan = solve(stage_problem(problem, stage))
+    times = planned_times(problem, stage, plan)
+    assert times.forward_s == max(part.forward_s for part in plan.ranks)
+    assert times.wave_forward_s + times.wave_backward_s == pytest.approx(plan.step_s)
+    assert (times.gather_s, times.reduce_s) == pytest.approx((0.1, 0.2))
+    assert (times.ready_s, times.after_s) == pytest.approx((0.05, 0.1))
+    assert times.update_s == pytest.approx((3 * 280 + 140) / 2 / 1e4)
+    last = dataclasses.replace(stage, is_first=False, is_last=True)
+    shared = with_shared_root(problem, dataclasses.replace(stage, blocks=(0,)), last, times)
+    assert shared.ready_s == pytest.approx(times.ready_s + 1 + 0.01)
+    assert shared.after_s == pytest.approx(times.after_s + 2 + 0.01)
+    assert with_shared_root(problem, last, last, times) == times
+
+
+def test_what_crosses_takes_the_slowest_link_of_two_groups():
+    problem = problem_of(TWO, TWO, between=10.0)
+    assert problem.crossing((0,), (1,), 5).wave_s == pytest.approx(5 * 2 / 10)
+    assert problem.crossing((0,), (1,), 5).latency_s == 0.01
+
+
+def test_no_stage_of_two_units_gathers_again():
+    assert gatherings(2) == (Gathering.HOLD,)
+    assert set(gatherings(3)) == set(Gathering)
+
+
+def test_updates_are_shared_by_memory_and_the_slowest_rank_counts():
+    problem = problem_of([rank(1, 3000)], [rank(1, 1000)])
+    assert problem.update_s((0, 1), 1e4) == pytest.approx(0.75)
+    endless = problem_of([rank(1, math.inf)], [rank(1, 1000)])
+    assert endless.update_s((0, 1), 1e4) == pytest.approx(1.0)
+    assert problem.update_s((0, 1), 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "node 0"}, "nodes that can be told apart, but 'node 0' names 2 of them"),
+        ({"node": 2}, "node from 0 to 1, but got 2 ranks on node 2"),
+        ({"ranks": TWO[:1]}, "expected the 4 ranks of the whole problem in blocks, but got 3"),
+        ({"name": " "}, "Block.name: expected a name"),
+    ],
+)
+def test_bad_blocks_are_refused_by_name(change, words):
+    problem = problem_of(TWO, TWO)
+    with pytest.raises(PlanError, match=words):
+        second = dataclasses.replace(problem.blocks[1], **change)
+        dataclasses.replace(problem, blocks=(problem.blocks[0], second))
+
+
+def test_a_block_without_ranks_is_refused():
+    problem = problem_of(TWO)
+    with pytest.raises(PlanError, match="expected at least one rank"):
+        dataclasses.replace(problem, blocks=(*problem.blocks, Block("none", 0, ())))
