@@ -25,6 +25,8 @@ from lightning_cephalo.ranks.whereabouts import Whereabouts, whereabouts
 _MOST_BYTES = 1 << 20
 _ANSWER_S = 2.0
 _MOST_THREADS = 64
+# How often a server looks whether it is to stop; where systems allow it, it is woken before.
+_LOOKS_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Switchboard:
         self._addresses: list[tuple[str, int]] = []
         self._heard: list[str] = []
         self._server = _Server(weakref.WeakMethod(self._answer))
-        threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(_LOOKS_S,), daemon=True).start()
         self.close = weakref.finalize(self, _stop, self._server, os.getpid())
 
     @classmethod
@@ -240,6 +242,8 @@ def _at_the_same_time(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 def _stop(server: _Server, process: int) -> None:
     if os.getpid() != process:
         return  # a fork has no thread that serves
+    with suppress(OSError):  # other systems than Linux refuse it
+        server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that serves
     server.shutdown()
     server.server_close()
 

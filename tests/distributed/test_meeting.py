@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -15,6 +17,7 @@ from launch import SOON_S, run_ranks
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks import meeting as meetings
+from lightning_cephalo.ranks import switchboard
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.meeting import Meeting
 from lightning_cephalo.ranks.switchboard import Switchboard
@@ -156,3 +159,17 @@ def _waits_for_an_ended_rank(rank):
 
 def test_nobody_waits_for_a_rank_that_has_ended_and_servers_leave_no_thread():
     assert run_ranks(2, _waits_for_an_ended_rank)[1] == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not wake a server")
+def test_a_server_is_woken_to_stop_and_not_waited_for(monkeypatch):
+    monkeypatch.setattr(switchboard, "_LOOKS_S", 10 * SOON_S)
+    board = Switchboard(0, 2)
+    port = board._server.server_address[1]
+    with socket.create_connection(("localhost", port)) as connection:
+        connection.sendall(b'{"ask": "whereabouts"}\n')
+        assert connection.recv(1)  # it serves
+    closing = threading.Thread(target=board.close, daemon=True)
+    closing.start()
+    closing.join(SOON_S)
+    assert not closing.is_alive()
