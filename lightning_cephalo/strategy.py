@@ -39,6 +39,7 @@ from lightning_cephalo.adapters import (
 from lightning_cephalo.adapters.ending import Ending
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
+from lightning_cephalo.adapters.repeated_step import RepeatedStep
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
 from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
@@ -52,7 +53,7 @@ from lightning_cephalo.data.cutting import (
     loss_and_weight,
 )
 from lightning_cephalo.execution.sharded_model import UnitOptions
-from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.pace import MeasuredRank
@@ -248,6 +249,7 @@ class CephaloStrategy(ParallelStrategy):
         # from setup() to teardown() of a training
         self._changes: PlanChanges | None = None
         self._replanning: replanning.Replanning | None = None
+        self._repeated: RepeatedStep | None = None
         self._synchronised: batch_norm.SynchronisedLayers | None = None
         # from the loading of a checkpoint to teardown()
         self._resumption: Resumption | None = None
@@ -503,6 +505,9 @@ class CephaloStrategy(ParallelStrategy):
             self._replanning = replanning.begin(
                 session, trainer, self._changes, self._watch, problem, self._options
             )
+        self._repeated = None
+        if self._replanning is not None and session.manual is None:
+            self._repeated = RepeatedStep(session.model, session.logs.metrics)
 
     def _shard(self, job: Job) -> Session:
         """Begin a session, and set it here: steps that are measured already use it."""
@@ -554,15 +559,29 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.session.optimizers = list(self.optimizers)  # the user may have replaced them
+        if self._repeated is not None:
+            self._repeated.begin_batch()
         if self._changes is not None and self._changes.take_effect(batch_idx):
-            self._plan = self.session.plan
-            self._watch.count_again()
-            self.session.start_training(self.optimizers)
+            self._plan_has_changed()
             if self._replanning is not None:
-                self._replanning.changed(self._plan, self._changes.change_s)
+                self._replanning.changed(self.session.plan, self._changes.change_s)
                 self._replans = self._replanning.replans
         if self._replanning is not None:
             self._replanning.between_steps()
+
+    def _plan_has_changed(self) -> None:
+        self._plan = self.session.plan
+        self._watch.count_again()
+        self.session.start_training(self.optimizers)
+
+    def _relieve(self, error: Exception, refused: str) -> None:
+        """Follow a plan in the middle of a step that takes less memory, or raise the error."""
+        assert self._replanning is not None
+        change = self._replanning.relieve(error, refused)
+        self._plan_has_changed()
+        self._replanning.tell(change)
+        self._replans = self._replanning.replans
+        self._watch.start_step()
 
     @override
     def training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -579,23 +598,11 @@ class CephaloStrategy(ParallelStrategy):
     def _training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         session = self.session
         session.memory.before_forward(batch)
-        pieces, failure = session.cut(batch)
-        counts = [count for _, count in pieces]
-        log = session.logs.of_step(counts)
-        step = self._module.training_step
-        calls = [
-            _call(partial(step, piece, *rest, **kwargs), count, log, index)
-            for index, (piece, count) in enumerate(pieces)
-        ]
-        session.user_gathers.before_step("training", len(calls), failed=failure is not None)
-        note = partial(self._note, log)
-        with self.precision_plugin.train_step_context():
-            if session.manual is not None:
-                self._batch_weight = float(sum(counts))
-                outcome = session.manual.run(calls, note, failure)
-            else:
-                scale_loss = precision.loss_scaler(self.precision_plugin)
-                outcome = session.model.executor.forward(calls, scale_loss, note, failure)
+        run = partial(self._forward, batch, rest, kwargs)
+        if self._repeated is None:
+            counts, log, outcome = run(True)
+        else:
+            counts, log, outcome = self._repeated.forward(run, self._relieve)
         self._ending.termination.learn([row[-1] for row in outcome.notes])
         self._recovering.learn([row[-3:-1] for row in outcome.notes])
         if self._replanning is not None:
@@ -611,10 +618,43 @@ class CephaloStrategy(ParallelStrategy):
             session.logs.finish(log, outcome, weights, self.reduce)
         self._skipped_steps.learn(outcome)
         if outcome.is_skipped:
+            if self._repeated is not None:
+                self._repeated.end()
             return no_loss()
         self._batch_weight = math.fsum(outcome.weights)
         joined = joined_result(outcome.results, outcome.weights, counts)
         return session.outputs.of_step(joined, self._batch_weight, trained, outcome.losses)
+
+    def _forward(
+        self, batch: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], is_seen: bool
+    ) -> tuple[list[int], StepLog, ForwardOutcome]:
+        """Run a forward, and return its microbatches' samples, its log and its outcome.
+
+        Args:
+            batch: This rank's batch.
+            rest: Other arguments of ``training_step``.
+            kwargs: The same by name.
+            is_seen: Whether its logs count. Else only a backward goes on from it.
+        """
+        session = self.session
+        pieces, failure = session.cut(batch)
+        counts = [count for _, count in pieces]
+        log = session.logs.of_step(counts, is_seen=is_seen)
+        step = self._module.training_step
+        calls = [
+            _call(partial(step, piece, *rest, **kwargs), count, log, index)
+            for index, (piece, count) in enumerate(pieces)
+        ]
+        session.user_gathers.before_step("training", len(calls), failed=failure is not None)
+        note = partial(self._note, log) if is_seen else tuple
+        with self.precision_plugin.train_step_context():
+            if session.manual is not None:
+                self._batch_weight = float(sum(counts))
+                outcome = session.manual.run(calls, note, failure)
+            else:
+                scale_loss = precision.loss_scaler(self.precision_plugin)
+                outcome = session.model.executor.forward(calls, scale_loss, note, failure)
+        return counts, log, outcome
 
     def _note(self, log: StepLog) -> tuple[float, ...]:
         """Return the numbers that every rank sends with the exchange of a training step."""
@@ -633,7 +673,7 @@ class CephaloStrategy(ParallelStrategy):
         self.session.model.executor.show_held_gradients()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         steps = float(self._module.trainer.accumulate_grad_batches)
-        layered = self.session.model.executor.backward
+        layered = self._layered_backward
         if not is_overridden("backward", self._module):
             layered(divisor=steps)
         else:
@@ -645,6 +685,13 @@ class CephaloStrategy(ParallelStrategy):
             user.run(partial(backward, loss, self._module, optimizer, *args, **kwargs))
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
+    def _layered_backward(self, **factors: float) -> None:
+        run = partial(self.session.model.executor.backward, **factors)
+        if self._repeated is None:
+            run()
+        else:
+            self._repeated.backward(run, self._relieve)
+
     @override
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -653,7 +700,8 @@ class CephaloStrategy(ParallelStrategy):
         if manual is None:
             with session.memory.step():
                 result = self._update(optimizer, closure, model, **kwargs)
-            self._watch.finish_step(counts=not session.memory.slowed)
+            is_repeated = self._repeated is not None and self._repeated.was_repeated
+            self._watch.finish_step(counts=not session.memory.slowed and not is_repeated)
             return result
         if manual.is_measured:
             return closure()
@@ -971,6 +1019,7 @@ class CephaloStrategy(ParallelStrategy):
     def _take_session(self) -> Session | None:
         """Return the session, and hold neither it nor what changes its plan any longer."""
         session, self._session, self._changes = self._session, None, None
+        self._repeated = None
         replans, self._replanning = self._replanning, None
         if replans is not None:
             replans.close()

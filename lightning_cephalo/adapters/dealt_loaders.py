@@ -54,6 +54,10 @@ class DealtLoaders:
     def refuse_other_sizes(self, old: Plan, new: Plan) -> None:
         """Raise if the loaders cannot deal the new plan's sizes.
 
+        Args:
+            old: The plan whose sizes they deal now.
+            new: The new plan.
+
         Raises:
             UnsupportedError: The message names the loader, and what may change.
         """
@@ -70,6 +74,23 @@ class DealtLoaders:
                     f"The new plan has other {sizes}, but {why}. A plan for this run may change"
                     f" shares, recomputation, offloading and resharding; keep its {sizes}."
                 )
+
+    def refuse_other_microbatches(self, old: Plan, new: Plan) -> None:
+        """Raise if batches that are loaded cannot be cut in the new plan's microbatches.
+
+        Args:
+            old: The plan by which they were loaded.
+            new: A plan with the same batches.
+
+        Raises:
+            UnsupportedError: If microbatches were collated apart.
+        """
+        same = [r.microbatch_sizes for r in old.ranks] == [r.microbatch_sizes for r in new.ranks]
+        if not same and any(_microbatches_of(loader) is not None for loader in self._loaders):
+            raise UnsupportedError(
+                "With collate_per_microbatch=True the microbatches of batches that are loaded stay"
+                " as they are."
+            )
 
     def _fixed(self, loader: Any, apart: bool) -> str | None:
         """Return why a loader cannot deal other sizes; None if it can."""

@@ -91,6 +91,7 @@ class StepLog:
         sample_counts: Samples of each of this rank's microbatches.
         metrics: The module's torchmetrics objects, by their names.
         constants: Finds constants among the summed values of this rank.
+        is_seen: Whether values count; those of a repeated forward do not.
 
     Attributes:
         weight: Weight of this rank's samples without a loss: all in evaluation, and those of
@@ -103,8 +104,9 @@ class StepLog:
         sample_counts: Sequence[int],
         metrics: Sequence[tuple[str, Metric]],
         constants: SummedConstants,
+        is_seen: bool = True,
     ) -> None:
-        self._constants = constants
+        self._constants, self._is_seen = constants, is_seen
         self._results = results
         self._sample_counts = sample_counts
         self._samples = sum(sample_counts)
@@ -130,6 +132,8 @@ class StepLog:
             self._results.__dict__.pop("update_metrics", None)
 
     def _collect(self, key: str, value: Any, batch_size: int) -> None:
+        if not self._is_seen:
+            return
         metric = self._results[key]
         metric.has_reset = False
         metric.__dict__.pop("_cephalo_borrowed", None)
@@ -401,10 +405,15 @@ class StepLogs:
         self.ranks = ValuesOfRanks(groups, accelerator)
         self._constants = SummedConstants()
 
-    def of_step(self, sample_counts: Sequence[int]) -> StepLog:
-        """Return the log of a step whose microbatches have these numbers of samples."""
+    def of_step(self, sample_counts: Sequence[int], *, is_seen: bool = True) -> StepLog:
+        """Return the log of a step.
+
+        Args:
+            sample_counts: Samples of each of this rank's microbatches.
+            is_seen: Whether values count; those of a repeated forward do not.
+        """
         results = self._module.trainer._results
-        return StepLog(results, sample_counts, self.metrics, self._constants)
+        return StepLog(results, sample_counts, self.metrics, self._constants, is_seen)
 
     def finish(
         self,

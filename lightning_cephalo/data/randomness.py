@@ -44,11 +44,13 @@ _LOOKED_AT, _LOOKED_AT_ITEMS = 1000, 64
 _SAMPLER_ATTRIBUTES = ("sampler", "_sampler", "batch_sampler", "base_sampler")
 
 
-def _read_global_states() -> tuple[Any, Any, Any]:
+def read_global_states() -> tuple[Any, Any, Any]:
+    """Returns the states of the CPU generators of torch, numpy and ``random``."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
-def _write_global_states(states: tuple[Any, Any, Any]) -> None:
+def write_global_states(states: tuple[Any, Any, Any]) -> None:
+    """Sets the CPU generators of torch, numpy and ``random``."""
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])
@@ -57,11 +59,11 @@ def _write_global_states(states: tuple[Any, Any, Any]) -> None:
 @contextmanager
 def preserved_randomness() -> Generator[None, None, None]:
     """Restores the CPU generators of torch, numpy and ``random`` afterwards."""
-    states = _read_global_states()
+    states = read_global_states()
     try:
         yield
     finally:
-        _write_global_states(states)
+        write_global_states(states)
 
 
 class SwappedRandomness:
@@ -87,13 +89,13 @@ class SwappedRandomness:
         self._outside: tuple[Any, Any, Any] | None = None
 
     def __enter__(self) -> None:
-        self._outside = _read_global_states()
-        _write_global_states(self._states)
+        self._outside = read_global_states()
+        write_global_states(self._states)
 
     def __exit__(self, *error: object) -> None:
         assert self._outside is not None
-        self._states = _read_global_states()
-        _write_global_states(self._outside)
+        self._states = read_global_states()
+        write_global_states(self._outside)
         self._outside = None
 
 

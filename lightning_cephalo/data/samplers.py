@@ -226,8 +226,8 @@ class RankBatchSampler(Sampler[list[Any]]):
         self.counts = array("q")
         self.passes = 0
         self.original: object | None = None
-        # the sizes before the last change, up to a step of a pass
-        self._before: tuple[tuple[int, float], tuple[int, ...]] | None = None
+        # earlier sizes, each up to a step of a pass
+        self._before: list[tuple[tuple[int, float], tuple[int, ...]]] = []
         self._batch_sizes: tuple[int, ...] = tuple(batch_sizes)
         self.batch_sizes = tuple(batch_sizes)
 
@@ -243,11 +243,15 @@ class RankBatchSampler(Sampler[list[Any]]):
     @batch_sizes.setter
     def batch_sizes(self, batch_sizes: Sequence[int]) -> None:
         sizes = tuple(batch_sizes)
-        if not 0 <= self.rank < len(sizes) or len(sizes) != len(self._batch_sizes):
-            raise ValueError(f"Expects one batch size per rank, but got {sizes}.")
-        if min(sizes) < 0 or sum(sizes) == 0:
-            raise ValueError(f"Expects batch sizes of 0 or more, not all 0, but got {sizes}.")
-        self._before = ((self.passes, math.inf), self._batch_sizes)
+        _check_sizes(sizes, self.rank, len(self._batch_sizes))
+        self._change(sizes, math.inf)
+
+    def _change(self, sizes: tuple[int, ...], from_step: float) -> None:
+        at = self.passes, from_step
+        # just before that step
+        old = next((old for end, old in self._before if end >= at), self._batch_sizes)
+        self._before = [each for each in self._before if (self.passes, 0) <= each[0] < at]
+        self._before.append((at, old))
         self._batch_sizes = sizes
 
     def change_batch_sizes(self, batch_sizes: Sequence[int], *, from_step: float) -> None:
@@ -264,12 +268,11 @@ class RankBatchSampler(Sampler[list[Any]]):
         Raises:
             ValueError: as for `batch_sizes`.
         """
-        old = self._batch_sizes
         sizes = tuple(batch_sizes)
-        if self.lists_per_step is None and sum(sizes) != sum(old):
-            sizes = deal(sum(old), sizes)
-        self.batch_sizes = sizes
-        self._before = ((self.passes, from_step), old)
+        if self.lists_per_step is None and sum(sizes) != sum(self._batch_sizes):
+            sizes = deal(sum(self._batch_sizes), sizes)
+        _check_sizes(sizes, self.rank, len(self._batch_sizes))
+        self._change(sizes, from_step)
 
     def dealt_steps(self, trained: int, ahead: int) -> int | None:
         """Returns the steps of the latest pass that are dealt, prefetched ones included.
@@ -286,10 +289,10 @@ class RankBatchSampler(Sampler[list[Any]]):
 
     def _sizes_at(self, number: int, step: int) -> tuple[int, ...]:
         """Returns the sizes in a step of a pass."""
-        if self._before is None:
-            return self._batch_sizes
-        (last_pass, from_step), old = self._before
-        return old if number <= last_pass and step < from_step else self._batch_sizes
+        for (last_pass, from_step), old in self._before:
+            if number <= last_pass and step < from_step:
+                return old
+        return self._batch_sizes
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the order; Lightning calls it if this is a loader's ``sampler``."""
@@ -383,3 +386,10 @@ class RankBatchSampler(Sampler[list[Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "original": None}
+
+
+def _check_sizes(sizes: tuple[int, ...], rank: int, ranks: int) -> None:
+    if not 0 <= rank < len(sizes) or len(sizes) != ranks:
+        raise ValueError(f"Expects one batch size per rank, but got {sizes}.")
+    if min(sizes) < 0 or sum(sizes) == 0:
+        raise ValueError(f"Expects batch sizes of 0 or more, not all 0, but got {sizes}.")

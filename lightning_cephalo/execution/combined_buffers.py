@@ -113,6 +113,11 @@ class CombinedBuffers:
         self._packed = None
         self.of_microbatches.begin(sizes)
 
+    def put_back(self) -> None:
+        """Undo what the last step has written, also after its results were combined."""
+        self._packed = self._verdict = None
+        self.of_microbatches.put_back()
+
     def finish(self) -> float:
         """Return what the other ranks need to learn; call it before the exchange of the step.
 

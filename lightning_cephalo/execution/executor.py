@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.throttle import Throttle
-from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
 from lightning_cephalo.execution.combined_buffers import CombinedBuffers
 from lightning_cephalo.execution.early_updates import EarlyUpdates
 from lightning_cephalo.execution.failure import Failure
@@ -95,6 +95,7 @@ class Executor:
         arena: Host memory for boundaries; None: they stay on the device.
         on_user_collective: Called with the name of a collective of torch.distributed before the
             user's step runs it, while the order of units is traced; None: nothing is watched.
+        gave_up: Whether all ranks have raised at the same place of the last pass.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Executor:
         self.early = EarlyUpdates(units)
         self.arena: HostArena | None = None
         self.on_user_collective: Callable[[str], None] | None = None
+        self.gave_up = False
         self._visits = Visits()
         self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
@@ -257,6 +259,7 @@ class Executor:
         Returns:
             The outcome. If no microbatch of any rank has a loss, there is no backward to call.
         """
+        self.gave_up = False
         self._hide_held_gradients()  # of a step whose backward has not come
         self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
@@ -386,7 +389,7 @@ class Executor:
             divisor: Divides the gradients (number of steps accumulated before an update).
             factor: Multiplies the gradients; equal on all ranks.
         """
-        step = self._step
+        step, self.gave_up = self._step, False
         step.gradient_scale = factor / (step.loss_scale * self._total_weight * divisor)
         self._hide_held_gradients()
         self.hooks.in_backward = True
@@ -776,7 +779,11 @@ class Executor:
         failure = self.failure.take()
         self._release_all()
         self.hooks.in_backward = False
-        self.control.raise_if_any_failed(failure, doing)
+        try:
+            self.control.raise_if_any_failed(failure, doing)
+        except Exception as error:  # else the connection is lost
+            self.gave_up = error is failure or isinstance(error, RemoteRankError)
+            raise
 
     def _release_all(self) -> None:
         self.failure.abandon()

@@ -181,10 +181,10 @@ class ModuleBuffers:
         self.localised, self.found = [], []
         self._read_places()
         self.forget_values()
-        if not sizes:
-            return
-        self._is_open = True
+        self._is_open = bool(sizes)
         for entry in self._entries.values():
+            if not sizes and not entry.is_written:
+                continue
             stale = entry.start is None or entry.own._version != entry.version
             entry.version = entry.own._version
             if entry.is_written or any(p.module.training and _is_quiet(p) for p in entry.places):
@@ -332,6 +332,15 @@ class ModuleBuffers:
         """Show the module's own tensors again after a failure."""
         if self._is_open:
             self._hide()
+
+    def put_back(self) -> None:
+        """Undo what the last step has written, also after its results were combined."""
+        self.abandon()
+        self.forget_values()
+        with torch.no_grad():
+            for entry in self.written:
+                if entry.start is not None:
+                    entry.own.copy_(entry.start)
 
     def _hide(self) -> None:
         self._is_open, self._shown = False, None

@@ -31,7 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # private, but torch, Lightning and others build on it
 
-_MISSING = object()
+from lightning_cephalo.execution.undone_step import MISSING as _MISSING
+from lightning_cephalo.execution.undone_step import UndoneStep
+
 # their modules store no tensors of a batch, or keep account of what microbatches add
 _SKIPPED = ("torch.", "torchmetrics.", "lightning.")
 
@@ -116,9 +118,14 @@ class ModuleState:
 
     Args:
         module: The model.
+
+    Attributes:
+        keeps_start: Whether :meth:`put_back` can undo a step, which keeps what its beginning found.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.keeps_start = False
+        self._undo: UndoneStep | None = None
         # the top module comes first
         self._places: list[dict[str, Any]] = [
             vars(inner) for inner in module.modules() if inner is module or _may_store(inner)
@@ -134,8 +141,11 @@ class ModuleState:
     def begin(self, sizes: Sequence[int]) -> None:
         """Begin a step with microbatches of these numbers of samples."""
         self._sizes = tuple(sizes)
+        self._undo = None
         if not sizes:  # this rank's values stay as they are
             return
+        if self.keeps_start:
+            self._undo = UndoneStep(self._places, self._known.values())
         self._before = [_Before.of(names) for names in self._places]
         for attribute in self._known.values():
             attribute.values = self._first_values(attribute)
@@ -216,6 +226,18 @@ class ModuleState:
             attribute.write(attribute.shown)
         self._looks_everywhere = any(late)
         self._before = []
+        if self._undo is not None:
+            self._undo.finish()
+
+    def put_back(self) -> None:
+        """Undo what the last step has stored, unless code behind its forward stored it."""
+        self._before = []
+        if self._undo is not None:
+            self._undo.put_back(self._known.values())
+
+    def forget_start(self) -> None:
+        """Let go of what :meth:`put_back` needs."""
+        self._undo = None
 
     # -- recomputation ------------------------------------------------------------------------
 

@@ -267,6 +267,31 @@ class ShardedModel:
         for unit in self.units:
             unit.change_fractions(divider, columns_of)
 
+    def bytes_to_move(
+        self, fractions: Sequence[float], columns_of: Callable[[Flat], Sequence[Column]]
+    ) -> int:
+        """Return the bytes that this rank needs in addition to move its rows.
+
+        These are what its share grows by, and the copies of one flat, as flats move one by one.
+
+        Args:
+            fractions: Each rank's share of the state after it.
+            columns_of: As for :meth:`change_fractions`.
+        """
+        divider, rank = Divider(fractions), self.control.rank
+        grows, copies = 0, [0]
+        for flat in self.flats:
+            old, new = flat.layout, divide_flat(flat.shapes, divider)
+            if old is None or new is None or old.cuts == new.cuts:
+                continue
+            before, after = old.sizes[rank], new.sizes[rank]
+            itemsizes = [column.itemsize for column in columns_of(flat)]
+            grows += (after - before) * (flat.master_dtype.itemsize + sum(itemsizes))
+            # a column's slices are joined before they travel
+            copies += [after * flat.master_dtype.itemsize]
+            copies += [(before + after) * itemsize for itemsize in itemsizes]
+        return max(grows, 0) + max(copies)
+
     def release_buffers(self) -> None:
         """Free gathered parameters and all pooled memory, to make room for full parameters."""
         self.executor.reshard()

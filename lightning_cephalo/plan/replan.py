@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Literal
 
 from lightning_cephalo.plan.cost import predict
 from lightning_cephalo.plan.plan import Plan
@@ -71,11 +72,14 @@ class Replan:
         plan: The new plan; its ``step_s`` is at the present paces.
         old_plan: The plan before it.
         old_step_s: Seconds of a step by the old plan at the present paces.
-        rank: The rank whose pace has changed most.
+        rank: The rank whose pace has changed most, or that has run out of memory.
         factor: How many times longer its work takes than when the old plan was chosen.
         since_step: Approximately the first step at this pace.
         moved_bytes: Approximate bytes that move between ranks.
         moved_s: Seconds that the change took; 0 before it has taken effect.
+        cause: Why the plan changes. "pace": ranks are slower or faster. "memory": a rank ran out of
+            memory, and the step is repeated. "loaded": batches follow such a change, behind those
+            that were loaded before it.
     """
 
     step: int
@@ -87,6 +91,7 @@ class Replan:
     since_step: int
     moved_bytes: float
     moved_s: float = 0.0
+    cause: Literal["pace", "memory", "loaded"] = "pace"
 
 
 class ReplanPolicy:

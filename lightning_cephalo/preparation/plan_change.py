@@ -7,7 +7,9 @@
         ▼  steps that are loaded already are trained by the old plan
     take_effect(step)      rows move; the next step follows the new plan
 
-Until all ranks have accepted a plan, nothing changes on any of them.
+Until all ranks have accepted a plan, nothing changes on any of them. A request that comes while
+another plan waits takes its place. If ranks have loaded batches of the waiting plan already, that
+one takes effect for these, and the new one behind them.
 """
 
 from __future__ import annotations
@@ -15,14 +17,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lightning_cephalo.adapters import batch_norm
 from lightning_cephalo.adapters.dealt_loaders import DealtLoaders, Mark
-from lightning_cephalo.common.errors import PlanError, UnsupportedError
+from lightning_cephalo.common.errors import (
+    PlanError,
+    RemoteRankError,
+    TooLittleMemoryError,
+    UnsupportedError,
+)
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan
@@ -43,6 +52,7 @@ class _Pending:
         from_batch: The batch of the present epoch from which on it is followed; infinite: the
             next epoch.
         mark: Where the loaders stood when it was accepted.
+        is_users: Whether the user has asked for it.
     """
 
     plan: Plan
@@ -50,6 +60,7 @@ class _Pending:
     arena: HostArena | None
     from_batch: float
     mark: Mark
+    is_users: bool
 
 
 class PlanChanges:
@@ -65,28 +76,42 @@ class PlanChanges:
 
     def __init__(self, session: Session, trainer: Trainer) -> None:
         self._session, self._trainer = session, trainer
-        self._pending: _Pending | None = None
+        self._pending: list[_Pending] = []  # in the order of their batches
         self._steps_before: int | None = None
+        self._accumulates = False
         self.change_s = 0.0
 
     @property
-    def pending(self) -> Plan | None:
-        """A plan that will take effect; None if there is none."""
-        return None if self._pending is None else self._pending.plan
+    def waits_for_users(self) -> bool:
+        """Whether a plan of the user's will take effect."""
+        return any(pending.is_users for pending in self._pending)
 
-    def request(self, plan: Plan | str | PathLike[str], memory: Sequence[RankMemory] = ()) -> None:
+    def request(
+        self,
+        plan: Plan | str | PathLike[str],
+        memory: Sequence[RankMemory] = (),
+        *,
+        by_user: bool = True,
+    ) -> bool:
         """Accept a plan on all ranks, or raise on all of them; collective.
 
         Args:
             plan: The plan, equal on every rank, or its path.
             memory: The predicted memory of every rank; empty: the peaks of the plan.
+            by_user: Whether the user asks for it. Else it does not replace a plan of the user's.
 
         Raises:
             PlanError: If the plan does not fit the run, or ranks give different plans.
             UnsupportedError: If something that this run needs cannot change.
             HostMemoryError: If a host has less memory than the plan needs.
+            TooLittleMemoryError: If a rank lacks the memory to move its rows.
             RemoteRankError: If any of these happened on another rank.
+
+        Returns:
+            Whether it will take effect.
         """
+        if self.waits_for_users and not by_user:
+            return False
         session, control = self._session, self._session.control
         loaders = DealtLoaders(self._trainer)
         read = partial(self._read, plan, loaders)
@@ -101,34 +126,35 @@ class PlanChanges:
         session.check_move(checked)
         arena = control.together("allocating host memory", partial(session.host_memory_of, checked))
         first = float(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        if not _same_batches(checked, session.plan):
+        dealt = session.dealt_plan
+        if not _same_batches(checked, dealt):
             first = loaders.first_free_step(int(first), control)
+        elif self._pending:  # the batches before it have the present plan's sizes
+            first = self._pending[-1].from_batch
         if math.isfinite(first):
             together = self._trainer.accumulate_grad_batches
             first = math.ceil(first / together) * together
-        self._pending = _Pending(checked, tuple(memory), arena, first, loaders.mark())
+        self._pending = [each for each in self._pending if each.from_batch < first]
+        self._pending.append(
+            _Pending(checked, tuple(memory), arena, first, loaders.mark(), by_user)
+        )
         session.dealt_plan = checked
-        if not _same_batches(checked, session.plan):
+        if not _same_batches(checked, dealt):
             loaders.deal([rank.batch_size for rank in checked.ranks], first)
+        return True
 
     def _read(self, plan: Plan | str | PathLike[str], loaders: DealtLoaders) -> Plan:
-        if self._pending is not None:
-            raise UnsupportedError(
-                "change_plan() before the last change has taken effect: dataloaders deal its sizes"
-                f" from batch {self._pending.from_batch:g} of the epoch on. Call it again behind"
-                " that batch. If the plan is changing by itself: CephaloStrategy(replan=False)."
-            )
         if self._session.inside_microbatch:
             raise UnsupportedError(
                 "change_plan() inside of a step. Call it in a hook, such as on_train_batch_end()."
             )
         checked = plan if isinstance(plan, Plan) else Plan.load(plan)
         self._session.check(checked)
-        loaders.refuse_other_sizes(self._session.plan, checked)
+        loaders.refuse_other_sizes(self._session.dealt_plan, checked)
         return checked
 
     def take_effect(self, batch: int) -> bool:
-        """Follow the accepted plan if its batch has come; collective then.
+        """Follow an accepted plan if its batch has come; collective then.
 
         Args:
             batch: Number of the batch in its epoch that is about to be trained.
@@ -136,22 +162,83 @@ class PlanChanges:
         Returns:
             Whether the plan has changed.
         """
-        pending, steps = self._pending, self._trainer.global_step
+        steps = self._trainer.global_step
         # no update since the batch before: its gradients are needed still
-        accumulates = batch > 0 and steps == self._steps_before
+        self._accumulates = batch > 0 and steps == self._steps_before
         self._steps_before = steps
-        if pending is None:
+        due = [each for each in self._pending if self._is_due(each, batch)]
+        if not due:
             return False
-        if batch < pending.from_batch:
-            is_next = DealtLoaders(self._trainer).is_behind(pending.mark)
-            if not is_next or (batch and pending.mark.have_begun):
-                return False
-        self._pending = None
-        session, start_s = self._session, time.perf_counter()
-        session.follow(pending.plan, pending.memory, pending.arena, accumulates)
-        self.change_s = time.perf_counter() - start_s
-        batch_norm.warn_of_microbatches(session.model.module, pending.plan, session.control.rank)
+        self._pending = self._pending[len(due) :]
+        last = due[-1]
+        plan = self._movable(last.plan)
+        memory = last.memory if plan is last.plan else ()
+        self._follow(plan, memory, last.arena, self._accumulates)
         return True
+
+    def _movable(self, plan: Plan) -> Plan:
+        """Return a plan; with the present shares, and a warning, if rows cannot move any more.
+
+        Its batches are loaded already, so the old plan cannot stay.
+        """
+        try:
+            self._session.check_move(plan, self._accumulates)
+        except (UnsupportedError, TooLittleMemoryError, RemoteRankError) as error:
+            rank_zero_warn(
+                f"The new plan takes effect, but rows of the model stay where they are: {error}"
+            )
+            present = zip(plan.ranks, self._session.model.fractions, strict=True)
+            ranks = tuple(replace(rank, state_fraction=share) for rank, share in present)
+            return replace(plan, ranks=ranks)
+        return plan
+
+    def _is_due(self, pending: _Pending, batch: int) -> bool:
+        if batch >= pending.from_batch:
+            return True
+        is_next = DealtLoaders(self._trainer).is_behind(pending.mark)
+        return is_next and not (batch and pending.mark.have_begun)
+
+    def follow_now(self, plan: Plan, memory: Sequence[RankMemory]) -> None:
+        """Follow a plan from the middle of a step that has failed on all ranks; collective.
+
+        Plans that wait still take effect.
+
+        Args:
+            plan: A plan with the batches of the present one.
+            memory: The predicted memory of every rank.
+
+        Raises:
+            PlanError: As for :meth:`request`, like all of these. The old plan stays.
+            UnsupportedError: If something that this run needs cannot change.
+            HostMemoryError: If a host has less memory than the plan needs.
+            TooLittleMemoryError: If a rank lacks the memory to move its rows.
+            RemoteRankError: If any of these happened on another rank.
+        """
+        session, control = self._session, self._session.control
+        loaders = DealtLoaders(self._trainer)
+
+        def check() -> None:
+            session.check(plan)
+            loaders.refuse_other_microbatches(session.plan, plan)
+
+        control.together("checking the new plan", check)
+        session.check_move(plan, keeps_gradients=True)
+        arena = control.together("allocating host memory", partial(session.host_memory_of, plan))
+        self._follow(plan, memory, arena, True)
+
+    def _follow(
+        self,
+        plan: Plan,
+        memory: Sequence[RankMemory],
+        arena: HostArena | None,
+        keeps_gradients: bool,
+    ) -> None:
+        session, start_s = self._session, time.perf_counter()
+        session.follow(plan, memory, arena, keeps_gradients)
+        if self._pending:
+            session.dealt_plan = self._pending[-1].plan
+        self.change_s = time.perf_counter() - start_s
+        batch_norm.warn_of_microbatches(session.model.module, plan, session.control.rank)
 
 
 def _same_batches(one: Plan, other: Plan) -> bool:

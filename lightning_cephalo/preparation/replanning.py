@@ -19,18 +19,20 @@ from lightning_cephalo.common.errors import (
     HostMemoryError,
     PlanError,
     RemoteRankError,
+    TooLittleMemoryError,
     UnsupportedError,
 )
 from lightning_cephalo.common.quantities import format_mib, format_seconds
 from lightning_cephalo.data.reading import is_stream
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.watch import Watch
-from lightning_cephalo.plan import Plan, Problem
+from lightning_cephalo.plan import Plan, Problem, predict
 from lightning_cephalo.plan.beside import SolverBeside
-from lightning_cephalo.plan.replan import Replan, ReplanPolicy, Trial
+from lightning_cephalo.plan.replan import Replan, ReplanPolicy, Trial, moved_share
 from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.preparation.plan_change import PlanChanges
 from lightning_cephalo.preparation.prepare import Job
+from lightning_cephalo.preparation.relief import make_room
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.memory_model import predicted
 
@@ -184,16 +186,19 @@ class Replanning:
         self._ready = None
         step = self._trainer.global_step
         try:
-            if self._changes.pending is not None:
-                return  # the user has asked for another one
             memory = predicted(self._problem, change.plan, self._session.model)
-            self._changes.request(change.plan, memory)
-        except (PlanError, UnsupportedError, HostMemoryError, RemoteRankError) as error:
+            if self._changes.request(change.plan, memory, by_user=False):
+                self._accepted = change
+        except (
+            PlanError,
+            UnsupportedError,
+            HostMemoryError,
+            TooLittleMemoryError,
+            RemoteRankError,
+        ) as error:
             if self._policy is not None:
                 self._policy.keep(step)
             rank_zero_warn(f"Step {step}: another plan would be faster, but was refused. {error}")
-        else:
-            self._accepted = change
 
     def changed(self, plan: Plan, seconds: float) -> None:
         """Note that a plan has taken effect, and tell everybody who wants to know.
@@ -205,25 +210,78 @@ class Replanning:
         change, self._accepted = self._accepted, None
         step = self._trainer.global_step
         if change is None or change.plan != plan:  # the user's own
-            self.close()
-            self._ready, self._is_announced = None, False
-            if self._policy is not None:
-                self._policy = _policy_of(self._problem, plan, step)
+            self._begin_anew(plan)
             return
-        if self._policy is not None:
+        if change.cause != "pace":
+            self._begin_anew(plan)
+        elif self._policy is not None:
             assert self._trial is not None
             self._policy.follow(step, change, self._trial.paces)
-        change = replace(change, step=step, moved_s=seconds)
+        self.tell(replace(change, step=step, moved_s=seconds))
+
+    def _begin_anew(self, plan: Plan) -> None:
+        """Forget the paces so far, and a plan that was looked for."""
+        self.close()
+        self._ready, self._is_announced = None, False
+        if self._session.control.rank == 0:
+            self._policy = _policy_of(self._problem, plan, self._trainer.global_step)
+
+    def tell(self, change: Replan) -> None:
+        """Tell the user of a change that has taken effect."""
         self.replans = (*self.replans, change)
         if self._verbose and self._session.control.rank == 0:
             report.show(line_of(change, self._problem.ranks[change.rank].name))
-        values = {"cephalo/replans": float(len(self.replans)), "cephalo/replan_s": seconds}
-        if plan.step_s is not None:
-            values["cephalo/step_s"] = plan.step_s
+        values = {"cephalo/replans": float(len(self.replans)), "cephalo/replan_s": change.moved_s}
+        if change.plan.step_s is not None:
+            values["cephalo/step_s"] = change.plan.step_s
         for logger in self._trainer.loggers:
-            logger.log_metrics(values, step=step)
+            logger.log_metrics(values, step=change.step)
         if self._on_replan is not None:
             self._on_replan(change)
+
+    # -- in a step that has failed --------------------------------------------------------------
+
+    def relieve(self, error: Exception, refused: str) -> Replan:
+        """Follow a plan that takes less memory, so that the step can be repeated; collective.
+
+        Args:
+            error: This rank's error. All ranks have raised at the same place.
+            refused: Why this rank cannot repeat the step, in a sentence; empty: it can.
+
+        Raises:
+            Exception: The error, on every rank, if there is no way.
+
+        Returns:
+            The change, of which the user has not been told.
+        """
+        session, step, old = self._session, self._trainer.global_step, self._session.plan
+        found = make_room(session, self._changes, self._problem, error, refused)
+        self._problem = found.problem
+        change = Replan(
+            step=step,
+            plan=found.now,
+            old_plan=old,
+            old_step_s=predict(found.problem, old).step_s,
+            rank=found.rank,
+            factor=1.0,
+            since_step=step,
+            moved_bytes=moved_share(old, found.now) * found.problem.state_bytes,
+            moved_s=self._changes.change_s,
+            cause="memory",
+        )
+        self._begin_anew(found.now)
+        self._accepted = None
+        if found.is_requested:
+            moved_bytes = moved_share(found.now, found.plan) * found.problem.state_bytes
+            self._accepted = replace(
+                change,
+                plan=found.plan,
+                old_plan=found.now,
+                old_step_s=found.now.step_s or 0.0,
+                moved_bytes=moved_bytes,
+                cause="loaded",
+            )
+        return change
 
     def close(self) -> None:
         """End the process that solves, if there is one."""
@@ -243,8 +301,13 @@ def line_of(change: Replan, name: str = "") -> str:
     if factor < 1.0:
         factor, than = 1.0 / factor, "faster"
     rank = f"{change.rank} ({name})" if name else str(change.rank)
+    why = {
+        "pace": f"rank {rank} is {factor:.1f}x {than} since step {change.since_step}.",
+        "memory": f"rank {rank} ran out of memory; the step is repeated.",
+        "loaded": "batches follow, as all that were loaded before are trained.",
+    }[change.cause]
     return (
-        f"Step {change.step}: rank {rank} is {factor:.1f}x {than} since step {change.since_step}."
+        f"Step {change.step}: {why}"
         f" New plan: {format_seconds(change.plan.step_s)} a step, not"
         f" {format_seconds(change.old_step_s)}; about {format_mib(change.moved_bytes)} moved in"
         f" {format_seconds(change.moved_s)}."

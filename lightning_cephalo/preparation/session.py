@@ -23,6 +23,7 @@ from lightning_cephalo.adapters.step_outputs import StepOutputs
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
+from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.data import (
     BatchLayout,
@@ -34,6 +35,7 @@ from lightning_cephalo.data import (
 from lightning_cephalo.data.cutting import BatchCutter, EmptyPredictions
 from lightning_cephalo.data.lockstep import lock_step
 from lightning_cephalo.execution.manual_step import ManualSteps
+from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import report
@@ -322,14 +324,39 @@ class Session:
                 " recompute: true in the plan."
             )
 
-    def check_move(self, plan: Plan) -> None:
+    def check_move(self, plan: Plan, keeps_gradients: bool = False) -> None:
         """Raise on every rank if shards must move to follow a plan, but cannot; collective.
+
+        Args:
+            plan: The plan.
+            keeps_gradients: Whether gradients move with their rows.
 
         Raises:
             UnsupportedError: If optimizer state cannot move with its rows.
+            TooLittleMemoryError: If a rank lacks the memory for it.
+            RemoteRankError: If that is so on another rank.
         """
-        if self._fractions_of(plan) != self.model.fractions:
-            self._rows_of_state().check(self.model.flats, self.control)
+        if self._fractions_of(plan) == self.model.fractions:
+            return
+        state = self._rows_of_state(keeps_gradients)
+        state.check(self.model.flats, self.control)
+        needed = self.model.bytes_to_move(self._fractions_of(plan), state.of)
+        # pools are empty by then
+        needed -= sum(pool.held_bytes for pool in self.model.buffer_pools)
+        room = partial(self._check_room, max(needed, 0))
+        self.control.together("looking for memory to move rows in", room)
+
+    def _check_room(self, nbytes: int) -> None:
+        try:
+            torch.empty(nbytes, dtype=torch.uint8, device=self.model.device)
+        except Exception as failure:
+            if not is_out_of_memory(failure):
+                raise
+            raise TooLittleMemoryError(
+                f"Rank {self.control.rank} needs {format_mib(nbytes)} more to move rows to other"
+                " ranks, and has less. Use a plan whose shares of the model are nearer to the"
+                " present ones."
+            ) from failure
 
     def host_memory_of(self, plan: Plan) -> HostArena | None:
         """Return this rank's host memory for a plan; that of the present plan if it is enough.

@@ -65,6 +65,11 @@ class Column:
         """The parameters that have such a tensor, by their number in the flat."""
         return tuple(index for index, tensor in enumerate(self.tensors) if tensor is not None)
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return next(tensor.dtype.itemsize for tensor in self.tensors if tensor is not None)
+
     def move(
         self,
         old: FlatLayout,

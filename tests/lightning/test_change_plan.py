@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import pytest
@@ -22,7 +22,12 @@ from plans import GLOBAL_BATCH, QUIET, plan_of
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_cephalo import CephaloStrategy, Plan
-from lightning_cephalo.common.errors import PlanError, RemoteRankError, UnsupportedError
+from lightning_cephalo.common.errors import (
+    PlanError,
+    RemoteRankError,
+    TooLittleMemoryError,
+    UnsupportedError,
+)
 
 TOLERANCE = 1e-6
 
@@ -118,6 +123,60 @@ CASES = {
     "SGD with workers": {"optimizer": "sgd", "workers": 2},
     "accumulation": {"accumulate": 2},
 }
+
+
+class Competes(Callback):
+    """Lets a plan change by itself, and asks for others while that one waits."""
+
+    def __init__(self) -> None:
+        self.taken: list[bool] = []
+        self.said: list[str] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        strategy = trainer.strategy
+        done = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        if not isinstance(strategy, CephaloStrategy) or done not in (1, 2, 10):
+            return
+        if done < 10:  # at 2 ranks have loaded batches of the plan that waits, with workers
+            self.taken.append(strategy._changes.request(D if done == 1 else C, by_user=False))
+            strategy.change_plan(B if done == 1 else D)
+            self.taken.append(strategy._changes.request(A, by_user=False))
+            return
+        model = strategy.session.model
+        if trainer.global_rank:  # a plan for which this rank has no room
+            model.bytes_to_move = lambda *_: 2**60
+        try:
+            strategy.change_plan(C)
+        except (TooLittleMemoryError, RemoteRankError) as error:
+            self.said.append(f"{type(error).__name__}: {error}")
+        vars(model).pop("bytes_to_move", None)
+
+
+def _compete(plan, folder):
+    found = []
+    for workers in (0, 2):
+        competes = Competes()
+        losses, samples, followed, _ = _fit(
+            plan, {}, folder, workers=workers, epochs=2, callback=competes
+        )
+        found.append((losses, samples, followed, competes))
+    return found
+
+
+def test_the_users_plan_takes_the_place_of_one_that_waits_and_one_without_room_is_refused(tmp_path):
+    wanted = in_ranks(1, _compete, None, tmp_path)[0]
+    first, second = in_ranks(2, _compete, A, tmp_path)
+    for workers, (one, own, other) in enumerate(zip(wanted, first, second, strict=True)):
+        assert own[0] == pytest.approx(one[0], abs=TOLERANCE)
+        assert other[0] == pytest.approx(one[0], abs=TOLERANCE)
+        assert _joined([own[1], other[1]]) == _joined([one[1]])
+        followed = [plan for plan, _ in groupby(own[2])]
+        assert followed in ([A, D], [A, B, D]), workers
+        assert own[3].taken == other[3].taken == [True, False, not workers, False]
+        assert C not in followed
+        # and one for which a rank has no room is refused on every rank, before anything moves
+        assert own[3].said[0].startswith("RemoteRankError: Rank 1 failed while looking for memory")
+        assert other[3].said[0].startswith("TooLittleMemoryError: Rank 1 needs ")
 
 
 def _fit_all(plan, plans, folder):

@@ -1,0 +1,203 @@
+"""Repeats a step in which a rank ran out of memory, as if it had not begun.
+
+[Note: repeated steps]
+Until the optimizer's update a step changes nothing that lasts but what is put back here: random
+generators, buffers, what the user's code stores on modules, torchmetrics. So the same step can run
+once more on the same samples, by another plan. Lightning does not notice: a forward is repeated
+inside of the strategy's ``training_step``, a backward inside of its ``backward``, with its forward
+before it. Hooks run once. Only the module's ``training_step`` runs again.
+
+A backward that failed has no forward to go on from, as its graphs are gone. The results and the
+logs of the first forward stay: those of the second go nowhere.
+
+What cannot be repeated is raised as without this: an error in the optimizer's update, or behind an
+early one; a backward whose gradients add to those of earlier batches, since some may be added
+already; a closure that an optimizer evaluates again in the middle of its update.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.data.randomness import read_global_states, write_global_states
+from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
+from lightning_cephalo.execution.replay import RandomState
+from lightning_cephalo.execution.sharded_model import ShardedModel
+
+MOST_REPEATS = 2
+
+
+class Relief(Protocol):
+    """Makes room after an error, on all ranks together; ``preparation/relief.py`` has one."""
+
+    def __call__(self, error: Exception, refused: str) -> None:
+        """Let the next attempt take less memory; collective.
+
+        Args:
+            error: This rank's error, to raise if there is no way.
+            refused: Why this rank cannot repeat the step, in a sentence; empty: it can.
+        """
+
+
+class RepeatedStep:
+    """Runs the forwards and backwards of a training, some of them again.
+
+    ::
+
+        step.begin_batch()
+        outcome = step.forward(run_forward, relief)
+        step.backward(run_backward, relief)
+        step.end()
+
+    Args:
+        model: The sharded model.
+        metrics: Its torchmetrics objects.
+    """
+
+    def __init__(self, model: ShardedModel, metrics: Sequence[tuple[str, Metric]]) -> None:
+        self._model = model
+        self._metrics = [metric for _, metric in metrics]
+        self._evaluations = self._repeats = 0
+        self._run: Callable[[bool], Any] | None = None
+        self._random: tuple[RandomState, Any] | None = None
+        self._counted: list[Callable[[], None]] = []
+        model.executor.state.keeps_start = True
+
+    def begin_batch(self) -> None:
+        """Begin a batch, whose closure has not been evaluated yet."""
+        self._evaluations = self._repeats = 0
+
+    @property
+    def was_repeated(self) -> bool:
+        """Whether the running step is a repeated one, so that its time says nothing."""
+        return self._repeats > 0
+
+    def forward(self, run: Callable[[bool], Any], relief: Relief) -> Any:
+        """Return what a forward returns, which runs again if a rank lacks the memory.
+
+        Args:
+            run: Runs it; whether the step goes on from it is its argument.
+            relief: Makes room.
+        """
+        self._evaluations += 1
+        self._run = run
+        self._random = RandomState(self._model.accelerator), read_global_states()
+        self._counted = [_states_of(metric) for metric in self._metrics]
+        while True:
+            error, result = _attempt(run, True)
+            if error is None:
+                self._counted = []
+                return result
+            self._relieve(error, relief, "")
+            for put_back in self._counted:
+                put_back()
+
+    def backward(self, run: Callable[[], None], relief: Relief) -> None:
+        """Run a backward; if a rank lacks the memory, repeat the forward and the backward.
+
+        Args:
+            run: Runs it.
+            relief: Makes room.
+        """
+        error, _ = _attempt(run)
+        while error is not None:
+            refused = ""
+            if any(_hold_gradients(flat.sharded) for flat in self._model.flats):
+                refused = (
+                    "The step cannot be repeated: gradients add up over several batches, and its"
+                    " backward may have added some already."
+                )
+            self._relieve(error, relief, refused)
+            error, _ = _attempt(self._both, run)
+        self.end()
+
+    def _both(self, run: Callable[[], None]) -> None:
+        assert self._run is not None
+        with self._unseen():
+            self._run(False)
+        run()
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Leave metrics and the place of the step as the first forward has left them.
+
+        Private: ``self.log`` asks where it is called, and Lightning is in its backward now.
+        """
+        module: Any = self._model.module
+        counted = [_states_of(metric) for metric in self._metrics]
+        name, module._current_fx_name = module._current_fx_name, "training_step"
+        try:
+            yield
+        finally:
+            module._current_fx_name = name
+            for put_back in counted:
+                put_back()
+
+    def _relieve(self, error: Exception, relief: Relief, refused: str) -> None:
+        """Make room and put back what the step has changed, or raise the error."""
+        executor = self._model.executor
+        if not executor.gave_up:
+            raise error  # the other ranks are elsewhere
+        if executor.early.left_half_updated or self._evaluations > 1:
+            raise error  # on every rank
+        if self._repeats == MOST_REPEATS:
+            refused = f"The step was repeated {MOST_REPEATS} times already."
+        relief(error, refused)
+        self._repeats += 1
+        executor.buffers.put_back()
+        executor.state.put_back()
+        assert self._random is not None
+        write_global_states(self._random[1])
+        self._random[0].restore()
+
+    def end(self) -> None:
+        """End a step, and let go of all that a repetition would need."""
+        self._run = self._random = None
+        self._model.executor.state.forget_start()
+
+
+def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Exception | None, Any]:
+    """Return the error of a function, which holds no activations, and its result."""
+    try:
+        return None, function(*args)
+    except Exception as failure:
+        if isinstance(failure, (OutOfMemoryInStepError, RemoteRankError)):
+            # its frames hold activations, whose memory is needed
+            traceback.clear_frames(failure.__traceback__)
+        return failure, None
+
+
+def _hold_gradients(parameters: Sequence[Tensor]) -> bool:
+    return any(parameter.grad is not None for parameter in parameters)
+
+
+def _states_of(metric: Metric) -> Callable[[], None]:
+    """Return a function that gives a metric its present states again.
+
+    Private attributes of torchmetrics, as in ``torchmetrics.py``.
+    """
+    if not metric._update_count:
+        return metric.reset
+    states = {name: _copy_of(getattr(metric, name)) for name in metric._defaults}
+    kept = {
+        name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")
+    }
+
+    def put_back() -> None:
+        for name, state in states.items():
+            setattr(metric, name, _copy_of(state))  # it may be put back once more
+        for name, value in kept.items():
+            setattr(metric, name, value)
+
+    return put_back
+
+
+def _copy_of(state: Any) -> Any:
+    return state.clone() if isinstance(state, Tensor) else list(state)

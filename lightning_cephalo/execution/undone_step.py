@@ -1,0 +1,141 @@
+"""Puts back what a step that is repeated has stored on modules.
+
+Rebound attributes get their old values. Lists, dicts, sets and deques that modules hold directly
+get their old items. Other objects that the user's code changes in place stay changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+MISSING = object()
+_OF_TORCH = frozenset(vars(nn.Module()))
+# a container of more items is data: only its length is looked at
+_MOST_ITEMS = 10_000
+
+
+class StoredAttribute(Protocol):
+    """An attribute of which each microbatch has its own value; see ``module_state.py``."""
+
+    first: Any
+    firsts: list[Any]
+    values: list[Any]
+    sizes: tuple[int, ...]
+    shown: Any
+    versions: tuple[int, ...]
+
+    def read(self) -> Any: ...
+    def write(self, value: Any) -> None: ...
+
+
+class _Look:
+    """What modules hold at one time, without torch's own dictionaries.
+
+    Attributes:
+        values: The module's attributes.
+        items: Containers among them, with copies of their items.
+    """
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.values = dict(names)
+        self.items = [
+            (value, _copy_of(value))
+            for name, value in names.items()
+            if type(value) in (list, dict, set, deque) and name not in _OF_TORCH
+        ]
+
+
+class UndoneStep:
+    """What a step finds on the modules, so that it can be undone.
+
+    ::
+
+        undo = UndoneStep(places, attributes)     # before the forward
+        undo.finish()                             # behind it
+        undo.put_back(attributes)
+
+    Args:
+        places: The attributes of each module that may store something.
+        attributes: Those of which each microbatch has its own value.
+    """
+
+    def __init__(
+        self, places: Sequence[dict[str, Any]], attributes: Iterable[StoredAttribute]
+    ) -> None:
+        self._places = places
+        self._before = [_Look(names) for names in places]
+        self._after: list[_Look] | None = None
+        self._known = {
+            id(one): (one.read(), one.firsts, list(one.values), one.sizes, one.shown, one.versions)
+            for one in attributes
+        }
+
+    def finish(self) -> None:
+        """Note what the forward leaves: hooks behind it may store something else."""
+        self._after = [_Look(names) for names in self._places]
+
+    def put_back(self, attributes: Iterable[StoredAttribute]) -> None:
+        """Undo what the forward has stored.
+
+        Args:
+            attributes: Those of which each microbatch has its own value, new ones included.
+        """
+        for one in attributes:
+            new: tuple[Any, ...] = (one.first, [], [], (), MISSING, ())
+            value, one.firsts, one.values, one.sizes, one.shown, one.versions = self._known.get(
+                id(one), new
+            )
+            one.write(value)
+        after: Sequence[_Look | None] = self._after or [None] * len(self._before)
+        for names, old, new_look in zip(self._places, self._before, after, strict=True):
+            _put_back_names(names, old.values, None if new_look is None else new_look.values)
+            changed = {} if new_look is None else {id(o): items for o, items in new_look.items}
+            for container, items in old.items:
+                if new_look is None or _are_same(_copy_of(container), changed.get(id(container))):
+                    _refill(container, items)
+
+
+def _put_back_names(
+    names: dict[str, Any], before: dict[str, Any], after: dict[str, Any] | None
+) -> None:
+    for name in {*names, *before}:
+        now, old = names.get(name, MISSING), before.get(name, MISSING)
+        is_of_step = after is None or after.get(name, MISSING) is now
+        if now is old or not is_of_step:
+            continue
+        if old is MISSING:
+            del names[name]
+        else:
+            names[name] = old
+
+
+def _copy_of(container: Any) -> Any:
+    if len(container) > _MOST_ITEMS:
+        return len(container)
+    if isinstance(container, dict):
+        return [part for pair in container.items() for part in pair]
+    return list(container)
+
+
+def _are_same(now: Any, then: Any) -> bool:
+    if isinstance(now, int) or not isinstance(then, list):
+        return bool(now == then)
+    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
+
+
+def _refill(container: Any, items: Any) -> None:
+    if isinstance(items, int):
+        if isinstance(container, list):
+            del container[items:]
+        return
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(items[::2], items[1::2], strict=True))
+    elif isinstance(container, set):
+        container.update(items)
+    else:
+        container.extend(items)

@@ -1,0 +1,148 @@
+"""Plans anew for a rank that ran out of memory. Pure.
+
+A rank that runs out needs more than its profile says. How much more, nobody knows. So it is planned
+with four fifths of what it held, or of what its plan predicted if that is less: every further time
+it gets less. Batches that are loaded already keep their sizes. For them
+:func:`plan_for_batches` gives other microbatches, shares and modes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_cephalo.plan.cost import (
+    Mode,
+    as_planned,
+    device_need,
+    host_need,
+    modes,
+    predict,
+    rank_plan,
+    rank_work,
+)
+from lightning_cephalo.plan.plan import Plan
+from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.solve import priced
+
+_ROOM = 0.8
+# shares are rounded; a plan may fill a device to the last byte
+_ROUNDING = 1e-9
+
+
+def with_less_memory(problem: Problem, plan: Plan, held_bytes: Sequence[float | None]) -> Problem:
+    """Return a problem in which ranks that ran out of memory may use less.
+
+    Args:
+        problem: The measured problem.
+        plan: The plan by which they ran out.
+        held_bytes: What each of these ranks held at most; infinite if unknown, None for the others.
+
+    Raises:
+        PlanError: If the plan's sizes were not measured.
+    """
+    predicted = predict(problem, plan).ranks
+    ranks = []
+    for profile, rank, held in zip(problem.ranks, predicted, held_bytes, strict=True):
+        if held is not None:
+            held = _ROOM * min(held, rank.memory_bytes, profile.capacity_bytes)
+            profile = replace(profile, capacity_bytes=held)
+        ranks.append(profile)
+    return replace(problem, ranks=tuple(ranks))
+
+
+def plan_for_batches(problem: Problem, plan: Plan, batch_sizes: Sequence[int]) -> Plan | None:
+    """Return a plan like another one, for other batches; None if they do not fit.
+
+    Shares stay as near to the plan's as memory allows. Each rank then takes the fastest
+    microbatches and modes that fit.
+
+    Args:
+        problem: The problem that the plan solves.
+        plan: The plan.
+        batch_sizes: Samples of every rank.
+    """
+    if [rank.batch_size for rank in plan.ranks] == list(batch_sizes):
+        return plan
+    chosen = as_planned(problem, plan).reshard_after_forward is not False
+    for reshard in dict.fromkeys((chosen, *map(bool, problem.reshard_choices))):
+        found = _plan_by(problem.resharding(reshard), plan, batch_sizes)
+        if found is not None:
+            return found
+    return None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A way of a rank to run its batch."""
+
+    sizes: tuple[int, ...]
+    mode: Mode
+    need_bytes: float
+    busy_s: float
+
+
+def _plan_by(problem: Problem, plan: Plan, batch_sizes: Sequence[int]) -> Plan | None:
+    ways = [
+        list(_runs(problem, profile, batch))
+        for profile, batch in zip(problem.ranks, batch_sizes, strict=True)
+    ]
+    if not problem.equal_microbatches:
+        return _best(problem, plan, ways)
+    for count in range(1, max(batch_sizes) + 1):
+        found = _best(
+            problem, plan, [[run for run in own if len(run.sizes) == count] for own in ways]
+        )
+        if found is not None:
+            return found
+    return None
+
+
+def _runs(problem: Problem, profile: RankProfile, batch: int) -> Iterator[_Run]:
+    """Yield the ways of a rank to run a batch in microbatches that are as equal as can be."""
+    least = problem.minimum_microbatch_size
+    for mode in modes(problem, profile):
+        device, host = device_need(problem, profile, mode), host_need(problem, profile, mode)
+        for count in range(1, max(batch // least, 1) + 1) if batch else (0,):
+            sizes = tuple(batch // count + (index < batch % count) for index in range(count))
+            if sizes and sizes[0] > profile.largest_microbatch_size:
+                continue
+            need_bytes = device.of(sizes)
+            if need_bytes <= device.capacity and host.of(sizes) <= host.capacity:
+                forward_s, backward_s, tail_s = rank_work(problem, profile, sizes, mode)
+                busy_s = problem.units * (forward_s + backward_s) + tail_s
+                yield _Run(sizes, mode, need_bytes, busy_s)
+
+
+def _best(problem: Problem, plan: Plan, ways: Sequence[Sequence[_Run]]) -> Plan | None:
+    if not all(ways):
+        return None
+    state = problem.state_bytes
+    most = [
+        (profile.capacity_bytes - min(run.need_bytes for run in own)) / state if state else math.inf
+        for profile, own in zip(problem.ranks, ways, strict=True)
+    ]
+    shares = _shares([rank.state_fraction for rank in plan.ranks], most)
+    if shares is None:
+        return None
+    ranks = []
+    for profile, own, share in zip(problem.ranks, ways, shares, strict=True):
+        room = profile.capacity_bytes * (1.0 + _ROUNDING) - share * state
+        run = min((run for run in own if run.need_bytes <= room), key=lambda run: run.busy_s)
+        ranks.append(rank_plan(profile, run.sizes, run.mode, share))
+    # even shares are not padded, which would take memory that is not counted here
+    return priced(problem, ranks, backend=plan.backend or "", padded=False)
+
+
+def _shares(wanted: Sequence[float], most: Sequence[float]) -> list[float] | None:
+    """Return shares near the wanted ones, and nowhere above the most; None if there are none."""
+    if math.fsum(min(limit, 1.0) for limit in most) < 1.0:
+        return None
+    shares = [min(share, limit) for share, limit in zip(wanted, most, strict=True)]
+    missing = max(1.0 - math.fsum(shares), 0.0)
+    rooms = [min(limit, 1.0) - share for share, limit in zip(shares, most, strict=True)]
+    total = math.fsum(rooms)
+    if missing and total:
+        shares = [s + missing * room / total for s, room in zip(shares, rooms, strict=True)]
+    return shares

@@ -1,0 +1,154 @@
+"""Makes room for a step in which a rank ran out of memory: another plan, from that step on.
+
+All ranks have raised at the same place. Rank 0 solves the problem anew, with less memory for the
+ranks that ran out (``plan/memory_pressure.py``). The samples of the step are loaded, and perhaps
+those of later steps. So first the new plan's shares and modes hold for the batches as they are.
+The batches follow from the first step on that no rank has loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from lightning_cephalo.common.errors import (
+    HostMemoryError,
+    PlanError,
+    RemoteRankError,
+    SolverError,
+    TooLittleMemoryError,
+    UnsupportedError,
+)
+from lightning_cephalo.common.quantities import format_mib
+from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
+from lightning_cephalo.plan import Plan, Problem, solve
+from lightning_cephalo.plan.memory_pressure import plan_for_batches, with_less_memory
+from lightning_cephalo.preparation.plan_change import PlanChanges
+from lightning_cephalo.preparation.session import Session
+from lightning_cephalo.profiling.memory_model import predicted
+
+_LIMIT_S = 30.0
+_REFUSALS = (
+    PlanError, UnsupportedError, HostMemoryError, TooLittleMemoryError, RemoteRankError
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Relief:
+    """A plan that takes less memory, and has taken effect.
+
+    Attributes:
+        rank: The first rank that ran out.
+        problem: The problem with less memory for such ranks.
+        plan: Its solution.
+        now: The same for the batches that are loaded; it has taken effect.
+        is_requested: Whether the solution itself will take effect.
+    """
+
+    rank: int
+    problem: Problem
+    plan: Plan
+    now: Plan
+    is_requested: bool
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a rank says of its error.
+
+    Attributes:
+        is_memory: Whether it ran out of memory.
+        is_told: Whether it has only heard of another rank's error.
+        held_bytes: The most that it has held; infinite if unknown.
+        refused: Why it cannot repeat the step; may be empty.
+    """
+
+    is_memory: bool
+    is_told: bool
+    held_bytes: float
+    refused: str
+
+
+def make_room(
+    session: Session, changes: PlanChanges, problem: Problem, error: Exception, refused: str
+) -> Relief:
+    """Follow a plan that takes less memory, or raise the error on every rank; collective.
+
+    Args:
+        session: The session of the training.
+        changes: Changes its plan.
+        problem: The problem to which the present plan is a solution.
+        error: This rank's error. All ranks have raised at the same place.
+        refused: Why this rank cannot repeat the step, in a sentence; empty: it can.
+
+    Raises:
+        Exception: The error, with a sentence that says why no other plan is tried.
+    """
+    control = session.control
+    figures = session.model.accelerator.memory
+    own = _Said(
+        isinstance(error, OutOfMemoryInStepError),
+        isinstance(error, RemoteRankError),
+        math.inf if figures is None else float(figures.peak_bytes),
+        refused,
+    )
+    said: list[_Said] = control.gather(own)
+    short = [rank for rank, one in enumerate(said) if one.is_memory]
+    if not short or not all(one.is_memory or one.is_told for one in said):
+        raise error
+    why = next((one.refused for one in said if one.refused), "")
+    if why:
+        _refuse(error, why)
+    batches = [rank.batch_size for rank in session.plan.ranks]
+    answer = None
+    if control.rank == 0:
+        answer = _solved(problem, session.plan, said, batches)
+    found: tuple[Problem, Plan, Plan] | str = control.broadcast(answer)
+    if isinstance(found, str):
+        _refuse(error, found)
+    capped, plan, now = found
+    try:
+        changes.follow_now(now, predicted(capped, now, session.model))
+    except _REFUSALS as failure:
+        _refuse(error, f"A plan that takes less memory was refused. {failure}")
+    is_requested = plan != now and _request(changes, plan, capped, session)
+    return Relief(short[0], capped, plan, now, is_requested)
+
+
+def _solved(
+    problem: Problem, old: Plan, said: Sequence[_Said], batches: Sequence[int]
+) -> tuple[Problem, Plan, Plan] | str:
+    """Return a problem with less memory, its solution, and that for loaded batches; or why not."""
+    held = [one.held_bytes if one.is_memory else None for one in said]
+    try:
+        capped = with_less_memory(problem, old, held)
+        limits = ", ".join(
+            f"{format_mib(capped.ranks[rank].capacity_bytes)} on rank {rank}"
+            for rank, one in enumerate(said)
+            if one.is_memory
+        )
+        plan = solve(capped, time_limit_s=_LIMIT_S)
+    except (PlanError, SolverError) as failure:
+        return f"No other plan was found that takes less memory there. {failure}"
+    now = plan_for_batches(capped, plan, batches)
+    if now is None:
+        return (
+            f"A plan for {limits} was found, but the samples of this step are loaded already, and"
+            f" the batches {list(batches)} do not fit."
+        )
+    return capped, plan, now
+
+
+def _request(changes: PlanChanges, plan: Plan, problem: Problem, session: Session) -> bool:
+    try:
+        return changes.request(plan, predicted(problem, plan, session.model), by_user=False)
+    except _REFUSALS:
+        return False  # the batches stay, as the loaders cannot deal others
+
+
+def _refuse(error: Exception, why: str) -> NoReturn:
+    """Raise an error that also says why the step is not repeated."""
+    error.args = (f"{error}\n{why}",)
+    raise error

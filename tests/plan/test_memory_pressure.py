@@ -1,0 +1,117 @@
+"""Plans for ranks that ran out of memory, and for batches that are loaded already."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from lightning_cephalo.plan import InfeasibleError, Problem, RankProfile, predict, solve
+from lightning_cephalo.plan.memory_pressure import plan_for_batches, with_less_memory
+
+
+def _problem(draw: random.Random) -> Problem:
+    def rank() -> RankProfile:
+        second, size = draw.uniform(0.5, 4.0), draw.uniform(1.0, 8.0)
+        curve = [second * n for n in range(1, 9)]
+        used = [size * n for n in range(1, 9)]
+        return RankProfile(
+            "made up",
+            curve,
+            [3 * s for s in curve],
+            curve,
+            used,
+            draw.uniform(60.0, 160.0),
+            kept_backward_s=[2 * s for s in curve],
+            kept_compute_bytes=[2 * b for b in used],
+            host_capacity_bytes=draw.choice([0.0, 1000.0]),
+        )
+
+    return Problem(
+        [rank(), rank(), rank()],
+        units=4,
+        state_bytes=120,
+        global_batch_size=12,
+        boundary_bytes=draw.uniform(0.0, 2.0),
+        kept_bytes=draw.uniform(0.0, 4.0),
+        gathered_bytes=10,
+        unresharded_bytes=20,
+        reshard_after_forward=draw.choice([True, False, "auto"]),
+        equal_microbatches=draw.choice([True, False]),
+    )
+
+
+def test_a_rank_that_ran_out_gets_less_each_time_and_the_others_stay():
+    problem = _problem(random.Random(3))
+    plan = solve(problem)
+    predicted = predict(problem, plan).ranks[1].memory_bytes
+    less = with_less_memory(problem, plan, [None, math.inf, None])
+    assert less.ranks[1].capacity_bytes == pytest.approx(0.8 * predicted)
+    assert less.ranks[0] == problem.ranks[0] and less.ranks[2] == problem.ranks[2]
+    again = with_less_memory(less, solve(less), [None, 0.5 * predicted, None])
+    assert again.ranks[1].capacity_bytes == pytest.approx(0.4 * predicted)
+
+
+def test_plans_for_other_batches_keep_them_and_fit_where_any_does():
+    found = missing = 0
+    for seed in range(24):
+        draw = random.Random(seed)
+        problem = _problem(draw)
+        try:
+            plan = solve(problem)
+        except InfeasibleError:
+            continue
+        assert plan_for_batches(problem, plan, [r.batch_size for r in plan.ranks]) is plan
+        cuts = sorted(draw.randrange(13) for _ in range(2))
+        batches = [cuts[0], cuts[1] - cuts[0], 12 - cuts[1]]
+        other = plan_for_batches(problem, plan, batches)
+        if other is None:
+            missing += 1
+            assert not _some_fit(problem, batches), seed
+            continue
+        found += 1
+        assert [rank.batch_size for rank in other.ranks] == batches
+        if problem.equal_microbatches:
+            assert len({len(rank.microbatch_sizes) for rank in other.ranks}) == 1
+        assert problem.reshard_after_forward in ("auto", other.reshard_after_forward)
+        for rank, profile in zip(predict(problem, other).ranks, problem.ranks, strict=True):
+            assert rank.memory_bytes <= profile.capacity_bytes * (1 + 1e-6)
+    assert found > 8 and missing > 1
+
+
+def _some_fit(problem: Problem, batches: list[int]) -> bool:
+    """Whether ranks that hold no state leave room for all of it, with the smallest microbatches."""
+    counts = [None]
+    if problem.equal_microbatches:
+        counts = list(range(1, min(batches) + 1))
+    reshards = problem.reshard_choices
+    return any(_room(problem.resharding(r), batches, n) for r in reshards for n in counts)
+
+
+def _room(problem: Problem, batches: list[int], count: int | None) -> bool:
+    room = 0.0
+    for profile, batch in zip(problem.ranks, batches, strict=True):
+        n = batch if count is None else count
+        largest = -(-batch // n) if n else 0
+        inside = profile.compute_bytes[largest - 1] if largest and largest <= 8 else 0.0
+        units = 4 if not profile.host_capacity_bytes or problem.boundary_bytes == 0 else 3
+        own = profile.capacity_bytes - problem.fixed_bytes - inside
+        own -= problem.boundary_bytes * min(units, 4) * batch
+        if own < 0 or (n and largest > 8):
+            return False
+        room += own
+    return room >= problem.state_bytes
+
+
+def test_shares_go_where_there_is_room():
+    profile = RankProfile("a", [1.0], [1.0], [1.0], [10.0], 50.0)
+    ranks = [profile, replace(profile, capacity_bytes=200.0)]
+    problem = Problem(ranks, units=1, state_bytes=100, global_batch_size=4, boundary_bytes=8)
+    plan = solve(problem)
+    other = plan_for_batches(problem, plan, [4, 0])
+    assert other is not None
+    assert other.ranks[0].microbatch_sizes == (1, 1, 1, 1)
+    assert other.ranks[0].state_fraction <= 0.08 + 1e-6
+    assert plan_for_batches(problem, plan, [6, 0]) is None
