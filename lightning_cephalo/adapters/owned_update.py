@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -35,6 +35,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_cephalo.adapters.scope import known_scope
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.owners import Owners, on_owner
@@ -87,6 +88,33 @@ class OwnedUpdate:
         # state between two evaluations of a closure: the dict, and what it held
         self._unfinished: dict[Tensor, tuple[dict[str, Any], dict[str, Any]]] = {}
         owners.assign(self.parameters())
+
+    def follow(self, fractions: Sequence[float]) -> None:
+        """Give parameters the owners of other shares, with their state, in place; collective.
+
+        Call it between two steps. Optimizers that are not torch's keep their owners: they may hold
+        what belongs to a parameter elsewhere than in their state, under the parameter's identity.
+
+        Args:
+            fractions: Each rank's share of the state from now on.
+        """
+        if known_scope(self._optimizer) is None:
+            return
+        rank, parameters = self._control.rank, self.parameters()
+        old, new = self._owners, Owners(fractions, rank, self._single)
+        old.assign(parameters)  # groups may have come since the last step
+        new.assign(parameters)
+        self._owners, self._runs = new, not self._single or new.largest == rank
+        state = self._optimizer.state
+        for parameter in parameters:
+            if new.of(parameter) == old.of(parameter):
+                continue
+            self._whole.pop(parameter, None)
+            if parameter in state:
+                entries = state[parameter]  # the same dict, which hooks may hold
+                moved = self.loaded(_whole_of(entries), parameter)
+                entries.clear()
+                entries.update(moved)
 
     def parameters(self) -> list[DTensor]:
         """Return the optimizer's parameters in the order of its groups."""
@@ -376,10 +404,7 @@ class OwnedUpdate:
         state = self._optimizer.state
         for parameter in self.parameters():
             if parameter in state:
-                whole = pytree.tree_map_only(
-                    DTensor, lambda value: value.full_tensor().detach(), state[parameter]
-                )
-                state[parameter] = self.loaded(whole, parameter)
+                state[parameter] = self.loaded(_whole_of(state[parameter]), parameter)
 
 
 @contextmanager
@@ -434,6 +459,11 @@ def _shown_state(told: Any, own: Any, held: Any, parameter: DTensor, owner: int)
             meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
             made.append(on_owner(value, owner, parameter, meta))
     return pytree.tree_unflatten(made, spec)
+
+
+def _whole_of(entries: Any) -> Any:
+    """Return state with whole tensors in place of DTensors; collective."""
+    return pytree.tree_map_only(DTensor, lambda value: value.full_tensor().detach(), dict(entries))
 
 
 def _on_host(tensor: Tensor) -> Tensor:

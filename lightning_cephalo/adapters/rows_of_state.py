@@ -1,8 +1,8 @@
 """Finds what has the rows of the model's parameters, so that it moves with them.
 
 These are the state of optimizers that update rows, and the averages of Lightning's callbacks. State
-of optimizers that update whole parameters lies on owners, whatever rows ranks hold: it stays there
-(``owned_update.py``).
+of optimizers that update whole parameters lies on owners, whatever rows ranks hold: it moves with
+the owners (``owned_update.py``).
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class PlanChanges:
         control.together("checking the new plan", check)
         session.check_move(plan, keeps_gradients=True)
         arena = control.together("allocating host memory", partial(session.host_memory_of, plan))
-        self._follow(plan, memory, arena, True)
+        self._follow(plan, memory, arena, True, in_step=True)
 
     def _follow(
         self,
@@ -232,9 +232,11 @@ class PlanChanges:
         memory: Sequence[RankMemory],
         arena: HostArena | None,
         keeps_gradients: bool,
+        *,
+        in_step: bool = False,
     ) -> None:
         session, start_s = self._session, time.perf_counter()
-        session.follow(plan, memory, arena, keeps_gradients)
+        session.follow(plan, memory, arena, keeps_gradients, in_step)
         if self._pending:
             session.dealt_plan = self._pending[-1].plan
         self.change_s = time.perf_counter() - start_s

@@ -260,6 +260,7 @@ class Session:
         memory: Sequence[RankMemory] = (),
         arena: HostArena | None = None,
         keeps_gradients: bool = False,
+        in_step: bool = False,
     ) -> None:
         """Follow a plan that is checked, with its host memory; collective. See :meth:`apply`.
 
@@ -268,9 +269,13 @@ class Session:
             memory: As for :meth:`apply`.
             arena: This rank's host memory for the plan.
             keeps_gradients: Whether gradients move with their rows, as later ones add to them.
+            in_step: Whether an optimizer's step is under way: then owners of whole parameters stay.
         """
         self.model.release_buffers()  # modes decide which of them are needed
         self._move_shards(plan, keeps_gradients)
+        for owned in () if in_step else map(self.updates.of, self.optimizers):
+            if owned is not None:
+                owned.follow(self.model.fractions)
         self.plan = self.dealt_plan = plan
         peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
         self.predicted_memory = tuple(memory) or tuple(peaks)

@@ -16,8 +16,12 @@ from common import (
     trainer,
     values_of,
 )
+from lightning.pytorch import Callback
+from plans import PLANS, plan_of
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
+
+from lightning_cephalo import CephaloStrategy
 
 # In double precision: several of these divide by differences of tiny moments, which in single
 # precision would magnify that sums are taken in another order than on one device.
@@ -290,6 +294,57 @@ def test_resuming_under_other_plans_continues_the_state_of_owners(tmp_path_facto
     assert all(len(step) == len(RESUMED) for step in found)
     for step, wanted_step in zip(found, wanted, strict=True):
         assert step == pytest.approx(wanted_step, rel=1e-6)
+
+
+MOVED = ("Muon", "Adafactor", "Soap", "LBFGS")
+
+
+class _Moves(Callback):
+    """Gives other ranks most of the model, and takes it back."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, CephaloStrategy):
+            return
+        leaves = tree_flatten([dict(each) for each in trainer.optimizers[0].state.values()])[0]
+        local = [leaf.to_local() for leaf in leaves if isinstance(leaf, DTensor)]
+        self.held.append(sum(part.numel() for part in local))
+        if batch_idx in (0, 2):
+            strategy.change_plan(PLANS["3:1"] if batch_idx else MOSTLY_SECOND)
+
+
+MOSTLY_SECOND = plan_of(((2,), 0.05), ((3, 3), 0.95))
+
+
+def _fit_moving(plan):
+    found = {}
+    for name in MOVED:
+        torch.manual_seed(0)
+        model, moves = _Fitted(MORE[name]), _Moves()
+        options = {"limit_val_batches": 0, "precision": "64-true", "gradient_clip_val": 2.0}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*(one rank|So rank).*")
+            runs = trainer(plan, limit_train_batches=5, callbacks=[moves], **options)
+            runs.fit(model, loader(40), loader(8))
+        found[name] = model.losses, values_of(model), moves.held
+    return found
+
+
+def test_owners_follow_the_shares_with_their_state_but_for_optimizers_of_others():
+    wanted = in_ranks(1, _fit_moving, None)[0]
+    first, second = in_ranks(2, _fit_moving, "3:1")
+    for name, (losses, values, _) in wanted.items():
+        for found in (first[name], second[name]):
+            assert found[0] == pytest.approx(losses, rel=1e-6, abs=1e-6), name
+            assert_same_tensors(found[1], values, 1e-6)
+        held = list(zip(first[name][2], second[name][2], strict=True))
+        # behind the first, the second and third, and the last two steps
+        most = [one > other for one, other in held]
+        stays = name == "Soap"
+        assert most == ([True] * 5 if stays else [True, False, False, True, True]), (name, held)
 
 
 class _Nested(torch.optim.Optimizer):
