@@ -713,7 +713,8 @@ class CephaloStrategy(ParallelStrategy):
     ) -> Any:
         session = self.session
         session.look_for_early_update(optimizer)
-        update = local_update(optimizer, session.updates.of(optimizer))
+        elsewhere = None if session.moved is None else session.model.executor
+        update = local_update(optimizer, session.updates.of(optimizer), elsewhere)
         with ExitStack() as after_closure, update:
 
             def whole_closure() -> Any:
@@ -966,7 +967,7 @@ class CephaloStrategy(ParallelStrategy):
         states = checkpoint_["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             owned = self.session.updates.of(optimizer)
-            checkpoint.load_full_optimizer_state(optimizer, state, owned)
+            checkpoint.load_full_optimizer_state(optimizer, state, owned, self.session.moved)
 
     # -- the end ------------------------------------------------------------------------------
 

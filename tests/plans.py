@@ -25,10 +25,12 @@ def plan_of(
     stay_gathered: bool = False,
     padded: bool | None = None,
     by_node: bool | None = None,
+    **each: Any,
 ) -> Plan:
     """A plan from each rank's microbatch sizes and share of the state."""
+    each["offload"] = offload
     return Plan(
-        tuple(RankPlan(microbatch_sizes=m, state_fraction=f, offload=offload) for m, f in ranks),
+        tuple(RankPlan(microbatch_sizes=m, state_fraction=f, **each) for m, f in ranks),
         reshard_after_forward=not stay_gathered,
         padded=padded,
         by_node=by_node,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -72,10 +72,16 @@ class EndOfWork(Protocol):
 class Copies(Protocol):
     """Copies between a device and host memory that run while the device computes."""
 
-    def start(self, target: Tensor, source: Tensor) -> Any:
+    def start(self, target: Tensor, source: Tensor, after: Sequence[Any] | None = None) -> Any:
         """Start a copy that runs after the work already submitted; the host does not wait.
 
         Both tensors must keep their memory until :meth:`wait` was called for the copy.
+
+        Args:
+            target: Where to.
+            source: Where from.
+            after: Copies that it runs after, also of another object; it then waits for no other
+                work that was submitted before.
 
         Returns:
             The argument for :meth:`wait`; None if the copy is already done.
@@ -83,6 +89,9 @@ class Copies(Protocol):
 
     def wait(self, arrival: Any) -> None:
         """Make all work submitted from now on run after the copy; do nothing for None."""
+
+    def finish(self, arrival: Any) -> None:
+        """Block the calling thread until the copy is done; return at once for None."""
 
 
 class Readback(Protocol):
@@ -241,6 +250,16 @@ class Accelerator(ABC):
     @abstractmethod
     def copies(self) -> Copies:
         """Return an object that copies between device and host memory in its own queue."""
+
+    def host_update(self, elements: int) -> AbstractContextManager[None]:
+        """Return a context in which a thread of the host updates so many parameters.
+
+        An emulated device makes it last as long as on its host.
+
+        Args:
+            elements: Elements of the parameters.
+        """
+        return nullcontext()
 
     @abstractmethod
     def readback(self) -> Readback:

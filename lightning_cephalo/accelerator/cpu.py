@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -23,10 +24,13 @@ from lightning_cephalo.accelerator.marks import HostMarks, Marks
 class HostCopies:
     """Copies that are done when :meth:`start` returns."""
 
-    def start(self, target: Tensor, source: Tensor) -> None:
+    def start(self, target: Tensor, source: Tensor, after: Sequence[None] | None = None) -> None:
         target.copy_(source)
 
     def wait(self, arrival: None) -> None:
+        pass
+
+    def finish(self, arrival: None) -> None:
         pass
 
 

@@ -145,8 +145,14 @@ class StreamCopies:
         self._device = device
         self._stream = torch.Stream(device)
 
-    def start(self, target: Tensor, source: Tensor) -> torch.Event:
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+    def start(
+        self, target: Tensor, source: Tensor, after: Sequence[torch.Event | None] | None = None
+    ) -> torch.Event:
+        if after is None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        for arrival in after or ():
+            if arrival is not None:
+                self._stream.wait_event(arrival)
         with self._stream:
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
@@ -154,6 +160,10 @@ class StreamCopies:
     def wait(self, arrival: torch.Event | None) -> None:
         if arrival is not None:
             torch.accelerator.current_stream(self._device).wait_event(arrival)
+
+    def finish(self, arrival: torch.Event | None) -> None:
+        if arrival is not None:
+            arrival.synchronize()
 
 
 class StreamReadback:

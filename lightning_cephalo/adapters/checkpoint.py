@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from lightning_cephalo.execution.sharded_model import ShardedModel, to_full
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.materialise import on_cpu
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, own_part
+
+if TYPE_CHECKING:
+    from lightning_cephalo.adapters.moved_state import MovedState
 
 
 def full_state_dict(module: nn.Module, wanted: bool) -> dict[str, Any]:
@@ -133,7 +136,10 @@ def _numbered_parameters(
 
 
 def load_full_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], owned: OwnedUpdate | None = None
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    owned: OwnedUpdate | None = None,
+    moved: MovedState | None = None,
 ) -> None:
     """Load an optimizer state of full tensors; every rank has all of ``state``.
 
@@ -141,13 +147,21 @@ def load_full_optimizer_state(
         optimizer: The optimizer.
         state: The state dict.
         owned: The optimizer's updates on whole parameters; None: it updates rows.
+        moved: State that lives in host memory, into which its rows are loaded.
     """
     if not _is_torchs(state):
         optimizer.load_state_dict(dict(state))
         return
     parameters = dict(_numbered_parameters(state, optimizer))
+    away: dict[Tensor, dict[str, Any]] = {}
 
     def rows(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+        if moved is not None and moved.is_away(parameter):
+            whole = dict(entries.items())  # once: every rank takes part in reading a kept step
+            held = moved.loaded(parameter, whole)
+            away[parameter] = {name: held.get(name) for name in whole}
+            # torch would copy rows to the device; numbers it places as the optimizer needs them
+            return {name: value for name, value in whole.items() if name not in held}
         return {
             # a step count has the shape of a 0-d parameter, but is a plain number on every rank
             name: value
@@ -162,6 +176,13 @@ def load_full_optimizer_state(
         for index, entries in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": sharded})
+    for parameter, held in away.items():
+        numbers = optimizer.state[parameter]
+        optimizer.state[parameter] = {
+            name: numbers[name] if rows is None else rows for name, rows in held.items()
+        }
+    if moved is not None:
+        moved.settle(optimizer)
 
 
 def whole_checkpoint(

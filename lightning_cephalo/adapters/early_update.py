@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_cephalo.adapters import precision
-from lightning_cephalo.adapters.optimizer import update_rows
+from lightning_cephalo.adapters.moved_state import MovedState
+from lightning_cephalo.adapters.optimizer import put_in_order, step_is_replaced, update_rows
 from lightning_cephalo.adapters.scope import Scope, known_scope
 
 if TYPE_CHECKING:
@@ -92,11 +93,7 @@ def _late_by_hooks(optimizer: Optimizer) -> str:
     )
     if any(True for _ in hooks):
         return f"hooks of {type(optimizer).__name__}"
-    replaced = vars(optimizer).get("step")
-    # schedulers wrap it to notice its calls
-    is_schedulers = getattr(replaced, "_wrapped_by_lr_sched", False)
-    wrapped = getattr(replaced, "__wrapped__", None)
-    if replaced is not None and not (is_schedulers and wrapped is type(optimizer).step):
+    if step_is_replaced(optimizer):
         return f"{type(optimizer).__name__}.step is replaced"
     return ""
 
@@ -108,11 +105,18 @@ class EarlyUpdater:
         optimizer: An optimizer that :func:`late_by_optimizer` allows.
         trainer: The trainer that is fitting.
         consequence: What a late step means for the run, for the warning.
+        moved: State that lives in host memory; None: all of it is on the device.
     """
 
-    def __init__(self, optimizer: Optimizer, trainer: Trainer, consequence: str = "") -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        trainer: Trainer,
+        consequence: str = "",
+        moved: MovedState | None = None,
+    ) -> None:
         self._optimizer, self._trainer = optimizer, trainer
-        self._consequence = consequence
+        self._consequence, self._moved = consequence, moved
         self._has_warned = self._may = False
         self._groups: dict[int, int] = {}
         self._states = 0
@@ -151,8 +155,13 @@ class EarlyUpdater:
         """Return whether the optimizer updates this sharded parameter."""
         return id(parameter) in self._groups
 
-    def update(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
-        """Update sharded parameters by their gradients, and return for each whether it was."""
+    def update(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> list[bool]:
+        """Update sharded parameters by their gradients, and return for each whether it was.
+
+        Args:
+            parameters: Parameters of one unit.
+            on_host: Whether the host updates them, which has only begun when this returns.
+        """
         chosen: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         updated = []
         for parameter in parameters:
@@ -162,7 +171,10 @@ class EarlyUpdater:
                 chosen[group].append(parameter)
         trainer = self._trainer
         clip: Any = trainer.gradient_clip_val or None
-        update_rows(self._optimizer, chosen, clip)
+        if self._moved is None:
+            update_rows(self._optimizer, chosen, clip)
+        else:
+            self._moved.update_chosen(chosen, clip, on_host)
         return updated
 
     def finish(self) -> None:
@@ -170,9 +182,4 @@ class EarlyUpdater:
 
         Checkpoints keep this order.
         """
-        state = self._optimizer.state
-        made = set(list(state)[self._states :])
-        for group in self._optimizer.param_groups if made else ():
-            for parameter in group["params"]:
-                if parameter in made:
-                    state[parameter] = state.pop(parameter)
+        put_in_order(self._optimizer, self._states)

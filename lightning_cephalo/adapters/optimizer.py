@@ -12,10 +12,11 @@ users see DTensors: in ``param_groups``, in ``state``, in hooks.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,8 +32,22 @@ from lightning_cephalo.sharding.row_operators import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import is_spent, refuse_spent
 
 
+class UpdatesElsewhere(Protocol):
+    """Updates parameters whose state is not on the device; ``step`` leaves them out."""
+
+    def before_step(self) -> Container[int]:
+        """Update them; return their ids. Gradients are final and clipped."""
+
+    def after_step(self) -> None:
+        """Wait until they are updated; hooks behind the step may read them."""
+
+
 @contextmanager
-def local_update(optimizer: Optimizer, owned: OwnedUpdate | None = None) -> Iterator[None]:
+def local_update(
+    optimizer: Optimizer,
+    owned: OwnedUpdate | None = None,
+    elsewhere: UpdatesElsewhere | None = None,
+) -> Iterator[None]:
     """While active, ``optimizer.step`` updates plain tensors.
 
     Hooks of the optimizer, its closure and all code that the closure calls find DTensors.
@@ -41,8 +56,9 @@ def local_update(optimizer: Optimizer, owned: OwnedUpdate | None = None) -> Iter
         optimizer: The optimizer.
         owned: Its updates on whole parameters; None: it updates this rank's rows, which is right
             for element-wise updates, and for all on a single rank.
+        elsewhere: Updates some parameters around the optimizer's own update of rows.
     """
-    exchange = _Exchange(optimizer) if owned is None else owned
+    exchange = _Exchange(optimizer, elsewhere) if owned is None else owned
     depth = 0  # torch runs hooks again where a step calls that of its base class
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -85,8 +101,9 @@ def local_update(optimizer: Optimizer, owned: OwnedUpdate | None = None) -> Iter
 class _Exchange:
     """Puts rows in place of an optimizer's DTensors, and DTensors back."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, elsewhere: UpdatesElsewhere | None) -> None:
+        self._optimizer, self._elsewhere = optimizer, elsewhere
+        self._updated: Container[int] = ()
         self._is_torchs = known_scope(optimizer) is not None
         self._meanwhile = ExitStack()
         self._dtensors: list[list[Tensor]] = []
@@ -100,6 +117,8 @@ class _Exchange:
         def closure_and_exchange() -> Any:
             self.finish(None)  # of an evaluation before
             outcome = closure() if closure is not None else None
+            if self._elsewhere is not None:
+                self._updated = self._elsewhere.before_step()
             self.show_rows()
             return outcome
 
@@ -116,7 +135,7 @@ class _Exchange:
             if not isinstance(key, Tensor):
                 optimizer.state[key] = entries
         for group, parameters in zip(optimizer.param_groups, self._dtensors, strict=True):
-            rows = self._meanwhile.enter_context(_rows_of(parameters))
+            rows = self._meanwhile.enter_context(_rows_of(parameters, self._updated))
             # in place: an optimizer may hold the list itself
             group["params"][:] = rows
             # torch's own optimizers write in place; one view per tensor would cost them time
@@ -157,6 +176,8 @@ class _Exchange:
                     rows.data = own
         self._faces = {}
         self._meanwhile.close()
+        if failure is None and self._elsewhere is not None:
+            self._elsewhere.after_step()
 
     def restore(self) -> None:
         """Put the DTensors back after a failure too."""
@@ -164,7 +185,10 @@ class _Exchange:
 
 
 def update_rows(
-    optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], clip_value: float | None = None
+    optimizer: Optimizer,
+    chosen: Sequence[Sequence[Tensor]],
+    clip_value: float | None = None,
+    staged: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
 ) -> None:
     """Update this rank's rows of some parameters, as the optimizer's ``step`` updates them.
 
@@ -174,6 +198,7 @@ def update_rows(
         optimizer: One of torch's element-wise optimizers.
         chosen: By parameter group, parameters with gradients.
         clip_value: Clamps the gradients' elements before; None: they stay.
+        staged: Tensors to update in place of rows of state, by the parameter's id and the name.
     """
     state, groups = optimizer.state, optimizer.param_groups
     lists = [group["params"] for group in groups]
@@ -193,7 +218,8 @@ def update_rows(
                     if entries:
                         by_rows[own] = entries
                         for name, value in entries.items():
-                            entries[name] = _mapped(local_part, value)
+                            held = staged.get((id(parameter), name))
+                            entries[name] = _mapped(local_part, value) if held is None else held
             optimizer.state = by_rows
             optimizer.param_groups = [group for group in groups if group["params"]]
             if optimizer.param_groups:
@@ -205,8 +231,38 @@ def update_rows(
                 group["params"] = parameters
             for parameter, own, faces in shown:
                 if own in by_rows:
-                    state[parameter] = by_rows[own]
-                    _show_state(by_rows[own], faces, parameter)
+                    state[parameter] = entries = by_rows[own]
+                    for name, value in entries.items():
+                        held = staged.get((id(parameter), name))
+                        if held is not None and value is held:
+                            entries[name] = local_part(faces[name])
+                    _show_state(entries, faces, parameter)
+
+
+def step_is_replaced(optimizer: Optimizer) -> bool:
+    """Return whether an instance has another ``step`` than its class, not only a scheduler's."""
+    replaced = vars(optimizer).get("step")
+    # schedulers wrap it to notice its calls
+    is_schedulers = getattr(replaced, "_wrapped_by_lr_sched", False)
+    wrapped = getattr(replaced, "__wrapped__", None)
+    return replaced is not None and not (is_schedulers and wrapped is type(optimizer).step)
+
+
+def put_in_order(optimizer: Optimizer, before: int) -> None:
+    """Put states that a step has made into the order of the groups, as ``step`` makes them.
+
+    Checkpoints keep this order.
+
+    Args:
+        optimizer: The optimizer.
+        before: Number of states that it had before the step.
+    """
+    state = cast("dict[Any, Any]", optimizer.state)
+    made = set(list(state)[before:])
+    for group in optimizer.param_groups if made else ():
+        for parameter in group["params"]:
+            if parameter in made:
+                state[parameter] = state.pop(parameter)
 
 
 def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -225,14 +281,20 @@ def _show_state(entries: dict[str, Any], faces: dict[str, Any], parameter: Tenso
         if isinstance(before, Tensor) and local_part(before) is value:
             entries[name] = before
         else:
-            entries[name] = _mapped(partial(_as_state, name, parameter), value)
+            entries[name] = _mapped(partial(as_state, name, parameter), value)
 
 
-def _as_state(name: str, parameter: Tensor, value: Tensor) -> Tensor:
+def has_rows(name: str, parameter: Tensor, value: Any) -> bool:
+    """Return whether an entry of a parameter's state has this rank's rows, as plain tensor."""
     # a step count has the shape of a 0-d parameter, but is a plain number on every rank
-    if not isinstance(parameter, DTensor) or name == "step":
-        return value
-    if value.shape != local_part(parameter).shape:  # a number for the whole parameter
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or name == "step":
+        return False
+    return value.shape == local_part(parameter).shape
+
+
+def as_state(name: str, parameter: Tensor, value: Tensor) -> Tensor:
+    """Return rows of state as a DTensor; a number for the whole parameter as it is."""
+    if not isinstance(parameter, DTensor) or not has_rows(name, parameter, value):
         return value
     mesh, placement = parameter.device_mesh, parameter.placements[0]
     return as_dtensor(value, row_spec(mesh, placement, parameter.shape, value.dtype))
@@ -284,18 +346,24 @@ def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
 
 
 @contextmanager
-def _rows_of(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+def _rows_of(parameters: list[Tensor], updated: Container[int] = ()) -> Iterator[list[Tensor]]:
     """Yield this rank's rows of parameters, which hold the rows of their gradients inside.
 
     Gradients that have updated their parameters are left out. Collective if a backward of the
     user's has left whole gradients.
+
+    Args:
+        parameters: The parameters.
+        updated: Ids of those that are updated already, although their gradients are there.
     """
     cut_gradients(parameters)
     rows = [local_part(parameter) for parameter in parameters]
     try:
         for parameter, own in zip(parameters, rows, strict=True):
             gradient = parameter.grad
-            if own is not parameter and gradient is not None and not is_spent(gradient):
+            if own is parameter or id(parameter) in updated:
+                continue
+            if gradient is not None and not is_spent(gradient):
                 own.grad = local_part(gradient)
         yield rows
     finally:

@@ -149,6 +149,28 @@ def try_out(optimizer: Optimizer) -> Trial:
             return Trial(Scope.MODEL, why=why, ran=False)
 
 
+def state_bytes_per_element(optimizer: Optimizer) -> list[int]:
+    """Return the bytes of state per element of a parameter, by parameter group.
+
+    A copy of the optimizer updates one small parameter of each group. 8 for Adam in fp32.
+
+    Args:
+        optimizer: One of torch's element-wise optimizers.
+    """
+    groups: list[list[_Piece | None]] = []
+    for group in optimizer.param_groups:
+        dtype = group["params"][0].dtype if group["params"] else torch.float32
+        tensors = [torch.full((2, 2), value, dtype=dtype) for value in (0.0, 1.0)]
+        groups.append([_Piece(*tensors)] if group["params"] else [])
+    run = _run(optimizer, groups, lambda p: p.detach())
+    found = []
+    for index, _ in enumerate(groups):
+        entries = run.state.get((index, 0), {})
+        rows = [v for v in entries.values() if isinstance(v, Tensor) and v.shape == (2, 2)]
+        found.append(sum(row.element_size() for row in rows))
+    return found
+
+
 def _trial(optimizer: Optimizer, groups: list[list[_Piece | None]]) -> Trial:
     if optimizer.state:
         why = "it has state already, so that no copy of it can be tried"

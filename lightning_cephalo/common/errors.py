@@ -68,7 +68,7 @@ class BatchSplitError(CephaloError, ValueError):
 
 
 class HostMemoryError(CephaloError, RuntimeError):
-    """The host has less memory for offloaded boundaries than a step needs."""
+    """The host has less memory for offloaded boundaries or optimizer state than is needed."""
 
 
 class RemoteRankError(CephaloError, RuntimeError):

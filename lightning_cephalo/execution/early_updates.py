@@ -32,8 +32,13 @@ class Updater(Protocol):
     def is_exact(self) -> bool:
         """Return whether updates in this step's backward give what the optimizer's step gives."""
 
-    def update(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
-        """Update sharded parameters by their gradients, and return for each whether it was."""
+    def update(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> list[bool]:
+        """Update sharded parameters by their gradients, and return for each whether it was.
+
+        Args:
+            parameters: Parameters of one unit.
+            on_host: Whether the host updates them, which has only begun when this returns.
+        """
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer updates this sharded parameter."""
@@ -85,18 +90,21 @@ class EarlyUpdates:
         """Count an update of a unit, also on a rank that has failed: the others make it."""
         self._updated += 1
 
-    def update(self, unit: Unit, used: Sequence[bool], has_samples: bool) -> None:
+    def update(
+        self, unit: Unit, used: Sequence[bool], has_samples: bool, on_host: bool = False
+    ) -> None:
         """Update what is known to have a gradient, and give the gradient's memory back.
 
         Args:
             unit: A unit whose reduce is done.
             used: Per trainable flat and parameter, whether this rank has used it.
             has_samples: Whether this rank has any microbatch.
+            on_host: Whether the host updates it.
         """
         assert self.updater is not None
         unit.publish(used if has_samples else unit.landed())
         parameters = unit.reduced_parameters()
-        unit.give_back(self.updater.update(parameters))
+        unit.give_back(self.updater.update(parameters, on_host))
 
     def finish(self) -> None:
         """Give all gradients back that the optimizer's step has used."""

@@ -6,7 +6,7 @@ For a rank that fails, see [Note: failures] in failure.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.over_batch import exchange_rows, refuse_own_weight
+from lightning_cephalo.execution.state_moves import StateMoves
 from lightning_cephalo.execution.step import (
     ForwardOutcome,
     MicrobatchCall,
@@ -64,6 +65,8 @@ from lightning_cephalo.sharding.unit import Unit, UnitState
 # A rank's state in the exchange that ends a forward.
 _WELL, _FAILED, _UNFINISHED, _ASKS = 0.0, 1.0, 2.0, 3.0
 
+_OWN_UPDATE = Instruction(Operation.UPDATE)
+
 # code of the user that runs while parameters are gathered for the backward, for messages
 _BEFORE_BACKWARD = "a hook between the forward and the backward"
 
@@ -92,6 +95,7 @@ class Executor:
         state: Gives each microbatch its own values of tensors that code stores on modules.
         buffers: Combines the buffers that microbatches write.
         early: Updates units inside the backward.
+        state_moves: Moves optimizer state that lives in host memory.
         arena: Host memory for boundaries; None: they stay on the device.
         on_user_collective: Called with the name of a collective of torch.distributed before the
             user's step runs it, while the order of units is traced; None: nothing is watched.
@@ -117,6 +121,7 @@ class Executor:
         self.state = ModuleState(units[ROOT].module)
         self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
         self.early = EarlyUpdates(units)
+        self.state_moves = StateMoves()
         self.arena: HostArena | None = None
         self.on_user_collective: Callable[[str], None] | None = None
         self.gave_up = False
@@ -133,6 +138,7 @@ class Executor:
         self._note: Callable[[], Sequence[float]] = tuple
         self._now = Instruction(Operation.AGREE)
         self._reducing: Unit | None = None
+        self._has_gradients = False
         # plain functions: bound methods would form a cycle that keeps process groups alive
         self._handlers: dict[Operation, Callable[[Executor, Instruction], None]] = {
             Operation.GATHER: Executor._gather,
@@ -144,6 +150,9 @@ class Executor:
             Operation.BACKWARD: Executor._backward,
             Operation.REDUCE: Executor._reduce,
             Operation.UPDATE: Executor._update,
+            Operation.FETCH_STATE: Executor._fetch_state,
+            Operation.HOST_UPDATE: Executor._update,
+            Operation.STORE_STATE: Executor._store_state,
             Operation.FREE: Executor._free,
             Operation.MEET: Executor._meet,
             Operation.AGREE: Executor._agree,
@@ -290,6 +299,7 @@ class Executor:
         visits: Sequence[Visit] | None,
     ) -> None:
         self.early.begin()
+        self.state_moves.is_late = False
         last = NONE if visits is None else len(visits) - 1
         checks = not self._visits.is_checked(trainable)
         inside = self.inside_units() if checks else None
@@ -330,6 +340,7 @@ class Executor:
             reshard_after_forward=self._reshard_after_forward,
             offload_boundaries=self.arena is not None,
             updates_early=self.early.is_on,
+            homes=self.state_moves.homes,
         )
 
     def begin_phases(
@@ -392,6 +403,7 @@ class Executor:
         step, self.gave_up = self._step, False
         step.gradient_scale = factor / (step.loss_scale * self._total_weight * divisor)
         self._hide_held_gradients()
+        self._has_gradients = True
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
         for unit in gathered_after(step.program.forward):
@@ -419,8 +431,32 @@ class Executor:
                 raise
             raise explained from failure
         self.early.finish()
+        if self.state_moves.mover is not None:
+            self.state_moves.mover.finish()
+        self._has_gradients = self.state_moves.is_late = False
         for observer in self._observers:
             observer.after(instruction)
+
+    def before_step(self) -> Container[int]:
+        """Update units whose optimizer state is in host memory, inside of :meth:`update`.
+
+        Returns:
+            The ids of all parameters that are updated, or whose update the host has begun.
+        """
+        mover = self.state_moves.mover
+        if mover is None:
+            return ()
+        self.state_moves.is_late = True
+        # a step that is skipped has no gradients of its own
+        own = self._step.program.update if self._has_gradients else (_OWN_UPDATE,)
+        self.run(own[: own.index(_OWN_UPDATE)])
+        return mover.update_left()
+
+    def after_step(self) -> None:
+        """Wait for what the host updates; the counterpart of :meth:`before_step`."""
+        if self.state_moves.mover is not None and self._has_gradients:
+            own = self._step.program.update
+            self.run(own[own.index(_OWN_UPDATE) + 1 :])
 
     def evaluate(
         self,
@@ -656,11 +692,32 @@ class Executor:
 
     def _update(self, instruction: Instruction) -> None:
         index, step = instruction.unit, self._step
+        on_host = instruction.operation is Operation.HOST_UPDATE
+        if self.state_moves.is_late:
+            assert self.state_moves.mover is not None
+            self.early.count()
+            self.state_moves.mover.update(index, on_host)
+            return
         unit = self.units[index]
         if self._reducing is unit:
             self._finish_reduce(None)
         self.early.count()
-        self.failure.guarded(self.early.update, unit, step.used[index], bool(step.calls))
+        has_samples = bool(step.calls)
+        self.failure.guarded(self.early.update, unit, step.used[index], has_samples, on_host)
+
+    def _fetch_state(self, instruction: Instruction) -> None:
+        assert self.state_moves.mover is not None
+        self._move_state(self.state_moves.mover.fetch, instruction)
+
+    def _store_state(self, instruction: Instruction) -> None:
+        assert self.state_moves.mover is not None
+        self._move_state(self.state_moves.mover.store, instruction)
+
+    def _move_state(self, move: Callable[[int], None], instruction: Instruction) -> None:
+        if self.state_moves.is_late:  # behind the last exchange: an error ends the step at once
+            move(instruction.unit)
+        else:
+            self.failure.guarded(move, instruction.unit)
 
     def _free(self, instruction: Instruction) -> None:
         self.units[instruction.unit].free(self._wait)

@@ -26,6 +26,7 @@ _DOING = {
     Operation.FREE: "release",
     Operation.MEET: "normalisation",
     Operation.UPDATE: "optimizer's step",
+    Operation.HOST_UPDATE: "optimizer's step on the host",
 }
 
 

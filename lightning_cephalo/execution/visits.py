@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, replace
 from lightning_cephalo.execution.orders import Choice, is_too_long, merged
 from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.program import Program, Visit, compile_step
+from lightning_cephalo.plan.state_homes import StateHome
 
 # sent in place of a unit's index
 NO_DATA, FINISHED, FAILED = -1.0, -2.0, -3.0
@@ -204,6 +205,7 @@ class Visits:
         reshard_after_forward: bool,
         offload_boundaries: bool,
         updates_early: bool = False,
+        homes: Sequence[StateHome] = (),
     ) -> Program:
         """Return the checked program of a step; see :func:`~.program.compile_step`."""
         key = (
@@ -213,6 +215,7 @@ class Visits:
             reshard_after_forward,
             offload_boundaries,
             updates_early,
+            tuple(homes),
         )
         if key not in self._programs:
             if len(self._programs) >= _PROGRAMS:
@@ -225,6 +228,7 @@ class Visits:
                     reshard_after_forward=reshard_after_forward,
                     offload_boundaries=offload_boundaries,
                     updates_early=updates_early,
+                    homes=homes,
                 )
                 for count in (microbatches, 0)
             )

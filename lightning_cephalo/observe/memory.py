@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -131,6 +131,17 @@ class MemoryMeter:
         return rest
 
 
+class StateElsewhere(Protocol):
+    """Optimizer state of which a part lives in host memory."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the device that it passes through."""
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of it lies in host memory that is apart from the device."""
+
+
 class TrainingMemory(Observer):
     """Follows a training through its steps, and accounts for its memory.
 
@@ -140,10 +151,16 @@ class TrainingMemory(Observer):
     Args:
         model: The sharded model.
         optimizers: The optimizers that step.
+        moved: Their state in host memory; None: all of it is on the device.
     """
 
-    def __init__(self, model: ShardedModel, optimizers: Sequence[Optimizer]) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: ShardedModel,
+        optimizers: Sequence[Optimizer],
+        moved: StateElsewhere | None = None,
+    ) -> None:
+        self._model, self._moved = model, moved
         self._optimizers = optimizers
         self._meter = MemoryMeter(model.accelerator.memory)
         self._meter.restart()
@@ -248,7 +265,10 @@ class TrainingMemory(Observer):
         held += [flat.grad_shard for flat in flats if flat.grad_shard is not None]
         # not part of the state: a counter per parameter, which does not depend on the share
         held += [local_part(v) for v in _state_of(self._optimizers) if isinstance(v, DTensor)]
-        return distinct_bytes(held)
+        if self._moved is None:
+            return distinct_bytes(held)
+        on_device = [tensor for tensor in held if not self._moved.is_on_host(tensor)]
+        return distinct_bytes(on_device) + self._moved.staging_bytes
 
 
 def _state_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_cephalo.common import records
-from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, cost
+from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, cost
 from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.program import (
     NONE,
@@ -75,9 +75,15 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
 
     Raises:
         PlanError: ``steps`` is not a positive whole number, the plan is for another number of
-            ranks, or it uses a microbatch size or a mode that was not profiled.
+            ranks, it uses a microbatch size or a mode that was not profiled, or it keeps optimizer
+            state in host memory, whose ways are not timed yet.
     """
     steps = records.whole("steps", steps, minimum=1)
+    if plan.moves_state:
+        raise PlanError(
+            "The plan keeps optimizer state in host memory (resident_fraction), which is not"
+            " simulated yet. Leave resident_fraction out of the plan."
+        )
     cost.predict(problem, plan)  # raises the PlanError for plans that do not match the problem
     problem = cost.as_planned(problem, plan)
     kinds: dict[tuple[object, ...], list[int]] = {}

@@ -10,10 +10,14 @@ from lightning_cephalo.plan.program import (
     COMPUTE,
     NONE,
     ROOT,
+    STAGED_UNITS,
     Instruction,
     Operation,
     Program,
 )
+
+# Exchanges of a step: one ends the forward, one the backward. Early updates come before the second.
+_AGREEMENTS = 2
 
 
 def check(programs: Sequence[Program]) -> None:
@@ -25,6 +29,8 @@ def check(programs: Sequence[Program]) -> None:
     - Each armed unit is reduced once, after all its backwards.
     - A unit that is updated early has been reduced before, and is not used after. Each unit is
       updated once, and none is left out.
+    - Optimizer state that is fetched is used for one update and stored, and no more of it is on the
+      device than two buffers hold. What the host updates comes back.
     - Nothing stays gathered, armed or offloaded at the end of the step.
     - All ranks issue the same collectives in the same order. Otherwise they would wait for each
       other forever.
@@ -84,13 +90,19 @@ class _State:
         self.returned: dict[int, set[int]] = {}  # per visit, the microbatches that passed it
         self.returned_units: set[int] = set()
         self.updated: set[int] = set()
-        self.is_updated = False
+        self.has_early_updates = self.is_updated = False
+        self.agreements = 0
+        self.fetched: set[int] = set()  # units whose optimizer state is on the device
+        self.on_host: set[int] = set()  # units that the host updates
         self.away: set[tuple[int, int]] = set()
 
     def read(self, instruction: Instruction) -> None:
         """Check one instruction and apply it."""
         operation, unit = instruction.operation, instruction.unit
         passage = (instruction.visit, instruction.microbatch)
+        if operation is Operation.STORE_STATE:
+            self._store_state(instruction)
+            return
         self._expect(instruction, not self.is_updated, "the optimizer has made its step")
         self._expect(instruction, unit not in self.updated, "the unit is updated already")
         if operation is Operation.GATHER:
@@ -124,15 +136,34 @@ class _State:
             self._expect(instruction, unit in self.gathered, "the unit is not gathered")
         elif operation is Operation.AGREE:
             self._expect(instruction, not self.without_loss, "a microbatch has no loss yet")
-        elif operation is Operation.UPDATE and unit != NONE:
+            self.agreements += 1
+        elif operation is Operation.FETCH_STATE:
+            self._expect(instruction, unit not in self.fetched, "its state is fetched already")
+            room = len(self.fetched) < STAGED_UNITS
+            self._expect(instruction, room, f"the state of units {sorted(self.fetched)} is there")
+            self.fetched.add(unit)
+        elif operation in (Operation.UPDATE, Operation.HOST_UPDATE) and unit != NONE:
             self._expect(instruction, unit in self.reduced, "the unit is not reduced yet")
             self._expect(instruction, unit not in self.gathered, "the unit is gathered still")
+            self.has_early_updates |= self.agreements < _AGREEMENTS
             self.updated.add(unit)
+            if operation is Operation.HOST_UPDATE:
+                self._expect(instruction, unit not in self.fetched, "its state is on the device")
+                self.on_host.add(unit)
         elif operation is Operation.UPDATE:
-            self.expect_nothing_left()
-            left = sorted(self.reduced - self.updated - {ROOT}) if self.updated else []
+            self._expect_nothing_held()
+            self._expect(instruction, not self.fetched, f"units {sorted(self.fetched)} hold state")
+            left = sorted(self.reduced - self.updated - {ROOT}) if self.has_early_updates else []
             self._expect(instruction, not left, f"units {left} have missed their early update")
             self.is_updated = True
+
+    def _store_state(self, instruction: Instruction) -> None:
+        unit = instruction.unit
+        came = unit in self.fetched or unit in self.on_host
+        self._expect(instruction, came, "its state is neither fetched nor with the host")
+        self._expect(instruction, unit in self.updated, "the unit is not updated yet")
+        self.fetched.discard(unit)
+        self.on_host.discard(unit)
 
     def _compute(self, instruction: Instruction) -> None:
         passage = (instruction.visit, instruction.microbatch)
@@ -172,6 +203,12 @@ class _State:
 
     def expect_nothing_left(self) -> None:
         """Raise ProgramError if a step would leave something behind."""
+        self._expect_nothing_held()
+        if self.on_host or self.fetched:
+            found = sorted(self.on_host | self.fetched)
+            raise ProgramError(f"Rank {self._rank} ends its step with {found} still without S.")
+
+    def _expect_nothing_held(self) -> None:
         left = {
             "gathered": sorted(self.gathered),
             "armed": sorted(self.armed),

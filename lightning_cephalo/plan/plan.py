@@ -61,6 +61,11 @@ class RankPlan(Record):
             decides.
         offload: whether this rank moves boundary activations to host memory.
         host_bytes: predicted host memory of the offloaded boundaries.
+        resident_fraction: share of this rank's optimizer state that stays on the device, 0 to 1;
+            the rest is in host memory. Whole units are on either side
+            (:func:`~lightning_cephalo.plan.state_homes.state_homes`).
+        host_update_fraction: share of it that the host's processors update; what is left is copied
+            to the device for its update, and back.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -81,9 +86,17 @@ class RankPlan(Record):
     recompute: YesOrNo | None = None
     offload: YesOrNo = False
     host_bytes: Amount | None = None
+    resident_fraction: Annotated[float, _fraction] = 1.0
+    host_update_fraction: Annotated[float, _fraction] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.resident_fraction + self.host_update_fraction > 1 + _FRACTION_TOLERANCE:
+            raise PlanError(
+                f"{self._where()}resident_fraction {self.resident_fraction:g} and"
+                f" host_update_fraction {self.host_update_fraction:g} sum to more than 1: they are"
+                " parts of the same optimizer state."
+            )
         if self.offload and self.recompute is False:
             raise PlanError(
                 f"{self._where()}offload: true goes with recompute: true only: activations that "
@@ -92,6 +105,11 @@ class RankPlan(Record):
 
     def _where(self) -> str:
         return f"RankPlan {self.name!r}: " if self.name else "RankPlan."
+
+    @property
+    def moves_state(self) -> bool:
+        """Whether any optimizer state lives in host memory."""
+        return self.resident_fraction < 1
 
     @property
     def batch_size(self) -> int:
@@ -168,6 +186,11 @@ class Plan(FileRecord):
     def global_batch_size(self) -> int:
         """Samples of one step over all ranks."""
         return sum(rank.batch_size for rank in self.ranks)
+
+    @property
+    def moves_state(self) -> bool:
+        """Whether any rank's optimizer state lives in host memory."""
+        return any(rank.moves_state for rank in self.ranks)
 
     @property
     def shares_are_even(self) -> bool:

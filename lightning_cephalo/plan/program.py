@@ -12,6 +12,8 @@ build it from the visits of a model::
     prefetch          moves G1 before Z0 and G2 before F1.0; in the backward, G1 before Z2
     offload           with three units: adds O1.0 after F1.0, and H1.0 after B3.0
     update_early      adds U2 after R1, and U1 after R0; U updates the rest
+    move_state        unit 2 streamed: adds I2 after R2, and S2 after U2
+                      unit 1 updated by the host: C1 for U1, and S1 after U
 
 Where unit 1 normalises by the statistics of the global batch, its microbatches stop and meet::
 
@@ -38,10 +40,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from lightning_cephalo.plan.state_homes import StateHome
+
 ROOT = 0
 NONE = -1
 # Boundaries of the last visits are needed again immediately: they stay on the device.
 UNITS_THAT_STAY = 2
+# Units whose optimizer state is on the device for their update: one arrives, one is updated.
+STAGED_UNITS = 2
 
 
 class Operation(str, enum.Enum):
@@ -63,6 +69,9 @@ class Operation(str, enum.Enum):
     MEET = "meet"  # sum statistics over all microbatches of all ranks, in the middle of a unit
     AGREE = "agree"  # exchange weights, failures and uses between all ranks
     UPDATE = "update"  # run the optimizer's step, for one unit or for all that is left
+    FETCH_STATE = "fetch state"  # start to copy the unit's optimizer state to the device
+    HOST_UPDATE = "host update"  # start to copy its gradients to the host, which updates it
+    STORE_STATE = "store state"  # start to copy state back, or take what the host has updated
     WAIT = "wait"
     OVERHEAD = "overhead"
 
@@ -80,6 +89,9 @@ _LETTERS = {
     Operation.MEET: "M",
     Operation.AGREE: "A",
     Operation.UPDATE: "U",
+    Operation.FETCH_STATE: "I",
+    Operation.HOST_UPDATE: "C",
+    Operation.STORE_STATE: "S",
     Operation.WAIT: "W",
     Operation.OVERHEAD: "V",
 }
@@ -148,7 +160,8 @@ class Program:
     Attributes:
         forward: Up to the exchange of all microbatches' weights.
         backward: Up to the gradients on the sharded parameters.
-        update: The optimizer's step, for all units that the backward has not updated.
+        update: The optimizer's step, for all units that the backward has not updated. Those whose
+            state is in host memory come before it, one by one.
     """
 
     forward: Instructions
@@ -177,6 +190,7 @@ def compile_step(
     reshard_after_forward: bool = True,
     offload_boundaries: bool = False,
     updates_early: bool = False,
+    homes: Sequence[StateHome] = (),
 ) -> Program:
     """Return the program of a rank's step.
 
@@ -188,6 +202,7 @@ def compile_step(
             in the backward.
         offload_boundaries: Keep the inputs of units in host memory until their backward.
         updates_early: Update each unit inside the backward.
+        homes: Where each unit's optimizer state lives; empty: all of it is on the device.
     """
     forward = tuple(
         layered_forward(visits, microbatches, lambda visit, _: visit == len(visits) - 1)
@@ -200,6 +215,8 @@ def compile_step(
         program = offload(program, visits)
     if updates_early:
         program = update_early(program)
+    if homes:
+        program = move_state(program, homes)
     return program
 
 
@@ -480,6 +497,52 @@ def update_early(program: Program) -> Program:
                 backward.append(Instruction(Operation.UPDATE, reduced))
             reduced = instruction.unit
     return replace(program, backward=tuple(backward))
+
+
+def move_state(program: Program, homes: Sequence[StateHome]) -> Program:
+    """Update units whose optimizer state is in host memory, by its way to the device or there.
+
+    Streamed state starts on its way when its unit's reduce does, so that it travels while the next
+    unit computes, or, in late updates, while the state of the unit before is used. There are two
+    staging buffers: one unit's state arrives while another's is used.
+
+    The host begins where the device would update a unit. What it has updated comes back at last.
+
+    Args:
+        program: A program, with early updates or without.
+        homes: Where each unit's optimizer state lives.
+    """
+    early = {i.unit for i in program.backward if i.operation is Operation.UPDATE}
+    backward: list[Instruction] = []
+    reduced: list[int] = []
+    for instruction in program.backward:
+        unit, home = instruction.unit, homes[max(instruction.unit, ROOT)]
+        if instruction.operation is Operation.REDUCE:
+            reduced.append(unit)
+            backward.append(instruction)
+            if unit in early and home is StateHome.STREAMED:
+                backward.append(Instruction(Operation.FETCH_STATE, unit))
+        elif instruction.operation is Operation.UPDATE and home is StateHome.HOST:
+            backward.append(replace(instruction, operation=Operation.HOST_UPDATE))
+        else:
+            backward.append(instruction)
+            if instruction.operation is Operation.UPDATE and home is StateHome.STREAMED:
+                backward.append(replace(instruction, operation=Operation.STORE_STATE))
+    late = [unit for unit in reduced if unit not in early]
+    on_host = [unit for unit in late if homes[unit] is StateHome.HOST]
+    streamed = [unit for unit in late if homes[unit] is StateHome.STREAMED]
+    update = [Instruction(Operation.HOST_UPDATE, unit) for unit in on_host]
+    for index in range(len(streamed) + STAGED_UNITS - 1):
+        if index < len(streamed):
+            update.append(Instruction(Operation.FETCH_STATE, streamed[index]))
+        if index >= STAGED_UNITS - 1:
+            unit = streamed[index - STAGED_UNITS + 1]
+            update.append(Instruction(Operation.UPDATE, unit))
+            update.append(Instruction(Operation.STORE_STATE, unit))
+    back = [unit for unit in reduced if homes[unit] is StateHome.HOST]
+    update += program.update
+    update += [Instruction(Operation.STORE_STATE, unit) for unit in back]
+    return replace(program, backward=tuple(backward), update=tuple(update))
 
 
 def offloading(

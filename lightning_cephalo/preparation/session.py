@@ -14,16 +14,19 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.adapters import precision
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.early_update import EarlyUpdater, late_by_optimizer
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
+from lightning_cephalo.adapters.moved_state import MovedState, needs_device
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
+from lightning_cephalo.adapters.scope import state_bytes_per_element
 from lightning_cephalo.adapters.step_outputs import StepOutputs
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
-from lightning_cephalo.common.errors import TooLittleMemoryError
+from lightning_cephalo.common.errors import HostMemoryError, TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.data import (
     BatchLayout,
@@ -41,6 +44,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
+from lightning_cephalo.plan.state_homes import StateHome, state_homes
 from lightning_cephalo.preparation.limits import (
     check_plan,
     named_where_nothing_fits,
@@ -53,6 +57,9 @@ from lightning_cephalo.sharding.blocks import type_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+# What the host holds of a parameter that it updates, beside its state: the parameter, its gradient.
+_HOST_UPDATE_BYTES = 8
 
 
 class Session:
@@ -91,6 +98,7 @@ class Session:
         predicted_memory: The plan's prediction of every rank's memory.
         notes: Sentences below the plan's table: why it divides the work so.
         late: Why updates follow the backward, in a few words; empty: they run inside of it.
+        moved: Optimizer state that lives in host memory; None: all of it is on the device.
     """
 
     memory: TrainingMemory
@@ -141,6 +149,9 @@ class Session:
         self.notes: tuple[str, ...] = ()
         self.late = job.late
         self._updater: EarlyUpdater | None = None
+        self.moved: MovedState | None = None
+        self._needs_device = ""  # why state cannot live in host memory
+        self._scales_loss = False
 
     @property
     def own_plan(self) -> RankPlan:
@@ -170,6 +181,7 @@ class Session:
             self.updates.of(optimizer)
         own = self.late or next(filter(None, map(late_by_optimizer, optimizers)), "")
         self.late = next(filter(None, self.control.gather(own)), "")
+        self._use_host_memory(trainer)
         is_planned = self.plan.early_update is True
         more_bytes = state_bytes(self.model) - state_bytes(self.model, early=True)
         if self.late:
@@ -178,8 +190,61 @@ class Session:
             return
         most = format_mib(more_bytes * max(self.model.fractions))
         consequence = f" The plan counts on early ones: ranks hold up to {most} more." * is_planned
-        self._updater = EarlyUpdater(optimizers[0], trainer, consequence)
+        self._updater = EarlyUpdater(optimizers[0], trainer, consequence, self.moved)
         self.model.executor.early.updater = self._updater
+
+    def _use_host_memory(self, trainer: Trainer) -> None:
+        """Let optimizer state live in host memory where the plan says so; collective."""
+        own = needs_device(trainer, self.optimizers)
+        self._scales_loss = precision.loss_scaler(trainer.precision_plugin) is not None
+        self._needs_device = next(filter(None, self.control.gather(own)), "")
+        self._check_homes(self.plan)
+        if not self._needs_device:
+            self.control.together("allocating host memory", self._move_state)
+
+    def _check_homes(self, plan: Plan) -> None:
+        """Raise if optimizer state cannot live where a plan says; the same on all ranks."""
+        if plan.moves_state and self._needs_device:
+            raise PlanError(
+                "The plan keeps optimizer state in host memory (resident_fraction), but it has to"
+                f" stay on the devices: {self._needs_device}. Leave resident_fraction out of the"
+                " plan."
+            )
+        if any(rank.host_update_fraction for rank in plan.ranks) and self._scales_loss:
+            raise PlanError(
+                "The plan lets the host update parameters (host_update_fraction), which loss"
+                " scaling (16-mixed) does not support. Leave host_update_fraction out of the plan,"
+                ' or use precision="bf16-mixed".'
+            )
+
+    def _move_state(self) -> None:
+        """Move this rank's optimizer state to where its plan says."""
+        homes, optimizers = self._homes(), self.optimizers
+        executor = self.model.executor
+        executor.state_moves.planned = homes
+        if self.moved is not None:
+            # rows may have moved, and their state with them
+            self.moved.follow(homes, optimizers)
+        elif any(home is not StateHome.RESIDENT for home in homes):
+            arena, host = executor.arena, self._job.limits[self.control.rank].host
+            capacity = host.capacity_bytes - (0 if arena is None else arena.held_bytes)
+            accelerator = self.model.accelerator
+            self.moved = MovedState(self.model.units, accelerator, capacity, homes)
+            self._at_end.callback(self.moved.close)
+            for optimizer in optimizers:
+                self.moved.reserve(optimizer, state_bytes_per_element(optimizer))
+                self.moved.settle(optimizer)
+            executor.state_moves.mover = self.moved
+
+    def _homes(self) -> tuple[StateHome, ...]:
+        """Return where the state of each unit lives on this rank."""
+        sizes = [
+            sum(flat.shard.numel() for flat in unit.flats if flat.trainable and flat.layout)
+            for unit in self.model.units
+        ]
+        return state_homes(
+            sizes, self.own_plan.resident_fraction, self.own_plan.host_update_fraction
+        )
 
     def _count_on_late_updates(self, more_bytes: float) -> None:
         """Add the gradients that late updates hold to the plan's predictions."""
@@ -214,6 +279,8 @@ class Session:
         Args:
             optimizer: The optimizer whose step it is.
         """
+        if self.moved is not None:
+            self.moved.begin(optimizer)
         if self._updater is not None:
             self._updater.look(optimizer)
 
@@ -277,6 +344,8 @@ class Session:
             if owned is not None:
                 owned.follow(self.model.fractions)
         self.plan = self.dealt_plan = plan
+        if self.optimizers and not self._needs_device:
+            self._move_state()
         peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
         self.predicted_memory = tuple(memory) or tuple(peaks)
         self.user_gathers.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
@@ -305,6 +374,7 @@ class Session:
         plan.check(world_size=self.control.world_size, global_batch_size=job.global_batch_size)
         check_plan(plan, job.limits)
         self.check_modes(plan)
+        self._check_homes(plan)
         if plan.early_update and self.late:
             raise PlanError(
                 "The plan says early_update: true, so that its memory lacks gradients, but updates"
@@ -370,10 +440,28 @@ class Session:
             HostMemoryError: If the host has less memory than the plan needs.
         """
         own, arena = plan.ranks[self.control.rank], self.model.executor.arena
+        self._check_host_memory(own)
         if own.offload and arena is not None and (own.host_bytes or 0.0) <= arena.held_bytes:
             return arena
         host = self._job.limits[self.control.rank].host
         return reserve_host_memory(self.model.accelerator, host, own)
+
+    def _check_host_memory(self, own: RankPlan) -> None:
+        """Raise if this rank's optimizer state does not fit into its host's memory by a plan."""
+        if not own.moves_state or not self.optimizers:
+            return
+        trained = sum(flat.numel for flat in self.model.flats if flat.trainable)
+        each = max(map(max, map(state_bytes_per_element, self.optimizers)))
+        elements = trained * own.state_fraction
+        needed = elements * (1 - own.resident_fraction) * each
+        needed += elements * own.host_update_fraction * _HOST_UPDATE_BYTES + (own.host_bytes or 0.0)
+        capacity = self._job.limits[self.control.rank].host.capacity_bytes
+        if needed > capacity:
+            raise HostMemoryError(
+                f"The plan keeps {format_mib(needed)} of optimizer state and boundaries in host"
+                f" memory; this rank may use {format_mib(capacity)}. Raise host_memory_cap=, or use"
+                " a plan that keeps more on the devices (resident_fraction)."
+            )
 
     @staticmethod
     def _fractions_of(plan: Plan) -> tuple[float, ...]:
@@ -414,7 +502,7 @@ class Session:
     def start_training(self, optimizers: Sequence[Optimizer]) -> None:
         """Measure this rank's memory from now on, its optimizers' included."""
         self.optimizers = list(optimizers)
-        self.memory = TrainingMemory(self.model, self.optimizers)
+        self.memory = TrainingMemory(self.model, self.optimizers, self.moved)
 
     def measured_memory(self) -> tuple[RankMemory, ...] | None:
         """Return the memory of every rank in training; None before two steps; collective."""

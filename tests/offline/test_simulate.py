@@ -489,3 +489,9 @@ def test_what_was_not_profiled_is_refused():
         simulate(problem(1, 1), Plan([RankPlan((1,), 0.5), RankPlan((2,), 0.5)]))
     with pytest.raises(PlanError, match="kept_backward_s"):
         simulate(problem(1, 1), Plan([RankPlan((1,), 0.5, recompute=False), RankPlan((), 0.5)]))
+
+
+def test_state_in_host_memory_is_refused():
+    away = Plan([RankPlan((1,), 0.5, resident_fraction=0.5), RankPlan((1,), 0.5)])
+    with pytest.raises(PlanError, match=r"\(resident_fraction\), which is not simulated yet"):
+        simulate(problem(1, 1), away)

@@ -35,6 +35,7 @@ from lightning_cephalo.plan.program import (
     keep_gathered,
     layered_backward,
     layered_forward,
+    move_state,
     offload,
     offloading,
     prefetch,
@@ -43,6 +44,7 @@ from lightning_cephalo.plan.program import (
     update_early,
     without_frees,
 )
+from lightning_cephalo.plan.state_homes import StateHome
 
 MOVED = (Operation.GATHER, Operation.FREE)
 COPIES = (Operation.OFFLOAD, Operation.FETCH)
@@ -99,6 +101,9 @@ def of(operation: Operation, instructions: Instructions) -> list[Instruction]:
         (Instruction(Operation.MEET, 1, 0), "M1"),
         (Instruction(Operation.AGREE), "A"),
         (Instruction(Operation.UPDATE), "U"),
+        (Instruction(Operation.FETCH_STATE, 3), "I3"),
+        (Instruction(Operation.HOST_UPDATE, 2), "C2"),
+        (Instruction(Operation.STORE_STATE, ROOT), "S0"),
         (Instruction(Operation.WAIT), "W"),
         (Instruction(Operation.OVERHEAD), "V"),
     ],
@@ -186,6 +191,30 @@ def test_an_early_update_follows_the_next_reduce_and_the_rest_is_left_to_the_las
         "U"
     )
     assert str(update_early(layered([], 1))) == str(layered([], 1))
+
+
+def homes_of(letters: str) -> tuple[StateHome, ...]:
+    kinds = {"r": StateHome.RESIDENT, "s": StateHome.STREAMED, "h": StateHome.HOST}
+    return tuple(kinds[letter] for letter in letters)
+
+
+def test_state_in_host_memory_travels_with_the_units_updates():
+    late, early = layered(chain(4), 0), update_early(layered(chain(4), 0))
+    streamed = move_state(early, homes_of("rrsss"))
+    assert text(streamed.backward) == (
+        "Z4 R4 I4 X4 G3 Z3 R3 I3 U4 S4 X3 G2 Z2 R2 I2 U3 S3 X2 G1 Z1 R1 U2 S2 X1 R0 U1 X0 A"
+    )
+    assert text(streamed.update) == "U"
+    # the host begins at once; what it has updated is taken at last
+    mixed = move_state(early, homes_of("srhsh"))
+    assert text(mixed.backward) == (
+        "Z4 R4 X4 G3 Z3 R3 I3 C4 X3 G2 Z2 R2 U3 S3 X2 G1 Z1 R1 C2 X1 R0 U1 X0 A"
+    )
+    assert text(mixed.update) == "I0 U0 S0 U S4 S2"
+    behind = move_state(late, homes_of("rshss"))
+    assert behind.backward == late.backward
+    assert text(behind.update) == "C2 I4 I3 U4 S4 I1 U3 S3 U1 S1 U S2"
+    assert move_state(early, homes_of("rrrrr")) == early
 
 
 @pytest.mark.processes
@@ -773,6 +802,30 @@ def test_early_updates_are_one_for_each_reduce_but_the_roots_and_change_nothing_
 
 
 @relaxed
+@given(
+    some_ranks,
+    some_visits,
+    some_trainable,
+    st.booleans(),
+    st.lists(st.sampled_from(StateHome), min_size=9, max_size=9),
+)
+def test_wherever_state_lives_each_unit_is_updated_once_and_nothing_else_changes(
+    ranks, visits, trainable, early, homes
+):
+    before = programs_of(ranks, visits, trainable, early=early)
+    after = [move_state(program, homes) for program in before]
+    check(after)
+    moves = (Operation.FETCH_STATE, Operation.HOST_UPDATE, Operation.STORE_STATE, Operation.UPDATE)
+    for plain, program in zip(before, after, strict=True):
+        rest = [[i for i in p.instructions if i.operation not in moves] for p in (plain, program)]
+        assert rest[0] == rest[1]
+        done = Counter(i.unit for i in program.instructions if i.operation in moves[1::2])
+        reduced = {i.unit for i in plain.backward if i.operation is Operation.REDUCE}
+        away = {unit for unit in reduced if homes[unit] is not StateHome.RESIDENT}
+        assert max(done.values()) == 1 and away <= set(done) <= reduced | {NONE}
+
+
+@relaxed
 @given(some_visits, some_trainable, st.booleans(), st.booleans())
 def test_the_passes_may_be_left_out_on_all_ranks(visits, trainable, is_prefetched, reshard):
     check(
@@ -814,6 +867,31 @@ def test_an_early_update_that_is_too_early_left_out_or_followed_by_a_use_is_refu
     line = line.replace(f" {was} ", f" {becomes} ")
     wrong = replace(program, backward=tuple(words[word] for word in line.split()))
     assert because in refusal_of([wrong])
+
+
+MOVED_STATE = move_state(update_early(layered(chain(4), 0)), homes_of("srhss"))
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "because"),
+    [
+        ("backward: R4 I4", "R4", "its state is neither fetched nor with the host"),
+        ("backward: I4", "I4 I4", "its state is fetched already"),
+        ("backward: U4 S4", "S4 U4", "cannot run S4 (store state of unit 4): the unit is not"),
+        ("backward: U4 S4", "U4", "cannot run U (update): units [4] hold state"),
+        ("backward: C2", "S2", "its state is neither fetched nor with the host"),
+        ("update: U0 S0", "U0", "cannot run U (update): units [0] hold state"),
+        ("update: S2", "", "ends its step with [2] still without S"),
+    ],
+)
+def test_state_that_does_not_come_or_go_is_refused(was, becomes, because):
+    words = {str(each): each for each in MOVED_STATE.instructions}
+    part, wrong = was.split(": ")
+    line = f" {text(getattr(MOVED_STATE, part))} "
+    assert line.count(f" {wrong} ") == 1, line
+    line = line.replace(f" {wrong} ", f" {becomes} ")
+    said = tuple(words[word] for word in line.split())
+    assert because in refusal_of([replace(MOVED_STATE, **{part: said})])
 
 
 def refusal_of(programs: Sequence[Program]) -> str:

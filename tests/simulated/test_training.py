@@ -17,6 +17,7 @@ EVEN_FOUR = [((2,), 0.25)] * 4
 UNEVEN = [((3, 3), 0.75), ((2,), 0.25)]
 IDLE_WITHOUT_STATE = [((), 0.0), ((4, 4), 1.0)]
 IDLE_WITH_ALL_STATE = [((4, 4), 0.0), ((), 1.0)]
+MIXED = {"resident_fraction": 0.3, "host_update_fraction": 0.3}
 FOUR = [((2, 1), 0.5), ((3,), 0.3), ((2,), 0.2), ((), 0.0)]
 
 
@@ -130,8 +131,10 @@ def test_a_plan_may_leave_padding_out(simulated, alone):
         {"plan": {"offload": True, "stay_gathered": True}},
         {"strategy": {"recompute": False}},
         {"strategy": {"early_update": "auto"}},
+        {"plan": {"resident_fraction": 0.3}},
+        {"strategy": {"early_update": "auto"}, "plan": MIXED},
     ],
-    ids=["offload", "stay", "offload and stay", "keep", "early"],
+    ids=["offload", "stay", "offload and stay", "keep", "early", "streamed", "early, mixed"],
 )
 def test_modes(simulated, alone, ranks, given):
     assert_equal(trained(simulated, ranks, **given), alone)

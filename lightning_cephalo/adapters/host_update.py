@@ -1,0 +1,219 @@
+"""Updates rows of parameters on the host, in a thread, while the device computes.
+
+Gradients are copied to the host. torch's own kernels update a copy of the rows there: the fused one
+where the optimizer has it, which is several times as fast as the others on a CPU, and releases the
+interpreter. The new rows are copied to the device.
+
+The copy of the rows stays from step to step. It is made anew where other code has written to the
+device's rows, which their version counter tells.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.base import Copies
+from lightning_cephalo.adapters.optimizer import clip_by_value
+from lightning_cephalo.execution.host_room import HostRoom
+from lightning_cephalo.sharding.placement import local_part
+
+# Optimizers with a fused kernel for CPUs.
+_FUSED = (Adagrad, Adam, AdamW, SGD)
+
+
+@dataclass
+class _OnHost:
+    """A parameter's rows and their gradient in host memory.
+
+    Attributes:
+        rows: The rows.
+        gradient: Their gradient.
+        version: Version of the device's rows that they equal; None: of none.
+    """
+
+    rows: Tensor
+    gradient: Tensor
+    version: int | None = None
+
+
+@dataclass
+class _Job:
+    """An update that has begun.
+
+    Attributes:
+        future: The copies of new rows to the device, when they have begun.
+        optimizer: What updates.
+        parameters: The parameters, and what the host has of them.
+        sources: Tensors of the device that are copied to the host, with their copies.
+    """
+
+    future: Future[list[Any]]
+    optimizer: Optimizer
+    parameters: list[tuple[Tensor, _OnHost]]
+    sources: list[tuple[Tensor, Any]]
+
+
+class HostUpdates:
+    """Updates units on the host, one after the other.
+
+    Args:
+        accelerator: This rank's device.
+        to_device: Copies to the device.
+        to_host: Copies to the host.
+        room: Host memory for rows and gradients.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, to_device: Copies, to_host: Copies, room: HostRoom
+    ) -> None:
+        self._accelerator, self._room = accelerator, room
+        self._in, self._out = to_device, to_host
+        self._held: dict[int, _OnHost] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._worker: ThreadPoolExecutor | None = None
+
+    def has_begun(self, unit: int) -> bool:
+        """Return whether an update of a unit has begun that is not finished."""
+        return unit in self._jobs
+
+    def begin(
+        self, unit: int, optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], clip: Any
+    ) -> None:
+        """Begin to update parameters of a unit, whose state is in host memory or does not exist.
+
+        Args:
+            unit: Index of the unit.
+            optimizer: One of torch's element-wise optimizers.
+            chosen: By parameter group, parameters with gradients.
+            clip: Clamps the gradients' elements before; None: they stay.
+
+        Raises:
+            HostMemoryError: If the host has no memory for rows and gradients.
+        """
+        if clip is not None:
+            clip_by_value([parameter for group in chosen for parameter in group], clip)
+        parameters: list[tuple[Tensor, _OnHost]] = []
+        sources: list[tuple[Tensor, Any]] = []
+        groups: list[dict[str, Any]] = []
+        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for options, members in zip(optimizer.param_groups, chosen, strict=True):
+            held = [self._on_host(parameter) for parameter in members]
+            for parameter, own in zip(members, held, strict=True):
+                rows = local_part(parameter).detach()
+                if own.version != rows._version:
+                    sources.append((rows, self._out.start(own.rows, rows)))
+                assert parameter.grad is not None
+                gradient = local_part(parameter.grad)
+                sources.append((gradient, self._out.start(own.gradient, gradient)))
+                own.rows.grad = own.gradient
+                entries = optimizer.state.get(parameter, {})
+                if entries:
+                    state[own.rows] = {name: _here(value) for name, value in entries.items()}
+            parameters += zip(members, held, strict=True)
+            for has_state in (True, False):  # torch's fused SGD takes no mixture of them
+                rows_of = [own.rows for own in held if (own.rows in state) is has_state]
+                if rows_of:
+                    groups.append(_options(optimizer, options, rows_of))
+        twin = _twin(optimizer, groups, state)
+        arrivals = [arrival for _, arrival in sources]
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="cephalo-host-update")
+        future = self._worker.submit(self._run, twin, arrivals, parameters)
+        self._jobs[unit] = _Job(future, twin, parameters, sources)
+
+    def finish(self, unit: int) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Wait for a unit's update, and let the device's next work wait for its new rows.
+
+        Returns:
+            The parameters, with the plain tensors of their state.
+
+        Raises:
+            Exception: What the update has raised.
+        """
+        job = self._jobs.pop(unit)
+        arrivals = job.future.result()
+        for _, arrival in job.sources:
+            self._out.wait(arrival)
+        for arrival in arrivals:
+            self._in.wait(arrival)
+        found = []
+        for parameter, own in job.parameters:
+            found.append((parameter, dict(job.optimizer.state[own.rows])))
+            own.rows.grad = None
+            own.version = local_part(parameter)._version
+        return found
+
+    def drop(self) -> None:
+        """Forget updates that a failed step has begun, when they are done."""
+        for job in self._jobs.values():
+            job.future.exception()
+        self._jobs = {}
+
+    def close(self) -> None:
+        """End the thread, when its updates are done."""
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+    def _run(
+        self, twin: Optimizer, arrivals: Sequence[Any], parameters: Sequence[tuple[Tensor, _OnHost]]
+    ) -> list[Any]:
+        for arrival in arrivals:
+            self._out.finish(arrival)
+        with self._accelerator.host_update(sum(own.rows.numel() for _, own in parameters)):
+            # Private: below the hooks of instances, and torch's own for profilers
+            type(twin).step.__wrapped__(twin)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            return [
+                self._in.start(local_part(parameter).detach(), own.rows, after=())
+                for parameter, own in parameters
+            ]
+
+    def _on_host(self, parameter: Tensor) -> _OnHost:
+        rows = local_part(parameter)
+        found = self._held.get(id(parameter))
+        if found is None or found.rows.shape != rows.shape:
+            found = _OnHost(self._like(rows), self._like(rows))
+            self._held[id(parameter)] = found
+        return found
+
+    def _like(self, rows: Tensor) -> Tensor:
+        return self._room.take(rows.numel(), rows.dtype).view(rows.shape)
+
+
+def _here(value: Any) -> Any:
+    """Return an entry of state in host memory."""
+    return local_part(value).cpu() if isinstance(value, Tensor) else value
+
+
+def _options(
+    optimizer: Optimizer, options: dict[str, Any], rows: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Return the options of a group for rows in host memory."""
+    own = {name: _here(value) for name, value in options.items() if name != "params"}
+    if "capturable" in own:
+        own["capturable"] = False
+    if isinstance(optimizer, _FUSED) and "fused" in own:
+        own["fused"], own["foreach"] = True, False
+    return {"params": list(rows), **own}
+
+
+def _twin(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: defaultdict[Tensor, dict[str, Any]]
+) -> Optimizer:
+    """Return an optimizer of the same kind that another thread may use."""
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))
+    twin.__dict__.pop("step", None)
+    twin.param_groups, twin.state = groups, state
+    found: Optimizer = twin
+    return found

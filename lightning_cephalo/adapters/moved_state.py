@@ -1,0 +1,480 @@
+"""Keeps optimizer state in host memory, and moves it for updates.
+
+[Note: state in host memory] in ``execution/state_moves.py`` has the order. Between steps
+``optimizer.state`` has the same entries as always: DTensors, whose rows lie in host memory. So
+checkpoints, hooks and other code find what they know.
+
+Only state with the rows of its parameter moves. Step counts and other numbers stay where the
+optimizer has made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.adapters.checkpoint import rows_like
+from lightning_cephalo.adapters.host_update import HostUpdates
+from lightning_cephalo.adapters.optimizer import (
+    as_state,
+    has_rows,
+    put_in_order,
+    step_is_replaced,
+    update_rows,
+)
+from lightning_cephalo.adapters.scope import Scope, known_scope
+from lightning_cephalo.execution.host_room import HostRoom, aligned_bytes
+from lightning_cephalo.plan.program import STAGED_UNITS
+from lightning_cephalo.plan.state_homes import StateHome
+from lightning_cephalo.sharding.placement import local_part
+from lightning_cephalo.sharding.spent_gradients import is_spent
+from lightning_cephalo.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+Key = tuple[int, str]
+"""A parameter's id, and the name of an entry of its state."""
+
+
+@dataclass
+class _Shelf:
+    """State of some of a unit's parameters in host memory, of one dtype, in one piece.
+
+    Attributes:
+        memory: The piece, 1-d.
+        rows: Per entry, a view of it with the shape of the parameter's rows.
+        starts: Per entry, its first element.
+    """
+
+    memory: Tensor
+    rows: dict[Key, Tensor] = field(default_factory=dict)
+    starts: dict[Key, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Staging:
+    """A buffer on the device for the state of one unit.
+
+    Attributes:
+        memory: The buffer, in bytes.
+        free_after: Copies out of it that the next copies into it wait for.
+    """
+
+    memory: Tensor
+    free_after: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class _Fetched:
+    """State of a unit on its way to the device, or there."""
+
+    staging: _Staging
+    parts: list[tuple[_Shelf, Tensor]]
+    arrivals: list[Any]
+
+
+def needs_device(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str:
+    """Return why optimizer state cannot live in host memory, in a few words; empty: it can.
+
+    Args:
+        trainer: The trainer that is fitting.
+        optimizers: All optimizers.
+    """
+    if not trainer.lightning_module.automatic_optimization:
+        return "manual optimization"
+    for optimizer in optimizers:
+        known, name = known_scope(optimizer), type(optimizer).__name__
+        if known is None:
+            return f"{name} is none of torch's optimizers"
+        if known is not Scope.ELEMENT:
+            return f"{name} is not element-wise"
+        if step_is_replaced(optimizer):
+            return f"{name}.step is replaced"
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            return f"{name}(differentiable=True)"
+    return ""
+
+
+class MovedState:
+    """The optimizer state of a rank that lives in host memory.
+
+    ::
+
+        moved = MovedState(model.units, accelerator, capacity_bytes, homes)
+        moved.begin(optimizer)              # before a step
+        moved.fetch(3)
+        moved.update(3, on_host=False)
+        moved.store(3)
+        moved.finish()                      # behind the optimizer's own step
+
+    Args:
+        units: All units, the root unit first.
+        accelerator: This rank's device.
+        capacity_bytes: Host memory that it may take.
+        homes: Where the state of each unit lives.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        accelerator: Accelerator,
+        capacity_bytes: float,
+        homes: Sequence[StateHome],
+    ) -> None:
+        self._units, self._accelerator = list(units), accelerator
+        self._homes = tuple(homes)
+        self._in, self._out = accelerator.copies(), accelerator.copies()
+        self._capacity_bytes = capacity_bytes
+        self._room = HostRoom(accelerator, capacity_bytes)
+        self._host = HostUpdates(accelerator, self._in, self._out, self._room)
+        self._unit_of = {
+            id(parameter): index
+            for index, unit in enumerate(units)
+            for _, parameter in unit.named_sharded()
+        }
+        self._shelves: list[list[_Shelf]] = [[] for _ in units]
+        self._staging: list[_Staging] = []
+        self._next = 0
+        self._fetched: dict[int, _Fetched] = {}
+        self._leaving: list[tuple[Tensor, Any]] = []
+        self._optimizer: Optimizer | None = None
+        self._groups: dict[int, int] = {}
+        self._states = 0
+        self._updated: set[int] = set()
+        # what stands for rows of state on the device
+        self.staged: dict[Key, Tensor] = {}
+
+    # -- sizes --------------------------------------------------------------------------------
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory taken."""
+        return self._room.held_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the device that state passes through."""
+        return sum(staging.memory.numel() for staging in self._staging)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Return whether a plain tensor is state in host memory that is apart from the device."""
+        return self._accelerator.host_is_apart and self._room.holds(tensor)
+
+    def reserve(self, optimizer: Optimizer, bytes_per_element: Sequence[int]) -> None:
+        """Take the host memory that the optimizer's state will need.
+
+        Args:
+            optimizer: The optimizer.
+            bytes_per_element: Bytes of its state per element of a parameter, by group.
+
+        Raises:
+            HostMemoryError: If there is less; the message says how much is needed.
+        """
+        groups = _groups_of(optimizer)
+        needed = 0
+        for unit, parameters in self._away():
+            for parameter in parameters:
+                group = groups.get(id(parameter))
+                if group is None or not parameter.requires_grad:
+                    continue
+                rows = local_part(parameter)
+                needed += rows.numel() * bytes_per_element[group]
+                if self._homes[unit] is StateHome.HOST:
+                    needed += 2 * aligned_bytes(rows.nbytes)
+            needed += aligned_bytes(1) * 4  # the ends of shelves
+        self._room.reserve(max(0, needed - self._room.held_bytes))
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Begin a step of an optimizer; what a failed step has left is dropped."""
+        self._optimizer, self._groups = optimizer, _groups_of(optimizer)
+        self._states = len(optimizer.state)
+        self._host.drop()
+        self._fetched, self._updated = {}, set()
+        self.staged = {}
+
+    def fetch(self, unit: int) -> None:
+        """Start to copy a unit's state to the device; nothing happens before it exists."""
+        self._settle(unit)
+        shelves = self._shelves[unit]
+        sizes = [aligned_bytes(shelf.memory.nbytes) for shelf in shelves]
+        if not sizes:
+            return
+        staging = self._free_staging(sum(sizes))
+        after = [*staging.free_after, *(arrival for _, arrival in self._leaving)]
+        parts, arrivals, start = [], [], 0
+        for shelf, size in zip(shelves, sizes, strict=True):
+            piece = staging.memory[start : start + shelf.memory.nbytes].view(shelf.memory.dtype)
+            arrivals.append(self._in.start(piece, shelf.memory, after=after))
+            for key, rows in shelf.rows.items():
+                first = shelf.starts[key]
+                self.staged[key] = piece[first : first + rows.numel()].view(rows.shape)
+            parts.append((shelf, piece))
+            start += size
+        self._fetched[unit] = _Fetched(staging, parts, arrivals)
+
+    def update_chosen(
+        self, chosen: Sequence[Sequence[Tensor]], clip: Any = None, on_host: bool = False
+    ) -> None:
+        """Update some parameters of a unit by their gradients.
+
+        Args:
+            chosen: By parameter group, the parameters.
+            clip: Clamps the gradients' elements before; None: they stay.
+            on_host: Whether the host updates them, which has only begun when this returns.
+        """
+        assert self._optimizer is not None
+        if not any(chosen):
+            return
+        unit = self._unit_of[id(next(chain.from_iterable(chosen)))]
+        if on_host:
+            self._settle(unit)
+            for _, arrival in self._leaving:  # the host's thread reads them at once
+                self._out.finish(arrival)
+            self._host.begin(unit, self._optimizer, chosen, clip)
+            return
+        fetched = self._fetched.get(unit)
+        for arrival in () if fetched is None else fetched.arrivals:
+            self._in.wait(arrival)
+        update_rows(self._optimizer, chosen, clip, self.staged)
+
+    def update(self, unit: int, on_host: bool) -> None:
+        """Update a unit's parameters by the gradients that they hold."""
+        chosen = self._with_gradients(self._parameters(unit))
+        self.update_chosen(chosen, on_host=on_host)
+        self._updated.update(id(parameter) for group in chosen for parameter in group)
+
+    def store(self, unit: int) -> None:
+        """Start to copy a unit's state back, or take what the host has updated."""
+        self._let_go()
+        if self._host.has_begun(unit):
+            for parameter, entries in self._host.finish(unit):
+                self._take(parameter, entries)
+            self._settle(unit)
+            return
+        fetched = self._fetched.pop(unit, None)
+        if fetched is not None:
+            fetched.staging.free_after = [
+                self._out.start(shelf.memory, piece) for shelf, piece in fetched.parts
+            ]
+            for shelf, _ in fetched.parts:
+                for key in shelf.rows:
+                    self.staged.pop(key, None)
+        self._settle(unit)
+
+    def update_left(self) -> Container[int]:
+        """Update what the program has left out; return the ids of all updated parameters.
+
+        These are parameters of which no rank could know before that any rank had used them, and
+        those whose gradients are older than this step.
+        """
+        for unit, parameters in list(self._away()):
+            left = [p for p in parameters if id(p) not in self._updated]
+            chosen = self._with_gradients(left)
+            if not any(chosen):
+                continue
+            on_host = self._homes[unit] is StateHome.HOST
+            if on_host:  # one update at a time
+                self.store(unit)
+            else:
+                self.fetch(unit)
+            self.update_chosen(chosen, on_host=on_host)
+            self.store(unit)
+            self._updated.update(id(parameter) for group in chosen for parameter in group)
+        return self._updated
+
+    def finish(self) -> None:
+        """End a step: all state is in its place, in the order of the groups."""
+        if self._optimizer is None:
+            return
+        for staging in self._staging:  # what reads the state next finds it
+            for arrival in staging.free_after:
+                self._out.finish(arrival)
+            staging.free_after = []
+        for _, arrival in self._leaving:
+            self._out.finish(arrival)
+        self._leaving = []
+        put_in_order(self._optimizer, self._states)
+        self._updated = set()
+
+    # -- changes of plan, and loading -----------------------------------------------------------
+
+    def follow(self, homes: Sequence[StateHome], optimizers: Sequence[Optimizer]) -> None:
+        """Let state live elsewhere from now on, or where rows have moved.
+
+        Args:
+            homes: Where the state of each unit lives.
+            optimizers: The optimizers that hold it.
+
+        Raises:
+            HostMemoryError: If the host has less memory than that takes.
+        """
+        self._homes = tuple(homes)
+        self._host.drop()
+        before, self._room = self._room, HostRoom(self._accelerator, self._capacity_bytes)
+        self._host = HostUpdates(self._accelerator, self._in, self._out, self._room)
+        self._shelves, self._staging, self.staged = [[] for _ in self._units], [], {}
+        self._next = 0
+        for optimizer in optimizers:
+            self._optimizer = optimizer
+            self.settle(optimizer)
+            for parameter in _parameters_of(self._units, self._homes, StateHome.RESIDENT):
+                for name, value in list(optimizer.state.get(parameter, {}).items()):
+                    rows = local_part(value) if isinstance(value, Tensor) else None
+                    if rows is None or not has_rows(name, parameter, rows):
+                        continue
+                    if before.holds(rows) or not self._accelerator.holds(rows):
+                        on_device = torch.empty_like(rows, device=self._accelerator.device)
+                        on_device.copy_(rows)
+                        optimizer.state[parameter][name] = as_state(name, parameter, on_device)
+        self.finish()
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Move state to host memory that belongs there and lies elsewhere."""
+        self._optimizer, self._states = optimizer, len(optimizer.state)
+        for unit, _ in self._away():
+            self._settle(unit)
+            self._let_go(but=0)
+
+    def is_away(self, parameter: Tensor) -> bool:
+        """Return whether the state of a parameter lives in host memory."""
+        unit = self._unit_of.get(id(parameter))
+        return unit is not None and self._homes[unit] is not StateHome.RESIDENT
+
+    def loaded(self, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return this rank's rows of a parameter's full state, in host memory.
+
+        Args:
+            parameter: A parameter whose state lives there.
+            entries: Its state, with full tensors; numbers are left out.
+        """
+        with self._accelerator.on_host():
+            return {
+                name: rows_like(parameter, value, torch.device("cpu"))
+                for name, value in entries.items()
+                if isinstance(value, Tensor) and name != "step" and value.shape == parameter.shape
+            }
+
+    def close(self) -> None:
+        """End the thread that updates on the host."""
+        self._host.close()
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _away(self) -> Iterator[tuple[int, list[nn.Parameter]]]:
+        # in the order of the backward
+        for unit in reversed(range(len(self._units))):
+            if self._homes[unit] is not StateHome.RESIDENT:
+                yield unit, self._parameters(unit)
+
+    def _parameters(self, unit: int) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self._units[unit].named_sharded()]
+
+    def _with_gradients(self, parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+        assert self._optimizer is not None
+        chosen: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
+        for parameter in parameters:
+            group = self._groups.get(id(parameter))
+            if group is not None and parameter.grad is not None and not is_spent(parameter.grad):
+                chosen[group].append(parameter)
+        return chosen
+
+    def _settle(self, unit: int) -> None:
+        """Put a unit's state onto shelves where it is not, such as new or loaded state."""
+        assert self._optimizer is not None
+        state, strangers = self._optimizer.state, []
+        homes = {key: rows for shelf in self._shelves[unit] for key, rows in shelf.rows.items()}
+        for parameter in self._parameters(unit):
+            for name, value in state.get(parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                rows = local_part(value)
+                if not has_rows(name, parameter, rows):
+                    continue
+                home = homes.get((id(parameter), name))
+                if home is None:
+                    strangers.append((parameter, name, rows))
+                elif home is not rows:
+                    self._carry(parameter, name, rows, home)
+        for dtype in dict.fromkeys(rows.dtype for _, _, rows in strangers):
+            self._shelve(unit, [each for each in strangers if each[2].dtype == dtype], dtype)
+
+    def _shelve(
+        self, unit: int, strangers: Sequence[tuple[nn.Parameter, str, Tensor]], dtype: torch.dtype
+    ) -> None:
+        memory = self._room.take(sum(rows.numel() for _, _, rows in strangers), dtype)
+        shelf, start = _Shelf(memory), 0
+        for parameter, name, rows in strangers:
+            key = id(parameter), name
+            home = memory[start : start + rows.numel()].view(rows.shape)
+            shelf.rows[key], shelf.starts[key] = home, start
+            self._carry(parameter, name, rows, home)
+            start += rows.numel()
+        self._shelves[unit].append(shelf)
+
+    def _carry(self, parameter: nn.Parameter, name: str, rows: Tensor, home: Tensor) -> None:
+        assert self._optimizer is not None
+        if self._accelerator.holds(rows):
+            self._leaving.append((rows, self._out.start(home, rows)))
+        else:
+            home.copy_(rows)
+        self._optimizer.state[parameter][name] = as_state(name, parameter, home)
+
+    def _take(self, parameter: Tensor, entries: dict[str, Any]) -> None:
+        """Take the state that the host's update has left."""
+        assert self._optimizer is not None
+        held = self._optimizer.state[parameter]
+        for name, value in entries.items():
+            before = held.get(name)
+            if not (isinstance(before, Tensor) and local_part(before) is value):
+                rows = isinstance(value, Tensor)
+                held[name] = as_state(name, parameter, value) if rows else value
+
+    def _free_staging(self, nbytes: int) -> _Staging:
+        if self._next >= len(self._staging) or self._staging[self._next].memory.numel() < nbytes:
+            most = max(nbytes, self._largest_bytes())
+            made = _Staging(torch.empty(most, dtype=torch.uint8, device=self._accelerator.device))
+            self._accelerator.synchronize()  # earlier work may still use the memory
+            if self._next < len(self._staging):
+                for arrival in self._staging[self._next].free_after:
+                    self._out.finish(arrival)
+                self._staging[self._next] = made
+            else:
+                self._staging.append(made)
+        found = self._staging[self._next]
+        self._next = (self._next + 1) % STAGED_UNITS
+        return found
+
+    def _largest_bytes(self) -> int:
+        return max(
+            sum(aligned_bytes(shelf.memory.nbytes) for shelf in shelves)
+            for shelves, home in zip(self._shelves, self._homes, strict=True)
+            if home is StateHome.STREAMED
+        )
+
+    def _let_go(self, but: int = 1) -> None:
+        # all but the last: else the device would wait for a copy that has only just begun
+        while len(self._leaving) > but:
+            _, arrival = self._leaving.pop(0)
+            self._out.wait(arrival)
+
+
+def _groups_of(optimizer: Optimizer) -> dict[int, int]:
+    groups = enumerate(optimizer.param_groups)
+    return {id(p): index for index, group in groups for p in group["params"]}
+
+
+def _parameters_of(
+    units: Sequence[Unit], homes: Sequence[StateHome], home: StateHome
+) -> list[nn.Parameter]:
+    pairs = zip(units, homes, strict=True)
+    return [p for unit, own in pairs if own is home for _, p in unit.named_sharded()]

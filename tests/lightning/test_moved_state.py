@@ -1,0 +1,271 @@
+"""Optimizer state in host memory: it changes no bit, and the host's updates are fused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from common import Net, assert_same_optimizer_state, assert_same_tensors, in_ranks, loader
+from lightning.pytorch import Callback, Trainer
+from plans import GLOBAL_BATCH, PLANS, QUIET
+from torch import Tensor, nn
+
+from lightning_cephalo import CephaloStrategy, Plan
+from lightning_cephalo.execution.observer import Observer
+from lightning_cephalo.plan.program import Instruction, Operation
+
+STATE = (Operation.FETCH_STATE, Operation.HOST_UPDATE, Operation.STORE_STATE, Operation.UPDATE)
+
+
+def moved(plan: str, resident: float, on_host: float = 0.0) -> Plan:
+    """A plan whose ranks keep a part of their optimizer state in host memory."""
+    given = PLANS[plan]
+    return replace(
+        given,
+        ranks=tuple(
+            replace(rank, resident_fraction=resident, host_update_fraction=on_host)
+            for rank in given.ranks
+        ),
+    )
+
+
+class _Gated(nn.Module):
+    """Has a parameter that no sample uses, one that not all microbatches use, and a frozen one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.never, self.some = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(width))
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = x * self.some if len(x) == 2 else x
+        return x + self.gain * self.down(torch.tanh(self.up(used)))
+
+
+class Partly(Net):
+    def __init__(self, optimizer: str = "adamw", fused: bool = False) -> None:
+        super().__init__(optimizer)
+        self.blocks = nn.ModuleList(_Gated(6) for _ in range(3))
+        self.blocks[1].up.weight.requires_grad_(False)
+        self.fused = fused
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        for group in made[0][0].param_groups:
+            group["fused"] = self.fused
+        return made
+
+
+class Notes(Callback, Observer):
+    """Notes what is done with state, and what training gives."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.session.model.executor.attach(self)
+
+    def before(self, instruction: Instruction) -> None:
+        if instruction.operation in STATE:
+            self.done.append(str(instruction))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        named = pl_module.named_parameters()
+        self.values = {name: p.full_tensor().detach().clone() for name, p in named}
+        self.state = trainer.strategy.optimizer_state(trainer.optimizers[0])
+        session = trainer.strategy.session
+        self.host_bytes = 0 if session.moved is None else session.moved.host_bytes
+
+
+def trainer(plan: Plan, early: Any, strategy: Any = None, **options: Any) -> Trainer:
+    by_plan = CephaloStrategy(
+        plan=plan,
+        global_batch_size=GLOBAL_BATCH,
+        early_update=early,
+        verbose=False,
+        timeout=timedelta(seconds=400),
+        **strategy or {},
+    )
+    options = {"accelerator": "cpu", "limit_val_batches": 0, **QUIET, **options}
+    return Trainer(strategy=by_plan, devices=plan.world_size, **options)
+
+
+def fitted(
+    plan: Plan,
+    early: Any,
+    module: Any,
+    callbacks: Any = (),
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> Notes:
+    notes = Notes()
+    runs = trainer(plan, early, callbacks=[notes, *callbacks], **options)
+    runs.fit(module, loader(), ckpt_path=ckpt_path)
+    return notes
+
+
+def assert_same(found: Notes, wanted: Notes) -> None:
+    assert_same_tensors(found.values, wanted.values, 0.0)
+    if wanted.state:  # rank 0 has it
+        assert_same_optimizer_state(found.state, wanted.state, 0.0)
+
+
+BY_VALUE = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+CLIPS, DOES_NOT = {"gradient_clip_val": 1e-3}, {"gradient_clip_val": 1e3}
+# plan, optimizer, early updates, options of the Trainer, resident fraction
+STREAMED = {
+    2: [
+        ("3:1", "adamw", "auto", {}, 0.0),
+        ("no data", "sgd", "auto", BY_VALUE, 0.5),
+        ("3:1", "adamw", "auto", CLIPS, 0.3),
+        ("no state", "sgd", False, DOES_NOT, 0.0),
+        ("no data", "adamw", "auto", {"accumulate_grad_batches": 2}, 0.0),
+    ],
+    3: [("three", "adamw", "auto", {}, 0.5)],
+}
+
+
+def _streamed(world_size: int) -> None:
+    for plan, optimizer, early, options, resident in STREAMED[world_size]:
+        wanted = fitted(PLANS[plan], early, Partly(optimizer), **options)
+        found = fitted(moved(plan, resident), early, Partly(optimizer), **options)
+        assert_same(found, wanted)
+        has_rows = PLANS[plan].ranks[torch.distributed.get_rank()].state_fraction > 0
+        assert wanted.host_bytes == 0 and (found.host_bytes > 0) is has_rows
+        assert any(each.startswith("I") for each in found.done) is has_rows
+
+
+@pytest.mark.parametrize("world_size", STREAMED)
+def test_state_that_is_streamed_is_bit_by_bit_that_on_the_device(world_size):
+    in_ranks(world_size, _streamed, world_size)
+
+
+class Writes(Callback):
+    """Writes to weights between two steps, in every way that code has."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        block = pl_module.blocks[0]
+        with torch.no_grad():
+            block.up.weight.mul_(0.9)
+            block.down.bias.copy_(torch.linspace(0, 1, 6))
+        pl_module.head.weight.data.add_(0.01)
+        block.down.weight.detach().sub_(0.02)
+
+
+def _on_host() -> None:
+    for plan, optimizer, early, options in (
+        ("3:1", "sgd", "auto", BY_VALUE),
+        ("no data", "adamw", "auto", {}),
+        ("3:1", "adamw", "auto", CLIPS),
+        ("no data", "adamw", False, {"accumulate_grad_batches": 2}),
+    ):
+        # where all is updated on the host, that is what the fused optimizer gives
+        wanted = fitted(PLANS[plan], early, Partly(optimizer, True), [Writes()], **options)
+        found = fitted(moved(plan, 0.0, 1.0), early, Partly(optimizer), [Writes()], **options)
+        assert found.done.count("C2") == found.done.count("S2") > 0 and "I2" not in found.done
+        assert_same_tensors(found.values, wanted.values, 0.0)
+        if wanted.state:
+            assert list(found.state["state"]) == list(wanted.state["state"])
+            for index, entries in wanted.state["state"].items():
+                assert_same_tensors(found.state["state"][index], entries, 0.0)
+    # some of each: the units that the host does not update are not fused
+    mixed = fitted(moved("3:1", 0.5, 0.35), "auto", Partly(fused=True))
+    assert {"C3", "S3", "I2", "U2", "S2", "U1"} <= set(mixed.done)
+    assert_same_tensors(mixed.values, fitted(PLANS["3:1"], False, Partly(fused=True)).values, 0.0)
+
+
+def test_what_the_host_updates_is_what_the_fused_optimizer_gives():
+    in_ranks(2, _on_host)
+
+
+# -- other plans ----------------------------------------------------------------------------------
+
+
+class Changes(Callback):
+    """Changes the plan twice, between steps."""
+
+    def __init__(self, first: Plan, second: Plan) -> None:
+        self.plans = {0: first, 2: second}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any, **__: Any) -> None:
+        if trainer.current_epoch == 0 and rest[-1] in self.plans:
+            trainer.strategy.change_plan(self.plans[rest[-1]])
+
+
+def _trained(plans: list[Plan], path: str) -> Notes:
+    """Train by three plans in turn, save, and resume by a fourth."""
+    runs = trainer(plans[0], "auto", callbacks=[Changes(plans[1], plans[2])], max_epochs=2)
+    runs.fit(Partly(), loader())
+    runs.save_checkpoint(path)
+    return fitted(plans[3], "auto", Partly(), ckpt_path=path, max_epochs=4)
+
+
+def _followed(folder: str) -> None:
+    names = ("3:1", "even", "idle first", "no state")
+    wanted = _trained([PLANS[name] for name in names], f"{folder}/resident.ckpt")
+    parts = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (0.0, 0.0))
+    plans = [moved(name, *part) for name, part in zip(names, parts, strict=True)]
+    found = _trained(plans, f"{folder}/streamed.ckpt")
+    assert_same(found, wanted)
+
+
+def test_it_follows_other_plans_and_is_resumed_by_them(tmp_path):
+    in_ranks(2, _followed, str(tmp_path))
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+class Breaks(Callback):
+    """Lets the host's update fail on rank 1, in the second step."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        if trainer.global_rank == 1 and index == 1:
+            trainer.optimizers[0].param_groups[0]["betas"] = None
+
+
+class Whole(Partly):
+    """Has an optimizer whose updates are not element-wise."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+def _raised(plan: Plan, module: Any, callbacks: Any = (), **strategy: Any) -> str:
+    runs = trainer(plan, "auto", strategy=strategy, callbacks=list(callbacks))
+    try:
+        runs.fit(module, loader())
+    except Exception as failure:
+        said = "\n".join([str(failure), *getattr(failure, "__notes__", ())])
+        return f"{type(failure).__name__}: {said}"
+    return ""
+
+
+def _bad() -> list[str]:
+    modules = [Partly(), Partly()]
+    for module in modules:
+        module.head.weight.data[0] = torch.nan
+    wanted = fitted(PLANS["3:1"], "auto", modules[0])
+    found = fitted(moved("3:1", 0.0), "auto", modules[1])
+    assert wanted.values["blocks.0.up.weight"].isnan().all()
+    for name, value in wanted.values.items():
+        torch.testing.assert_close(found.values[name], value, rtol=0, atol=0, equal_nan=True)
+    streamed = moved("3:1", 0.0)
+    return [
+        _raised(streamed, Whole()),
+        _raised(streamed, Partly(), host_memory_cap=1000),
+        _raised(moved("3:1", 0.0, 1.0), Partly(), [Breaks()]),
+    ]
+
+
+def test_what_cannot_be_is_named_on_all_ranks():
+    other, own = in_ranks(2, _bad)
+    for whole, small, _ in (other, own):
+        assert "(resident_fraction), but it has to stay on the devices: Adafactor is not" in whole
+        assert "HostMemoryError: Optimizer state needs" in small and "host_memory_cap=" in small
+    assert own[2].startswith("TypeError: cannot unpack") and "Weights are half-updated" in own[2]
+    assert "Rank 1" in other[2] and "failed: TypeError: cannot unpack" in other[2]
