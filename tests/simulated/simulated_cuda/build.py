@@ -18,7 +18,7 @@ WRITTEN_FOR = "2.13"
 
 _NATIVE = Path(__file__).parent / "native"
 # NDEBUG as torch itself: its headers declare some classes with other members otherwise
-_FLAGS = ["-std=c++20", "-O0", "-g0", "-fPIC", "-DNDEBUG", "-D_GLIBCXX_USE_CXX11_ABI=1"]
+_FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-DNDEBUG", "-D_GLIBCXX_USE_CXX11_ABI=1"]
 
 
 class Unavailable(RuntimeError):
