@@ -1,6 +1,8 @@
-"""What every test shares: slow tests go last, and tests whose device is missing are skipped."""
+"""What every test shares: the order, garbage and caches; tests without their device are skipped."""
 
 import contextlib
+import gc
+import itertools
 import multiprocessing.process
 import os
 import subprocess
@@ -22,10 +24,33 @@ hypothesis.settings.load_profile("any machine")
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Imports make more than a million objects that live until the end.
+
+    No collection of garbage needs to look through them, here or in a forked rank.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.fixture(scope="session")
+def _new_caches(tmp_path_factory):
+    """Names of folders that nothing has used; pytest counts its own anew for each one."""
+    parent = tmp_path_factory.mktemp("caches")
+    return (parent / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def _cache_of_the_test(tmp_path_factory, monkeypatch):
+def _cache_of_the_test(_new_caches, monkeypatch):
     """What is measured in a test is not to be planned with later, nor by another test."""
-    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path_factory.mktemp("cache")))
+    cache = next(_new_caches)
+    cache.mkdir()
+    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(cache))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,8 +96,10 @@ def simulated():
         yield server
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # a worker that gets a long test at the very end would leave the others without work
+    is_one_of_several = hasattr(config, "workerinput")
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None) == is_one_of_several)
     missing = {
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
         "simulated": simulated_cuda.unavailable(),
