@@ -201,17 +201,21 @@ def test_a_microbatch_without_weight_adds_nothing(simulated, given):
         assert_equal(trained(simulated, ranks, **given), wanted, 1e-2 if "scale" in given else 1e-5)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "16-true"])
+@pytest.fixture(scope="module", params=["16-mixed", "bf16-mixed", "bf16-true", "16-true"])
+def in_half_precision(simulated, request):
+    """Options of training in half precision, and what one device finds with them."""
+    given = {"trainer": {"precision": request.param, "gradient_clip_val": 0.5}}
+    if request.param == "16-mixed":
+        given = {"trainer": {"gradient_clip_val": 0.5}, "scale": 2.0**10}
+    (wanted,) = trained(simulated, None, **given)
+    return given, wanted
+
+
 @pytest.mark.parametrize("ranks", [ONE, IDLE_WITH_ALL_STATE], ids=["one", "idle"])
-def test_half_precision_follows_one_device(simulated, precision, ranks):
-    options = {"precision": precision, "gradient_clip_val": 0.5}
-    given = {"scale": 2.0**10} if precision == "16-mixed" else {}
-    if given:
-        del options["precision"]
-    (wanted,) = trained(simulated, None, trainer=options, **given)
-    found = trained(simulated, ranks, trainer=options, **given)
+def test_half_precision_follows_one_device(simulated, in_half_precision, ranks):
+    given, wanted = in_half_precision
     # half precision rounds each microbatch where the whole batch would be rounded once
-    assert_equal(found, wanted, rel=3e-2)
+    assert_equal(trained(simulated, ranks, **given), wanted, rel=3e-2)
 
 
 IN_EACH_WAY = pytest.mark.parametrize(
