@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 # fp32 parameter, gradient and Adam's two moments
 STATE_BYTES_PER_PARAMETER = 16
 # Adam reads all four values and writes all except the gradient
-_OPTIMIZER_BYTES_PER_PARAMETER = 28
-_GRADIENT_BYTES = 4
-_COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
+OPTIMIZER_BYTES_PER_PARAMETER = 28
+GRADIENT_BYTES = 4
+COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 # Larger microbatches are no faster per sample, and the solver's time grows with their number.
 LARGEST_MICROBATCH_SIZE = 64
 # Fraction of the PCIe rate that copies from pinned memory reach: assumed, not measured.
@@ -129,21 +129,21 @@ def build_problem(
         )
         for rank in cluster.ranks
     ]
-    compute = _COMPUTE_BYTES[work.dtype]
+    compute = COMPUTE_BYTES[work.dtype]
 
     def collective_s(nbytes: float) -> float:
         # Cuts lie between rows, so even shares of the state are rarely even slices.
         return uneven_collective_s(cluster, nbytes, uneven_factor=uneven_factor)
 
     gather_s = collective_s(compute * work.unit_parameters)
-    reduce_s = collective_s(_GRADIENT_BYTES * work.unit_parameters)
+    reduce_s = collective_s(GRADIENT_BYTES * work.unit_parameters)
     problem = Problem(
         ranks=tuple(profiles),
         units=work.units,
         gather_s=gather_s,
         reduce_s=reduce_s,
         root_gather_s=collective_s(compute * work.root_parameters),
-        root_reduce_s=collective_s(_GRADIENT_BYTES * work.root_parameters),
+        root_reduce_s=collective_s(GRADIENT_BYTES * work.root_parameters),
         fill_s=gather_s + reduce_s,
         state_bytes=state_bytes(work),
         global_batch_size=global_batch_size,
@@ -167,7 +167,7 @@ def state_bytes(work: ModelWork) -> float:
     The profiler counts the same (NCCL).
     """
     largest = max(work.largest_unit_parameters, work.root_parameters)
-    return STATE_BYTES_PER_PARAMETER * work.parameters + _GRADIENT_BYTES * largest
+    return STATE_BYTES_PER_PARAMETER * work.parameters + GRADIENT_BYTES * largest
 
 
 def gathered_bytes(work: ModelWork) -> float:
@@ -177,7 +177,7 @@ def gathered_bytes(work: ModelWork) -> float:
     gradients in fp32.
     """
     full = work.root_parameters + min(2, work.units) * work.largest_unit_parameters
-    return (_COMPUTE_BYTES[work.dtype] + _GRADIENT_BYTES) * full
+    return (COMPUTE_BYTES[work.dtype] + GRADIENT_BYTES) * full
 
 
 def unresharded_bytes(work: ModelWork) -> float:
@@ -186,7 +186,7 @@ def unresharded_bytes(work: ModelWork) -> float:
     They are held if units stay gathered from forward to backward.
     """
     others = work.units * work.unit_parameters - min(2, work.units) * work.largest_unit_parameters
-    return _COMPUTE_BYTES[work.dtype] * max(0.0, others)
+    return COMPUTE_BYTES[work.dtype] * max(0.0, others)
 
 
 def _profile(
@@ -201,6 +201,46 @@ def _profile(
     choose_recompute: bool,
     allow_offload: bool,
 ) -> RankProfile:
+    offload = allow_offload and recompute and rank.host_memory_bytes > 0
+    return rank_profile(
+        rank.device,
+        curves,
+        work,
+        capacity_bytes=cluster.capacity_bytes(rank.device),
+        recompute=recompute,
+        choose_recompute=choose_recompute,
+        fixed_bytes=fixed_bytes,
+        # boundaries that can be offloaded do not limit the microbatch size
+        sample_bytes=0.0 if offload else sample_bytes,
+        host_capacity_bytes=rank.host_memory_bytes * (1 - cluster.reserve) if offload else 0.0,
+    )
+
+
+def rank_profile(
+    device: Device,
+    curves: Curves,
+    work: ModelWork,
+    *,
+    capacity_bytes: float,
+    recompute: bool = True,
+    choose_recompute: bool = False,
+    fixed_bytes: float = 0.0,
+    sample_bytes: float = 0.0,
+    host_capacity_bytes: float = 0.0,
+) -> RankProfile:
+    """Return the profile of one device, with the microbatch sizes that fit.
+
+    Args:
+        device: its datasheet.
+        curves: its times, with recomputation.
+        work: the model.
+        capacity_bytes: memory that a plan may use.
+        recompute: whether units are recomputed in the backward.
+        choose_recompute: leave that to the plan.
+        fixed_bytes: held whatever the microbatch.
+        sample_bytes: retained for each sample.
+        host_capacity_bytes: host memory for boundaries; 0: they stay on the device.
+    """
     sizes = range(1, curves.largest_microbatch_size + 1)
     kept_backward = tuple(
         max(0.0, b - f) for f, b in zip(curves.forward_s, curves.backward_s, strict=True)
@@ -209,23 +249,19 @@ def _profile(
     backward, peaks = curves.backward_s, curves.compute_bytes
     if not recompute:
         backward, peaks = kept_backward, kept_peaks
-    capacity = cluster.capacity_bytes(rank.device)
-    offload = allow_offload and recompute and rank.host_memory_bytes > 0
-    # boundaries that can be offloaded do not limit the microbatch size
-    room = capacity - fixed_bytes
-    per_sample = 0.0 if offload else sample_bytes
-    fits = sum(peaks[size - 1] + per_sample * size <= room for size in sizes)
+    room = capacity_bytes - fixed_bytes
+    fits = sum(peaks[size - 1] + sample_bytes * size <= room for size in sizes)
     return RankProfile(
-        name=rank.device.name,
+        name=device.name,
         forward_s=curves.forward_s[:fits],
         backward_s=backward[:fits],
         tail_s=curves.tail_s[:fits],
         compute_bytes=peaks[:fits],
-        capacity_bytes=capacity,
+        capacity_bytes=capacity_bytes,
         kept_backward_s=kept_backward[:fits] if choose_recompute else (),
         kept_compute_bytes=kept_peaks[:fits] if choose_recompute else (),
-        host_capacity_bytes=rank.host_memory_bytes * (1 - cluster.reserve) if offload else 0.0,
-        offload_bytes_per_s=COPY_EFFICIENCY * rank.device.pcie_bytes_per_s,
+        host_capacity_bytes=host_capacity_bytes,
+        offload_bytes_per_s=COPY_EFFICIENCY * device.pcie_bytes_per_s,
     )
 
 
@@ -234,7 +270,7 @@ def _optimizer_s(
 ) -> float:
     """Return the seconds of the slowest rank's Adam if state is shared in proportion to memory."""
     total = sum(rank.device.memory_bytes for rank in cluster.ranks)
-    moved = _OPTIMIZER_BYTES_PER_PARAMETER * work.parameters
+    moved = OPTIMIZER_BYTES_PER_PARAMETER * work.parameters
     return max(
         moved
         * device.memory_bytes

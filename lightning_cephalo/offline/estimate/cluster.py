@@ -181,6 +181,16 @@ class Cluster(FileRecord):
             between = uniform(between, self.node_count)
         return Network(inside, between)
 
+    def with_network_scaled(self, factor: float) -> Cluster:
+        """Return this cluster with all bandwidths between nodes times ``factor``."""
+        between = self.between_nodes
+        if isinstance(between, Link):
+            scaled = Link(between.bandwidth_bytes_per_s * factor, between.latency_s)
+            return dataclasses.replace(self, between_nodes=scaled)
+        if between is None:
+            return self
+        return dataclasses.replace(self, between_nodes=self.network.scaled(factor).between)
+
     def capacity_bytes(self, device: Device) -> float:
         """Return the bytes of this device's memory that a plan may use."""
         return device.memory_bytes * (1 - self.reserve)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.offline.pipeline.times import Gathering, StageTimes
@@ -64,29 +65,46 @@ def stage_problem(problem: PipelineProblem, stage: Stage) -> Problem:
     Raises:
         PlanError: the stage has more units than the model, or none.
     """
-    units, whole, root = stage.units, problem.whole, problem.root
-    held = min(2, units) if stage.regathers else units
-    neighbours = 2 - stage.is_first - stage.is_last
-    # A rank retains boundaries of all waves; one more wave is on its way from or to each neighbour.
-    retained = stage.waves + neighbours / units
-    state = units * problem.unit.state + (root.state if stage.has_root else 0.0)
-    receive = max(problem.unit.reduce, root.reduce if stage.has_root else 0.0)
+    whole, held = problem.whole, stage_bytes(problem, stage)
     gather_s, reduce_s = _collectives_s(problem, stage) if stage.regathers else (0.0, 0.0)
     return Problem(
         ranks=tuple(
             _profile(rank, stage) for block in stage.blocks for rank in problem.blocks[block].ranks
         ),
-        units=units,
+        units=stage.units,
         gather_s=gather_s,
         reduce_s=reduce_s,
-        state_bytes=state + receive,
+        state_bytes=held.state,
         global_batch_size=stage.wave_samples,
-        boundary_bytes=retained * whole.boundary_bytes,
+        boundary_bytes=held.sample / stage.units,
         kept_bytes=stage.waves * whole.kept_bytes,
         microbatch_bytes=stage.waves * whole.microbatch_bytes,
-        gathered_bytes=held * problem.unit.buffers + (root.buffers if stage.has_root else 0.0),
+        gathered_bytes=held.buffers,
         minimum_microbatch_size=whole.minimum_microbatch_size,
         equal_microbatches=whole.equal_microbatches,
+    )
+
+
+class StageBytes(NamedTuple):
+    """What a stage holds: state over all ranks, buffers on each, and boundaries for a sample."""
+
+    state: float
+    buffers: float
+    sample: float
+
+
+def stage_bytes(problem: PipelineProblem, stage: Stage) -> StageBytes:
+    """Return what a stage holds through the step, whatever its plan."""
+    units, root = stage.units, problem.root
+    held = min(2, units) if stage.regathers else units
+    neighbours = 2 - stage.is_first - stage.is_last
+    receive = max(problem.unit.reduce, root.reduce if stage.has_root else 0.0)
+    return StageBytes(
+        state=units * problem.unit.state + (root.state if stage.has_root else 0.0) + receive,
+        buffers=held * problem.unit.buffers + (root.buffers if stage.has_root else 0.0),
+        # A rank retains boundaries of all waves; one more wave is on its way from or to each
+        # neighbour.
+        sample=(stage.waves * units + neighbours) * problem.whole.boundary_bytes,
     )
 
 

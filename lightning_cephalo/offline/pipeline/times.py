@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from lightning_cephalo.common.records import Amount, Checked, Count
+from lightning_cephalo.common.errors import PlanError
 
 
 class Gathering(enum.Enum):
@@ -22,7 +22,7 @@ class Gathering(enum.Enum):
 
 
 @dataclass(frozen=True)
-class StageTimes(Checked):
+class StageTimes:
     """The seconds of one stage; those of compute are its slowest rank's, summed over a wave.
 
     Attributes:
@@ -38,23 +38,28 @@ class StageTimes(Checked):
         update_s: the optimizer's time.
 
     Raises:
-        PlanError: a field has an invalid value.
+        PlanError: the stage has no unit.
 
     Example::
 
         StageTimes(4, 0.01, 0.03, 0.0, 0.002, 0.004, Gathering.REGATHER).wave_forward_s  # 0.04
     """
 
-    units: Count
-    forward_s: Amount
-    backward_s: Amount
-    tail_s: Amount
-    gather_s: Amount
-    reduce_s: Amount
+    units: int
+    forward_s: float
+    backward_s: float
+    tail_s: float
+    gather_s: float
+    reduce_s: float
     gathering: Gathering
-    ready_s: Amount = 0.0
-    after_s: Amount = 0.0
-    update_s: Amount = 0.0
+    ready_s: float = 0.0
+    after_s: float = 0.0
+    update_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        # A search makes many of these from checked values: the one it could get wrong is checked.
+        if self.units < 1:
+            raise PlanError(f"StageTimes.units: expected at least one unit, but got {self.units}.")
 
     @property
     def regathers(self) -> bool:
@@ -120,7 +125,7 @@ class StageTimes(Checked):
 
 
 @dataclass(frozen=True)
-class Crossing(Checked):
+class Crossing:
     """What one wave's boundary takes from a stage to the next, each way.
 
     Attributes:
@@ -128,5 +133,5 @@ class Crossing(Checked):
         latency_s: in addition, until the wave has arrived; the link is free for the next one.
     """
 
-    wave_s: Amount
-    latency_s: Amount = 0.0
+    wave_s: float
+    latency_s: float = 0.0

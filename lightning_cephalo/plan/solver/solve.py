@@ -75,17 +75,26 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
         SolverError: the solver failed, or found no plan in time.
         PlanError: an argument is invalid.
     """
+    plan = solve_if_possible(problem, time_limit_s=time_limit_s)
+    if plan is None:
+        refuse(problem, group_types(problem))
+    return plan
+
+
+def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan | None:
+    """Return the plan of :func:`solve`, or None where there is none.
+
+    Why there is none takes longer to find out, and is of no use to whoever tries many problems.
+    """
     started = time.perf_counter()
     if not isinstance(problem, Problem):
         raise PlanError(f"solve: expected a Problem, but got {records.shortened(problem)}.")
     limit = records.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
-    deadline = started + limit
-    types = group_types(problem)
-    if certainly_infeasible(problem, types):
-        refuse(problem, types)
-    found, bound_s = _searched(problem, deadline)
+    if certainly_infeasible(problem, group_types(problem)):
+        return None
+    found, bound_s = _searched(problem, started + limit)
     if not found:
-        refuse(problem, types)
+        return None
     plan = _best_plan(problem, found, bound_s)
     return dataclasses.replace(plan, solve_s=time.perf_counter() - started)
 

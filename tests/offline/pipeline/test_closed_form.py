@@ -93,6 +93,6 @@ def test_what_is_no_pipeline_is_refused(play, stages, crossings, waves):
 
 def test_a_stage_without_units_is_refused():
     with pytest.raises(
-        PlanError, match=r"StageTimes\.units: expected a whole number of at least 1"
+        PlanError, match=r"StageTimes\.units: expected at least one unit, but got 0"
     ):
         _stage(1, 1, 0)

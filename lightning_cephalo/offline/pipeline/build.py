@@ -1,0 +1,136 @@
+"""Builds the advisor's problem for a cluster and a model, beside ``estimate/build.py``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.offline.estimate.analytic import Efficiency, find_efficiency
+from lightning_cephalo.offline.estimate.build import (
+    COMPUTE_BYTES,
+    GRADIENT_BYTES,
+    LARGEST_MICROBATCH_SIZE,
+    OPTIMIZER_BYTES_PER_PARAMETER,
+    STATE_BYTES_PER_PARAMETER,
+    rank_profile,
+)
+from lightning_cephalo.offline.estimate.cluster import Cluster
+from lightning_cephalo.offline.estimate.collective import UNEVEN_FACTOR
+from lightning_cephalo.offline.estimate.sources import curves_of
+from lightning_cephalo.offline.pipeline.problem import (
+    Block,
+    PipelineProblem,
+    RootBytes,
+    UnitBytes,
+)
+from lightning_cephalo.plan import Problem
+from lightning_cephalo.plan.curves import CurveTable, cached_tables
+
+if TYPE_CHECKING:
+    from lightning_cephalo.offline.estimate.work import ModelWork
+
+
+def pipeline_problem(
+    cluster: Cluster,
+    work: ModelWork,
+    whole: Problem,
+    *,
+    tables: Sequence[CurveTable] = (),
+    cache_folder: str | PathLike[str] | None = None,
+    recompute: bool = True,
+    choose_recompute: bool = False,
+    efficiencies: Sequence[Efficiency] | None = None,
+) -> PipelineProblem:
+    """Return the advisor's problem; blocks are the ranks of one device in one node.
+
+    Args:
+        cluster: devices and links.
+        work: the model at one dtype and sequence length.
+        whole: today's problem, of :func:`~.estimate.build_problem` with the same options.
+        tables: published or the user's own.
+        cache_folder: folder of measured tables; default: the user's cache.
+        recompute: whether units are recomputed in the backward.
+        choose_recompute: leave that to the plan, rank by rank.
+        efficiencies: of devices without measurements.
+
+    Raises:
+        PlanError: the cluster has one node only, or a device cannot compute in this dtype.
+
+    Example::
+
+        whole = build_problem(cluster, work, global_batch_size=256).problem
+        advice = advise(pipeline_problem(cluster, work, whole))
+    """
+    if cluster.node_count < 2:
+        raise PlanError(
+            "Pipelines of node groups need a cluster of at least two nodes, but this one has one. "
+            "Describe the nodes and between_nodes in cluster.yaml."
+        )
+    measured = cached_tables(cache_folder).tables
+    longest = min(whole.global_batch_size, LARGEST_MICROBATCH_SIZE)
+    recompute = recompute or choose_recompute
+    profiles = {}
+    for device in dict.fromkeys(rank.device for rank in cluster.ranks):
+        curves = curves_of(
+            device, work, longest, measured=measured, tables=tables, efficiencies=efficiencies
+        )
+        # What else a rank holds depends on its stage: curves go as far as the peak alone fits.
+        profiles[device] = rank_profile(
+            device,
+            curves,
+            work,
+            capacity_bytes=cluster.capacity_bytes(device),
+            recompute=recompute,
+            choose_recompute=choose_recompute,
+        )
+    blocks = []
+    for (node, device), count in Counter((r.node, r.device) for r in cluster.ranks).items():
+        efficiency = find_efficiency(device, "fp32", efficiencies).bandwidth
+        blocks.append(
+            Block(
+                f"node {node}: {count} × {device.name}",
+                node,
+                (profiles[device],) * count,
+                efficiency * device.bandwidth_bytes_per_s,
+            )
+        )
+    compute = COMPUTE_BYTES[work.dtype]
+
+    def bytes_of(parameters: float, largest: float) -> tuple[float, ...]:
+        return (
+            compute * parameters,
+            GRADIENT_BYTES * parameters,
+            STATE_BYTES_PER_PARAMETER * parameters,
+            (compute + GRADIENT_BYTES) * largest,
+            OPTIMIZER_BYTES_PER_PARAMETER * parameters,
+        )
+
+    return PipelineProblem(
+        whole,
+        tuple(blocks),
+        cluster.network,
+        UnitBytes(*bytes_of(work.unit_parameters, work.largest_unit_parameters)),
+        root=RootBytes(*bytes_of(work.root_parameters, work.root_parameters)),
+        crossing_bytes=work.boundary_bytes,
+        uneven_factor=UNEVEN_FACTOR,
+    )
+
+
+def problem_at(
+    problem: PipelineProblem,
+    factor: float,
+    whole_of: Callable[[Cluster], Problem],
+    cluster: Cluster,
+) -> PipelineProblem:
+    """Return the same problem with all bandwidths between nodes times ``factor``.
+
+    Args:
+        problem: of the cluster.
+        factor: above 0.
+        whole_of: makes today's problem on another cluster.
+        cluster: the problem's.
+    """
+    return problem.scaled(factor, whole_of(cluster.with_network_scaled(factor)))

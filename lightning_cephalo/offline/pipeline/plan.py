@@ -1,0 +1,163 @@
+"""What the advisor finds: pipelines with their stages, and how they compare with today's plan."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_cephalo.offline.pipeline.closed_form import pipeline_s
+from lightning_cephalo.offline.pipeline.problem import PipelineProblem
+from lightning_cephalo.offline.pipeline.simulate import PipelineRun, simulate_pipeline
+from lightning_cephalo.offline.pipeline.stages import Stage
+from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
+from lightning_cephalo.plan import Plan
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage with the plan of its wave.
+
+    Attributes:
+        stage: its blocks, units and way to gather.
+        plan: who does what in one wave; memory is that of the whole step. One entry per rank of the
+            stage's blocks.
+        times: its seconds.
+    """
+
+    stage: Stage
+    plan: Plan
+    times: StageTimes
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages that a part of the batch passes in waves.
+
+    Attributes:
+        stages: in the order of the forward.
+        crossings: from each stage to the next one.
+        samples: of the global batch.
+    """
+
+    stages: tuple[PlannedStage, ...]
+    crossings: tuple[Crossing, ...]
+    samples: int
+
+    @property
+    def waves(self) -> int:
+        """Number of waves."""
+        return self.stages[0].stage.waves
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Number of units of each stage."""
+        return tuple(planned.stage.units for planned in self.stages)
+
+    @property
+    def times(self) -> tuple[StageTimes, ...]:
+        """The seconds of each stage."""
+        return tuple(planned.times for planned in self.stages)
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step, without what parallel pipelines exchange."""
+        return pipeline_s(self.times, self.crossings, self.waves)
+
+    def simulate(self) -> PipelineRun:
+        """Play a step event by event; without what parallel pipelines exchange."""
+        return simulate_pipeline(self.times, self.crossings, self.waves)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """One or two parallel pipelines, each of which holds the whole model.
+
+    Attributes:
+        pipelines: they share the batch.
+        sync_s: seconds to add up the gradients of parallel pipelines, after all backwards.
+    """
+
+    pipelines: tuple[Pipeline, ...]
+    sync_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step.
+
+        Units are updated while others still exchange their gradients: both are counted in full.
+        """
+        return max(pipeline.step_s for pipeline in self.pipelines) + self.sync_s
+
+    def to_dict(self, problem: PipelineProblem) -> dict[str, Any]:
+        """Return plain lists and numbers, for JSON; units are numbered from 1."""
+        return {
+            "step_s": self.step_s,
+            "sync_s": self.sync_s,
+            "pipelines": [_pipeline_dict(problem, pipeline) for pipeline in self.pipelines],
+        }
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Whether a pipeline would be faster than today's plan, and how sure that is.
+
+    Attributes:
+        problem: what was asked.
+        today: the plan of one stage, which is what training runs; None: none was found.
+        today_least_s: no plan of one stage is faster; infinite if none fits.
+        best: the fastest pipelines found; None: none fits.
+        bound_s: no pipelines that ``covers`` speaks of are faster.
+        covers: what was searched, in words.
+        screened: how many groupings were bounded.
+        solved: how many stages were planned.
+        search_s: seconds that the search took.
+    """
+
+    problem: PipelineProblem
+    today: Plan | None
+    today_least_s: float
+    best: PipelinePlan | None
+    bound_s: float
+    covers: str
+    screened: int
+    solved: int
+    search_s: float
+
+    @property
+    def today_s(self) -> float:
+        """Predicted seconds of today's step; its bound if no plan was found in time."""
+        if self.today is None or self.today.step_s is None:
+            return self.today_least_s
+        return self.today.step_s
+
+    @property
+    def pipeline_wins(self) -> bool:
+        """Whether the pipelines are faster than today's plan."""
+        return self.best is not None and self.best.step_s < self.today_s
+
+    @property
+    def gap(self) -> float:
+        """How far the bound is below the fastest pipelines found, as a fraction of their step."""
+        if self.best is None:
+            return 0.0
+        return max(0.0, 1 - self.bound_s / self.best.step_s)
+
+
+def _pipeline_dict(problem: PipelineProblem, pipeline: Pipeline) -> dict[str, Any]:
+    ends = list(itertools.accumulate(pipeline.units))
+    return {
+        "samples": pipeline.samples,
+        "waves": pipeline.waves,
+        "stages": [
+            {
+                "blocks": [problem.blocks[block].name for block in planned.stage.blocks],
+                "units": [end - planned.stage.units + 1, end],
+                "gathering": planned.stage.gathering.value,
+                "wave_forward_s": planned.times.wave_forward_s,
+                "wave_backward_s": planned.times.wave_backward_s,
+                "ranks": [rank.to_dict() for rank in planned.plan.ranks],
+            }
+            for planned, end in zip(pipeline.stages, ends, strict=True)
+        ],
+    }

@@ -1,0 +1,150 @@
+"""The search for pipelines: none is faster, every rank has the memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+from pipeline_brute_force import fastest_s, quick_plan, random_problem
+from pipeline_cases import problem_of, rank
+
+from lightning_cephalo.offline.pipeline.groups import atoms_of, kinds_of, orders, partitions
+from lightning_cephalo.offline.pipeline.plan import Advice
+from lightning_cephalo.offline.pipeline.search import (
+    Planned,
+    advise,
+    least_step_s,
+    wave_counts,
+)
+from lightning_cephalo.offline.pipeline.stages import stage_problem
+from lightning_cephalo.plan import Plan, PlanError, RankPlan, predict, solve
+
+FAST, SLOW = rank(2.0, 3000), rank(1.0, 3000)
+# No pipeline is left out because today's plan is faster.
+LATE = dataclasses.replace(Plan((RankPlan((1,), 1.0),)), step_s=1e9)
+
+
+def test_no_pipeline_of_brute_force_is_faster():
+    pairs = 0
+    for seed in range(10):
+        problem = random_problem(random.Random(seed))
+        advice = advise(problem, gap=0.0, planned=Planned(quick_plan), today=LATE)
+        best_s = fastest_s(problem)
+        found_s = advice.best.step_s if advice.best else math.inf
+        assert found_s == pytest.approx(best_s, rel=1e-9), seed
+        assert advice.bound_s <= best_s * (1 + 1e-9), seed
+        pairs += advice.best is not None and len(advice.best.pipelines) == 2
+    assert pairs
+
+
+def _check_memory(advice: Advice) -> None:
+    assert advice.best is not None
+    ranks = []
+    for pipeline in advice.best.pipelines:
+        assert sum(pipeline.units) == advice.problem.units
+        for planned in pipeline.stages:
+            wave = stage_problem(advice.problem, planned.stage)
+            held = predict(wave, planned.plan).ranks
+            for own, profile in zip(held, wave.ranks, strict=True):
+                assert own.memory_bytes <= profile.capacity_bytes * (1 + 1e-9)
+            assert planned.plan.global_batch_size == planned.stage.wave_samples
+            ranks += planned.stage.blocks
+        assert pipeline.waves * pipeline.stages[0].stage.wave_samples >= pipeline.samples
+    assert sorted(ranks) == list(range(len(advice.problem.blocks)))
+    assert sum(each.samples for each in advice.best.pipelines) == advice.problem.batch
+
+
+def test_a_slow_network_wants_a_pipeline_and_a_fast_one_does_not():
+    planned = Planned()
+    slow, fast = (
+        advise(problem_of([FAST] * 2, [SLOW] * 2, between=rate, batch=16), planned=planned)
+        for rate in (0.5, 1000.0)
+    )
+    assert slow.pipeline_wins and not fast.pipeline_wins
+    for advice in (slow, fast):
+        _check_memory(advice)
+        assert advice.bound_s <= advice.best.step_s
+        assert advice.gap <= 0.2
+        assert advice.today.ranks == solve(advice.problem.whole).ranks
+        assert least_step_s(advice.problem.whole) <= advice.today.step_s
+        pipeline = advice.best.pipelines[0]
+        assert pipeline.simulate().step_s == pytest.approx(pipeline.step_s, rel=1e-9)
+    units = slow.best.pipelines[0].units
+    blocks = [each.stage.blocks for each in slow.best.pipelines[0].stages]
+    assert units[blocks.index((0,))] > units[blocks.index((1,))]
+
+
+def test_memory_decides_how_often_a_stage_gathers():
+    def ways(capacity: float) -> set[str]:
+        node = [rank(1.0, capacity)] * 2
+        advice = advise(problem_of(node, node, between=0.5, batch=8, units=12), today=LATE)
+        _check_memory(advice)
+        stages = advice.best.pipelines[0].stages
+        return {each.stage.gathering.value for each in stages}
+
+    assert "regather" in ways(850)
+    assert ways(5000) == {"hold"}
+
+
+def test_what_fits_no_pipeline_is_said():
+    node = [rank(1.0, 300)] * 2
+    advice = advise(problem_of(node, node, units=8))
+    assert advice.best is None and not advice.pipeline_wins
+    assert advice.today is None and math.isinf(advice.today_s)
+
+
+def test_one_block_is_no_pipeline():
+    advice = advise(problem_of([FAST, SLOW]))
+    assert advice.best is None
+    assert advice.today is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"most_stages": 7}, "at most the 6 units of the model"),
+        ({"most_stages": 0}, "most_stages: expected a whole number of at least 1"),
+        ({"time_limit_s": 0}, "time_limit_s: expected a number greater than 0"),
+        ({"gap": -1}, "gap: expected a finite number at least 0"),
+    ],
+)
+def test_bad_questions_are_refused_by_name(options, words):
+    with pytest.raises(PlanError, match=words):
+        advise(problem_of([FAST], [SLOW]), today=LATE, **options)
+
+
+def test_fewer_stages_where_that_is_asked():
+    nodes = [[FAST], [FAST], [SLOW]]
+    advice = advise(problem_of(*nodes, between=0.5), today=LATE, most_stages=2)
+    assert max(len(each.stages) for each in advice.best.pipelines) == 2
+
+
+def test_equal_nodes_count_once_and_links_tell_them_apart():
+    alike = problem_of([FAST], [SLOW], [FAST])
+    kinds = kinds_of(alike, atoms_of(alike))
+    assert kinds == (0, 1, 0)
+    assert len(list(partitions(range(3), kinds))) == 4
+    assert len(list(partitions(range(3), (0, 1, 2)))) == 5
+    assert len(list(orders(((0,), (1,), (2,)), kinds))) == 3
+    links = [list(row) for row in alike.network.between]
+    links[0][2] = links[2][0] = dataclasses.replace(links[0][1], latency_s=1.0)
+    network = dataclasses.replace(alike.network, between=tuple(map(tuple, links)))
+    apart = dataclasses.replace(alike, network=network)
+    assert kinds_of(apart, atoms_of(apart)) == (0, 1, 2)
+
+
+def test_many_nodes_stay_together_in_pairs_of_equal_ones():
+    many = problem_of(*[[FAST]] * 6, *[[SLOW]] * 4)
+    atoms = atoms_of(many)
+    assert len(atoms) == 8
+    assert sorted(block for atom in atoms for block in atom) == list(range(10))
+    for atom in atoms:
+        assert len({many.blocks[block].ranks for block in atom}) == 1
+
+
+def test_waves_are_powers_and_their_halves_between():
+    assert wave_counts(16) == [1, 2, 3, 4, 6, 8, 16]
+    assert wave_counts(1) == [1]
+    assert wave_counts(7) == [1, 2, 3, 4, 7]

@@ -1,0 +1,161 @@
+"""The fastest pipelines by trying all of them: groupings, orders, cuts, ways, waves and splits.
+
+Waves are divided by a planner that is quick and not the best: the search is to find the fastest
+pipelines whatever plans its stages have.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+from pipeline_cases import problem_of, rank
+
+from lightning_cephalo.offline.pipeline.closed_form import pipeline_s
+from lightning_cephalo.offline.pipeline.problem import PipelineProblem
+from lightning_cephalo.offline.pipeline.search import Sync, wave_counts
+from lightning_cephalo.offline.pipeline.stages import (
+    Stage,
+    gatherings,
+    planned_times,
+    stage_problem,
+    with_shared_root,
+)
+from lightning_cephalo.offline.pipeline.times import StageTimes
+from lightning_cephalo.plan import Plan, Problem, RankPlan
+from lightning_cephalo.plan.cost import device_need
+from lightning_cephalo.plan.solver.solve import priced
+from lightning_cephalo.plan.solver.state import share_state
+
+_PARTS = 32
+
+
+def random_problem(dice: random.Random) -> PipelineProblem:
+    """Two to four nodes of one or two ranks, with links and memory that bind or not."""
+    nodes = []
+    count = dice.choice([2, 2, 3, 3, 3, 4])
+    for _ in range(count):
+        kind = rank(dice.choice([0.5, 1, 2]), dice.choice([400, 700, 1200, 5000]), sizes=3)
+        nodes.append([kind] * dice.randint(1, 2))
+    return problem_of(
+        *nodes,
+        units=dice.randint(2, 8 if count < 4 else 5),
+        batch=dice.randint(2, 6),
+        between=dice.choice([3.0, 20.0, 200.0, 2000.0]),
+        inside=dice.choice([50.0, 2000.0]),
+        latency_s=dice.choice([0.0, 0.1]),
+    )
+
+
+def quick_plan(problem: Problem, time_limit_s: float = 0.0) -> Plan | None:
+    """Give each sample to the rank that has it done first and can hold it, one by one."""
+    batches = [0] * len(problem.ranks)
+    needs = [device_need(problem, profile) for profile in problem.ranks]
+    if any(need.fixed > profile.capacity_bytes
+           for need, profile in zip(needs, problem.ranks, strict=True)):  # fmt: skip
+        return None
+    for _ in range(problem.global_batch_size):
+        able = [
+            (own.backward_s[0] * (batch + 1), at)
+            for at, (own, need, batch) in enumerate(zip(problem.ranks, needs, batches, strict=True))
+            if own.forward_s and need.of((1,) * (batch + 1)) <= own.capacity_bytes
+        ]
+        if not able:
+            return None
+        batches[min(able)[1]] += 1
+    used = [need.of((1,) * batch) for need, batch in zip(needs, batches, strict=True)]
+    capacities = [own.capacity_bytes for own in problem.ranks]
+    if sum(capacities) - sum(used) < problem.state_bytes:
+        return None
+    fractions = share_state(problem.state_bytes, used, capacities)
+    parts = [RankPlan((1,) * batch, share) for batch, share in zip(batches, fractions, strict=True)]
+    return priced(problem, parts, backend="quick")
+
+
+def fastest_s(problem: PipelineProblem) -> float:
+    """Return the shortest step of all pipelines; infinite if none fits."""
+    planned: dict[Stage, StageTimes | None] = {}
+    everything = tuple(range(len(problem.blocks)))
+    found = min((s for s, _ in _pipelines(problem, everything, problem.batch, 2, planned, None)),
+                default=math.inf)  # fmt: skip
+    part = -(-problem.batch // _PARTS)
+    for size in range(1, len(everything)):
+        for one in itertools.combinations(everything, size):
+            other = tuple(block for block in everything if block not in one)
+            sync = Sync(problem, one, other)
+            for samples in range(part, problem.batch, part):
+                sides = [
+                    list(_pipelines(problem, side, count, 1, planned, sync))
+                    for side, count in ((one, samples), (other, problem.batch - samples))
+                ]
+                for (a_s, a_sync), (b_s, b_sync) in itertools.product(*sides):
+                    found = min(found, max(a_s, b_s) + max(a_sync, b_sync))
+    return found
+
+
+def _pipelines(
+    problem: PipelineProblem,
+    blocks: Sequence[int],
+    samples: int,
+    least_stages: int,
+    planned: dict[Stage, StageTimes | None],
+    sync: Sync | None,
+) -> Iterator[tuple[float, float]]:
+    """Yield the seconds of every pipeline, and those of its exchange; the unbeaten ones only."""
+    found: dict[float, float] = {}
+    for groups in _ordered_partitions(list(blocks)):
+        if not least_stages <= len(groups) <= problem.units:
+            continue
+        for waves, units in itertools.product(
+            wave_counts(samples), _compositions(problem.units, len(groups))
+        ):
+            size = math.ceil(samples / waves)
+            ways = itertools.product(*(gatherings(count) for count in units))
+            for way in ways:
+                stages = [
+                    Stage(group, count, own, at == 0, at == len(groups) - 1, waves, size)
+                    for at, (group, count, own) in enumerate(zip(groups, units, way, strict=True))
+                ]
+                step_s = _seconds(problem, stages, planned)
+                if step_s is not None:
+                    sync_s = max(map(sync.seconds, stages)) if sync else 0.0
+                    found[sync_s] = min(step_s, found.get(sync_s, math.inf))
+    yield from ((step_s, sync_s) for sync_s, step_s in found.items())
+
+
+def _seconds(
+    problem: PipelineProblem, stages: list[Stage], planned: dict[Stage, StageTimes | None]
+) -> float | None:
+    times: list[StageTimes] = []
+    for stage in stages:
+        if stage not in planned:
+            plan = quick_plan(stage_problem(problem, stage))
+            planned[stage] = None if plan is None else planned_times(problem, stage, plan)
+        own = planned[stage]
+        if own is None:
+            return None
+        times.append(own)
+    times[-1] = with_shared_root(problem, stages[0], stages[-1], times[-1])
+    crossings = [
+        problem.crossing(one.blocks, other.blocks, one.wave_samples)
+        for one, other in itertools.pairwise(stages)
+    ]
+    return pipeline_s(times, crossings, stages[0].waves)
+
+
+def _ordered_partitions(blocks: list[int]) -> Iterator[list[tuple[int, ...]]]:
+    if not blocks:
+        yield []
+    for size in range(1, len(blocks) + 1):
+        for group in itertools.combinations(blocks, size):
+            rest = [block for block in blocks if block not in group]
+            for others in _ordered_partitions(rest):
+                yield [group, *others]
+
+
+def _compositions(units: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.combinations(range(1, units), parts - 1):
+        ends = (0, *cuts, units)
+        yield tuple(b - a for a, b in itertools.pairwise(ends))
