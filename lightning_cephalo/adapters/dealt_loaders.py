@@ -7,7 +7,6 @@ step keeps the samples of one device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where the loaders stand: their samplers, and the passes that each has begun."""
+    """Where the loaders stand: what deals them, and the passes that each has begun."""
 
-    samplers: tuple[RankBatchSampler, ...]
+    dealers: tuple[RankBatchSampler | DealtStream, ...]
     passes: tuple[int, ...]
 
     @property
@@ -49,7 +48,7 @@ class DealtLoaders:
         self._combined: Any = trainer.fit_loop._combined_loader
         self._loaders = [] if self._combined is None else list(self._combined.flattened)
         found = [dealt_in(loader) for loader in self._loaders]
-        self._samplers = tuple(each for each in found if isinstance(each, RankBatchSampler))
+        self._dealers = tuple(each for each in found if each is not None)
 
     def refuse_other_sizes(self, old: Plan, new: Plan) -> None:
         """Raise if the loaders cannot deal the new plan's sizes.
@@ -61,11 +60,10 @@ class DealtLoaders:
         Raises:
             UnsupportedError: The message names the loader, and what may change.
         """
-        batches = [rank.batch_size for rank in old.ranks] != [r.batch_size for r in new.ranks]
-        parts = [r.microbatch_sizes for r in old.ranks] != [r.microbatch_sizes for r in new.ranks]
+        batches = not _same_batches(old, new)
         for loader in self._loaders:
-            apart = _microbatches_of(loader) is not None
-            if not batches and not (parts and apart):
+            apart = _collate_apart(loader) is not None
+            if not batches and (_same_parts(old, new) or not apart):
                 continue
             why = self._fixed(loader, apart)
             if why is not None:
@@ -85,8 +83,7 @@ class DealtLoaders:
         Raises:
             UnsupportedError: If microbatches were collated apart.
         """
-        same = [r.microbatch_sizes for r in old.ranks] == [r.microbatch_sizes for r in new.ranks]
-        if not same and any(_microbatches_of(loader) is not None for loader in self._loaders):
+        if not _same_parts(old, new) and any(map(_collate_apart, self._loaders)):
             raise UnsupportedError(
                 "With collate_per_microbatch=True the microbatches of batches that are loaded stay"
                 " as they are."
@@ -94,14 +91,13 @@ class DealtLoaders:
 
     def _fixed(self, loader: Any, apart: bool) -> str | None:
         """Return why a loader cannot deal other sizes; None if it can."""
-        if isinstance(loader, DealtStream):
-            return "the training dataloader is a stream, whose workers hold the sizes of batches"
-        if isinstance(loader, LockStepLoader):
+        is_stream = isinstance(loader, LockStepLoader)
+        if is_stream and not isinstance(loader, DealtStream):
             return "each rank reads a stream of its own, in batches of fixed sizes"
-        if apart:
-            return "collate_per_microbatch=True fixes sizes in the dataloader's workers"
-        if len(self._samplers) > 1 and self._combined._mode == "max_size_cycle":
-            lengths = {known_length(sampler) for sampler in self._samplers}
+        if (is_stream or apart) and getattr(loader, "persistent_workers", False):
+            return "persistent_workers=True keeps workers that hold the sizes of batches"
+        if len(self._dealers) > 1 and self._combined._mode == "max_size_cycle":
+            lengths = {known_length(dealer) for dealer in self._dealers}
             if len(lengths) > 1 or None in lengths:
                 return (
                     "of several training dataloaders the shorter ones begin anew inside of an epoch"
@@ -111,15 +107,15 @@ class DealtLoaders:
 
     def mark(self) -> Mark:
         """Return where the loaders stand."""
-        return Mark(self._samplers, tuple(sampler.passes for sampler in self._samplers))
+        return Mark(self._dealers, tuple(dealer.passes for dealer in self._dealers))
 
     def is_behind(self, mark: Mark) -> bool:
         """Whether another pass may have begun since a mark; loaders of others have none."""
         now = self.mark()
-        if not now.samplers:
+        if not now.dealers:
             return True
-        same = len(now.samplers) == len(mark.samplers) and all(
-            a is b for a, b in zip(now.samplers, mark.samplers, strict=True)
+        same = len(now.dealers) == len(mark.dealers) and all(
+            a is b for a, b in zip(now.dealers, mark.dealers, strict=True)
         )
         return not same or now.passes != mark.passes
 
@@ -135,19 +131,52 @@ class DealtLoaders:
         """
         own = float(trained)
         for loader in self._loaders:
-            sampler = dealt_in(loader)
-            if isinstance(sampler, RankBatchSampler):
-                dealt = sampler.dealt_steps(trained, steps_ahead(loader))
-                own = max(own, float("inf") if dealt is None else float(dealt))
+            dealer = dealt_in(loader)
+            if dealer is None:
+                continue
+            dealt = dealer.dealt_steps(trained, steps_ahead(loader))
+            # workers hold the sizes of microbatches until their pass is over
+            has_workers = bool(getattr(loader, "num_workers", 0))
+            is_held = has_workers and _collate_apart(loader) is not None
+            own = max(own, float("inf") if dealt is None or is_held else float(dealt))
         return control.max(own)
 
-    def deal(self, sizes: Sequence[int], from_step: float) -> None:
-        """Deal other sizes from a step on, and in all later epochs."""
-        for sampler in self._samplers:
-            sampler.change_batch_sizes(sizes, from_step=from_step)
+    def deal_alike(self, old: Plan, new: Plan) -> bool:
+        """Return whether the loaders yield the same for two plans."""
+        apart = any(map(_collate_apart, self._loaders))
+        return _same_batches(old, new) and (_same_parts(old, new) or not apart)
+
+    def deal(self, plan: Plan, rank: int, from_step: float) -> None:
+        """Deal the sizes of a plan from a step on, and in all later epochs.
+
+        Args:
+            plan: The plan.
+            rank: This rank.
+            from_step: The step.
+        """
+        sizes, own = [each.batch_size for each in plan.ranks], plan.ranks[rank].microbatch_sizes
+        for loader in self._loaders:
+            dealer, collate = dealt_in(loader), _collate_apart(loader)
+            if isinstance(dealer, DealtStream):
+                apart = None if collate is None else own
+                dealer.change_batch_sizes(sizes, from_step=from_step, microbatch_sizes=apart)
+            elif dealer is not None:
+                dealer.change_batch_sizes(sizes, from_step=from_step)
+                if collate is not None:  # running workers hold copies
+                    collate.microbatch_sizes = own
 
 
-def _microbatches_of(loader: Any) -> tuple[int, ...] | None:
+def _same_batches(one: Plan, other: Plan) -> bool:
+    return [rank.batch_size for rank in one.ranks] == [rank.batch_size for rank in other.ranks]
+
+
+def _same_parts(one: Plan, other: Plan) -> bool:
+    return [r.microbatch_sizes for r in one.ranks] == [r.microbatch_sizes for r in other.ranks]
+
+
+def _collate_apart(loader: Any) -> RankCollate | None:
+    """Return what collates a loader's microbatches apart; None if nothing does."""
     collate = getattr(loader, "collate_fn", None)
     own = getattr(collate, "own", collate)  # a stream's collate holds one of its own
-    return own.microbatch_sizes if isinstance(own, RankCollate) else None
+    is_apart = isinstance(own, RankCollate) and own.microbatch_sizes is not None
+    return own if is_apart else None

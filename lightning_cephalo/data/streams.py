@@ -163,6 +163,26 @@ class StreamCollate:
         return GlobalStep(batch, float(checksum or 0), len(samples))
 
 
+class ReadyCutter:
+    """Cuts this rank's part out of ready batches.
+
+    Args:
+        layout: counts their rows, and cuts them.
+        rank: position of this rank among ``sizes``.
+        sizes: proportions of every rank.
+        every_rank: give every rank a sample, or none if there are too few.
+    """
+
+    def __init__(
+        self, layout: BatchLayout, rank: int, sizes: Sequence[int], every_rank: bool
+    ) -> None:
+        self.layout, self.rank, self.every_rank = layout, rank, every_rank
+        self.sizes = tuple(sizes)
+
+    def __call__(self, batch: Any) -> GlobalStep:
+        return _part_of(batch, self.layout, self.rank, self.sizes, self.every_rank)
+
+
 class DealtStream(LockStepLoader):
     """Yields this rank's part of each global batch of a stream that every rank reads whole.
 
@@ -193,6 +213,7 @@ class DealtStream(LockStepLoader):
         "_resumed",
         "_fewest",
         "_warns",
+        "_changes",
     }
 
     def __init__(
@@ -203,7 +224,7 @@ class DealtStream(LockStepLoader):
         seed: int,
         epoch: int,
         items: int = 0,
-        cut: Callable[[Any], GlobalStep] | None = None,
+        cut: ReadyCutter | None = None,
         fewest: int = 0,
         warns: bool = False,
         **options: Any,
@@ -212,6 +233,7 @@ class DealtStream(LockStepLoader):
         self._gather, self._cut, self._items = gather, cut, items
         self._seed, self._epoch, self._passes = seed % 2**64, epoch, 0
         self._drawn = 0
+        self._changes: list[tuple[float, tuple[int, ...], tuple[int, ...] | None]] = []
         self._start: list[Any] | None = None
         self._resumed: tuple[Position, Continue] | None = None
         super().__init__(loader, **options)
@@ -225,6 +247,68 @@ class DealtStream(LockStepLoader):
     def items(self) -> int:
         """Samples of a step over all ranks; 0 if ready batches have any sizes."""
         return self._items
+
+    @property
+    def passes(self) -> int:
+        """The number of passes that have begun."""
+        return self._passes
+
+    @property
+    def _deals_here(self) -> bool:
+        """Whether this process deals, not workers, which hold the sizes of their pass."""
+        return self._cut is not None or not getattr(self.loader, "num_workers", 0)
+
+    def dealt_steps(self, trained: int, ahead: int) -> int | None:
+        """Returns the steps of the latest pass that are dealt, read ahead ones included.
+
+        Args:
+            trained: steps of this epoch that are trained.
+            ahead: steps that may have been read ahead of training.
+
+        Returns:
+            The number; None if only the next pass can be dealt otherwise.
+        """
+        known = self._deals_here and trained <= self._drawn <= trained + ahead
+        return self._drawn if known else None
+
+    def change_batch_sizes(
+        self,
+        batch_sizes: Sequence[int],
+        *,
+        from_step: float,
+        microbatch_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Deals other sizes from a step of the latest pass on, and in all later passes.
+
+        Args:
+            batch_sizes: samples per step of every rank, or proportions.
+            from_step: first step with these sizes; infinite: the next pass.
+            microbatch_sizes: this rank's microbatches, if they are collated apart.
+        """
+        sizes = tuple(batch_sizes)
+        if self._items and sum(sizes) != self._items:
+            sizes = deal(self._items, sizes)
+        change = from_step, sizes, None if microbatch_sizes is None else tuple(microbatch_sizes)
+        if self._deals_here:
+            self._changes = [each for each in self._changes if each[0] < from_step] + [change]
+        else:  # workers of this pass hold copies
+            self._change(change)
+
+    def _change(self, change: tuple[float, tuple[int, ...], tuple[int, ...] | None]) -> None:
+        _, sizes, microbatch_sizes = change
+        loader: Any = self.loader
+        dealer: Any = loader.collate_fn if self._cut is None else self._cut
+        dealer.sizes = sizes
+        if microbatch_sizes is not None and self._cut is None:
+            own = sizes[dealer.rank]
+            if sum(microbatch_sizes) != own:
+                microbatch_sizes = deal(own, microbatch_sizes) if microbatch_sizes else ()
+            dealer.own.microbatch_sizes = microbatch_sizes
+
+    def _change_until(self, step: float) -> None:
+        """Follow the changes up to a step of the running pass."""
+        while self._changes and self._changes[0][0] <= step:
+            self._change(self._changes.pop(0))
 
     def continue_at(self, position: Position, way: Continue) -> None:
         """Makes the next pass begin where another run has stopped.
@@ -284,7 +368,9 @@ class DealtStream(LockStepLoader):
         with randomness:
             items = iter(self.loader)
         number = self._drawn = 0
+        self._change_until(float("inf"))
         while True:
+            self._change_until(self._drawn)
             with randomness:
                 step = self._next_step(items)
             is_left_out = step is not None and 0 < step.samples < self._fewest
@@ -391,9 +477,7 @@ def deal_stream(
         )
     source = _equally_seeded(loader) if ready else loader
 
-    def cut(batch: Any) -> GlobalStep:
-        return _part_of(batch, layout or BatchLayout(), rank, sizes, every_rank)
-
+    cut = ReadyCutter(layout or BatchLayout(), rank, sizes, every_rank)
     if not ready:
 
         def collate(function: Any) -> Any:

@@ -127,7 +127,7 @@ class PlanChanges:
         arena = control.together("allocating host memory", partial(session.host_memory_of, checked))
         first = float(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         dealt = session.dealt_plan
-        if not _same_batches(checked, dealt):
+        if not loaders.deal_alike(dealt, checked):
             first = loaders.first_free_step(int(first), control)
         elif self._pending:  # the batches before it have the present plan's sizes
             first = self._pending[-1].from_batch
@@ -139,8 +139,8 @@ class PlanChanges:
             _Pending(checked, tuple(memory), arena, first, loaders.mark(), by_user)
         )
         session.dealt_plan = checked
-        if not _same_batches(checked, dealt):
-            loaders.deal([rank.batch_size for rank in checked.ranks], first)
+        if not loaders.deal_alike(dealt, checked):
+            loaders.deal(checked, control.rank, first)
         return True
 
     def _read(self, plan: Plan | str | PathLike[str], loaders: DealtLoaders) -> Plan:
@@ -241,7 +241,3 @@ class PlanChanges:
             session.dealt_plan = self._pending[-1].plan
         self.change_s = time.perf_counter() - start_s
         batch_norm.warn_of_microbatches(session.model.module, plan, session.control.rank)
-
-
-def _same_batches(one: Plan, other: Plan) -> bool:
-    return [rank.batch_size for rank in one.ranks] == [rank.batch_size for rank in other.ranks]

@@ -23,7 +23,6 @@ from lightning_cephalo.common.errors import (
     UnsupportedError,
 )
 from lightning_cephalo.common.quantities import format_mib, format_seconds
-from lightning_cephalo.data.reading import is_stream
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, Problem, predict
@@ -63,10 +62,6 @@ def wants(wish: Wish, job: Job) -> bool:
     why = None
     if len(job.limits) == 1:
         why = "there is one rank only"
-    elif any(is_stream(loader) for loader in job.loaders.flat):
-        why = "the training dataloader is a stream, whose workers hold the sizes of batches"
-    elif job.options.collate_per_microbatch:
-        why = "collate_per_microbatch=True fixes sizes in the dataloader's workers"
     if why is not None and wish is True:
         rank_zero_warn(f"replan=True has no effect: {why}.")
     return why is None

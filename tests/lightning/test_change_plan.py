@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import warnings
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from lightning_cephalo.common.errors import (
     TooLittleMemoryError,
     UnsupportedError,
 )
+from lightning_cephalo.data import MicrobatchList
 
 TOLERANCE = 1e-6
 
@@ -55,7 +58,8 @@ class Records(Net):
 
     def on_train_batch_start(self, batch, batch_idx) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self.samples.append(batch[2].tolist())
+        parts = batch if isinstance(batch, MicrobatchList) else [batch]
+        self.samples.append([number for part in parts for number in part[2].tolist()])
 
 
 class Changes(Callback):
@@ -95,6 +99,7 @@ def _fit(
     epochs: int = 3,
     callback: Callback | None = None,
     clip: float | None = 1.0,
+    kind: str = "",
 ):
     """Losses, samples, weights and optimizer state of three epochs of eight steps."""
     # workers are processes, which daemons may not start
@@ -109,20 +114,59 @@ def _fit(
     }
     strategy = "auto"
     if plan is not None:
-        strategy = CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False)
+        strategy = CephaloStrategy(
+            plan=plan,
+            global_batch_size=GLOBAL_BATCH,
+            verbose=False,
+            collate_per_microbatch="apart" in kind,
+        )
     devices = 1 if plan is None else len(plan.ranks)
     run = Trainer(strategy=strategy, devices=devices, **options, **common)
-    run.fit(model, _loader(num_workers=workers), loader(8), ckpt_path=resume)
-    path = folder / f"{plan is None}-{optimizer}-{workers}-{accumulate}-{epochs}-{len(plans)}.ckpt"
+    data = _loader(num_workers=workers)
+    if "stream" in kind:
+        size = GLOBAL_BATCH // devices
+        data = DataLoader(Generates(data.dataset, workers), size, num_workers=workers)
+    if "ready" in kind:
+        data = DataLoader(Batches(data.dataset), None)
+    run.fit(model, data, loader(8), ckpt_path=resume)
+    name = f"{plan is None}-{optimizer}-{workers}-{accumulate}-{epochs}-{len(plans)}-{kind}.ckpt"
+    path = folder / name
     run.save_checkpoint(path)
     return model.losses, model.samples, changes.followed, path
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "SGD with workers": {"optimizer": "sgd", "workers": 2},
     "accumulation": {"accumulate": 2},
+    "stream, collated apart": {"kind": "stream, apart"},
+    "ready batches": {"kind": "ready"},
 }
+AT_EPOCHS: dict[str, dict[str, Any]] = {  # workers hold sizes until their pass is over
+    "collated apart, with workers": {"kind": "apart", "workers": 1},
+    "stream with workers": {"kind": "stream", "workers": 1},
+}
+
+
+class Generates(IterableDataset):
+    """Yields all samples in their order, whoever reads."""
+
+    def __init__(self, data: TensorDataset, workers: int = 0) -> None:
+        self.data = data
+        assert workers < 2
+
+    def __iter__(self):
+        return (self.data[index] for index in range(len(self.data)))
+
+
+class Batches(IterableDataset):
+    """Yields the same as ready batches."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self):
+        return (self.data[at : at + GLOBAL_BATCH] for at in range(0, 60, GLOBAL_BATCH))
 
 
 class Competes(Callback):
@@ -180,7 +224,7 @@ def test_the_users_plan_takes_the_place_of_one_that_waits_and_one_without_room_i
 
 
 def _fit_all(plan, plans, folder):
-    return [_fit(plan, plans, folder, **options) for options in CASES.values()]
+    return [_fit(plan, plans, folder, **options) for options in (CASES | AT_EPOCHS).values()]
 
 
 def _joined(samples_of_ranks):
@@ -191,13 +235,13 @@ def test_training_by_four_plans_in_turn_is_that_of_one_device(tmp_path):
     plans = {3: B, 9: C, 17: D}
     wanted = in_ranks(1, _fit_all, None, {}, tmp_path)[0]
     first, second = in_ranks(2, _fit_all, A, plans, tmp_path)
-    for case, one, own, other in zip(CASES, wanted, first, second, strict=True):
+    for case, one, own, other in zip(CASES | AT_EPOCHS, wanted, first, second, strict=True):
         losses, samples, _, path = one
         assert own[0] == pytest.approx(losses, abs=TOLERANCE), case
         assert other[0] == pytest.approx(losses, abs=TOLERANCE), case
         assert _joined([own[1], other[1]]) == _joined([samples]), case
         followed = [own[2].count(plan) for plan in (A, B, C, D)]
-        assert own[2] == other[2] and min(followed) >= 2, (case, followed)
+        assert own[2] == other[2] and min(followed[: 3 if case in AT_EPOCHS else 4]) >= 2, case
         found, expected = (torch.load(each, weights_only=True) for each in (own[3], path))
         assert_same_tensors(found["state_dict"], expected["state_dict"], 1e-5)
         states = found["optimizer_states"][0], expected["optimizer_states"][0]
@@ -268,12 +312,11 @@ class Asks(Callback):
                 self.said.append(f"{type(error).__name__}: {error}")
 
 
-class Generates(IterableDataset):
-    def __init__(self, data: TensorDataset) -> None:
-        self.data = data
+class Divided(Generates):
+    """Divides itself between ranks."""
 
     def __iter__(self):
-        return (self.data[index] for index in range(len(self.data)))
+        return islice(super().__iter__(), int(os.environ["RANK"]), None, 2)
 
 
 def _asked(kind: str):
@@ -281,11 +324,15 @@ def _asked(kind: str):
     seven = plan_of(((3, 2), 0.5), ((2,), 0.5))
     bad = [(three, three), (seven, seven), (A, SHARES), ("none.yaml", SHARES), (C, C)]
     asks = Asks(*(bad if kind == "map" else [(B, B), (SHARES, SHARES)]))
-    options = {"equal_microbatches": kind == "map", "collate_per_microbatch": kind == "apart"}
+    options = {"equal_microbatches": kind == "map"}
     strategy = CephaloStrategy(plan=A, global_batch_size=GLOBAL_BATCH, verbose=False, **options)
     data = _loader()
-    if kind == "stream":
-        data = DataLoader(Generates(data.dataset), 4)
+    if kind == "kept workers":
+        process: Any = multiprocessing.current_process()
+        process._config["daemon"] = False
+        data = DataLoader(Generates(data.dataset), 4, num_workers=1, persistent_workers=True)
+    if kind == "divided":
+        data = DataLoader(Divided(data.dataset), 4)
     model = Net()
     run = Trainer(
         strategy=strategy, devices=2, accelerator="cpu", callbacks=[asks], max_steps=4, **QUIET
@@ -297,7 +344,9 @@ def _asked(kind: str):
 def _asked_all():
     with pytest.raises(RuntimeError, match="works only while fit"):
         CephaloStrategy().change_plan(A)
-    return {kind: _asked(kind) for kind in ("map", "stream", "apart")}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*divides itself between ranks.*")
+        return {kind: _asked(kind) for kind in ("map", "kept workers", "divided")}
 
 
 def test_a_plan_that_cannot_be_followed_is_refused_on_every_rank_and_the_old_one_stays():
@@ -309,7 +358,10 @@ def test_a_plan_that_cannot_be_followed_is_refused_on_every_rank_and_the_old_one
         assert "none.yaml" in said[3] and said[3].startswith(others)
         assert "the ranks run [0, 2] microbatches" in said[4]
     assert first["map"][1] == A
-    for kind, why in (("stream", "is a stream"), ("apart", "collate_per_microbatch=True")):
+    for kind, why in (
+        ("kept workers", "persistent_workers=True"),
+        ("divided", "a stream of its own"),
+    ):
         for said, plan, _ in (first[kind], second[kind]):
             assert len(said) == 1 and why in said[0] and "may change shares" in said[0]
             assert plan == SHARES

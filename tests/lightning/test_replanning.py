@@ -12,7 +12,6 @@ from common import Net, in_ranks, loader
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from plans import GLOBAL_BATCH, QUIET, plan_of
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.plan import Problem, RankProfile, predict, solve
@@ -113,20 +112,12 @@ def test_a_rank_that_slows_down_and_recovers_changes_the_plan_twice_and_no_loss(
     assert "moved in" in line and replanning.line_of(back).count("3.0x faster") == 1
 
 
-class Numbers(IterableDataset):
-    def __iter__(self):
-        return iter(range(16))
-
-
 def _wishes():
     """What is said with replan=True where no other plan can be followed."""
     said = []
 
     class Job:
-        options, limits, plan = Options(), (None, None), None
-
-        class loaders:
-            flat = (DataLoader(Numbers(), 4),)
+        options, limits, plan = Options(), (None,), None
 
     for job, wish in ((Job, True), (Job, "auto"), (Job, False)):
         with warnings.catch_warnings(record=True) as caught:
@@ -137,7 +128,7 @@ def _wishes():
 
 def test_a_wish_that_cannot_be_followed_is_answered():
     (no, said), auto, never = _wishes()
-    assert not no and "replan=True has no effect: the training dataloader is a stream" in said[0]
+    assert not no and "replan=True has no effect: there is one rank only" in said[0]
     assert auto == never == (False, [])
     with pytest.raises(ValueError, match=r"replan: expected True, False or 'auto', but got 1\.5"):
         CephaloStrategy(replan=1.5)
