@@ -145,6 +145,7 @@ class RepeatedStep:
         executor = self._model.executor
         if not executor.gave_up:
             raise error  # the other ranks are elsewhere
+        executor.gave_up = False  # the next attempt may fail before its pass
         if executor.early.left_half_updated or self._evaluations > 1:
             raise error  # on every rank
         if self._repeats == MOST_REPEATS:

@@ -14,6 +14,7 @@ from torch import nn
 
 MISSING = object()
 _OF_TORCH = frozenset(vars(nn.Module()))
+_CONTAINERS = frozenset((list, dict, set, deque))
 # a container of more items is data: only its length is looked at
 _MOST_ITEMS = 10_000
 
@@ -33,19 +34,17 @@ class StoredAttribute(Protocol):
 
 
 class _Look:
-    """What modules hold at one time, without torch's own dictionaries.
+    """What a module holds at one time.
 
     Attributes:
-        values: The module's attributes.
+        values: Its attributes, without those of every module of torch.
         items: Containers among them, with copies of their items.
     """
 
     def __init__(self, names: dict[str, Any]) -> None:
-        self.values = dict(names)
+        self.values = {name: value for name, value in names.items() if name not in _OF_TORCH}
         self.items = [
-            (value, _copy_of(value))
-            for name, value in names.items()
-            if type(value) in (list, dict, set, deque) and name not in _OF_TORCH
+            (value, _copy_of(value)) for value in self.values.values() if type(value) in _CONTAINERS
         ]
 
 
@@ -102,7 +101,7 @@ class UndoneStep:
 def _put_back_names(
     names: dict[str, Any], before: dict[str, Any], after: dict[str, Any] | None
 ) -> None:
-    for name in {*names, *before}:
+    for name in {*names, *before} - _OF_TORCH:
         now, old = names.get(name, MISSING), before.get(name, MISSING)
         is_of_step = after is None or after.get(name, MISSING) is now
         if now is old or not is_of_step:
