@@ -39,6 +39,7 @@ from lightning_cephalo.adapters import (
 from lightning_cephalo.adapters.ending import Ending
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
+from lightning_cephalo.adapters.pulled_batches import Pulled, pulls_batches
 from lightning_cephalo.adapters.repeated_step import RepeatedStep
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
@@ -63,6 +64,7 @@ from lightning_cephalo.plan.reasons import reasons, surprises
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import replanning
 from lightning_cephalo.preparation.limits import Cap
+from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import (
     Choice,
     Options,
@@ -251,6 +253,8 @@ class CephaloStrategy(ParallelStrategy):
         self._replanning: replanning.Replanning | None = None
         self._repeated: RepeatedStep | None = None
         self._synchronised: batch_norm.SynchronisedLayers | None = None
+        # from setup() to the first step
+        self._loss_check: LossCheck | None = None
         # from the loading of a checkpoint to teardown()
         self._resumption: Resumption | None = None
         # results, which outlive the ranks and the session
@@ -406,7 +410,9 @@ class CephaloStrategy(ParallelStrategy):
         )
         launch.leave_at_exit(self)
         if self._ranks is None:
-            self._ranks = launch.Ranks.create(self._timeout, self._environment.node_rank())
+            # of one rank it does not matter, and not every environment knows it
+            node_rank = self._environment.node_rank() if self.world_size > 1 else 0
+            self._ranks = launch.Ranks.create(self._timeout, node_rank)
         self._samplers.take(self._module.trainer)
         self._ending.connect(self._ranks, self._abort_groups)
         self._recovering.look_up(self._module.trainer, self._ranks.control)
@@ -483,9 +489,12 @@ class CephaloStrategy(ParallelStrategy):
         memory: tuple[RankMemory, ...] = ()
         replans = replanning.wants(self._options.replan, job)
         problem: Problem | None = None
+        loss_check = LossCheck(job, session.model, trainer, session.user_gathers)
         if plan is None or replans:
             pause = partial(self._ending.termination.check, control)
-            problem = measure_or_load(job, session.model, trainer, pause, session.manual)
+            problem = measure_or_load(
+                job, session.model, trainer, pause, session.manual, loss_check.of_samples
+            )
         if plan is None:
             assert problem is not None
             plan = make_plan(job, problem, control)
@@ -493,6 +502,7 @@ class CephaloStrategy(ParallelStrategy):
             session.notes = (*reasons(problem, plan), *surprises(problem, plan))
         supported.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
         session.apply(plan, memory)
+        self._loss_check = loss_check if session.manual is None else None
         control.together(
             "looking for batch normalisation",
             partial(batch_norm.warn_of_microbatches, self._module, plan, self.global_rank),
@@ -597,8 +607,12 @@ class CephaloStrategy(ParallelStrategy):
 
     def _training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         session = self.session
+        step = self._module.training_step
+        if pulls_batches(step):
+            pulled = Pulled.from_iterator(batch)
+            batch, step = pulled.batch, pulled.step_of(step)
         session.memory.before_forward(batch)
-        run = partial(self._forward, batch, rest, kwargs)
+        run = partial(self._forward, step, batch, rest, kwargs)
         if self._repeated is None:
             counts, log, outcome = run(True)
         else:
@@ -626,11 +640,17 @@ class CephaloStrategy(ParallelStrategy):
         return session.outputs.of_step(joined, self._batch_weight, trained, outcome.losses)
 
     def _forward(
-        self, batch: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], is_seen: bool
+        self,
+        step: Callable[..., Any],
+        batch: Any,
+        rest: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_seen: bool,
     ) -> tuple[list[int], StepLog, ForwardOutcome]:
         """Run a forward, and return its microbatches' samples, its log and its outcome.
 
         Args:
+            step: The user's ``training_step``.
             batch: This rank's batch.
             rest: Other arguments of ``training_step``.
             kwargs: The same by name.
@@ -639,8 +659,10 @@ class CephaloStrategy(ParallelStrategy):
         session = self.session
         pieces, failure = session.cut(batch)
         counts = [count for _, count in pieces]
+        check, self._loss_check = self._loss_check, None
+        if check is not None:
+            check.of_first_step(batch, pieces, lambda piece: step(piece, *rest, **kwargs))
         log = session.logs.of_step(counts, is_seen=is_seen)
-        step = self._module.training_step
         calls = [
             _call(partial(step, piece, *rest, **kwargs), count, log, index)
             for index, (piece, count) in enumerate(pieces)
@@ -674,7 +696,8 @@ class CephaloStrategy(ParallelStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         steps = float(self._module.trainer.accumulate_grad_batches)
         layered = self._layered_backward
-        if not is_overridden("backward", self._module):
+        plugin = type(self.precision_plugin)
+        if not is_overridden("backward", self._module) and plugin.backward is Precision.backward:
             layered(divisor=steps)
         else:
             user = UserBackward(
@@ -768,11 +791,18 @@ class CephaloStrategy(ParallelStrategy):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int]:
         """Run a step without gradients; return its result and this rank's samples in it."""
-        session, samples = self.session, evaluation_samples(args[0])
+        session, batch, user_step = self.session, args[0], getattr(self._module, name)
+        pulled = Pulled.from_iterator(batch) if pulls_batches(user_step) else None
+        if pulled is not None:
+            batch = pulled.batch
+        samples = evaluation_samples(batch)
         log = session.logs.of_step([samples])
 
         def step() -> Any:
-            result = getattr(self._module, name)(*args, **kwargs)
+            if pulled is not None:
+                result = pulled.run(user_step, batch)
+            else:
+                result = user_step(*args, **kwargs)
             log.weight = evaluation_weight(result, samples)
             return result
 
@@ -785,7 +815,8 @@ class CephaloStrategy(ParallelStrategy):
         outcome = session.model.executor.evaluate(call, f"running {name}", note)
         self._ending.termination.learn([row[-1] for row in outcome.notes])
         session.logs.finish(log, outcome, (log.weight,) if samples else (), self.reduce)
-        if self._evaluation_ends():  # hooks at the end of the epoch may write parameters
+        is_last = pulled is not None and pulled.is_last
+        if is_last or self._evaluation_ends():  # hooks at the end of the epoch may write parameters
             session.model.executor.reshard()
         return (outcome.results[0] if samples else None), samples
 
@@ -917,6 +948,9 @@ class CephaloStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint_: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
+        if self._ranks is None:  # before the first run: nothing is sharded
+            super().save_checkpoint(checkpoint_, filepath, storage_options)
+            return
         with accelerator_of(self.root_device).on_host():
             whole = checkpoint.whole_checkpoint(
                 checkpoint_, self.is_global_zero, self._connection.control
@@ -966,10 +1000,25 @@ class CephaloStrategy(ParallelStrategy):
         self._resumption = Resumption(self._module.trainer, checkpoint_)
         states = checkpoint_["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            owned = self.session.updates.of(optimizer)
-            checkpoint.load_full_optimizer_state(optimizer, state, owned, self.session.moved)
+            owned = moved = None
+            if self._session is not None:
+                owned, moved = self._session.updates.of(optimizer), self._session.moved
+            checkpoint.load_full_optimizer_state(optimizer, state, owned, moved)
 
     # -- the end ------------------------------------------------------------------------------
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy keeps: trainers are copied and pickled, and runs are not."""
+        of_the_run = (
+            "_session",
+            "_changes",
+            "_replanning",
+            "_loss_check",
+            "_synchronised",
+            "_resumption",
+        )
+        return {**super().__getstate__(), **dict.fromkeys(of_the_run)}
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -1020,7 +1069,7 @@ class CephaloStrategy(ParallelStrategy):
     def _take_session(self) -> Session | None:
         """Return the session, and hold neither it nor what changes its plan any longer."""
         session, self._session, self._changes = self._session, None, None
-        self._repeated = None
+        self._repeated = self._loss_check = None
         replans, self._replanning = self._replanning, None
         if replans is not None:
             replans.close()

@@ -7,7 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, loggers
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    loggers,
+    plugins,
+    profilers,
+)
 from lightning.pytorch import callbacks as lightnings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +46,9 @@ FEATURES = {
     "Arguments of the Trainer": set(inspect.signature(Trainer.__init__).parameters) - {"self"},
     "Callbacks": set(lightnings.__all__),
     "Loggers": set(loggers.__all__),
+    "Profilers": set(profilers.__all__),
+    "Plugins": set(plugins.__all__),
+    "Steps": {n for n in dir(LightningModule) if n.endswith("_step")} - hooks() - {"global_step"},
     "Hooks of modules, callbacks and datamodules": hooks(),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +39,31 @@ _MODEL_PRUNING = (
 )
 
 
+_PRECISIONS = (
+    "BitsandbytesPrecision",
+    "DeepSpeedPrecision",
+    "FSDPPrecision",
+    "TransformerEnginePrecision",
+    "XLAPrecision",
+)
+
+
+def refuse_precision(plugin: Any) -> None:
+    """Raise for Lightning's plugins that belong to other strategies, or quantise parameters.
+
+    Raises:
+        UnsupportedError: The message names the plugin and the way out.
+    """
+    names = sorted(set(lightnings_classes(plugin)) & set(_PRECISIONS))
+    if names:
+        raise UnsupportedError(
+            f"The plugin {names[0]} does not work under strategy='cephalo': it belongs to another"
+            " strategy, or replaces layers by ones whose parameters cannot be cut into rows. Use"
+            ' Trainer(precision="bf16-true"), "bf16-mixed", "16-mixed", "16-true", "32-true" or'
+            ' "64-true", or a plugin of your own.'
+        )
+
+
 def refuse_searching(callbacks: Sequence[Any]) -> None:
     """Raise for callbacks that Lightning's own error would not explain; before their ``setup``.
 
@@ -71,16 +95,12 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
     Raises:
         UnsupportedError: The message names the feature, the reason and the way out.
     """
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise UnsupportedError(
-            "training_step(dataloader_iter) pulls its own batches, so that they cannot be dealt."
-            " Use training_step(batch, batch_idx)."
-        )
     if getattr(module, "_compiler_ctx", None) is not None:
         raise UnsupportedError(
             "A LightningModule compiled as a whole cannot be cut into units. Compile its blocks"
             " instead: `for i, block in enumerate(blocks): blocks[i] = torch.compile(block)`."
         )
+    refuse_precision(trainer.precision_plugin)
     refuse_synchronised(module, is_manual=not module.automatic_optimization)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if "ModelPruning" in lightnings_classes(callback):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
@@ -23,10 +24,20 @@ class UserGathers:
         self._own = (0, False)
         self._name = "all_gather"
         self._planned: tuple[int, ...] = ()  # empty while ranks are measured
+        self._all_refused = False
 
     def expect(self, planned: Sequence[int]) -> None:
         """Set how many microbatches the plan gives every rank."""
         self._planned = tuple(planned)
+
+    @contextmanager
+    def refused(self) -> Generator[None, None, None]:
+        """Refuse every collective in a ``with`` block, in which some ranks may run no step."""
+        self._all_refused = True
+        try:
+            yield
+        finally:
+            self._all_refused = False
 
     def check(self, planned: Sequence[int]) -> None:
         """Reject other numbers of microbatches if steps would hang with them.
@@ -65,6 +76,8 @@ class UserGathers:
         Raises:
             UnsupportedError: If some rank would not join; the message gives the way out.
         """
+        if self._all_refused:
+            raise UnsupportedError(f"{name}() inside a step that some ranks do not run.")
         if not training:
             # an evaluation step is one call on each rank with samples, and none on others
             self._stages.add("evaluation")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -15,6 +16,13 @@ from lightning_cephalo.common.errors import BatchSplitError
 from lightning_cephalo.data import BatchLayout, MicrobatchList, deal, split_sizes, zero_rows
 from lightning_cephalo.data.batch_layout import not_splittable
 from lightning_cephalo.data.containers import children_of
+
+
+class StepResultError(TypeError, MisconfigurationException):
+    """``training_step`` has returned something that is no loss.
+
+    It is also the error that Lightning's own strategies raise then.
+    """
 
 
 @dataclass(frozen=True)
@@ -25,11 +33,14 @@ class BatchCutter:
         layouts: One for each of the training dataloaders, in the order of their tree.
         spec: How several loaders' batches are nested (None for a single loader).
         microbatch_sizes: This rank's planned sizes.
+        leaves_whole: Nothing is ever cut, as one rank has one microbatch. So batches may be
+            anything.
     """
 
     layouts: tuple[BatchLayout, ...]
     spec: Any
     microbatch_sizes: tuple[int, ...]
+    leaves_whole: bool = False
 
     def cut(self, batch: Any) -> list[tuple[Any, int]]:
         """Return the microbatches and their numbers of samples; none for an empty batch.
@@ -38,6 +49,8 @@ class BatchCutter:
         is the sum over all loaders. If a loader has fewer samples than there are microbatches, its
         part of some microbatches has no rows.
         """
+        if self.leaves_whole:
+            return [(batch, evaluation_samples(batch))]
         if self.spec is None:
             return self._cut_one(batch, self.layouts[0])
         parts = [
@@ -113,17 +126,18 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor] 
     would wait for the device.
 
     Raises:
-        TypeError: If the result has no scalar loss.
+        StepResultError: If the result has no loss.
+        TypeError: If the loss is no scalar.
     """
     if result is None:
         return None
     loss, weight = result, float(samples)
     if isinstance(result, Mapping):
         if "loss" not in result:
-            raise TypeError(
-                "training_step returned a dict without the key 'loss'; got keys"
-                f" {sorted(map(str, result))}. Return a tensor, or a dict with 'loss' and,"
-                " if losses are not means over samples, 'weight'."
+            raise StepResultError(
+                "In automatic optimization the 'loss' key needs to be present in a dict that"
+                f" training_step returns; got keys {sorted(map(str, result))}. Return a tensor, or"
+                " a dict with 'loss' and, if losses are not means over samples, 'weight'."
             )
         loss = result["loss"]
         if "weight" in result:
@@ -131,9 +145,9 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor] 
             if not isinstance(weight, Tensor) or weight.is_cpu or weight.numel() != 1:
                 weight = float(weight)
     if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"training_step returned {type(loss).__name__}, expected a tensor, a dict with"
-            " 'loss', or None to skip the samples it was given."
+        raise StepResultError(
+            f"training_step returned {type(loss).__name__}, but it must return a Tensor, a dict,"
+            " or None: a dict has the key 'loss', and None skips the samples it was given."
         )
     if loss.numel() != 1:
         raise TypeError(

@@ -92,7 +92,8 @@ def rebuild_train_loader(
     loader = original_of(loader)
     # A collective: called unconditionally, before anything can differ between ranks.
     share_generator_states(loader, broadcast)
-    reading.refuse_one_pass(loader)
+    if len(sizes) > 1:
+        reading.refuse_one_pass(loader)
     _reject_distributed_sampler(loader, len(sizes))
     total = global_batch_size or reading.global_batch_size(loader, len(sizes))
     # A custom batch sampler's lists may have any lengths. Dealing the length of the first list here
@@ -212,11 +213,14 @@ def _rebuild_map_style(
         loader,
         # Lightning's predict loop reads the indices from its own wrapper, around our sampler.
         batch_sampler=mine if recorder is None else type(recorder)(mine),  # type: ignore[call-arg]
-        wrap_collate=rank_collate(loader.dataset, microbatch_sizes),
+        # a single rank is never without samples
+        wrap_collate=rank_collate(loader.dataset, microbatch_sizes)
+        if len(sizes) > 1 or microbatch_sizes is not None
+        else None,
     )
     # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
     mine.original = loader
-    if not tolerates_empty_fetch(rebuilt.dataset):
+    if len(sizes) > 1 and not tolerates_empty_fetch(rebuilt.dataset):
         # A built DataLoader forbids this, because its sampler was made for the dataset. Ours was
         # not. The subclass may build the dataset itself, so it cannot be replaced earlier.
         object.__setattr__(rebuilt, "dataset", EmptyFetchDataset(rebuilt.dataset))

@@ -458,10 +458,11 @@ def deal_stream(
 
     The other arguments are those of `rebuild_train_loader`.
     """
-    own = start_of(loader, layout, seed)
     ready = reading.yields_ready_batches(loader)
     common = {"all_have_next": all_have_next, "layout": layout, "original": loader}
-    if not Start.is_whole(gather(own.numbers)):
+    alone = len(sizes) == 1  # nobody can have other samples, so that nothing is read ahead
+    own = Start(None, 0) if alone else start_of(loader, layout, seed)
+    if not alone and not Start.is_whole(gather(own.numbers)):
         if rank == 0:
             said = (
                 _divided(loader, sizes, ready, own, every_rank)
@@ -540,6 +541,8 @@ def _part_of(
 ) -> GlobalStep:
     if batch is None:  # on all ranks: Lightning skips the step, as on one device
         return GlobalStep(None, 0.0, 0)
+    if len(sizes) == 1:
+        return GlobalStep(batch, 0.0, 1)
     checksum, count = float(fingerprint(batch) or 0), layout.batch_size(batch)
     dealt = _dealt(count, sizes, every_rank)
     if dealt is None:

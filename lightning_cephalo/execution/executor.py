@@ -319,6 +319,7 @@ class Executor:
         ]
         step = self._step = Step(calls, microbatches, trainable, [0.0] * len(calls))
         step.checks_leaks = checks
+        step.on_user_collective = self.on_user_collective if checks else None
         self.failure.begin(microbatches, "beginning of the root unit")
         self._readback = self.accelerator.readback()
         step.loss_scale = 0.5 ** round(math.log2(max(self._total_weight, 1e-30)))
@@ -463,6 +464,7 @@ class Executor:
         call: MicrobatchCall | None,
         doing: str,
         note: Callable[[], Sequence[float]] = tuple,
+        on_user_collective: Callable[[str], None] | None = None,
     ) -> ForwardOutcome:
         """Run one step without gradients, gathering units as ranks request them.
 
@@ -473,13 +475,14 @@ class Executor:
             call: This rank's step; None on a rank without samples.
             doing: Description of the step for messages.
             note: As in :meth:`forward`.
+            on_user_collective: As the attribute, for this step.
 
         Returns:
             The result, if this rank had a step, and the notes; the weights are empty.
         """
         calls = [] if call is None else [call]
         microbatches = [Microbatch(call.step, self.accelerator, recompute=False) for call in calls]
-        step = self._step = Step(calls, microbatches)
+        step = self._step = Step(calls, microbatches, on_user_collective=on_user_collective)
         self.failure.begin(microbatches, "evaluation of the root unit")
         self.execute(Instruction(Operation.GATHER, ROOT))
         self.execute(Instruction(Operation.FORWARD, ROOT, microbatch=0))
@@ -588,9 +591,8 @@ class Executor:
         call.on_pause()
 
     def _watching(self) -> AbstractContextManager[Any]:
-        if self.on_user_collective is None or not self._step.checks_leaks:
-            return nullcontext()
-        return UserCollectives(self.on_user_collective)
+        report = self._step.on_user_collective
+        return nullcontext() if report is None else UserCollectives(report)
 
     def _loss(self, instruction: Instruction) -> None:
         self.failure.guarded(self._loss_of, instruction)

@@ -91,6 +91,8 @@ class Step:
             have waited for one another while it was traced.
         checks_leaks: Whether the step looks for tensors that leave units other than as outputs.
         program: This rank's program; its forward is unused while the step is traced.
+        on_user_collective: Called with the name of a collective of torch.distributed before the
+            user's step runs it; None: nothing is watched.
         scale_loss: Multiplies every loss (a gradient scaler's); gradients carry the factor until
             the optimizer's step.
         loss_scale: Factor of every loss in addition to its weight.
@@ -111,6 +113,7 @@ class Step:
     is_traced: bool = False
     is_apart: bool = False
     checks_leaks: bool = False
+    on_user_collective: Callable[[str], None] | None = None
     program: Program = field(default_factory=lambda: Program((), ()))
     scale_loss: Callable[[Tensor], Tensor] | None = None
     loss_scale: float = 1.0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from os import PathLike
 from statistics import median
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -35,6 +36,10 @@ from lightning_cephalo.ranks.control import ControlGroup
 RECORDED_STEP = 5
 
 
+def _nothing() -> None:
+    pass
+
+
 class Watch:
     """Times the steps of one rank and records one.
 
@@ -56,6 +61,11 @@ class Watch:
         self._clock: Callable[[], float] = time.perf_counter
         self.ranks: tuple[MeasuredRank, ...] = ()
         self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy keeps: the times, and nothing of the device or the model."""
+        watching = {"_recorder": None, "_timing": Timing(), "_clock": time.perf_counter}
+        return {**vars(self), **watching, "_reference": _nothing}
 
     def _forget(self) -> None:
         self._started_s = 0.0

@@ -24,9 +24,8 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
 from lightning_cephalo.adapters.batch_norm import smallest_microbatch
 from lightning_cephalo.adapters.early_update import late_by_job
-from lightning_cephalo.adapters.user_module import step_arguments
+from lightning_cephalo.adapters.user_module import step_on
 from lightning_cephalo.data import BatchLayout, agreed_seed, global_batch_size, learn_layout
-from lightning_cephalo.data.cutting import BatchCutter
 from lightning_cephalo.data.loaders import share_generator_states
 from lightning_cephalo.data.reading import is_stream, refuse_one_pass, yields_ready_batches
 from lightning_cephalo.data.streams import Start, start_of
@@ -41,8 +40,7 @@ from lightning_cephalo.preparation.limits import (
     with_host_memory,
 )
 from lightning_cephalo.preparation.options import Options
-from lightning_cephalo.profiling import additivity, job_cache
-from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
+from lightning_cephalo.profiling import job_cache
 from lightning_cephalo.profiling.measure import ProfileOptions, measure, read_batch
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.ranks.control import ControlGroup
@@ -83,6 +81,8 @@ class Job:
             dataloaders give single samples, or a plan is given.
         plan: The given plan; None: one must be made.
         late: Why updates follow the backward, in a few words; empty: they run inside of it.
+        leaves_batches_whole: Whether no batch is cut or read before training: one rank follows a
+            given plan of one microbatch.
     """
 
     options: Options
@@ -93,6 +93,7 @@ class Job:
     ready_samples: int | None = None
     plan: Plan | None = None
     late: str = ""
+    leaves_batches_whole: bool = False
 
     @classmethod
     def of_evaluation(cls, options: Options, world_size: int) -> Job:
@@ -137,13 +138,15 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
     seed = agreed_seed(control.broadcast)
     starts: list[Start] = []
     late = ""
+    whole = False
     try:
         doing = "reading the training dataloader"
-        loaders = _training_loaders(trainer)
+        whole = _leaves_batches_whole(options, world_size)
+        loaders = _training_loaders(trainer, is_read=not whole)
         doing = "finding the global batch size"
         own_size = _global_batch_size(loaders, options, world_size)
         doing = "finding how batches can be split"
-        layouts = _layouts(loaders, options)
+        layouts = () if whole else read_layouts(loaders, options)
         doing = "reading the memory caps"
         own = _limits(trainer, control, options)
         doing = "finding when updates may run"
@@ -178,10 +181,17 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
     if plan is not None:
         check_plan(plan, limits)
     late = next(filter(None, lates), "")
-    return Job(options, limits, batch_size, loaders, layouts, ready_samples, plan, late)
+    return Job(options, limits, batch_size, loaders, layouts, ready_samples, plan, late, whole)
 
 
-def _training_loaders(trainer: Trainer) -> Loaders:
+def _leaves_batches_whole(options: Options, world_size: int) -> bool:
+    if world_size > 1 or options.plan is None or options.collate_per_microbatch:
+        return False
+    plan = options.plan if isinstance(options.plan, Plan) else Plan.load(options.plan)
+    return [len(rank.microbatch_sizes) for rank in plan.ranks] == [1]
+
+
+def _training_loaders(trainer: Trainer, *, is_read: bool) -> Loaders:
     """Request the training dataloaders from the user's hook, as DeepSpeed's strategy does.
 
     Lightning's loop gets the same loaders when it requests them. So the hook is called once:
@@ -189,6 +199,10 @@ def _training_loaders(trainer: Trainer) -> Loaders:
 
     Private API: the loaders are needed before Lightning's loop requests them. Its ``setup_data``
     must not be called early, or a resumed loader would start anew.
+
+    Args:
+        trainer: The trainer that is fitting.
+        is_read: Whether batches are read before training, so that loaders must start anew.
     """
     from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -211,7 +225,7 @@ def _training_loaders(trainer: Trainer) -> Loaders:
             f"Expects a training dataloader, but got an empty {type(found).__name__}. Give a"
             " DataLoader, or an object whose __iter__ yields batches."
         )
-    for each in flat:
+    for each in flat if is_read else ():
         refuse_one_pass(each)
     single = len(flat) == 1 and nested is flat[0]
     return Loaders(tuple(flat), None if single else spec)
@@ -279,7 +293,8 @@ def _plan_and_batch_size(
     return plan, _check_ranks(plan, world_size, own_size)
 
 
-def _layouts(loaders: Loaders, options: Options) -> tuple[BatchLayout, ...]:
+def read_layouts(loaders: Loaders, options: Options) -> tuple[BatchLayout, ...]:
+    """Return how each dataloader's batches can be cut, learned from its first samples."""
     if options.collate_per_microbatch:
         return tuple(BatchLayout() for _ in loaders.flat)
     return tuple(learn_layout(loader, splitter=options.split_batch) for loader in loaders.flat)
@@ -333,6 +348,7 @@ def measure_or_load(
     trainer: Trainer,
     pause: Callable[[], None],
     manual: ManualSteps | None = None,
+    check: Callable[[Problem], None] = lambda problem: None,
 ) -> Problem:
     """Return the measured or cached problem, with the choices of the plan; collective.
 
@@ -342,6 +358,7 @@ def measure_or_load(
         trainer: The trainer that is fitting.
         pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
+        check: Called with the problem on every rank, if it has been measured now.
 
     Raises:
         ProfilingError: If a rank fails while it is measured.
@@ -388,7 +405,7 @@ def measure_or_load(
                 layouts=job.layouts,
             )
         if manual is None:
-            _check_loss(job, problem, model, trainer)
+            check(problem)
         _keep(problem, found, options, control)
     model.release_buffers()
     problem = replace(problem, reshard_after_forward=options.reshard_after_forward.as_given)
@@ -401,48 +418,8 @@ def measure_or_load(
     return with_host_memory(problem, [own.host for own in job.limits])
 
 
-def _check_loss(job: Job, problem: Problem, model: ShardedModel, trainer: Trainer) -> None:
-    """Warn if the loss of a batch is not the weighted mean over its parts; collective."""
-    half, is_first = additivity.SAMPLES // 2, model.control.rank == 0
-    progress = Progress(job.options.verbose and is_first)
-    unknown = "The loss of a batch was not compared with that of its parts"
-    have_room = all(rank.largest_microbatch_size >= 2 * half for rank in problem.ranks)
-    if job.options.collate_per_microbatch:
-        progress.warn(f"{unknown}: collate_per_microbatch=True never collates a batch as a whole.")
-        return
-    if not have_room or problem.minimum_microbatch_size > half:
-        progress.warn(f"{unknown}: that takes microbatches of {half} and {2 * half} samples.")
-        return
-    module: Any = model.module
-
-    def parted() -> tuple[Any, list[tuple[Any, int]]]:
-        batch = read_batch(job.loaders.source, 2 * half, job.layouts)
-        expect_samples(trainer, 2 * half)
-        batch = moved_to_device(trainer, module, batch)
-        parts = BatchCutter(job.layouts, job.loaders.spec, (half, half)).cut(batch)
-        if len(parts) != 2:
-            raise ValueError(f"its batch is cut in {len(parts)} parts, not in 2")
-        return batch, parts
-
-    try:
-        with isolated(trainer, module, model.accelerator):
-            batch, parts = model.control.together("cutting a batch", parted)
-            step = partial(_step_of_user, module)
-            context = trainer.precision_plugin.train_step_context
-            found = additivity.compared(model, step, context, batch, parts)
-    except Exception as error:  # on every rank
-        progress.warn(
-            f"{unknown} (steps without gradients, in evaluation mode)."
-            f" {type(error).__name__}: {error}"
-        )
-        return
-    if is_first:
-        in_half = "16" in str(trainer.precision)
-        additivity.warn_if_it_differs(found, [size for _, size in parts], in_half)
-
-
 def _step_of_user(module: LightningModule, batch: Any) -> torch.Tensor:
-    return module.training_step(*step_arguments(module, batch))  # type: ignore[return-value]
+    return step_on(module, batch)
 
 
 def _keep(

@@ -37,6 +37,7 @@ from lightning_cephalo.data import (
 )
 from lightning_cephalo.data.cutting import BatchCutter, EmptyPredictions
 from lightning_cephalo.data.lockstep import lock_step
+from lightning_cephalo.data.reading import original_of
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.offload import HostArena
@@ -50,7 +51,7 @@ from lightning_cephalo.preparation.limits import (
     named_where_nothing_fits,
     reserve_host_memory,
 )
-from lightning_cephalo.preparation.prepare import Job
+from lightning_cephalo.preparation.prepare import Job, read_layouts
 from lightning_cephalo.profiling.memory_model import check_capacities, state_bytes
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.blocks import type_of
@@ -361,7 +362,9 @@ class Session:
         executor.failure.planned_memory = _planned_memory(own)
         executor.arena = arena
         sizes = own.microbatch_sizes if self.manual is None else ()  # a batch stays whole
-        self.cutter = BatchCutter(job.layouts, job.loaders.spec, sizes)
+        whole = job.leaves_batches_whole and len(own.microbatch_sizes) == 1
+        layouts = job.layouts if whole else job.layouts or read_layouts(job.loaders, job.options)
+        self.cutter = BatchCutter(layouts, job.loaders.spec, sizes, whole)
 
     def check(self, plan: Plan) -> None:
         """Raise if this training cannot follow a plan.
@@ -560,12 +563,14 @@ class Session:
         }
         options = self._job.options
         if not training:
+            if self.control.world_size == 1:
+                return original_of(loader)
             layout = BatchLayout(splitter=options.split_batch)  # for ready batches only
             return rebuild_eval_loader(
                 loader, world_size=self.control.world_size, layout=layout, **common
             )
         # Lightning passes all training dataloaders each time, in the order of their tree
-        layout = next(self._layouts)
+        layout = next(self._layouts, BatchLayout(splitter=options.split_batch))
         plan = self.dealt_plan
         own_sizes = plan.ranks[self.control.rank].microbatch_sizes
         return rebuild_train_loader(

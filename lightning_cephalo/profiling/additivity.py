@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,43 +65,59 @@ def compared(
     context: Callable[[], AbstractContextManager[Any]],
     batch: Any,
     parts: Sequence[tuple[Any, int]],
-) -> LossOfParts:
-    """Return the loss of a batch and that of its parts; collective.
+    on_user_collective: Callable[[str], None] | None = None,
+) -> LossOfParts | None:
+    """Return the loss of a batch and that of its two parts; collective.
 
     Runs the step without gradients and in evaluation mode, where dropout and batch normalisation
-    change nothing.
+    change nothing. Code under ``torch.compile`` runs eagerly: it would be compiled again for these
+    sizes.
 
     Args:
         model: The sharded model.
         step: The user's training step on one batch.
         context: The precision plugin's context of a training step.
-        batch: A few samples; equal on all ranks.
-        parts: The same samples in parts, and how many each has.
+        batch: A few samples; ranks may have different ones.
+        parts: The same samples in two parts, and how many each has. Empty: this rank has none.
+        on_user_collective: Called with the name of a collective of torch.distributed before the
+            step runs it; may raise.
 
     Raises:
         Exception: On every rank, if the step fails so on any.
+
+    Returns:
+        The losses; None on a rank without samples.
     """
     count = sum(size for _, size in parts)
-    with _evaluating(model.module), context(), torch.no_grad():
-        (whole, _), (again, _), *of_parts = (
-            _loss_of(model, step, piece, size)
-            for piece, size in [(batch, count), (batch, count), *parts]
-        )
+    pieces = [(batch, count), (batch, count), *parts] if parts else [None] * 4
+    with ExitStack() as stack:
+        stack.enter_context(_evaluating(model.module))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(context())
+        stack.enter_context(torch.no_grad())
+        losses = [_loss_of(model, step, piece, on_user_collective) for piece in pieces]
+    if not parts:
+        return None
+    (whole, _), (again, _), *of_parts = losses
     weight = sum(weight for _, weight in of_parts)
     total = sum(loss * weight for loss, weight in of_parts if weight)
     return LossOfParts(whole, again, total / weight if weight else math.nan)
 
 
-def warn_if_it_differs(found: LossOfParts, sizes: Sequence[int], in_half: bool) -> None:
-    """Warn of a loss that is no weighted mean.
+def warn_if_any_differs(
+    rows: Sequence[tuple[LossOfParts | None, Sequence[int]]], in_half: bool
+) -> None:
+    """Warn of the first rank's loss that is no weighted mean.
 
     Args:
-        found: The losses.
-        sizes: Samples of the parts.
+        rows: Each rank's losses, None if it has none, and the samples of its parts.
         in_half: Whether the model computes in half precision.
     """
-    if found.differs(_ROUNDING_IN_HALF if in_half else _ROUNDING):
-        warnings.warn(_told(found, sizes), stacklevel=2)
+    tolerance = _ROUNDING_IN_HALF if in_half else _ROUNDING
+    for found, sizes in rows:
+        if found is not None and found.differs(tolerance):
+            warnings.warn(_told(found, sizes), stacklevel=2)
+            return
 
 
 def _told(found: LossOfParts, sizes: Sequence[int]) -> str:
@@ -117,19 +133,28 @@ def _told(found: LossOfParts, sizes: Sequence[int]) -> str:
 
 
 def _loss_of(
-    model: ShardedModel, step: Callable[[Any], Any], batch: Any, samples: int
+    model: ShardedModel,
+    step: Callable[[Any], Any],
+    piece: tuple[Any, int] | None,
+    on_user_collective: Callable[[str], None] | None,
 ) -> tuple[float, float]:
-    def loss_of_step() -> tuple[float, float]:
-        found = loss_and_weight(step(batch), samples)
-        # a batch that training_step skips, or a loss that is meant to be over all samples
-        if found is None or was_asked():
-            return math.nan, math.nan
-        return float(found[0]), float(found[1])
+    call = None
+    if piece is not None:
+        batch, samples = piece
 
-    # an error in the step is known to all ranks, one behind it would not be
-    call = MicrobatchCall(loss_of_step, lambda _: (torch.zeros(()), 0.0), samples=samples)
-    outcome = model.executor.evaluate(call, "checking the loss of training_step")
-    return outcome.results[0]
+        def loss_of_step() -> tuple[float, float]:
+            found = loss_and_weight(step(batch), samples)
+            # a batch that training_step skips, or a loss that is meant to be over all samples
+            if found is None or was_asked():
+                return math.nan, math.nan
+            return float(found[0]), float(found[1])
+
+        # an error in the step is known to all ranks, one behind it would not be
+        call = MicrobatchCall(loss_of_step, lambda _: (torch.zeros(()), 0.0), samples=samples)
+    outcome = model.executor.evaluate(
+        call, "checking the loss of training_step", on_user_collective=on_user_collective
+    )
+    return outcome.results[0] if outcome.results else (math.nan, math.nan)
 
 
 @contextmanager

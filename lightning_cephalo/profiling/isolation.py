@@ -43,7 +43,13 @@ _WALKED_ITEMS = 10_000
 
 
 @contextmanager
-def isolated(trainer: Trainer, module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+def isolated(
+    trainer: Trainer,
+    module: nn.Module,
+    accelerator: Accelerator,
+    *,
+    keeps_gradients: bool = False,
+) -> Iterator[None]:
     """Undo what a step inside does to state, randomness, logs and gradients.
 
     Args:
@@ -51,13 +57,16 @@ def isolated(trainer: Trainer, module: nn.Module, accelerator: Accelerator) -> I
             throwaway ones inside.
         module: The user's LightningModule.
         accelerator: This rank's device.
+        keeps_gradients: Leave gradients alone, as those of hooks before the first step; the step
+            runs no backward.
     """
     with ExitStack() as stack:
         stack.enter_context(preserved_randomness())
         stack.callback(RandomState(accelerator).restore)
         stack.enter_context(preserved_state(module, accelerator))
         stack.enter_context(_muted(trainer, module, accelerator))
-        stack.callback(forget_gradients, module)
+        if not keeps_gradients:
+            stack.callback(forget_gradients, module)
         yield
 
 

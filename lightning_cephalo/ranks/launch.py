@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,6 +56,10 @@ class HoldsGroups(Protocol):
         """Drop every reference to a process group."""
 
 
+def not_connected() -> None:
+    """Return what a copy of an object has in place of its connections."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The connection of this process to the processes of the other ranks.
@@ -81,6 +86,10 @@ class Ranks:
     def close(self) -> None:
         """End this rank's servers."""
         self.groups.meeting.close()
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Make None of a copy: callbacks and trainers are copied and pickled, connections not."""
+        return not_connected, ()
 
 
 # -- starting -------------------------------------------------------------------------------------

@@ -156,6 +156,16 @@ class RowsTensor(DTensor):
     def __dlpack__(self, **options: Any) -> Any:
         refuse_dlpack(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy with rows of its own, as ``clone()`` does: no rank needs another one."""
+        if id(self) not in memo:
+            rows = self.detach().clone()
+            if isinstance(self, nn.Parameter):
+                rows = nn.Parameter(rows, self.requires_grad)
+                rows.__dict__.update(self.__dict__)
+            memo[id(self)] = rows
+        return memo[id(self)]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.full_tensor().detach()
         if not isinstance(self, nn.Parameter):

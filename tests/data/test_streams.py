@@ -430,7 +430,7 @@ def test_a_generator_is_refused_because_its_first_batches_would_be_lost():
         rebuild_train_loader(
             (torch.ones(2) for _ in range(3)),
             rank=0,
-            batch_sizes=(2,),
+            batch_sizes=(2, 1),
             seed=0,
             broadcast=same,
             all_have_next=alone,

@@ -425,11 +425,6 @@ def test_checkpointing_around_units(tmp_path: Path) -> None:
     assert_everywhere(found, UnitUseError, "torch.utils.checkpoint", "switch gradient")
 
 
-class Pulls(Recorder):
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        return self.per_sample(next(dataloader_iter)[0]).mean()
-
-
 class Copied(Recorder):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -456,15 +451,12 @@ class OwnSync(TorchSyncBatchNorm):
 
 
 UNSUPPORTED: dict[str, tuple[type[Recorder], dict[str, Any], tuple[str, ...]]] = {
-    "dataloader_iter": (Pulls, {}, ("dataloader_iter", "training_step(batch, batch_idx)")),
     "copied parameters": (Copied, {}, ("SGD holds", "inside", "configure_optimizers()")),
     "manual SyncBatchNorm": (Synchronised, {}, ("['norm'] (1 in all)", "optimizes manually")),
     "own plugin": (Recorder, {"plugins": OwnSync()}, ("OwnSync", "Trainer(sync_batchnorm=True)")),
 }
 
 
-# said on rank 0 only, before the ranks have met
-@pytest.mark.filterwarnings("ignore:You are using the .dataloader_iter. step flavor")
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_what_cannot_work_is_named_before_training(case: str, tmp_path: Path) -> None:
     kind, options, parts = UNSUPPORTED[case]

@@ -242,3 +242,28 @@ def test_a_copy_inside_a_step_is_refused_by_name():
 
     with pytest.raises(RankFailure, match=r"inside a step.*on_train_batch_start"):
         in_ranks(2, fit)
+
+
+class KeepsTheBest(Callback):
+    """Keeps a state dict, as users do who have no checkpoints, and goes back to it."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            self.kept = copy.deepcopy(pl_module.state_dict())
+            self.tagged = copy.deepcopy(list(pl_module.parameters()))
+
+    def on_train_end(self, trainer, pl_module):
+        assert not torch.equal(pl_module.inputs.weight, self.kept["inputs.weight"])
+        assert all(isinstance(each, torch.nn.Parameter) for each in self.tagged)
+        assert torch.equal(self.tagged[0], self.kept["gain"])
+        pl_module.load_state_dict(self.kept)
+
+
+def fit_keeping(plan):
+    model = Net()
+    trainer(plan, callbacks=[KeepsTheBest()], limit_val_batches=0).fit(model, loader(22))
+    return values_of(model)
+
+
+def test_a_copied_state_dict_keeps_its_values_and_is_loaded_again():
+    assert_same_tensors(by_plan("3:1", fit_keeping), by_plan(None, fit_keeping), TOLERANCE)

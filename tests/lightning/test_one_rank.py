@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from common import Net, assert_same_tensors, loader, trainer, values_of
+from common import Net, assert_same_tensors, dataset, loader, trainer, values_of
 from launch import run_ranks
 from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from plans import QUIET
+from plans import QUIET, plan_of
+from torch.utils.data import DataLoader
 
 from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.common.errors import UnsupportedError
@@ -97,3 +102,80 @@ def test_ranks_that_are_connected_otherwise_are_refused():
     message, is_connected = in_a_script(fit)
     assert "has 2 ranks" in message and "connected to 1" in message
     assert "destroy_process_group()" in message and is_connected
+
+
+class Sees(BoringModel):
+    """Takes whatever a loader yields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch)
+        return self.layer.weight.sum() * float(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch
+
+
+class Batches:
+    """An iterable of the user's own."""
+
+    def __init__(self, *batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def with_one_microbatch(**options: Any) -> Trainer:
+    strategy = CephaloStrategy(plan_of(((1,), 1.0)), verbose=False)
+    return Trainer(strategy=strategy, accelerator="cpu", devices=1, **{**QUIET, **options})
+
+
+@pytest.mark.filterwarnings("ignore:No repeated block")
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+def test_a_given_plan_of_one_microbatch_takes_any_loader_and_reads_nothing_ahead():
+    def fit(loader: Any) -> list[Any]:
+        module = Sees()
+        made = with_one_microbatch(limit_train_batches=3)
+        made.fit(module, loader)
+        again = with_one_microbatch(limit_predict_batches=2).predict(module, itertools.count())
+        assert again == [0, 1]
+        return module.seen
+
+    def fits() -> list[list[Any]]:
+        return [fit(loader) for loader in (iter(range(9)), range(9), Batches(1, None, 2, 4))]
+
+    assert in_a_script(fits) == [[0, 1, 2], [0, 1, 2], [1, 2]]
+
+
+class Wrong(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"a": 5}
+
+
+@pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no")
+def test_trainers_are_copied_and_save_and_restore_outside_of_runs(tmp_path):
+    """What scripts do around ``fit``: none of it needs connected ranks."""
+
+    def script() -> None:
+        module, made = Net(), with_one_microbatch(max_steps=2)
+        made.strategy.connect(module)
+        made.save_checkpoint(tmp_path / "before.ckpt")
+        made.fit(module, DataLoader(dataset(), batch_size=1))
+        copied = pickle.loads(pickle.dumps(made.strategy))
+        assert copied.measured_step_s == made.strategy.measured_step_s is not None
+        assert copy.deepcopy(made.callbacks) is not made.callbacks
+        made.save_checkpoint(tmp_path / "after.ckpt")
+        made._checkpoint_connector.restore(tmp_path / "after.ckpt")
+        with pytest.raises(MisconfigurationException, match="the 'loss' key needs to be present"):
+            with_one_microbatch().fit(Wrong(), DataLoader(dataset(), batch_size=1))
+
+    in_a_script(script)
+    before, after = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("before", "after")
+    )
+    assert list(before["state_dict"]) == list(after["state_dict"])
+    assert after["global_step"] == 2

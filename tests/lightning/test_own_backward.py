@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from common import Net, assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
+from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
@@ -47,15 +48,29 @@ class ByAutograd(Regularized):
         torch.autograd.backward([loss])
 
 
+class PluginScales(Precision):
+    """A precision plugin of the user's, with a backward of its own."""
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().backward(tensor * 3, model, *args, **kwargs)
+
+
 def fit(plan: str | None, kind: type[Net], options: dict[str, Any]):
     model = kind()
     trainer(plan, max_epochs=2, **options).fit(model, loader(14), loader(8))
     return model.losses, getattr(model, "norms", []), values_of(model)
 
 
-@pytest.mark.parametrize("kind", [Scales, ByAutograd])
+OPTIONS: dict[type[Net], dict[str, Any]] = {
+    Scales: {"accumulate_grad_batches": 2},
+    ByAutograd: {"gradient_clip_val": 2.0},
+    Regularized: {"plugins": PluginScales()},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_an_own_backward_gives_the_gradients_of_one_device(kind):
-    options = {"gradient_clip_val": 2.0} if kind is ByAutograd else {"accumulate_grad_batches": 2}
+    options = OPTIONS[kind]
     wanted_losses, wanted_norms, wanted = by_plan(None, fit, kind, options)
     for losses, norms, values in in_ranks(3, fit, "three", kind, options):
         assert losses == pytest.approx(wanted_losses, rel=TOLERANCE)

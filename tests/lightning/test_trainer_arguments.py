@@ -43,7 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
         "accumulate_grad_batches": 3,
         "gradient_clip_val": 0.1,
     },
-    "a fraction of an epoch": {"val_check_interval": 0.5, "max_time": timedelta(hours=12)},
+    "a fraction of an epoch": {
+        "val_check_interval": 0.5,
+        "max_time": timedelta(hours=12),
+        "profiler": "pytorch",
+    },
     "sanity check": {"num_sanity_val_steps": -1, "overfit_batches": 2, "max_epochs": 2},
     "fast_dev_run": {"fast_dev_run": 2},
     "barebones": {"barebones": True, "num_sanity_val_steps": None, "max_epochs": 1},

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from lightning_cephalo.preparation.loss_check import check_measured
 from lightning_cephalo.preparation.options import Options
-from lightning_cephalo.preparation.prepare import Job, _check_loss
+from lightning_cephalo.preparation.prepare import Job
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_a_loss_that_cannot_be_compared_is_named_in_a_line(
     )
     model: Any = SimpleNamespace(control=SimpleNamespace(rank=0))
     trainer: Any = SimpleNamespace()
-    _check_loss(Job(Options(**options), ()), problem, model, trainer)
+    check_measured(Job(Options(**options), ()), problem, model, trainer)
     said = " ".join(capsys.readouterr().out.split())
     assert wanted in said and bool(said) == bool(wanted)
     assert not wanted or said.startswith("The loss of a batch was not compared")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from launch import run_ranks, torchrun_environments
 from lightning.pytorch import LightningModule, Trainer
-from plans import GLOBAL_BATCH, QUIET
+from plans import GLOBAL_BATCH, QUIET, plan_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,7 +19,7 @@ from lightning_cephalo import CephaloStrategy, loss_over_batch
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
-from lightning_cephalo.profiling.additivity import LossOfParts, compared, warn_if_it_differs
+from lightning_cephalo.profiling.additivity import LossOfParts, compared, warn_if_any_differs
 from lightning_cephalo.ranks.groups import Groups
 
 CLASSES = torch.tensor([0, 0, 0, 1])
@@ -137,7 +137,7 @@ def _warned(rank):
             except (ValueError, TypeError, RemoteRankError) as error:
                 said[loss.__name__] = [str(error)]
             else:
-                warn_if_it_differs(found, [2, 2], in_half=False)
+                warn_if_any_differs([(None, []), (found, [2, 2])], in_half=False)
                 said[loss.__name__] = [str(warning.message) for warning in caught]
         assert module.training and module.dropout.training
     return said
@@ -214,3 +214,70 @@ def test_a_job_that_cannot_be_checked_says_so_and_trains(capfd):
     said = " ".join(capfd.readouterr().out.split())
     assert said.count("The loss of a batch was not compared with that of its parts") == 1
     assert "does not require grad" in said
+
+
+class _Counting(_Trained):
+    """Draws random numbers, counts in a buffer and in a list, and logs."""
+
+    def __init__(self, loss) -> None:
+        super().__init__(loss)
+        self.net.norm = nn.Identity()  # it would refuse a single sample
+        self.register_buffer("count", torch.zeros(()))
+        self.seen: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1.0
+        self.seen.append(torch.rand(()).item())
+        self.log("loss", loss := super().training_step(batch, batch_idx), sync_dist=True)
+        return loss
+
+
+def _reduced(scores, rows):
+    torch.distributed.all_reduce(scores.detach().mean())
+    return scores.square().mean()
+
+
+GIVEN = {
+    "no mean": (_contrastive, ((2, 2), (3, 1)), True),
+    "a mean": (_mean, ((2, 2), (3, 1)), False),
+    "a rank without samples": (_contrastive, ((), (4, 4)), True),
+    "microbatches of one sample": (_contrastive, ((1,) * 7, (1,)), True),
+    "one sample each": (_contrastive, ((1,), (1,)), False),
+    "over the batch": (_over_batch, ((2, 2), (3, 1)), False),
+    "a collective": (_reduced, ((3, 1), (2, 2)), False),
+    "a collective, and ranks that differ": (_reduced, ((3,), (1,)), False),
+}
+"""A loss, the microbatches of two ranks, and whether it is found in the first step."""
+
+
+def _fit_given(rank, environments):
+    os.environ.update(environments[rank], OMP_NUM_THREADS="1")
+    said = {}
+    for name, (loss, sizes, _) in GIVEN.items():
+        plan = plan_of(*((own, 0.5) for own in sizes))
+        strategy = CephaloStrategy(plan, verbose=False)
+        run = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=2, **QUIET)
+        torch.manual_seed(5)
+        rows = TensorDataset(torch.randn(16, 6), torch.arange(16))
+        module = _Counting(loss)
+        with warnings.catch_warnings(record=True) as caught:
+            _ours_is_no_error()
+            run.fit(module, DataLoader(rows, batch_size=plan.global_batch_size // 2))
+        drawn = len(module.seen), module.count.item()
+        said[name] = [str(warning.message) for warning in caught], drawn
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:The layers .* are batch normalisation")
+def test_the_first_step_of_a_given_plan_is_checked_and_not_changed():
+    ranks = run_ranks(2, _fit_given, torchrun_environments(2), process_group=False)
+    for rank, said in enumerate(ranks):
+        for name, (_, sizes, found) in GIVEN.items():
+            told, (steps, count) = said[name]
+            assert [("mean over parts" in each) for each in told] == [True] * (
+                found and not rank
+            ), name
+            assert steps == 2 * len(sizes[rank]), name
+            assert count == 2.0, name
+    (told,), _ = ranks[0]["a rank without samples"]
+    assert "parts of 2 and 2 samples" in told

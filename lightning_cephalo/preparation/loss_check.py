@@ -1,0 +1,165 @@
+"""Compares the loss of a batch with that of its parts, once in each training.
+
+Before a job is measured, a few samples of the dataset are compared on every rank. With a given plan
+nothing is read before training: then each rank compares a microbatch of its first step with its
+halves. Both leave no trace in the model, its logs, or its random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_cephalo.adapters.user_gathers import UserGathers
+from lightning_cephalo.adapters.user_module import step_on
+from lightning_cephalo.data.cutting import BatchCutter
+from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.plan import Problem
+from lightning_cephalo.preparation.prepare import Job
+from lightning_cephalo.profiling import additivity
+from lightning_cephalo.profiling.additivity import LossOfParts
+from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
+from lightning_cephalo.profiling.measure import read_batch
+from lightning_cephalo.profiling.progress import Progress
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_UNKNOWN = "The loss of a batch was not compared with that of its parts"
+_APART = f"{_UNKNOWN}: collate_per_microbatch=True never collates a batch as a whole."
+
+Parted = tuple[Any, list[tuple[Any, int]]]
+"""A batch, and its parts with their numbers of samples."""
+
+
+class LossCheck:
+    """Compares losses once: when a job is measured, else in its first step.
+
+    ::
+
+        check = LossCheck(job, model, trainer, gathers)
+        check.of_samples(problem)                        # if the job is measured
+        check.of_first_step(batch, microbatches, step)   # before the first step, on every rank
+
+    Args:
+        job: The training to run.
+        model: The sharded model.
+        trainer: The trainer that is fitting.
+        gathers: Refuses the user's collectives, as some ranks may have no microbatch to compare.
+    """
+
+    def __init__(
+        self, job: Job, model: ShardedModel, trainer: Trainer, gathers: UserGathers
+    ) -> None:
+        self._job, self._model, self._trainer = job, model, trainer
+        self._gathers = gathers
+        # a batch that is left whole is that of one device
+        self._is_due = not job.leaves_batches_whole
+
+    def of_samples(self, problem: Problem) -> None:
+        """Compare a few samples of the dataset; collective. See :func:`check_measured`."""
+        self._is_due = False
+        check_measured(self._job, problem, self._model, self._trainer)
+
+    def of_first_step(
+        self, batch: Any, pieces: Sequence[tuple[Any, int]], step: Callable[[Any], Any]
+    ) -> None:
+        """Warn if a microbatch's loss is not the weighted mean of its halves'; collective.
+
+        Runs once, and later does nothing. Microbatches of one sample are compared in pairs.
+
+        Args:
+            batch: This rank's batch.
+            pieces: This rank's microbatches of the step, and how many samples each has.
+            step: The user's training step on one microbatch.
+        """
+        if not self._is_due:
+            return
+        self._is_due = False
+        progress = Progress(self._job.options.verbose and self._model.control.rank == 0)
+        if self._job.options.collate_per_microbatch:
+            progress.warn(_APART)
+            return
+        halves = partial(self._halves, batch, pieces)
+        _compare(self._job, self._model, self._trainer, step, halves, self._gathers)
+
+    def _halves(self, batch: Any, pieces: Sequence[tuple[Any, int]]) -> Parted | None:
+        whole, samples = max(pieces, key=lambda piece: piece[1], default=(None, 0))
+        if samples < 2:
+            if len(pieces) < 2:
+                return None
+            whole = _cut(self._job, batch, (2, len(pieces) - 2))[0][0]
+            samples = 2
+        expect_samples(self._trainer, samples)
+        return whole, _cut(self._job, whole, (samples - samples // 2, samples // 2))
+
+
+def check_measured(job: Job, problem: Problem, model: ShardedModel, trainer: Trainer) -> None:
+    """Warn if the loss of a few samples is not the weighted mean of its halves'; collective.
+
+    Args:
+        job: The training to run.
+        problem: Says how many samples a microbatch may have on each rank.
+        model: The sharded model.
+        trainer: The trainer that is fitting.
+    """
+    half = additivity.SAMPLES // 2
+    progress = Progress(job.options.verbose and model.control.rank == 0)
+    have_room = all(rank.largest_microbatch_size >= 2 * half for rank in problem.ranks)
+    if job.options.collate_per_microbatch:
+        progress.warn(_APART)
+        return
+    if not have_room or problem.minimum_microbatch_size > half:
+        progress.warn(f"{_UNKNOWN}: that takes microbatches of {half} and {2 * half} samples.")
+        return
+    module: Any = model.module
+
+    def halves() -> Parted:
+        batch = read_batch(job.loaders.source, 2 * half, job.layouts)
+        expect_samples(trainer, 2 * half)
+        batch = moved_to_device(trainer, module, batch)
+        return batch, _cut(job, batch, (half, half))
+
+    _compare(job, model, trainer, partial(step_on, module), halves)
+
+
+def _cut(job: Job, batch: Any, sizes: tuple[int, int]) -> list[tuple[Any, int]]:
+    wanted = tuple(size for size in sizes if size)
+    parts = BatchCutter(job.layouts, job.loaders.spec, wanted).cut(batch)
+    if len(parts) != len(wanted):
+        raise ValueError(f"its batch is cut in {len(parts)} parts, not in {len(wanted)}")
+    return parts
+
+
+def _compare(
+    job: Job,
+    model: ShardedModel,
+    trainer: Trainer,
+    step: Callable[[Any], Any],
+    parted: Callable[[], Parted | None],
+    gathers: UserGathers | None = None,
+) -> None:
+    is_first = model.control.rank == 0
+    refused: AbstractContextManager[None] = nullcontext()
+    on_user_collective = None
+    if gathers is not None and model.control.world_size > 1:
+        refused, on_user_collective = gathers.refused(), partial(gathers.called, True)
+    try:
+        module, accelerator = model.module, model.accelerator
+        with refused, isolated(trainer, module, accelerator, keeps_gradients=True):
+            own = model.control.together("cutting a batch", parted)
+            context = trainer.precision_plugin.train_step_context
+            batch, parts = own or (None, [])
+            found = additivity.compared(model, step, context, batch, parts, on_user_collective)
+    except Exception as error:  # on every rank
+        Progress(job.options.verbose and is_first).warn(
+            f"{_UNKNOWN} (steps without gradients, in evaluation mode)."
+            f" {type(error).__name__}: {error}"
+        )
+        return
+    sizes = [size for _, size in parts]
+    rows: list[tuple[LossOfParts | None, list[int]]] = model.control.gather((found, sizes))
+    if is_first:
+        additivity.warn_if_any_differs(rows, in_half="16" in str(trainer.precision))

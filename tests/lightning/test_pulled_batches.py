@@ -1,0 +1,63 @@
+"""Steps that pull their own batches train, validate and predict as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from common import Net, assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
+from torch import Tensor
+
+from lightning_cephalo.common.errors import UnsupportedError
+
+# Lightning calls this signature experimental
+pytestmark = pytest.mark.filterwarnings("ignore:Found .dataloader_iter. argument")
+
+
+class Pulls(Net):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        assert batch_idx == self.trainer.global_step % 2 and dataloader_iter.fetched > batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        super().validation_step(*next(dataloader_iter)[:2])
+
+
+class PullsTwice(Pulls):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        next(dataloader_iter)
+        return super().training_step(dataloader_iter)
+
+
+class PullsNothing(Pulls):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return self.gain * 1.0
+
+
+def fit(plan: str | None) -> tuple[list[float], dict[str, Tensor], float]:
+    module, made = Pulls(), trainer(plan, max_epochs=2)
+    made.fit(module, loader(13), loader(9))
+    return module.losses, values_of(module), float(made.callback_metrics["val"])
+
+
+@pytest.mark.parametrize("plan", ["3:1", "no data"])
+def test_training_and_validation_that_pull_are_those_of_one_device(plan):
+    losses, values, validation = by_plan(None, fit)
+    found, found_values, found_validation = by_plan(plan, fit)
+    assert len(found) == 4
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert_same_tensors(found_values, values, 1e-5)
+    assert found_validation == pytest.approx(validation, rel=1e-5)
+
+
+def errors(kind: type[Pulls]) -> str:
+    with pytest.raises((UnsupportedError, RuntimeError)) as caught:
+        trainer("3:1").fit(kind(), loader(13))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "came"), [(PullsTwice, "several"), (PullsNothing, "no batch")])
+def test_a_step_that_does_not_pull_one_batch_is_refused_on_every_rank(kind, came):
+    for said in in_ranks(2, errors, kind):
+        assert f"has pulled {came}" in said and "Call next(dataloader_iter) once" in said
