@@ -261,7 +261,8 @@ class KeepsTheBest(Callback):
 
 def fit_keeping(plan):
     model = Net()
-    trainer(plan, callbacks=[KeepsTheBest()], limit_val_batches=0).fit(model, loader(22))
+    run = trainer(plan, callbacks=[KeepsTheBest()], limit_val_batches=0)
+    run.fit(model, loader(22), loader(8))
     return values_of(model)
 
 
