@@ -94,7 +94,8 @@ class Cpu(Accelerator):
         return HostReadback()
 
     def random_states(self) -> tuple[Tensor, ...]:
-        return (torch.get_rng_state(),)
+        # as torch.get_rng_state(), without its wrappers: every visit of a unit calls it
+        return (torch.default_generator.get_state(),)
 
     def restore_random_states(self, states: tuple[Tensor, ...]) -> None:
-        torch.set_rng_state(states[0])
+        torch.default_generator.set_state(states[0])

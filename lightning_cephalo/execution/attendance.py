@@ -100,7 +100,7 @@ class Attendance:
         self._records.add(meeting if differentiable else None)
         update_running(norm, statistics)
         if record is not None:
-            record.meetings.append(meeting)
+            record.meetings = (*record.meetings, meeting)
             if self._recompute:
                 # other microbatches have drawn numbers meanwhile
                 meeting.random = RandomState(self._accelerator)

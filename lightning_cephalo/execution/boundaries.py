@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
@@ -40,6 +40,10 @@ class _OutOfUnit(torch.autograd.Function):
         ctx.owner.refuse(gradient)
         return gradient, None
 
+
+# Private: the part of `apply` that is written in C. The rest serves functorch's transforms, which
+# cannot pass a cut, and takes as long again; tests/execution/test_boundaries.py calls it.
+_out_of_unit = super(torch.autograd.Function, _OutOfUnit).apply
 
 # nodes where the glue's graph ends: parameters and other leaves, and outputs of units
 _OUTPUT = "_OutOfUnitBackward"
@@ -62,7 +66,7 @@ class _Owner:
             raise gradient_through_units()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Cut:
     """A user's tensor and the leaf that replaces it.
 
@@ -79,7 +83,7 @@ class _Cut:
     is_used: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class _Glue:
     """A leaf and the edge at which its gradient enters the glue's graph."""
 
@@ -111,10 +115,15 @@ class Boundaries:
         inside: Ids of the units' parameters, in a step that checks for tensors that leave a unit
             other than as its outputs; None: no check.
         several_backwards: Whether the step has several backwards, each of a part of the graph.
+        lets_go: Whether :meth:`let_go` will be called.
     """
 
     def __init__(
-        self, inside: frozenset[int] | None = None, several_backwards: bool = False
+        self,
+        inside: frozenset[int] | None = None,
+        several_backwards: bool = False,
+        *,
+        lets_go: bool = True,
     ) -> None:
         self._inside = inside
         self._several_backwards = several_backwards
@@ -123,7 +132,10 @@ class Boundaries:
         self._entered: dict[int, list[_Cut]] = {}
         self._needed_until: dict[int, list[Tensor]] = {}
         self._shown: list[_Cut] = []
+        self._lets_go = lets_go
         self._owner = _Owner()
+        self._refuse = self._owner.refuse
+        self._without_memory: dict[tuple[Any, ...], Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._watched: set[int] = set()
 
@@ -150,9 +162,14 @@ class Boundaries:
             self._glue.setdefault(position, []).append(_Glue(edge, cut.leaf))
         if not cut.is_used:
             cut.is_used = True
-            self._handles.append(value.register_hook(self._owner.refuse))
-            self._entered.setdefault(position, []).append(cut)
-            self._needed_until.setdefault(position, []).append(cut.leaf)
+            self._handles.append(value.register_hook(self._refuse))
+            if self._lets_go:
+                self._entered.setdefault(position, []).append(cut)
+            needed = self._needed_until.get(position)
+            if needed is None:
+                self._needed_until[position] = [cut.leaf]
+            else:
+                needed.append(cut.leaf)
         return cut.leaf
 
     def _watch_before(self, value: Tensor) -> None:
@@ -170,7 +187,7 @@ class Boundaries:
         leaf = _new_leaf(output)
         leaf._visit = position  # type: ignore[attr-defined]
         leaf._owner = self._owner  # type: ignore[attr-defined]
-        shown = _OutOfUnit.apply(leaf, self._owner)
+        shown: Tensor = _out_of_unit(leaf, self._owner)
         cut = _Cut(TensorWeakRef(shown), shown.grad_fn, leaf)
         self._cuts[id(shown)] = cut
         self._shown.append(cut)
@@ -182,10 +199,12 @@ class Boundaries:
         An output that entered no unit needs only its gradient. An example is a branch that the
         glue has added to a residual.
         """
+        if not self._shown:
+            return
         shown, self._shown = self._shown, []
         for cut in shown:
             if not cut.is_used and cut.source() is None:
-                take_memory(cut.leaf)
+                self._take_memory(cut.leaf)
 
     def let_go(self, position: int) -> list[Tensor]:
         """Return leaves that first entered a unit there and that only this microbatch still holds.
@@ -217,11 +236,16 @@ class Boundaries:
         Args:
             refuses: False: allow them again in a block within that block.
         """
-        before, self._owner.runs = self._owner.runs, refuses
+        before = self.set_refusing(refuses)
         try:
             yield
         finally:
-            self._owner.runs = before
+            self.set_refusing(before)
+
+    def set_refusing(self, refuses: bool) -> bool:
+        """Refuse gradients through units from now on, or not; return what was set before."""
+        before, self._owner.runs = self._owner.runs, refuses
+        return before
 
     def refuse_leaks(self, tensor: Tensor) -> None:
         """Raise UnitUseError if a tensor left a unit other than as the unit's output."""
@@ -256,8 +280,18 @@ class Boundaries:
         """Release the values of leaves that first entered a unit there: its backward is done."""
         if self._several_backwards:  # a later one may need them
             return
-        for leaf in self._needed_until.pop(position, []):
-            take_memory(leaf)
+        for leaf in self._needed_until.pop(position, ()):
+            self._take_memory(leaf)
+
+    def _take_memory(self, leaf: Tensor) -> None:
+        """Do as :func:`take_memory`, with one stand-in for all leaves of a shape."""
+        if not is_plain(leaf):
+            return
+        kind = (leaf.shape, leaf.dtype, leaf.device)
+        stand_in = self._without_memory.get(kind)
+        if stand_in is None:
+            stand_in = self._without_memory[kind] = without_memory(leaf)
+        leaf.data = stand_in
 
     def through_glue(self, position: int, retain: bool = False) -> None:
         """Run the glue's backward for the leaves that first entered a unit there.
@@ -266,19 +300,20 @@ class Boundaries:
             position: Position of the visit of that unit.
             retain: Whether another backward may pass the same glue again.
         """
-        entries = self._glue.pop(position, [])
-        reached = [entry for entry in entries if entry.leaf.grad is not None]
+        entries = self._glue.pop(position, None)
+        if entries is None:
+            return
+        reached = [(entry, grad) for entry in entries if (grad := entry.leaf.grad) is not None]
         if reached:
-            torch.autograd.backward(
-                [entry.edge for entry in reached],
-                [entry.leaf.grad for entry in reached],
-                retain_graph=True,
+            run_backward(
+                [entry.edge for entry, _ in reached], [grad for _, grad in reached], retain=True
             )
         if not self._several_backwards:
             return
-        for entry in reached:
+        for entry, _ in reached:
             entry.leaf.grad = None
-        rest = entries if retain else [each for each in entries if each not in reached]
+        passed = [entry for entry, _ in reached]
+        rest = entries if retain else [each for each in entries if each not in passed]
         if rest:
             self._glue[position] = rest
 
@@ -322,6 +357,31 @@ class Boundaries:
                 return found
             nodes = _nodes(glue, found.nodes)
             found.nodes.update(nodes)
+
+
+def run_backward(
+    roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], *, retain: bool
+) -> None:
+    """Run a backward from tensors whose gradients are known.
+
+    Private API: ``torch.autograd.backward`` also checks shapes and dtypes in Python, which takes as
+    long as a small backward. Gradients here are those of leaves that stand for the same tensors.
+    tests/execution/test_boundaries.py compares both.
+
+    Args:
+        roots: Tensors with graphs, or edges of graphs.
+        gradients: Their gradients.
+        retain: Whether the graphs are used again.
+    """
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        retain,
+        False,  # create_graph
+        (),  # all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def gradient_through_units() -> UnitUseError:
@@ -376,7 +436,12 @@ def take_memory(leaf: Tensor) -> None:
     A tensor that is not :func:`is_plain` stays as it is.
     """
     if is_plain(leaf):
-        leaf.data = leaf.new_empty(()).expand(leaf.shape)
+        leaf.data = without_memory(leaf)
+
+
+def without_memory(like: Tensor) -> Tensor:
+    """Return a tensor of the same shape whose elements share the memory of one."""
+    return like.new_empty(()).expand(like.shape)
 
 
 def can_have_gradient(tensor: Tensor) -> bool:

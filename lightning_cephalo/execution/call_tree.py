@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,25 +78,50 @@ class Single:
 
 @dataclasses.dataclass(frozen=True)
 class CallStructure:
-    """The structure of a call whose arguments hold no containers: the usual case.
+    """The structure of a call whose arguments are leaves, and tuples of leaves: the usual case.
 
     Attributes:
-        positional: Number of leaves that are positional arguments.
+        positional: Number of positional arguments.
         names: Names of the keyword arguments.
+        tuples: Places of the arguments that are tuples, and their lengths, in order.
     """
 
     positional: int
     names: tuple[str, ...]
+    tuples: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_leaves(self) -> int:
         """Number of leaves."""
-        return self.positional + len(self.names)
+        inside = sum(length - 1 for _, length in self.tuples)
+        return self.positional + len(self.names) + inside
 
     def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments and keyword arguments."""
-        named = dict(zip(self.names, leaves[self.positional :], strict=True))
-        return tuple(leaves[: self.positional]), named
+        values = leaves
+        if self.tuples:
+            values = list(leaves)
+            for place, length in self.tuples:
+                values[place : place + length] = [tuple(values[place : place + length])]
+        if not self.names:
+            return tuple(values), {}
+        named = dict(zip(self.names, values[self.positional :], strict=True))
+        return tuple(values[: self.positional]), named
+
+
+@dataclasses.dataclass(frozen=True)
+class TupleStructure:
+    """The structure of a tuple of leaves.
+
+    Attributes:
+        num_leaves: Its length.
+    """
+
+    num_leaves: int
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """Return the tuple."""
+        return tuple(leaves)
 
 
 # types that are leaves for pytree too; a test of the exact type is many times as fast
@@ -106,16 +132,34 @@ def flatten_call(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], Structure | CallStructure]:
     """Return the leaves and the structure of a call's arguments, like :func:`flatten` of both."""
-    if all(type(value) in _LEAVES for value in args) and all(
-        type(value) in _LEAVES for value in kwargs.values()
-    ):
-        return [*args, *kwargs.values()], CallStructure(len(args), tuple(kwargs))
-    return flatten((args, kwargs))
+    leaves: list[Any] = [*args, *kwargs.values()] if kwargs else list(args)
+    tuples: list[tuple[int, int]] = []
+    for place, value in enumerate(leaves):
+        if type(value) in _LEAVES:
+            continue
+        if type(value) is not tuple or not _are_leaves(value):
+            return flatten((args, kwargs))
+        tuples.append((place, len(value)))
+    for place, _ in reversed(tuples):
+        leaves[place : place + 1] = leaves[place]
+    return leaves, _call_of(len(args), tuple(kwargs), tuple(tuples))
 
 
-def flatten_result(result: Any) -> tuple[list[Any], Structure | Single]:
+# the same few calls are made in every visit
+_call_of = functools.lru_cache(maxsize=256)(CallStructure)
+
+
+def flatten_result(result: Any) -> tuple[list[Any], Structure | Single | TupleStructure]:
     """Return the leaves and the structure of a call's result, like :func:`flatten`."""
-    return ([result], _SINGLE) if type(result) in _LEAVES else flatten(result)
+    if type(result) in _LEAVES:
+        return [result], _SINGLE
+    if type(result) is tuple and _are_leaves(result):
+        return list(result), TupleStructure(len(result))
+    return flatten(result)
+
+
+def _are_leaves(values: tuple[Any, ...]) -> bool:
+    return _LEAVES.issuperset(map(type, values))
 
 
 _SINGLE = Single()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.boundaries import Boundaries, can_have_gradient
+from lightning_cephalo.execution.boundaries import Boundaries, can_have_gradient, run_backward
 from lightning_cephalo.execution.call_tree import flatten_result
 from lightning_cephalo.execution.visit_records import Capture, UnitRecord, VisitRecords
 
@@ -56,7 +56,8 @@ class Captures:
             with torch.enable_grad():
                 leaf, values[index] = self._boundaries.show(value, record.position)
             source = None if self._recompute else value
-            record.captures.append(Capture(len(self._records) - 1, source, leaf))
+            capture = Capture(len(self._records) - 1, source, leaf)
+            record.captures = (*record.captures, capture)
         return structure.unflatten(values) if len(record.captures) > before else None
 
     def backward(self, record: UnitRecord, before: int | None = None) -> None:
@@ -73,9 +74,10 @@ class Captures:
         passed = [at for at in positions if before is None or at < before]
         start = max(passed, default=record.position)
         while record.captures and record.captures[-1].position >= start:
-            capture = record.captures.pop()
+            *before_it, capture = record.captures
+            record.captures = before_it
             if capture.source is not None and capture.leaf.grad is not None:
-                torch.autograd.backward([capture.source], [capture.leaf.grad], retain_graph=True)
+                run_backward([capture.source], [capture.leaf.grad], retain=True)
 
     # -- recomputation ------------------------------------------------------------------------
 
@@ -88,6 +90,11 @@ class Captures:
         values = flatten_result(output)[0]
         tensors = [value for value in values if isinstance(value, Tensor)]
         self._seen_again += [value for value in tensors if can_have_gradient(value)]
+
+    @property
+    def has_seen_again(self) -> bool:
+        """Whether tensors were seen while a unit was computed again."""
+        return bool(self._seen_again)
 
     def reached_again(self, record: UnitRecord) -> list[tuple[Tensor, Tensor]]:
         """Return the captured tensors of a unit that was computed again, and their gradients."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -321,6 +321,7 @@ class Executor:
         step.checks_leaks = checks
         step.on_user_collective = self.on_user_collective if checks else None
         self.failure.begin(microbatches, "beginning of the root unit")
+        self.hooks.begin_step()
         self._readback = self.accelerator.readback()
         step.loss_scale = 0.5 ** round(math.log2(max(self._total_weight, 1e-30)))
         if visits is not None:
@@ -361,6 +362,7 @@ class Executor:
         self._step = Step(calls, microbatches, visits=visits, is_traced=True, goes_on=True)
         self._step.weights = [0.0] * len(calls)
         self.failure.begin(microbatches, "beginning of the step")
+        self.hooks.begin_step()
         self._readback = self.accelerator.readback()
         return self._step
 
@@ -484,6 +486,7 @@ class Executor:
         microbatches = [Microbatch(call.step, self.accelerator, recompute=False) for call in calls]
         step = self._step = Step(calls, microbatches, on_user_collective=on_user_collective)
         self.failure.begin(microbatches, "evaluation of the root unit")
+        self.hooks.begin_step()
         self.execute(Instruction(Operation.GATHER, ROOT))
         self.execute(Instruction(Operation.FORWARD, ROOT, microbatch=0))
         while True:
@@ -515,7 +518,9 @@ class Executor:
         """Run one instruction."""
         self._now = self.failure.place = instruction
         if instruction.operation in COMPUTE and instruction.unit != NONE:
-            self.wait_for(self.units[instruction.unit])
+            unit = self.units[instruction.unit]
+            if unit.state is not UnitState.GATHERED:
+                self.wait_for(unit)
         if not self._observers:
             self._handlers[instruction.operation](self, instruction)
             return
@@ -569,9 +574,11 @@ class Executor:
         if not step.microbatches:
             return
         microbatch = step.microbatches[index]
-        if position != NONE and microbatch.parked != step.visits[position]:
-            microbatch.let_pass()
-            return
+        if position != NONE:
+            place, parked = step.visits[position], microbatch.parked
+            if parked is not place and parked != place:
+                microbatch.let_pass()
+                return
         self._advance(index)
         if microbatch.finished and not step.is_traced and position < len(step.visits) - 1:
             self._loss_of(instruction)  # its memory would wait for the end of the order
@@ -581,18 +588,18 @@ class Executor:
         call.on_resume()
         self.buffers.of_microbatches.resume(index)
         self.state.resume(index)
+        microbatch = self._step.microbatches[index]
         try:
-            with self._watching():
-                self.hooks.advance(self._step.microbatches[index])
+            if self._step.on_user_collective is None:
+                self.hooks.advance(microbatch)
+            else:
+                with UserCollectives(self._step.on_user_collective):
+                    self.hooks.advance(microbatch)
         except RuntimeError as error:
             raise explained(error) from error.__cause__
         self.buffers.of_microbatches.pause(index)
         self.state.pause(index)
         call.on_pause()
-
-    def _watching(self) -> AbstractContextManager[Any]:
-        report = self._step.on_user_collective
-        return nullcontext() if report is None else UserCollectives(report)
 
     def _loss(self, instruction: Instruction) -> None:
         self.failure.guarded(self._loss_of, instruction)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import greenlet
@@ -39,9 +39,10 @@ from lightning_cephalo.execution.boundaries import (
     can_have_gradient,
     passed_before,
     refuse_saved_tensor_hooks,
+    run_backward,
     zeroed_where,
 )
-from lightning_cephalo.execution.call_tree import flatten_call, flatten_result
+from lightning_cephalo.execution.call_tree import CallStructure, flatten_call, flatten_result
 from lightning_cephalo.execution.captures import Captures
 from lightning_cephalo.execution.module_buffers import ModuleBuffers
 from lightning_cephalo.execution.module_state import ModuleState
@@ -71,6 +72,11 @@ _CHANGED_INPUT = (
 )
 
 
+@cache
+def _use_of(unit: int, differentiable: bool) -> Visit:
+    return Visit(unit, differentiable)
+
+
 class Microbatch:
     """A run of the user's step over some samples.
 
@@ -95,6 +101,7 @@ class Microbatch:
         asking: What it asks for a loss over the whole batch.
         attendance: Its part in meetings.
         captures: The tensors that hooks take out of its units.
+        has_one_backward: Whether the step has one backward only.
         result: Return value of the step.
         finished: Whether the step has returned.
     """
@@ -115,6 +122,7 @@ class Microbatch:
     ) -> None:
         self._inside = inside
         self._outside = outside
+        self.has_one_backward = outside is None
         self._retains = False
         self._state = state
         self._buffers = buffers
@@ -129,7 +137,7 @@ class Microbatch:
         # a greenlet starts with no context variables of its own
         self._greenlet.gr_context = contextvars.copy_context()
         self._records = VisitRecords()
-        self._boundaries = Boundaries(inside, several_backwards=outside is not None)
+        self._boundaries = Boundaries(inside, outside is not None, lets_go=arena is not None)
         self.captures = Captures(self._records, self._boundaries, recompute, is_on=outside is None)
         self.attendance = Attendance(
             self._records,
@@ -140,19 +148,25 @@ class Microbatch:
             recompute=recompute,
             is_on=meets and outside is None,
         )
+        # the scheduler's are equal during a step
+        self._scheduler_modes: ThreadState | None = None
+        self._backward_modes: ThreadState | None = None
         self.parked: Visit | None = None
         self.result: Any = None
         self.finished = False
 
     def advance(self) -> None:
         """Run the step until it parks at a unit or returns."""
-        before = ThreadState.capture(self._device_types)
+        if self._scheduler_modes is None:
+            self._scheduler_modes = ThreadState.capture(self._device_types)
+        # with several backwards, manual_step.py refuses gradients through units
+        self._boundaries.set_refusing(self.has_one_backward)
         try:
-            # with several backwards, manual_step.py refuses gradients through units
-            with self._boundaries.refusing_gradients(self._outside is None):
-                switched = self._greenlet.switch()
+            switched = self._greenlet.switch()
         finally:
-            before.restore()
+            self._boundaries.set_refusing(False)
+            if self._greenlet.dead:  # else it has restored them when it parked
+                self._scheduler_modes.restore()
         if self._greenlet.dead:
             self.finished, self.result, self.parked = True, switched, None
             self._boundaries.end_forward()
@@ -255,17 +269,18 @@ class Microbatch:
         kwargs: dict[str, Any],
     ) -> Any:
         """Visit a unit: park until it is gathered, then compute its body."""
-        if self._recompute and torch.is_grad_enabled():
-            args, kwargs = without_empty_caches(args, kwargs)
-        flat, structure = flatten_call(args, kwargs)
         grad = torch.is_grad_enabled()
+        flat, structure = flatten_call(args, kwargs)
+        if grad and self._recompute and not isinstance(structure, CallStructure):
+            args, kwargs = without_empty_caches(args, kwargs)
+            flat, structure = flatten_call(args, kwargs)
         differentiable = grad and (
             trainable or any(isinstance(value, Tensor) and value.requires_grad for value in flat)
         )
         if differentiable:
             refuse_saved_tensor_hooks("unit", ", or choose larger units with unit_names=")
         self._boundaries.drop_values()
-        modes = self._park(Visit(unit, differentiable))
+        modes = self._park(_use_of(unit, differentiable))
         position = len(self._records)  # visits that others have made meanwhile count
         # autocast would cache casts of weights that are about to be freed, and would cache them
         # without a graph where the forward runs without one
@@ -273,8 +288,9 @@ class Microbatch:
         entered = self._records.entered = Entered(unit, differentiable)
         try:
             if differentiable:
-                inputs = [self._boundaries.leaf_of(value, position) for value in flat]
-                versions = [(each, each._version) for each in inputs if isinstance(each, Tensor)]
+                leaf_of = self._boundaries.leaf_of
+                inputs = [leaf_of(value, position) for value in flat]
+                versions = [each._version for each in inputs if isinstance(each, Tensor)]
                 entered.record = UnitRecord(position, body, inputs, structure, versions)
                 self._records.add(entered.record)
                 outputs = self._differentiable(entered.record, buffers, modes)
@@ -288,17 +304,25 @@ class Microbatch:
         return outputs
 
     def _park_behind_the_last(self) -> None:
-        if self._records.entered is None and len(self._records) - 1 == self.last:
+        if self._records.entered is None and self._records.is_at(self.last):
             self._park(BEHIND_THE_LAST)
 
     def _park(self, place: Visit) -> ThreadState:
         """Switch to the scheduler until it resumes this greenlet; return this greenlet's modes."""
-        modes = ThreadState.capture(self._device_types)
-        # inference mode belongs to the thread too; left on, other microbatches would run in it
-        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
-        with outside or nullcontext():
+        modes, others = ThreadState.capture(self._device_types), self._scheduler_modes
+        assert others is not None
+        if modes == others:
+            modes = others  # one object for all visits
+        else:
+            others.restore()
+        if torch.is_inference_mode_enabled():
+            # it belongs to the thread too; left on, other microbatches would run in it
+            with torch.inference_mode(False):
+                greenlet.getcurrent().parent.switch(place)
+        else:
             greenlet.getcurrent().parent.switch(place)
-        modes.restore()
+        if modes is not others:
+            modes.restore()
         return modes
 
     def _differentiable(
@@ -306,18 +330,11 @@ class Microbatch:
     ) -> Any:
         args, kwargs = record.structure.unflatten(record.inputs)
         if self._recompute:
-            record.random, record.modes = RandomState(self._accelerator), modes
-            versions, kept = buffers.versions(), buffers.save()
-            record.shown = [] if self._buffers is None else self._buffers.now(buffers.modules)
-            record.stored = None if self._state is None else self._state.now()
-            # the check for tensors that leave otherwise needs their graph, which is dropped below
-            with torch.no_grad() if self._inside is None else nullcontext():
-                result = self._result_of(record.body, args, kwargs)
-            record.buffers = buffers.changed_since(versions, kept)
-            self._refuse_changed_inputs(record)
+            result = self._without_graph(record, buffers, modes, args, kwargs)
         else:
             result = self._result_of(record.body, args, kwargs)
-        refuse_changed_containers(args, kwargs, record.inputs)
+        if not isinstance(record.structure, CallStructure):
+            refuse_changed_containers(args, kwargs, record.inputs)
         outputs, output_structure = flatten_result(result)
         if not self._recompute:
             record.outputs = list(outputs)
@@ -330,6 +347,34 @@ class Microbatch:
             record.output_leaves.append((index, leaf))
         return output_structure.unflatten(outputs)
 
+    def _without_graph(
+        self,
+        record: UnitRecord,
+        buffers: ChangingBuffers,
+        modes: ThreadState,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a body that will be computed again, and note the state that it has found."""
+        record.random, record.modes = RandomState(self._accelerator), modes
+        if buffers.modules:
+            before, kept = buffers.versions(), buffers.save()
+            record.shown = () if self._buffers is None else self._buffers.now(buffers.modules)
+        if self._state is not None:
+            record.stored = self._state.now()
+        # the check for tensors that leave otherwise needs their graph, which is dropped later
+        has_graph = self._inside is not None
+        torch._C._set_grad_enabled(has_graph)
+        try:
+            result = self._result_of(record.body, args, kwargs)
+        finally:
+            torch._C._set_grad_enabled(True)
+        if buffers.modules:
+            record.buffers = buffers.changed_since(before, kept)
+        if not record.inputs_are_unchanged():
+            raise UnitUseError(_CHANGED_INPUT)
+        return result
+
     @staticmethod
     def _result_of(body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -338,10 +383,6 @@ class Microbatch:
             if "a leaf Variable that requires grad" in str(error):
                 raise UnitUseError(_CHANGED_INPUT) from error
             raise
-
-    def _refuse_changed_inputs(self, record: UnitRecord) -> None:
-        if any(value._version != version for value, version in record.input_versions):
-            raise UnitUseError(_CHANGED_INPUT)
 
     def normalise(self, index: int, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
         """Meet all microbatches of all ranks at a layer, then return its output.
@@ -367,7 +408,7 @@ class Microbatch:
         if record.outputs is not None:  # a retained graph holds the inputs anyway
             return
         moved = [self._arena.offload(leaf) for leaf in self._boundaries.let_go(record.position)]
-        record.away += [away for away in moved if away is not None]
+        record.away = (*record.away, *(away for away in moved if away is not None))
 
     def fetch(self, position: int) -> None:
         """Begin to copy the inputs of a visit back to the device."""
@@ -420,39 +461,49 @@ class Microbatch:
         self._boundaries.through_glue(position, self._retains)
 
     def _forget(self, record: UnitRecord) -> None:
-        record.captures.clear()
-        record.meetings.clear()  # they refer to the record, and its memory is to go now
+        # they refer to the record, and its memory is to go now
+        record.captures, record.meetings = (), ()
         if self._arena is not None:
             for away in record.away:
                 self._arena.discard(away)
 
     def _through_body(self, record: UnitRecord) -> bool:
         """Run the backward of a visit's body; return whether its outputs had gradients."""
-        gradients = [(i, leaf.grad) for i, leaf in record.output_leaves if leaf.grad is not None]
+        gradients = [
+            (index, gradient)
+            for index, leaf in record.output_leaves
+            if (gradient := leaf.grad) is not None
+        ]
         captured = any(capture.leaf.grad is not None for capture in record.captures)
         # a layer of synchronised normalisation has gradients of other microbatches' losses
         if not gradients and not record.meetings and not captured:
             return False
-        with self._replayed_buffers(record):
-            outputs = record.outputs if record.outputs is not None else self._compute_again(record)
-            reached = [(outputs[i], gradient) for i, gradient in gradients]
-            if record.outputs is None:
-                reached += self.captures.reached_again(record)
-            reached = [(output, gradient) for output, gradient in reached if output.requires_grad]
-            if reached:
-                torch.autograd.backward(
-                    [output for output, _ in reached],
-                    [gradient for _, gradient in reached],
-                    # code before a cut in the unit may share nodes with the code behind it
-                    retain_graph=bool(record.meetings or record.captures)
-                    or (self._retains and record.outputs is not None),
-                )
-            if record.outputs is not None:
-                self.captures.backward(record)
+        if record.shown or record.buffers:
+            with self._replayed_buffers(record):
+                self._from_outputs(record, gradients)
+        else:
+            self._from_outputs(record, gradients)
         if self._outside is not None:
             for _, leaf in record.output_leaves:
                 leaf.grad = None
         return True
+
+    def _from_outputs(self, record: UnitRecord, gradients: Sequence[tuple[int, Tensor]]) -> None:
+        is_again = record.outputs is None
+        outputs = self._compute_again(record) if record.outputs is None else record.outputs
+        reached = [(outputs[index], gradient) for index, gradient in gradients]
+        if is_again and (record.captures or self.captures.has_seen_again):
+            reached += self.captures.reached_again(record)
+        roots = [output for output, _ in reached if output.requires_grad]
+        if roots:
+            run_backward(
+                roots,
+                [gradient for output, gradient in reached if output.requires_grad],
+                # code before a cut in the unit may share nodes with the code behind it
+                retain=bool(record.meetings or record.captures) or (self._retains and not is_again),
+            )
+        if not is_again and record.captures:
+            self.captures.backward(record)
 
     @contextmanager
     def _replayed_buffers(self, record: UnitRecord) -> Iterator[None]:
@@ -460,27 +511,40 @@ class Microbatch:
             if record.shown and self._buffers is not None:
                 stack.enter_context(self._buffers.replayed(record.shown))
             if record.buffers:  # on top: the unit itself writes these, and will again
-                stack.enter_context(ChangingBuffers.replayed(record.buffers))
+                stack.enter_context(ChangingBuffers.replayed([*record.buffers]))
             yield
+
+    def _modes_of_backward(self) -> ThreadState:
+        """Return the modes of the scheduler in the backward; they are equal for all visits."""
+        if not self.has_one_backward and self._scheduler_modes is not None:
+            return self._scheduler_modes
+        if self._backward_modes is None:
+            self._backward_modes = ThreadState.capture(self._device_types)
+        return self._backward_modes
 
     def _compute_again(self, record: UnitRecord) -> Sequence[Any]:
         assert record.random is not None and record.modes is not None
         for away in record.away:
             assert self._arena is not None
             self._arena.restore(away)
-        self._refuse_changed_inputs(record)
-        before = ThreadState.capture(self._device_types)
+        if not record.inputs_are_unchanged():
+            raise UnitUseError(_CHANGED_INPUT)
+        before, drawn = self._modes_of_backward(), RandomState(self._accelerator)
         args, kwargs = record.structure.unflatten(record.inputs)
-        record.modes.restore()
+        self.attendance.begin_again(record)
+        self.captures.begin_again()
+        if record.modes != before:
+            record.modes.restore()
         torch.set_autocast_cache_enabled(False)
+        torch._C._set_grad_enabled(True)
+        record.random.restore()
         try:
-            stored: AbstractContextManager[None] = nullcontext()
-            if self._state is not None and record.stored is not None:
-                stored = self._state.replayed(record.stored)
-            self.attendance.begin_again(record)
-            self.captures.begin_again()
-            with record.random.replayed(), torch.enable_grad(), stored:
+            if self._state is None or record.stored is None or not self._state.is_used:
+                return flatten_result(record.body(*args, **kwargs))[0]
+            with self._state.replayed(record.stored):
                 return flatten_result(record.body(*args, **kwargs))[0]
         finally:
+            drawn.restore()
             before.restore()
-            self._boundaries.end_forward()  # meetings have made cuts
+            if record.meetings:  # they have made cuts
+                self._boundaries.end_forward()

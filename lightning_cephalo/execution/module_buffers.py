@@ -103,7 +103,7 @@ class StepBuffer:
         return value._version != self.versions[microbatch] or value is not self.places[0].read()
 
 
-Shown = list[tuple[StepBuffer, Tensor | None]]
+Shown = Sequence[tuple[StepBuffer, Tensor | None]]
 """What a unit's buffers were when a microbatch entered it; None: as when the step began."""
 
 
@@ -385,7 +385,7 @@ class ModuleBuffers:
         if not modules or self._shown is None:
             return []
         entries = {id(e): e for module in modules for e in self._of_module.get(id(module), ())}
-        shown: Shown = []
+        shown: list[tuple[StepBuffer, Tensor | None]] = []
         for entry in entries.values():
             value = None
             if entry.is_written and entry.is_touched(self._shown):

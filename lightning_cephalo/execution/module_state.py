@@ -135,6 +135,7 @@ class ModuleState:
         self._sizes: tuple[int, ...] = ()
         self._looks_everywhere = True
         self._running = 0
+        self._nothing: Sequence[Stored] = [Stored(0, {})]
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -147,6 +148,7 @@ class ModuleState:
         if self.keeps_start:
             self._undo = UndoneStep(self._places, self._known.values())
         self._before = [_Before.of(names) for names in self._places]
+        self._nothing = [Stored(index, {}) for index in range(len(sizes))]
         for attribute in self._known.values():
             attribute.values = self._first_values(attribute)
 
@@ -172,8 +174,11 @@ class ModuleState:
         """Keep a microbatch's values, and find attributes that it is the first to store."""
         if not self._before:
             return
-        for before in self._before if self._looks_everywhere else self._before[:1]:
-            self._find(before)
+        if self._looks_everywhere:
+            for before in self._before:
+                self._find(before)
+        else:
+            self._find(self._before[0])
         for attribute in self._known.values():
             attribute.values[microbatch] = attribute.read()
 
@@ -241,8 +246,15 @@ class ModuleState:
 
     # -- recomputation ------------------------------------------------------------------------
 
+    @property
+    def is_used(self) -> bool:
+        """Whether microbatches have stored anything."""
+        return bool(self._known)
+
     def now(self) -> Stored:
         """Return what the running microbatch finds now, for :meth:`replayed`."""
+        if not self._known:
+            return self._nothing[self._running]
         values = {id(attribute): attribute.read() for attribute in self._known.values()}
         return Stored(self._running, values)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,15 @@ from lightning_cephalo.accelerator.attention import ATTENTION_KERNELS
 _ATTENTION_ALLOWED = tuple(allowed for allowed, _ in ATTENTION_KERNELS)
 
 
-@dataclass(frozen=True)
-class ThreadState:
+def _attention() -> tuple[bool, ...]:
+    return tuple([allowed() for allowed in _ATTENTION_ALLOWED])
+
+
+class ThreadState(NamedTuple):
     """Modes that torch keeps per thread, not per greenlet.
 
     Microbatches share a thread. Each one must resume with the modes that it had when it parked.
+    A named tuple, since every visit makes one and compares it.
 
     Attributes:
         grad_enabled: Whether autograd records.
@@ -51,11 +56,12 @@ class ThreadState:
             ),
             torch.is_autocast_cache_enabled(),
             torch.get_default_dtype(),
-            tuple([allowed() for allowed in _ATTENTION_ALLOWED]),
+            _attention(),
         )
 
     def restore(self) -> None:
         """Set the modes of this thread."""
+        # private: the public function is a context manager, which costs several times as much
         torch._C._set_grad_enabled(self.grad_enabled)
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
@@ -63,7 +69,7 @@ class ThreadState:
         torch.set_autocast_cache_enabled(self.autocast_cache)
         if torch.get_default_dtype() != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
-        if tuple([allowed() for allowed in _ATTENTION_ALLOWED]) != self.attention:
+        if _attention() != self.attention:
             for value, (_, allow) in zip(self.attention, ATTENTION_KERNELS, strict=True):
                 allow(value)
 
@@ -71,12 +77,14 @@ class ThreadState:
 class RandomState:
     """Captures the random number generators of the CPU and of this rank's device."""
 
+    __slots__ = ("_accelerator", "_states")
+
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._states = accelerator.random_states()
 
     def restore(self) -> None:
-        """Set the generators back to the captured states."""
+        """Set the generators to the captured states."""
         self._accelerator.restore_random_states(self._states)
 
     @contextmanager

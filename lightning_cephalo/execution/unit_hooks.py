@@ -133,6 +133,11 @@ class UnitHooks:
         """The microbatch whose step is running right now."""
         return self._running
 
+    def begin_step(self) -> None:
+        """Note what all microbatches of a step find; call it before the first one runs."""
+        for forward in self._forwards:
+            forward.begin_step()
+
     def advance(self, microbatch: Microbatch) -> None:
         """Run a microbatch's step until it parks or returns."""
         self._running = microbatch
@@ -214,9 +219,13 @@ class UnitHooks:
                 " checkpointing off in the model."
             )
         if self._running is not None:
-            self._watch(self._forwards[index - 1].inner)
-            with self._running.outside():
-                return self._running.visit(index, unit.trainable, body, buffers, args, kwargs)
+            running, forward = self._running, self._forwards[index - 1]
+            if forward.has_hooks_inside:
+                self._watch(forward.inner)
+            if running.has_one_backward:
+                return running.visit(index, unit.trainable, body, buffers, args, kwargs)
+            with running.outside():
+                return running.visit(index, unit.trainable, body, buffers, args, kwargs)
         return self._outside(unit, body, args, kwargs)
 
     def _outside(
@@ -253,6 +262,7 @@ class _UnitForward:
         self._enter = enter
         self._buffers = ChangingBuffers(module)
         self.inner = [*module.modules()][1:]
+        self.begin_step()
         # modules wrapped by torch.compile also have a forward on the instance
         self._replaced = module.__dict__.get("forward")
         # `module.compile()` would trace into the scheduler: the cut must be outside of it
@@ -265,6 +275,15 @@ class _UnitForward:
             )
         module._compiled_call_impl = None
         module.forward = self
+
+    def begin_step(self) -> None:
+        """Read the tables of forward hooks anew; in a step no module gets another table."""
+        self._tables = [module._forward_hooks for module in self.inner]
+
+    @property
+    def has_hooks_inside(self) -> bool:
+        """Whether a module in the unit has forward hooks now."""
+        return any(self._tables)
 
     @property
     def is_compiled(self) -> bool:

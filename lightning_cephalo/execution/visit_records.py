@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ class Capture:
     leaf: Tensor
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class UnitRecord:
     """The data that one visit of a unit retains for its backward.
 
@@ -40,7 +40,7 @@ class UnitRecord:
         body: The unit's own forward.
         inputs: Its arguments, with leaves in place of tensors that need a gradient.
         structure: Rebuilds the call from the inputs.
-        input_versions: The inputs, and their versions before the body ran.
+        input_versions: Versions of the inputs that are tensors, before the body ran.
         output_leaves: The leaves of its outputs, with their places among all outputs.
         outputs: The outputs, with their graph; None if the unit is recomputed.
         random: The random number generators before the body ran, for recomputation.
@@ -59,18 +59,24 @@ class UnitRecord:
     body: Callable[..., Any]
     inputs: list[Any]
     structure: Structure | CallStructure
-    input_versions: list[tuple[Tensor, int]]
+    input_versions: list[int]
     output_leaves: list[tuple[int, Tensor]] = field(default_factory=list)
     outputs: list[Any] | None = None
     random: RandomState | None = None
     modes: ThreadState | None = None
-    buffers: list[Any] = field(default_factory=list)
-    shown: Shown = field(default_factory=list)
+    # few visits have these: empty lists would be most of what the garbage collector walks
+    buffers: Sequence[Any] = ()
+    shown: Shown = ()
     stored: Stored | None = None
-    away: list[OffloadedTensor] = field(default_factory=list)
-    meetings: list[Meeting] = field(default_factory=list)
-    captures: list[Capture] = field(default_factory=list)
+    away: Sequence[OffloadedTensor] = ()
+    meetings: Sequence[Meeting] = ()
+    captures: Sequence[Capture] = ()
     is_passed: bool = False
+
+    def inputs_are_unchanged(self) -> bool:
+        """Whether nothing has written to the inputs since the body began."""
+        versions = self.input_versions
+        return versions == [each._version for each in self.inputs if isinstance(each, Tensor)]
 
     @property
     def differentiable_inputs(self) -> list[Tensor]:
@@ -78,7 +84,7 @@ class UnitRecord:
         return [each for each in self.inputs if isinstance(each, Tensor) and each.requires_grad]
 
 
-@dataclass
+@dataclass(slots=True)
 class Entered:
     """The unit whose code a microbatch is running.
 
@@ -120,6 +126,10 @@ class VisitRecords:
     def let_pass(self) -> None:
         """Add a visit that only others make."""
         self._records.append(None)
+
+    def is_at(self, position: int) -> bool:
+        """Whether the latest visit is the one at this position."""
+        return len(self._records) - 1 == position
 
     def drop(self, position: int) -> None:
         """Forget what a visit retains."""

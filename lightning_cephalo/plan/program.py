@@ -75,6 +75,9 @@ class Operation(str, enum.Enum):
     WAIT = "wait"
     OVERHEAD = "overhead"
 
+    # enum's own is Python code, which every instruction would run several times
+    __hash__ = str.__hash__
+
 
 _LETTERS = {
     Operation.GATHER: "G",

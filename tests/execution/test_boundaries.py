@@ -9,11 +9,39 @@ import torch
 from torch import Tensor
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.boundaries import Boundaries, is_plain, take_memory
+from lightning_cephalo.execution.boundaries import (
+    Boundaries,
+    is_plain,
+    run_backward,
+    take_memory,
+)
 
 
 def weight(*values: float) -> Tensor:
     return torch.tensor(values or (2.0,), dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("as_edges", [False, True])
+def test_the_short_way_to_the_engine_gives_the_gradients_of_autograds_backward(as_edges):
+    def gradients(backward) -> list[Tensor]:
+        x, y = weight(2.0, 3.0), weight(5.0, 7.0)
+        roots = [x * y, (x**2).sum()]
+        given = [torch.tensor([1.0, 0.5], dtype=torch.float64), torch.tensor(3.0).double()]
+        for _ in range(2):  # the graph is there a second time
+            edges = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
+            backward(edges if as_edges else roots, given)
+        return [x.grad, y.grad]
+
+    expected = gradients(lambda roots, given: torch.autograd.backward(roots, given, True))
+    found = gradients(lambda roots, given: run_backward(roots, given, retain=True))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_graph_that_is_not_retained_is_freed():
+    root = weight() ** 2
+    run_backward([root], [torch.ones_like(root)], retain=False)
+    with pytest.raises(RuntimeError, match="second time"):
+        run_backward([root], [torch.ones_like(root)], retain=False)
 
 
 def test_what_needs_no_gradient_is_not_cut():

@@ -10,7 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cephalo.execution.call_tree import flatten, flatten_call, flatten_result
+from lightning_cephalo.execution.call_tree import (
+    CallStructure,
+    flatten,
+    flatten_call,
+    flatten_result,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +82,17 @@ def test_the_short_way_for_results_gives_the_same_leaves(tree):
     values, structure = flatten_result(tree)
     assert all(map(same, values, flatten(tree)[0]))
     assert same(structure.unflatten(values), tree)
+
+
+def test_a_call_with_tuples_takes_the_short_way_and_another_container_the_long_one():
+    """Models of Hugging Face give blocks the tuple of cosines and sines."""
+    hidden, cosine, sine = torch.ones(3).split(1)
+    values, structure = flatten_call((hidden, ()), {"mask": None, "angles": (cosine, sine)})
+    assert isinstance(structure, CallStructure) and structure.num_leaves == 4
+    assert values[0] is hidden and values[2] is cosine and values[3] is sine
+    assert structure.unflatten([1, 2, 3, 4]) == ((1, ()), {"mask": 2, "angles": (3, 4)})
+    assert not isinstance(flatten_call((hidden, [cosine]), {})[1], CallStructure)
+    assert not isinstance(flatten_call((hidden, (cosine, [sine])), {})[1], CallStructure)
 
 
 def test_a_dataclass_object_is_opened_only_where_it_holds_a_tensor():

@@ -113,6 +113,35 @@ def test_modes_belong_to_the_microbatch():
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
+def test_a_unit_is_computed_again_in_the_modes_of_its_forward_and_leaves_those_of_the_backward():
+    seen = []
+
+    def unit(x):
+        seen.append(modes())
+        torch.set_default_dtype(torch.float64)  # which it does not undo
+        return x * 2
+
+    def modes():
+        return (torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), torch.rand(()).item())
+
+    def step(visit):
+        x = torch.ones(2, requires_grad=True) * 2
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return visit(2, unit, visit(1, unit, x)).sum()
+
+    microbatch = microbatch_of(step)
+    run_through(microbatch)
+    forward, torch_state = list(seen), torch.get_rng_state()
+    microbatch.backward_of_loss(microbatch.result)
+    for position in (1, 0):
+        microbatch.backward_of_visit(position)
+        assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+        assert torch.get_default_dtype() is torch.float32
+        assert torch.equal(torch.get_rng_state(), torch_state)
+    assert forward == [(True, torch.float32, forward[0][2]), (True, torch.float64, forward[1][2])]
+    assert seen[2:] == [forward[1], forward[0]]
+
+
 def test_an_abandoned_microbatch_ends_even_where_its_cleaning_up_visits_units():
     cleaned = []
 
