@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_cephalo.recovery.options import AGENT
+from lightning_cephalo.recovery.options import AGENT, MOST_HOSTS
 from lightning_cephalo.recovery.store import Agent, folder_of
 
 PRELOADED = (
@@ -100,6 +100,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--max-restarts", type=int, default=100, help="restarts before giving up (100)")
     add("--rdzv-endpoint", default="", help="where hosts meet, HOST:PORT; for more than one host")
     add("--rdzv-id", default="", help="a name of the job, equal on all hosts")
+    add("--local-addr", default=None, help="this host's address for the others (its name)")
     add("--new-interpreters", action="store_true", help="start ranks as torchrun does, not forked")
     add("script", help="the script of a rank")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -147,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = parse(sys.argv[1:] if arguments is None else arguments)
     os.environ[AGENT] = str(os.getpid())
+    os.environ[MOST_HOSTS] = str(given.nnodes.most)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     multiprocessing.set_forkserver_preload(list(PRELOADED))
 
@@ -166,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         monitor_interval=0.1,
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(),
-        local_addr=None if given.nnodes.most > 1 else "localhost",
+        local_addr=given.local_addr if given.nnodes.most > 1 else "localhost",
     )
     try:
         if given.new_interpreters:

@@ -77,7 +77,7 @@ from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.ranks import launch
 from lightning_cephalo.recovery.options import Recovery, Wish
-from lightning_cephalo.recovery.recovering import Recovering, rows_of_optimizer
+from lightning_cephalo.recovery.recovering import Recovering, rows_of_model, rows_of_optimizer
 from lightning_cephalo.sharding.collectives import all_gather_rows, communicates
 
 if TYPE_CHECKING:
@@ -454,7 +454,12 @@ class CephaloStrategy(ParallelStrategy):
         # as FSDPStrategy does: sets `self.device` of a module that is never moved as a whole
         self._module._device = self.root_device
         if fitting:
-            self._shard_by_plan(trainer)
+            try:
+                self._shard_by_plan(trainer)
+            except Exception as error:
+                termination = self._ending.termination
+                self._recovering.wait_for_hosts(error, lambda: termination.is_noticed)
+                raise
         else:
             self._shard(Job.of_evaluation(self._options, self.world_size))
         supported.refuse_synchronising_metrics(self.session.logs.metrics)
@@ -571,6 +576,8 @@ class CephaloStrategy(ParallelStrategy):
         self.session.optimizers = list(self.optimizers)  # the user may have replaced them
         if self._repeated is not None:
             self._repeated.begin_batch()
+        if self._changes is not None and self._changes.pending is not None:
+            self._recovering.settle()
         if self._changes is not None and self._changes.take_effect(batch_idx):
             self._plan_has_changed()
             if self._replanning is not None:
@@ -587,6 +594,7 @@ class CephaloStrategy(ParallelStrategy):
     def _relieve(self, error: Exception, refused: str) -> None:
         """Follow a plan in the middle of a step that takes less memory, or raise the error."""
         assert self._replanning is not None
+        self._recovering.settle()  # rows are about to move
         change = self._replanning.relieve(error, refused)
         self._plan_has_changed()
         self._replanning.tell(change)
@@ -618,9 +626,9 @@ class CephaloStrategy(ParallelStrategy):
         else:
             counts, log, outcome = self._repeated.forward(run, self._relieve)
         self._ending.termination.learn([row[-1] for row in outcome.notes])
-        self._recovering.learn([row[-3:-1] for row in outcome.notes])
+        self._recovering.learn([row[-4:-1] for row in outcome.notes])
         if self._replanning is not None:
-            self._replanning.learn([row[-5:-3] for row in outcome.notes])
+            self._replanning.learn([row[-6:-4] for row in outcome.notes])
         session.memory.after_forward()
         with self.precision_plugin.forward_context():
             if session.manual is not None:
@@ -728,6 +736,7 @@ class CephaloStrategy(ParallelStrategy):
             return result
         if manual.is_measured:
             return closure()
+        self._recovering.settle()
         with manual.updating(optimizer):
             return self._update(optimizer, manual.closure(closure), model, **kwargs)
 
@@ -930,7 +939,7 @@ class CephaloStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._recovering.is_dumping:
             self.session.model.executor.reshard()
-            return dict(self._module.state_dict(keep_vars=True))
+            return rows_of_model(self._module.trainer, self._module)
         if self._resumption is not None:
             self._resumption.end()
         self._ending.refuse_alone("a checkpoint")
@@ -1023,6 +1032,8 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if self._ending.termination.ends_with(exception):
+            self._recovering.leave(self._ending.termination.is_noticed)
         self._ending.tell(exception)
 
     def _is_half_updated(self) -> bool:
@@ -1048,6 +1059,7 @@ class CephaloStrategy(ParallelStrategy):
     def teardown(self) -> None:
         assert self.accelerator is not None
         trainer = self._module._trainer
+        self._recovering.settle()
         # an error in one of them, or in the session's end, leaves out none of the others
         with ExitStack() as at_end:
             at_end.callback(self.checkpoint_io.teardown)

@@ -261,6 +261,10 @@ class Accelerator(ABC):
         """
         return nullcontext()
 
+    def own_queue(self) -> AbstractContextManager[Any]:
+        """Return a context for one thread whose work runs in a queue of its own."""
+        return nullcontext()
+
     @abstractmethod
     def readback(self) -> Readback:
         """Return an object that copies single numbers to the host."""

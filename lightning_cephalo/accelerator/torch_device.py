@@ -123,6 +123,9 @@ class TorchDevice(Accelerator):
     def copies(self) -> Copies:
         return StreamCopies(self.device)
 
+    def own_queue(self) -> AbstractContextManager[Any]:
+        return torch.Stream(self.device)
+
     def readback(self) -> Readback:
         return StreamReadback(self.end_of_work)
 

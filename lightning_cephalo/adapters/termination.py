@@ -30,10 +30,14 @@ if TYPE_CHECKING:
 
 
 class Termination:
-    """Receives SIGTERM in Lightning's place, and tells Lightning when all ranks know."""
+    """Receives SIGTERM in Lightning's place, and tells Lightning when all ranks know.
+
+    Attributes:
+        is_noticed: Whether this rank has received the signal.
+    """
 
     def __init__(self) -> None:
-        self._is_noticed = self._is_agreed = False
+        self.is_noticed = self._is_agreed = False
         self._trainer: Trainer | None = None
         self._before: Any = None
         self._handler: Any = None
@@ -56,7 +60,7 @@ class Termination:
     def end(self) -> None:
         """Give Lightning's objects their own methods back, and the process its handler."""
         trainer, self._trainer = self._trainer, None
-        self._is_noticed = self._is_agreed = False
+        self.is_noticed = self._is_agreed = False
         if trainer is None:
             return
         vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
@@ -82,15 +86,15 @@ class Termination:
         if self._trainer is None:  # Lightning has ended without removing its handlers
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        elif not self._is_noticed:
+        elif not self.is_noticed:
             launcher = self._trainer.strategy.launcher
             if launcher is not None:
                 launcher.kill(number)  # the processes that this one has started
-        self._is_noticed = True
+        self.is_noticed = True
 
     def note(self) -> float:
         """Return what the exchange of a step carries to all ranks."""
-        return float(self._is_noticed)
+        return float(self.is_noticed)
 
     def learn(self, notes: Sequence[float]) -> None:
         """Read the notes of all ranks; from then on Lightning stops at the next opportunity."""
@@ -100,7 +104,7 @@ class Termination:
 
     def check(self, control: ControlGroup) -> None:
         """Raise SIGTERMException on all ranks if any has received the signal; collective."""
-        if control.any(self._is_noticed):
+        if control.any(self.is_noticed):
             self._is_agreed = True
             raise SIGTERMException
 

@@ -1,8 +1,10 @@
 """Keeps the state of training after steps, where the next start of the ranks finds it.
 
 What Lightning would save is kept, with each rank's rows in place of whole tensors, and the states
-of its generators. A step counts as kept when all ranks have it, which each says with the exchange
-of the next step.
+of its generators. Rows are copied while the next forward runs (:mod:`.drafts`), and to other hosts
+in the steps after it (:mod:`.copying`). A step counts as kept when all ranks have it and its
+copies, which each says with the exchange of a step. All ranks try to keep the same steps, and give
+them the same serial numbers, whether or not they can.
 
 [Note: Lightning's loops] Lightning has no hook for strategies behind all hooks of a batch or of an
 epoch. ``on_advance_end`` of its loops is replaced on the instances while training runs. Only this
@@ -11,80 +13,38 @@ file does so; tests/lightning/test_recovery.py fails when they change.
 
 from __future__ import annotations
 
-import dataclasses
-import random
+import math
 import secrets
 import time
 import warnings
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.adapters.resuming import KEY, saved_order
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.recovery.copying import SLOTS, Copying
+from lightning_cephalo.recovery.drafts import Draft, versions_of
 from lightning_cephalo.recovery.lookup import Inventory
 from lightning_cephalo.recovery.options import Wish, fitting_every
 from lightning_cephalo.recovery.pieces import taken_apart
-from lightning_cephalo.recovery.store import Piece, Store
+from lightning_cephalo.recovery.snapshot import Facts, Kind, Snapshot, read_generators
+from lightning_cephalo.recovery.store import Piece, Slot, Store
+from lightning_cephalo.sharding.placement import local_part
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-SLOTS = 2
-"""Kept steps of each rank."""
-
-
-class Kind(Enum):
-    """Where in the loops a step was kept."""
-
-    BETWEEN = "before the first epoch, or between two epochs"
-    INSIDE = "inside an epoch"
-
-
-class Facts(NamedTuple):
-    """Numbers of a kept step.
-
-    Attributes:
-        kind: Where in the loops it was kept.
-        steps: Updates that are done.
-        batches: Batches that are trained, over all epochs.
-        global_batch_size: Samples of a step over all ranks, as at the first start.
-        fits: Calls of fit() that had ended in the process.
-        should_stop: Whether training was to stop.
-    """
-
-    kind: Kind
-    steps: int
-    batches: int
-    global_batch_size: int
-    fits: int
-    should_stop: bool
-
-
-class Snapshot(NamedTuple):
-    """What a rank keeps of a step.
-
-    Attributes:
-        checkpoint: What Lightning would save, of rank 0's order of samples.
-        metrics: Values that callbacks monitor.
-        random: States of the rank's generators.
-        facts: Numbers of the step.
-    """
-
-    checkpoint: dict[str, Any]
-    metrics: dict[str, Tensor]
-    random: tuple[Any, ...]
-    facts: Facts
+_LINK_SHARE = 0.05
+_ENDING_S = 10.0
 
 
 class Keeper:
@@ -120,23 +80,29 @@ class Keeper:
         self.is_dumping = False
         self._trainer, self._control, self._accelerator = trainer, control, accelerator
         self._store, self._inventory = store, inventory
-        self._every_given = None if wish.recovery is None else wish.recovery.every
+        recovery = wish.recovery
+        self._every_given = None if recovery is None else recovery.every
         self._is_automatic = wish.is_automatic
+        copies = 0 if recovery is None else recovery.copies
+        self._copying = Copying(copies, store, control)
+        self._copies = copies
         self._global_batch_size, self._fits = global_batch_size, fits
         self._attempt, self._run = inventory.last_attempt + 1, 0
-        # the newest piece of this rank, and the newest step that all ranks have
-        self._newest: Piece | None = None
-        self._agreed = -1.0
-        if found is not None:
-            first = found[0]
-            self._newest = dataclasses.replace(first, rank=control.rank)
-            self._agreed = float(first.serial)
-        self._has_old = bool(store.ranks())
-        self._is_off = False
-        self._updates = 0
+        # this rank's piece of the newest step that all ranks have, and of a newer one
+        self._spared = None if found is None else found[0].of(control.rank)
+        self._fresh: Piece | None = None
+        self._agreed = -1 if found is None else found[0].serial
+        # of the last step that all ranks have tried to keep
+        self._serial = self._agreed
+        self._is_known = True
+        self._has_old = not store.is_empty
+        self._is_off = self._is_any_busy = False
         # how far apart this rank wants kept steps, and all ranks agree to keep them
         self._wanted = self._every = float(self._every_given or 1)
-        self._since_s = time.monotonic()
+        self._updates, self._is_due = 0, False
+        self._draft: Draft | None = None
+        self._overlaps, self._probe = True, _Probe(())
+        self._cost = _Cost(time.monotonic())
         # between two updates, gradients may add up, which are not kept
         self._steps_before, self._has_updated = trainer.global_step, False
         # batches of the step that was kept last
@@ -161,44 +127,78 @@ class Keeper:
         # not of the generators that training draws from
         self._run = self._control.broadcast(secrets.randbits(63))
         snapshot = self._snapshot(Kind.BETWEEN)
-        pack = partial(taken_apart, snapshot, self._control.rank)
+        pack = partial(self._taken_apart, snapshot, overlaps=True)
         meta, tensors = self._control.together("keeping the state of training", pack)
         self._check_room(sum(tensor.nbytes for tensor in tensors))
         if resumed_batches is None:
+            self._serial += 1
             write = partial(self._write, meta, tensors)
-            self._control.together("keeping the state of training", write)
+            slot = self._control.together("keeping the state of training", write)
+            self._copying.start(self._piece, slot, self._spared)
+            self._control.together("copying it to other hosts", self._finish_copies)
+            self._count_as_kept()
         else:
             self._batches = resumed_batches
+            # a host that was lost has taken copies along
+            self._is_due = self._copies > 0
+        # a hook that writes to parameters at each batch's beginning shows at the first one
+        self._probe = _Probe(tensors)
         vars(self._loop)["on_advance_end"] = self._after_batch
         vars(self._trainer.fit_loop)["on_advance_end"] = self._after_epoch
 
     def end(self) -> None:
         """Keep no more steps."""
+        self.settle()
         for loop in (self._loop, self._trainer.fit_loop):
             vars(loop).pop("on_advance_end", None)
+        with suppress(Exception):  # the run ends: what is whole is found by the next start
+            self._copying.finish(_ENDING_S)
 
-    def note(self) -> tuple[float, float]:
+    def note(self) -> tuple[float, float, float]:
         """Return what the exchange of a step carries to all ranks.
 
-        These are the newest step of this rank, and how far apart it wants kept steps.
+        These are the newest step of this rank, how far apart it wants kept steps, and whether its
+        copies are under way.
         """
-        return -1.0 if self._newest is None else float(self._newest.serial), self._wanted
+        self.settle()
+        if not self._copying.is_busy:
+            self._finish_copies()
+        if self._probe.is_written:
+            self._overlaps = False
+        self._probe = _Probe(())
+        newest = self._fresh or self._spared
+        wanted = math.inf if self._is_off else self._wanted
+        serial = -1.0 if newest is None else float(newest.serial)
+        return serial, wanted, float(self._copying.is_busy)
 
     def learn(self, notes: Sequence[Sequence[float]]) -> None:
         """Read the notes of all ranks."""
         before = self._agreed
-        self._agreed = min(newest for newest, _ in notes)
-        self._every = max(wanted for _, wanted in notes)
-        is_new = self._newest is not None and self._newest.attempt == self._attempt
-        if self._has_old and is_new and self._agreed > before >= -1.0:
+        self._agreed = int(min(newest for newest, *_ in notes))
+        self._every = max(wanted for _, wanted, _ in notes)
+        self._is_any_busy = any(busy for *_, busy in notes)
+        if self._is_any_busy:
+            return
+        self._is_known = True
+        if self._agreed < self._serial:  # a rank could not keep it: all try the next one
+            self._is_due = True
+        elif self._fresh is not None:
+            self._count_as_kept()
+        if self._has_old and self._agreed > before >= -1:
             self._has_old = False
             self._remove_old()
 
+    def _count_as_kept(self) -> None:
+        """Note that all ranks have the newest step."""
+        self._spared, self._fresh = self._fresh, None
+        self._agreed = self._serial
+
     def _remove_old(self) -> None:
         """Remove the files of ranks that are not on this host any more."""
-        rank = self._control.rank
-        if self._inventory.leads(rank):
-            self._store.remove(self._store.ranks() - self._inventory.neighbours(rank))
+        rank, inventory = self._control.rank, self._inventory
+        if inventory.leads(rank):
+            ranks = inventory.neighbours(rank)
+            self._store.remove(ranks, self._copying.kept_for(ranks))
 
     def _after_batch(self, data_fetcher: Any) -> None:
         loop, steps = self._loop, self._trainer.global_step
@@ -206,11 +206,11 @@ class Keeper:
         try:
             type(loop).on_advance_end(loop, data_fetcher)
         except SIGTERMException:  # of all ranks together
-            self._keep_batch()
+            self._keep_batch(is_last=True)
             raise
         self._keep_batch()
 
-    def _keep_batch(self) -> None:
+    def _keep_batch(self, is_last: bool = False) -> None:
         loop = self._loop
         # an epoch's last batch is kept with its end, whose hooks would lack their metrics
         if loop._num_ready_batches_reached() or not self._has_updated:
@@ -218,7 +218,9 @@ class Keeper:
         if loop.batch_progress.total.processed == self._batches:
             return  # kept behind its validation, which is not repeated then
         self._updates += 1
-        if self._updates >= self._every:
+        if is_last:
+            self._meet()
+        if is_last or self._is_due or self._updates >= self._every:
             self._keep(Kind.INSIDE)
 
     def after_validation(self) -> None:
@@ -232,24 +234,50 @@ class Keeper:
         loop = self._trainer.fit_loop
         try:
             type(loop).on_advance_end(loop)
-        except SIGTERMException:
+        except SIGTERMException:  # of all ranks together
             self._keep_epoch()
             raise
         self._keep_epoch()
 
     def _keep_epoch(self) -> None:
-        self.learn(self._control.gather(list(self.note())))  # no step lies between two kept ones
+        self._meet()  # no step lies between two kept ones
         self._keep(Kind.BETWEEN)
+
+    def _meet(self) -> None:
+        """Wait until no copy is under way, and learn what all ranks have; collective."""
+        self.settle()
+        self._finish_copies()
+        self.learn(self._control.gather(list(self.note())))
+
+    def leave(self, is_noticed: bool) -> None:
+        """Let what was kept last survive the hosts that are about to leave; collective.
+
+        Args:
+            is_noticed: Whether this rank's host was told that it will be taken away.
+        """
+        self.settle()
+        self._finish_copies()
+        newest = self._fresh or self._spared
+        is_void = newest is None or newest.attempt != self._attempt
+        slot = None if newest is None or is_void else self._store.pieces().get(newest)
+        self._copying.leave(is_noticed, newest, slot, self._spared)
 
     # -- keeping ----------------------------------------------------------------------------------
 
     def _keep(self, kind: Kind) -> None:
-        if self._is_off or (self._newest is not None and self._agreed < self._newest.serial):
-            return  # a rank has failed to keep a step: the last that all have stays
-        begin_s, updates = time.monotonic(), self._updates
+        """Try to keep a step; every rank does, at the same step."""
+        if self._is_any_busy or not self._is_known or math.isinf(self._every):
+            return
+        self._serial += 1
+        self._fresh, self._is_known, self._is_due = None, False, False
+        self._cost.begin(self._updates)
+        self._updates = 0
+        self._batches = self._loop.batch_progress.total.processed
+        if self._is_off:
+            self._copying.start(self._piece, None, self._spared)
+            return
         try:
-            snapshot = self._snapshot(kind)
-            meta, tensors = taken_apart(snapshot, self._control.rank)
+            meta, tensors = self._taken_apart(self._snapshot(kind), self._overlaps)
         except Exception as error:
             if not self._is_automatic:
                 raise
@@ -257,48 +285,101 @@ class Keeper:
                 f"{type(error).__name__}: {error}",
                 "on_save_checkpoint() and state_dict() of callbacks run at each kept step.",
             )
+            self._copying.start(self._piece, None, self._spared)
             return
+        if self._overlaps:
+            slot = self._store.slot(self._control.rank, self._spared)
+            self._draft = Draft(slot, self._piece, meta, tensors, self._accelerator)
+            self._cost.pause()
+        else:
+            self._try_to_finish(partial(self._write, meta, tensors))
+
+    @property
+    def _piece(self) -> Piece:
+        """This rank's piece of the step that is kept."""
+        rank, world_size = self._control.rank, self._control.world_size
+        return Piece(self._serial, self._attempt, rank, world_size, self._run)
+
+    def settle(self) -> None:
+        """Wait for the copy of the last step, if it is under way: now the state may change."""
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            self._cost.go_on()
+            self._try_to_finish(partial(self._finished, draft))
+
+    def _finished(self, draft: Draft) -> Slot | None:
+        is_whole = draft.finish()
+        if self._accelerator.computes_on_host:
+            self._cost.add(draft.took_s)  # of the same processors
+        if is_whole:
+            self._fresh = draft.piece
+            return draft.slot
+        self._overlaps = False  # a hook writes between an update and the next forward
+        return None
+
+    def _write(self, meta: bytes, tensors: list[Tensor]) -> Slot:
+        slot = self._store.slot(self._control.rank, self._spared)
+        slot.write(self._piece, meta, tensors)
+        self._fresh = self._piece
+        return slot
+
+    def _try_to_finish(self, finish: Callable[[], Slot | None]) -> None:
+        slot = None
         try:
-            self._write(meta, tensors)
-            self._learn_cost(begin_s, updates)
+            slot = finish()
         except OSError as error:
             self._stop(
                 f"{error.strerror} in {self._store.folder}",
                 "Make room there, or give recover=Recovery(folder=...).",
             )
+        except Exception as error:  # other ranks wait for this one
+            self._stop(f"{type(error).__name__}: {error}", "Training goes on.")
+        self._copying.start(self._piece, slot, self._spared)
+        self._cost.end()
+        if self._every_given is None:
+            self._wanted = self._cost.fitting_every(self._wanted, self._copying.took_s)
+
+    def _finish_copies(self) -> None:
+        """Wait for the copies of the last step."""
+        try:
+            if not self._copying.finish():
+                self._fresh = None
+        except (OSError, RuntimeError) as error:
+            self._fresh = None
+            self._stop(f"copying to other hosts: {error}", "Make room there, or use copies=0.")
 
     def _stop(self, why: str, remedy: str) -> None:
         """Keep no more steps, and let training go on."""
         self._is_off = True
         warnings.warn(
             f"Rank {self._control.rank} keeps no more steps: {why}. A restart would go on from step"
-            f" {int(self._agreed)} of those kept. {remedy}",
+            f" {self._agreed} of those kept. {remedy}",
             stacklevel=3,
         )
 
-    def _learn_cost(self, begin_s: float, updates: int) -> None:
-        """Compare the time that keeping has taken with that of the updates before it."""
-        since_s, self._since_s = self._since_s, time.monotonic()
-        if self._every_given is None and updates:
-            update_s = (begin_s - since_s) / updates
-            self._wanted = float(fitting_every(self._since_s - begin_s, update_s))
-
-    def _write(self, meta: bytes, tensors: list[Tensor]) -> None:
-        serial = 0 if self._newest is None else self._newest.serial + 1
-        rank, world_size = self._control.rank, self._control.world_size
-        piece = Piece(serial, self._attempt, rank, world_size, self._run)
-        self._store.keep(piece, self._newest, meta, tensors)
-        self._newest, self._updates = piece, 0
-        self._batches = self._loop.batch_progress.total.processed
+    def _taken_apart(self, snapshot: Snapshot, overlaps: bool) -> tuple[bytes, list[Tensor]]:
+        updated = None
+        if overlaps:
+            states = snapshot.checkpoint.get("optimizer_states", [])
+            updated = {id(leaf) for leaf in pytree.tree_leaves(states) if isinstance(leaf, Tensor)}
+        return taken_apart(snapshot, self._control.rank, updated)
 
     def _snapshot(self, kind: Kind) -> Snapshot:
         trainer = self._trainer
+        states = [optimizer.state for optimizer in trainer.optimizers]
+        tensors = [t for t in pytree.tree_leaves([dict(s) for s in states]) if _is_counted(t)]
+        held = _Probe([local_part(tensor) for tensor in tensors])
         self.is_dumping = True
         try:
             # Private: the public method also writes a file.
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         finally:
             self.is_dumping = False
+        if held.is_written:
+            raise RecoveryError(
+                "on_save_checkpoint() writes to checkpoint['optimizer_states'], whose tensors are"
+                " the training's own, so that training is changed. Let it write to copies."
+            )
         order = saved_order(trainer)
         if order is not None:
             checkpoint[KEY] = order
@@ -320,50 +401,80 @@ class Keeper:
         has_state = any(optimizer.state for optimizer in self._trainer.optimizers)
         needed = SLOTS * held_bytes * (1 if has_state else 3)
         rows = self._control.gather((self._store.place, needed, self._store.free_bytes))
-        for rank, (place, _, free) in enumerate(rows):
-            together = sum(n for other, n, _ in rows if other == place)
-            if together > free:
+        together = [sum(n for other, n, _ in rows if other == place) for place, *_ in rows]
+        for rank, (_, _, free) in enumerate(rows):
+            if together[rank] > free:
                 raise RecoveryError(
-                    f"Keeping steps takes about {format_mib(together)} on the host of rank {rank},"
-                    f" but {self._store.folder} has room for {format_mib(free)}. Make it larger"
-                    " (in containers: docker run --shm-size=..., an emptyDir of medium Memory), or"
-                    " keep steps on a local disk: recover=Recovery(folder=...)."
+                    f"Keeping steps takes about {format_mib(together[rank])} on the host of rank"
+                    f" {rank}, but {self._store.folder} has room for {format_mib(free)}. Make it"
+                    " larger (in containers: docker run --shm-size=..., an emptyDir of medium"
+                    " Memory), or keep steps on a local disk: recover=Recovery(folder=...)."
                 )
+        self._copying.place(needed, together[self._control.rank])
 
 
-def searches_learning_rate(trainer: Trainer) -> bool:
-    """Return whether the loop that runs is a trial of Lightning's search for a learning rate.
+def _is_counted(value: Any) -> bool:
+    """Return whether a value is a tensor that counts its writes."""
+    return isinstance(value, Tensor) and not local_part(value).is_inference()
 
-    Private: nothing else tells its steps from those of training.
+
+class _Probe:
+    """Tells whether tensors are written to.
+
+    Args:
+        tensors: The tensors.
     """
-    return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._versions = tensors, versions_of(tensors)
+
+    @property
+    def is_written(self) -> bool:
+        return versions_of(self._tensors) != self._versions
 
 
-def only_searches(trainer: Trainer) -> bool:
-    """Return whether ``fit`` is called by Lightning's ``Tuner``, and ends behind its search.
+class _Cost:
+    """Compares the time that keeping takes with that of the updates in between.
 
-    Private: the tuner marks its callback so, and nothing else tells it from one in a training.
+    Args:
+        now_s: The time.
     """
-    finders = (c for c in trainer.callbacks if isinstance(c, LearningRateFinder))  # type: ignore[attr-defined]
-    return any(finder._early_exit for finder in finders)
 
+    def __init__(self, now_s: float) -> None:
+        self._ended_s = self._began_s = now_s
+        self._keeping_s = self._update_s = 0.0
 
-def searches_before_training(trainer: Trainer) -> bool:
-    """Return whether a callback searches for a learning rate before the first epoch.
+    def begin(self, updates: int) -> None:
+        """Note that a step is kept after some updates."""
+        self._began_s = time.monotonic()
+        self._keeping_s = 0.0
+        self._update_s = (self._began_s - self._ended_s) / updates if updates else 0.0
 
-    The search loads a file of its own, and so drops what training would go on from.
-    """
-    finders = (c for c in trainer.callbacks if isinstance(c, LearningRateFinder))  # type: ignore[attr-defined]
-    return any(type(f).on_fit_start is LearningRateFinder.on_fit_start for f in finders)
+    def pause(self) -> None:
+        """Note that training goes on meanwhile."""
+        self._keeping_s += time.monotonic() - self._began_s
 
+    def go_on(self) -> None:
+        """Note that training waits."""
+        self._began_s = time.monotonic()
 
-def read_generators(accelerator: Accelerator) -> tuple[Any, ...]:
-    """Return the states of the generators of this process and its device."""
-    return accelerator.random_states(), np.random.get_state(), random.getstate()
+    def end(self) -> None:
+        """Note that the step is kept."""
+        self._ended_s = time.monotonic()
+        self._keeping_s += self._ended_s - self._began_s
 
+    def add(self, seconds: float) -> None:
+        """Count time that a thread has taken from training."""
+        self._keeping_s += seconds
 
-def write_generators(accelerator: Accelerator, states: tuple[Any, ...]) -> None:
-    """Set the states that :func:`read_generators` has read."""
-    accelerator.restore_random_states(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
+    def fitting_every(self, every: float, copies_s: float) -> float:
+        """Return how many updates should lie between two kept steps.
+
+        Args:
+            every: The answer where nothing is known.
+            copies_s: Seconds that copies to other hosts take, beside training.
+        """
+        if not self._update_s:
+            return every
+        own = fitting_every(self._keeping_s, self._update_s)
+        return float(max(own, math.ceil(copies_s / (_LINK_SHARE * self._update_s))))

@@ -33,14 +33,15 @@ class Inventory:
         seen, places = zip(*rows, strict=True)
         return cls(seen, places)
 
-    def newest(self) -> tuple[Piece, ...] | None:
-        """Return the pieces of the newest step of which every rank's piece is somewhere."""
+    def whole(self) -> list[tuple[Piece, ...]]:
+        """Return the pieces of each step of which every rank's piece is somewhere, newest first."""
         known = frozenset().union(*self.seen)
-        for serial, attempt, world_size, run in sorted({p.step for p in known}, reverse=True):
-            pieces = [Piece(serial, attempt, rank, world_size, run) for rank in range(world_size)]
-            if known.issuperset(pieces):
-                return tuple(pieces)
-        return None
+        newest_first = sorted({piece.step for piece in known}, reverse=True)
+        steps = [
+            tuple(Piece(serial, attempt, rank, world_size, run) for rank in range(world_size))
+            for serial, attempt, world_size, run in newest_first
+        ]
+        return [pieces for pieces in steps if known.issuperset(pieces)]
 
     @property
     def last_attempt(self) -> int:

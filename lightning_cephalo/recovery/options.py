@@ -13,6 +13,8 @@ from lightning_cephalo.recovery.store import Agent, job_named
 
 AGENT = "LIGHTNING_CEPHALO_AGENT"
 """Environment variable with the process number of the agent, if it is not the ranks' parent."""
+MOST_HOSTS = "LIGHTNING_CEPHALO_MOST_HOSTS"
+"""Environment variable with how many hosts may take part."""
 SHARE = 0.02
 """Part of the time that keeping steps takes, where the user does not say how often."""
 
@@ -23,28 +25,40 @@ class Recovery:
 
     ::
 
-        CephaloStrategy(recover=Recovery(every=10, folder="/local/disk"))
+        CephaloStrategy(recover=Recovery(every=10, copies=1))
 
     Args:
         every: Updates from one kept step to the next. A restart repeats as many at most. None: so
-            many that keeping takes a fiftieth of the time.
+            many that keeping takes a fiftieth of the time, and copies a twentieth of that of the
+            network.
+        copies: Copies of each rank's rows on other hosts, so that training goes on where a host is
+            lost with its memory. They are made where hosts have room, beside training. A step is
+            kept when its copies are; the next one is not begun before.
         folder: A folder on a local disk, where steps are kept. None: the host's memory,
             ``/dev/shm``.
         job: A name under which the next start of the script finds the steps, whoever starts it.
             None: the agent that restarts the ranks is the name.
+        wait_s: How long to wait for more hosts where those that are here cannot hold the model, if
+            the launcher's ``--nnodes`` allows more.
 
     Raises:
-        RecoveryError: If ``every`` is less than 1, or the name is empty.
+        RecoveryError: If ``every`` is less than 1, ``copies`` less than 0, or the name is empty.
     """
 
-    every: int | None = 1
+    every: int | None = None
+    copies: int = 0
     folder: str | os.PathLike[str] | None = None
     job: str | None = None
+    wait_s: float = 600.0
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.every, int) and not isinstance(self.every, bool)
         if self.every is not None and (not is_number or self.every < 1):
             raise RecoveryError(f"every: expected 1 update or more, but got {self.every!r}.")
+        if not isinstance(self.copies, int) or isinstance(self.copies, bool) or self.copies < 0:
+            raise RecoveryError(f"copies: expected 0 or more, but got {self.copies!r}.")
+        if not self.wait_s >= 0:
+            raise RecoveryError(f"wait_s: expected 0 s or more, but got {self.wait_s!r}.")
         if self.job == "":
             raise RecoveryError("job: expected a name or None, but got an empty text.")
 
@@ -76,9 +90,9 @@ class Wish:
         if isinstance(value, Recovery):
             return cls(value)
         if isinstance(value, bool):
-            return cls(Recovery() if value else None)
+            return cls(Recovery(every=1) if value else None)
         if value == "auto":
-            return cls(Recovery(every=None), is_automatic=True)
+            return cls(Recovery(), is_automatic=True)
         raise RecoveryError(
             f"recover: expected True, False, 'auto' or a Recovery, but got {value!r}."
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,12 +53,16 @@ class _Part:
     rows: tuple[int, int] = (0, 0)
 
 
-def taken_apart(tree: Any, rank: int) -> tuple[bytes, list[Tensor]]:
-    """Return what describes a tree of values, and the tensors in it; nothing is copied.
+def taken_apart(
+    tree: Any, rank: int, updated: Container[int] | None = None
+) -> tuple[bytes, list[Tensor]]:
+    """Return what describes a tree of values, and the tensors in it.
 
     Args:
         tree: Dicts, lists and tuples of tensors and of values that can be pickled.
         rank: This rank, whose rows of sharded tensors are taken.
+        updated: Ids of tensors that change in an update only. They and sharded tensors are not
+            copied, all others are. None: nothing is copied.
     """
     found: dict[int, int] = {}
     tensors: list[Tensor] = []
@@ -72,7 +76,11 @@ def taken_apart(tree: Any, rank: int) -> tuple[bytes, list[Tensor]]:
             rows = rows_of(leaf)
             own = (None, (0, 0)) if rows is None else (tuple(leaf.shape), rows.rows[rank])
             wholes.append(own)
-            tensors.append(local_part(leaf).detach())
+            local = local_part(leaf)
+            lasts = updated is None or rows is not None or id(leaf) in updated
+            lasts = lasts and not (updated is not None and local.is_inference())
+            # the part itself, not a view of it: its version tells whether it has been written to
+            tensors.append(local if lasts else local.detach().clone())
         return _Place(found[id(leaf)])
 
     kept = pytree.tree_map_only(Tensor, place, tree)

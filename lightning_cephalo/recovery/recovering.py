@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.ranks.control import ControlGroup
-from lightning_cephalo.recovery.keeper import (
-    SLOTS,
+from lightning_cephalo.recovery.copying import SLOTS
+from lightning_cephalo.recovery.keeper import Keeper
+from lightning_cephalo.recovery.lookup import Inventory, assembled
+from lightning_cephalo.recovery.options import Wish, attempt
+from lightning_cephalo.recovery.pieces import Assembly
+from lightning_cephalo.recovery.snapshot import (
     Facts,
-    Keeper,
     Kind,
     Snapshot,
     only_searches,
@@ -30,13 +34,12 @@ from lightning_cephalo.recovery.keeper import (
     searches_learning_rate,
     write_generators,
 )
-from lightning_cephalo.recovery.lookup import Inventory, assembled
-from lightning_cephalo.recovery.options import Wish, attempt
-from lightning_cephalo.recovery.pieces import Assembly
 from lightning_cephalo.recovery.store import Piece, Store
+from lightning_cephalo.recovery.waiting import wait_for_hosts
+from lightning_cephalo.sharding.placement import as_dtensor, local_part
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 # fits that have ended in this process: a restarted script calls fit() in the same order
 _FITS = "LIGHTNING_CEPHALO_FITS"
@@ -121,21 +124,44 @@ class Recovering:
             return
         self._inventory = Inventory.take(self._store, control)
         begin_s = time.monotonic()
-        pieces = self._inventory.newest()
-        if pieces is None:
+        steps = self._inventory.whole()
+        if not steps:
             self._say_nothing_found()
             return
-        self._found = self._try("reading kept steps", partial(self._read, pieces), _DROPPED)
+        self._found = self._newest_of(steps)
         if self._found is None:
             self._drop()
             return
         # Private: `fit` without ckpt_path loads nothing, and resumes from what lies here.
         trainer._checkpoint_connector._loaded_checkpoint = self._found.checkpoint
-        facts, taken_s = self._found.facts, time.monotonic() - begin_s
+        steps_done, ranks = self._found.facts.steps, len(self._found.pieces)
         rank_zero_info(
-            f"Training goes on from step {facts.steps}, which {len(pieces)} ranks have kept in"
-            f" {self._store.folder} (found in {taken_s:.2f} s)."
+            f"Training goes on from step {steps_done}, which {ranks} ranks have kept in"
+            f" {self._store.folder} (found in {time.monotonic() - begin_s:.2f} s)."
         )
+
+    def _newest_of(self, steps: Sequence[tuple[Piece, ...]]) -> _Found | None:
+        """Return the newest step that can be read; None if there is none, and a warning will do.
+
+        Args:
+            steps: The pieces of each step, newest first.
+        """
+        assert self._control is not None
+        fault: Exception | None = None
+        for pieces in steps[:-1]:
+            try:
+                read = partial(self._read, pieces)
+                found: _Found = self._control.together("reading kept steps", read)
+            except Exception as error:  # damaged files may raise anything
+                fault = fault or error
+                continue
+            break
+        else:
+            read = partial(self._read, steps[-1])
+            found = self._try("reading kept steps", read, _DROPPED)
+        if found is not None and fault is not None and self._control.rank == 0:
+            warnings.warn(f"Training goes on from an older kept step: {fault}", stacklevel=3)
+        return found
 
     def _try(self, doing: str, function: Callable[[], Any], result: str) -> Any:
         """Call a function on all ranks; where recovery is automatic, warn if any cannot.
@@ -272,7 +298,8 @@ class Recovering:
         if self._store is None or self._control is None or not self._store.is_in_memory:
             return 0.0
         elements = sum(parameter.numel() for parameter in module.parameters())
-        return SLOTS * _KEPT_BYTES * elements / self._control.world_size
+        copies = 0 if self._wish.recovery is None else self._wish.recovery.copies
+        return SLOTS * (1 + copies) * _KEPT_BYTES * elements / self._control.world_size
 
     @property
     def global_batch_size(self) -> int | None:
@@ -283,6 +310,20 @@ class Recovering:
         if len(found.pieces) == self._control.world_size:
             return None
         return found.facts.global_batch_size
+
+    def wait_for_hosts(self, error: Exception, is_noticed: Callable[[], bool]) -> None:
+        """Wait for more hosts if an error says that the present ones are too few; collective then.
+
+        Args:
+            error: Why training cannot begin.
+            is_noticed: Returns whether the agent has asked this rank to end.
+
+        Raises:
+            SIGTERMException: On every rank, if the agent has asked any to end.
+        """
+        recovery = self._wish.recovery
+        if recovery is not None and self._control is not None and self._store is not None:
+            wait_for_hosts(error, recovery.wait_s, self._control, is_noticed)
 
     def resume_loops(self) -> None:
         """Correct what Lightning's loops have loaded.
@@ -361,14 +402,28 @@ class Recovering:
                 warnings.warn(f"{_NOT_KEPT}: {error}", stacklevel=3)
         self._found = None  # its memory is not needed any more
 
-    def note(self) -> tuple[float, float]:
+    def note(self) -> tuple[float, float, float]:
         """Return what the exchange of a step carries to all ranks."""
-        return (-1.0, 1.0) if self._keeper is None else self._keeper.note()
+        return (-1.0, 1.0, 0.0) if self._keeper is None else self._keeper.note()
 
     def learn(self, notes: Sequence[Sequence[float]]) -> None:
         """Read the notes of all ranks."""
         if self._keeper is not None:
             self._keeper.learn(notes)
+
+    def settle(self) -> None:
+        """Wait until the state of training may change."""
+        if self._keeper is not None:
+            self._keeper.settle()
+
+    def leave(self, is_noticed: bool) -> None:
+        """Let what was kept survive the hosts that are about to leave; collective.
+
+        Args:
+            is_noticed: Whether this rank's host was told that it will be taken away.
+        """
+        if self._keeper is not None:
+            self._keeper.leave(is_noticed)
 
     def after_validation(self) -> None:
         """Keep a step behind its validation."""
@@ -395,6 +450,37 @@ class Recovering:
 
 def _fits() -> int:
     return int(os.environ.get(_FITS, "0"))
+
+
+def rows_of_model(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Return a model's state with the rows of this rank; nothing is gathered.
+
+    Hooks that save get tensors of their own: they may write to them, as where all is gathered.
+
+    Args:
+        trainer: The trainer.
+        module: The model.
+    """
+    found: dict[int, Any] = {}
+    is_copied = _saves(trainer, module)
+
+    def shown(value: Any) -> Any:
+        if id(value) not in found:  # tied weights stay one
+            local = local_part(value.detach())
+            own = local.clone() if is_copied else local
+            is_sharded = isinstance(value, DTensor)
+            found[id(value)] = as_dtensor(own, value._spec) if is_sharded else own
+        return found[id(value)]
+
+    state = module.state_dict(keep_vars=True)
+    return {n: shown(v) if isinstance(v, Tensor) else v for n, v in state.items()}
+
+
+def _saves(trainer: Trainer, module: LightningModule) -> bool:
+    """Return whether a hook of the user's gets what is saved."""
+    owners = [module, *trainer.callbacks]  # type: ignore[attr-defined]
+    hooks = [type(owner).on_save_checkpoint for owner in owners]
+    return any(not hook.__module__.startswith("lightning.") for hook in hooks)
 
 
 def rows_of_optimizer(optimizer: Optimizer) -> dict[str, Any]:

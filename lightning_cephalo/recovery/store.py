@@ -10,6 +10,7 @@ when a process dies. Each folder belongs to one job and can be entered by one us
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import mmap
 import os
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +65,24 @@ class Piece:
         """What is equal for the pieces of all ranks; newer steps come later in order."""
         return self.serial, self.attempt, self.world_size, self.run
 
+    def of(self, rank: int) -> Piece:
+        """Return another rank's piece of the same step."""
+        return dataclasses.replace(self, rank=rank)
+
+
+class Sizes(NamedTuple):
+    """What the file of a piece holds.
+
+    Attributes:
+        payload_bytes: Bytes of the tensors.
+        meta_bytes: Bytes of their description, which follow.
+        checksum: Of the description.
+    """
+
+    payload_bytes: int
+    meta_bytes: int
+    checksum: int
+
 
 # -- one file -------------------------------------------------------------------------------------
 
@@ -80,6 +100,7 @@ class Slot:
         self.path, self._is_synced = path, is_synced
         self._map: mmap.mmap | None = None
         self._bytes: Tensor | None = None
+        self._sizes: Sizes | None = None
 
     def write(self, piece: Piece, meta: bytes, tensors: Sequence[Tensor]) -> None:
         """Replace what the file holds.
@@ -93,28 +114,69 @@ class Slot:
         Raises:
             OSError: There is no room. The file is void.
         """
+        self.fill(meta, tensors)
+        self.finish(piece)
+
+    def fill(self, meta: bytes, tensors: Sequence[Tensor]) -> None:
+        """Write all but the header: the file is void until :meth:`finish`.
+
+        Args:
+            meta: As for :meth:`write`.
+            tensors: As for :meth:`write`.
+
+        Raises:
+            OSError: There is no room. The file is void.
+        """
         starts, end = places(tensors)
-        payload = _PAGE
-        meta_at = payload + end
-        whole = self._room(meta_at + len(meta))
-        whole[:_PAGE].zero_()
-        self._sync(_PAGE)
+        whole = self.make_room(Sizes(end, len(meta), zlib.crc32(meta)))
         for tensor, start in zip(tensors, starts, strict=True):
             if tensor.numel():
-                at = payload + start
                 flat = tensor.detach().reshape(-1)
-                whole[at : at + tensor.nbytes].view(tensor.dtype).copy_(flat)
-        assert self._map is not None
-        self._map[meta_at : meta_at + len(meta)] = meta
+                whole[start : start + tensor.nbytes].view(tensor.dtype).copy_(flat)
+        if meta:
+            whole[end:].copy_(torch.frombuffer(bytearray(meta), dtype=torch.uint8))
+
+    def make_room(self, sizes: Sizes) -> Tensor:
+        """Void the file, and return the bytes of a payload and a meta behind it, to be written.
+
+        Args:
+            sizes: What will be written.
+
+        Raises:
+            OSError: There is no room. The file is void.
+        """
+        end = _PAGE + sizes.payload_bytes + sizes.meta_bytes
+        whole = self._room(end)
+        whole[:_PAGE].zero_()
+        self._sync(_PAGE)
+        self._sizes = sizes
+        return whole[_PAGE:end]
+
+    def finish(self, piece: Piece) -> None:
+        """Write the header: the file is whole.
+
+        Args:
+            piece: Which piece it is.
+        """
+        assert self._map is not None and self._sizes is not None
+        sizes, self._sizes = self._sizes, None
         self._sync()
         head = _HEAD.pack(
             _MAGIC,
             *(piece.serial, piece.attempt, piece.rank, piece.world_size, piece.run),
-            *(payload, end, meta_at, len(meta)),
-            zlib.crc32(meta),
+            *(_PAGE, sizes.payload_bytes, _PAGE + sizes.payload_bytes, sizes.meta_bytes),
+            sizes.checksum,
         )
         self._map[: _HEAD.size + _CHECK.size] = head + _CHECK.pack(zlib.crc32(head))
         self._sync(_PAGE)
+
+    def content(self) -> tuple[Sizes, Tensor]:
+        """Return the sizes and the bytes of a file that this process has written."""
+        head = _read_head(self.path)
+        assert self._bytes is not None and head is not None
+        *_, payload_bytes, _, meta_bytes, checksum = head
+        whole = self._bytes[_PAGE : _PAGE + payload_bytes + meta_bytes]
+        return Sizes(payload_bytes, meta_bytes, checksum), whole
 
     def _sync(self, nbytes: int = 0) -> None:
         """Wait until the first bytes, or all, are on the disk."""
@@ -200,7 +262,8 @@ def _read_head(path: Path) -> tuple[int, ...] | None:
 
 # -- the files of a job ---------------------------------------------------------------------------
 
-_NAME = re.compile(r"rank(\d+)\.[01]")
+# pieces of ranks of this host, and copies of others'
+_NAME = re.compile(r"((?:rank|copy)\d+)\.[01]")
 
 
 class Store:
@@ -259,42 +322,58 @@ class Store:
 
     # -- pieces -----------------------------------------------------------------------------------
 
+    def slot(self, rank: int, spared: Piece | None, is_copy: bool = False) -> Slot:
+        """Return the slot of a rank that does not hold the spared piece.
+
+        Args:
+            rank: The rank.
+            spared: Its piece of the newest step that all ranks have; None: there is none.
+            is_copy: Whether the rank is on another host.
+        """
+        kind = "copy" if is_copy else "rank"
+        slots = [self._slot(f"{kind}{rank}.{number}") for number in (0, 1)]
+        found = slots[0].piece()
+        return slots[found is not None and found == spared]
+
     def keep(self, piece: Piece, spared: Piece | None, meta: bytes, tensors: list[Tensor]) -> None:
         """Write a piece into the slot of its rank that does not hold the spared one.
 
         Args:
             piece: Which piece it is.
-            spared: The newest piece that all ranks have; None: there is none.
+            spared: As for :meth:`slot`.
             meta: As for :meth:`Slot.write`.
             tensors: As for :meth:`Slot.write`.
 
         Raises:
             OSError: There is no room; the spared piece is whole.
         """
-        slots = [self._slot(f"rank{piece.rank}.{number}") for number in (0, 1)]
-        found = slots[0].piece()
-        slots[found is not None and found == spared].write(piece, meta, tensors)
+        self.slot(piece.rank, spared).write(piece, meta, tensors)
 
     def pieces(self) -> dict[Piece, Slot]:
         """Return the whole pieces that lie here."""
         slots = [self._slot(path.name) for path in self._paths()]
         return {piece: slot for slot in slots if (piece := slot.piece()) is not None}
 
-    def remove(self, ranks: Iterable[int] | None = None) -> None:
-        """Remove the files of these ranks, or all files, and the folder if it is empty then."""
-        chosen = None if ranks is None else set(ranks)
+    def remove(self, ranks: Iterable[int] = (), copies: Iterable[int] = ()) -> None:
+        """Remove all files but some, and the folder if it is empty then.
+
+        Args:
+            ranks: Ranks of this host whose pieces stay.
+            copies: Ranks of other hosts the copies of whose pieces stay.
+        """
+        staying = {*(f"rank{rank}" for rank in ranks), *(f"copy{rank}" for rank in copies)}
         for path in self._paths():
-            rank = int(path.name.removeprefix("rank").partition(".")[0])
-            if chosen is None or rank in chosen:
+            if path.name.partition(".")[0] not in staying:
                 self._slot(path.name).close()
                 path.unlink(missing_ok=True)
         for folder in (self.folder, self.base):
             with suppress(OSError):  # others still keep steps here
                 folder.rmdir()
 
-    def ranks(self) -> set[int]:
-        """Return the ranks that have files here."""
-        return {int(p.name.removeprefix("rank").partition(".")[0]) for p in self._paths()}
+    @property
+    def is_empty(self) -> bool:
+        """Whether no file lies here."""
+        return not self._paths()
 
     def _slot(self, name: str) -> Slot:
         return self._slots.setdefault(name, Slot(self.folder / name, not self.is_in_memory))

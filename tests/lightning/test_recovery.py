@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
-import json
 import os
 import pickle
 import signal
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -20,69 +20,21 @@ from common import (
     Net,
     RankFailure,
     assert_same_tensors,
-    dataset,
     in_ranks,
     loader,
     strategy,
-    values_of,
 )
+from killing import STEPS_OF_EPOCH, Kill, assert_repeated, fit, told_by
+from launch import SOON_S
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from plans import QUIET, plan_of
-from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils import _pytree as pytree
 
 from lightning_cephalo import CephaloStrategy, Recovery
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.recovery import store
-
-DATA = 40
-STEPS_OF_EPOCH = 5
-
-
-class Told(Net):
-    """Draws masks, changes a buffer behind each batch, and tells each step."""
-
-    def __init__(self, folder: Path, dropout: float) -> None:
-        super().__init__()
-        self.folder = folder
-        self.mask = nn.Dropout(dropout)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Any) -> Any:
-        return super().forward(self.mask(x))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen += self.steps
-        loss = float(self.trainer.callback_metrics["loss_step"])
-        batches = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        told = [batches, loss, float(self.seen), batch[0][:, 0].tolist()]
-        with open(self.folder / f"rank{self.global_rank}", "a") as file:
-            file.write(json.dumps(told) + "\n")
-
-
-class Kill(Callback):
-    """Kills a rank at a place of a step."""
-
-    def __init__(self, rank: int, step: int, place: str) -> None:
-        self.rank, self.step = rank, step
-        setattr(self, place, self._kill)
-
-    def _kill(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == self.rank and trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-class MovesRows(Callback):
-    """Gives the ranks other rows in the second epoch; a start afterwards begins with the first."""
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 6:
-            plan = trainer.strategy.plan
-            shares = zip(plan.ranks, (0.2, 0.8), strict=True)
-            ranks = tuple(dataclasses.replace(r, state_fraction=share) for r, share in shares)
-            trainer.strategy.change_plan(dataclasses.replace(plan, ranks=ranks))
 
 
 class KillInCopy(Callback):
@@ -108,50 +60,10 @@ class KillInCopy(Callback):
         vars(store)["_HEAD"] = Head  # in this process, which will die
 
 
-def _fit(
-    plan: str,
-    folder: Path,
-    kills: Any,
-    options: Any,
-    dropout: float,
-    hosts: int = 1,
-    **given: Any,
-) -> Any:
-    folder.mkdir(exist_ok=True)
-    # what a script draws before it trains differs from run to run
-    torch.manual_seed(os.getpid() if (folder / "kept0").exists() else 1)
-    host = min(int(os.environ["RANK"]), hosts - 1)
-    recover = Recovery(folder=folder / f"kept{host}", job="test")
-    used = Trainer(
-        accelerator="cpu",
-        strategy=strategy(plan, recover=recover, **given),
-        devices=int(os.environ["WORLD_SIZE"]),
-        callbacks=[MovesRows(), *kills] if plan == "3:1" else kills,
-        **{**QUIET, **options},
-    )
-    model = Told(folder, dropout)
-    generator = torch.Generator().manual_seed(11)
-    data = DataLoader(dataset(DATA), batch_size=8, shuffle=True, generator=generator)
-    used.fit(model, data, DataLoader(dataset(8), batch_size=8))
-    return values_of(model)
-
-
-def _told(folder: Path, rank: int = 0) -> list[Any]:
-    return [json.loads(line) for line in (folder / f"rank{rank}").read_text().splitlines()]
-
-
-def _is_repeated(told: list[Any], starts: int) -> None:
-    """Every step comes, in order; each start but the first repeats one step at most."""
-    steps = [step for step, *_ in told]
-    back = [a - b for a, b in itertools.pairwise(steps) if b <= a]
-    assert max(back, default=0) == 0 and len(back) < starts
-    assert sorted(set(steps)) == list(range(1, max(steps) + 1))
-
-
 def _killed(starts: list[Any], plan: str, folder: Path, *rest: Any) -> None:
     for kills in starts:
         with pytest.raises(RankFailure, match="died without a result"):
-            in_ranks(2, _fit, plan, folder, kills, *rest)
+            in_ranks(2, fit, plan, folder, kills, *rest)
 
 
 def test_after_each_kill_every_step_is_that_of_an_uninterrupted_run(tmp_path: Path) -> None:
@@ -164,12 +76,12 @@ def test_after_each_kill_every_step_is_that_of_an_uninterrupted_run(tmp_path: Pa
         [Kill(0, 12, "on_train_batch_end"), Kill(1, 12, "on_train_batch_end")],
     ]
     rest = ({"max_epochs": 3}, 0.2)
-    wanted = in_ranks(2, _fit, "3:1", tmp_path / "whole", [], *rest)
+    wanted = in_ranks(2, fit, "3:1", tmp_path / "whole", [], *rest)
     _killed(starts, "3:1", tmp_path / "killed", *rest)
-    found = in_ranks(2, _fit, "3:1", tmp_path / "killed", [], *rest)
+    found = in_ranks(2, fit, "3:1", tmp_path / "killed", [], *rest)
     for rank in (0, 1):
-        told, whole = _told(tmp_path / "killed", rank), _told(tmp_path / "whole", rank)
-        _is_repeated(told, len(starts) + 1)
+        told, whole = told_by(tmp_path / "killed", rank), told_by(tmp_path / "whole", rank)
+        assert_repeated(told, len(starts) + 1)
         assert len(whole) == 3 * STEPS_OF_EPOCH
         assert [step for step in told if step not in whole] == []
         assert_same_tensors(found[rank], wanted[rank], 0)
@@ -191,12 +103,12 @@ def test_other_ranks_go_on_with_the_first_global_batch(tmp_path: Path) -> None:
         [Kill(1, 3, "on_train_epoch_start")],
     ]
     rest = (options, 0.0, 2)
-    wanted = in_ranks(2, _fit, "3:1", tmp_path / "whole", [], *rest)
+    wanted = in_ranks(2, fit, "3:1", tmp_path / "whole", [], *rest)
     _killed(starts, "3:1", tmp_path / "killed", *rest)
     found = in_ranks(
-        3, partial(_fit, global_batch_size=None), "three", tmp_path / "killed", [], *rest
+        3, partial(fit, global_batch_size=None), "three", tmp_path / "killed", [], *rest
     )
-    told, whole = _told(tmp_path / "killed"), _told(tmp_path / "whole")
+    told, whole = told_by(tmp_path / "killed"), told_by(tmp_path / "whole")
     last = {step: rest for step, *rest in told}
     assert [step for step, *_ in whole] == sorted(last)
     for step, loss, seen, _ in whole:
@@ -222,14 +134,14 @@ class Fails(Callback):
 
 def _one(folder: Path, *callbacks: Callback, model: Any = None, **options: Any) -> list[int]:
     """Train on one rank, and return the steps that are trained."""
-    recover = options.pop("recover", Recovery(folder=folder, job="test"))
+    recover = options.pop("recover", Recovery(every=1, folder=folder, job="test"))
     steps: list[int] = []
 
     class Steps(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             steps.append(trainer.global_step)
 
-    fit = {"ckpt_path": options.pop("ckpt_path", None)}
+    begin = {"ckpt_path": options.pop("ckpt_path", None)}
     plan = plan_of((options.pop("microbatches", (4, 4)), 1.0))
     given = {"plan": plan, "global_batch_size": 8, "recover": recover, "verbose": False}
     used = Trainer(
@@ -241,7 +153,7 @@ def _one(folder: Path, *callbacks: Callback, model: Any = None, **options: Any) 
     )
     try:
         trained = Net() if model is None else model
-        used.fit(trained, loader(24), loader(8) if isinstance(trained, Net) else None, **fit)
+        used.fit(trained, loader(24), loader(8) if isinstance(trained, Net) else None, **begin)
     except OSError as error:
         assert str(error) == "planted"
     return steps
@@ -376,6 +288,90 @@ class FailsBehindTwo(Callback):
             raise OSError("planted")
 
 
+class Clips(Net):
+    """Writes to its weights before some batches; steps are copied while it computes."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.told = first, []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step >= self.first:
+            for parameter in self.parameters():
+                parameter.data.mul_(0.5)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.told.append(float(self.trainer.callback_metrics["loss_step"]))
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_no_copy_is_torn_by_a_hook_that_writes_to_weights(tmp_path: Path, first: int) -> None:
+    def run() -> None:
+        whole, begun, ended = Clips(first), Clips(first), Clips(first)
+        assert _one(tmp_path / "whole", model=whole) == [1, 2, 3]
+        _one(tmp_path / "killed", Fails(2, "on_before_zero_grad"), model=begun)
+        assert begun.told == whole.told[:2]
+        _one(tmp_path / "killed", model=ended)
+        # hooks that write from the first batch on let nothing be copied meanwhile
+        assert ended.told == whole.told[2 if first == 0 else 1 :]
+
+    in_ranks(1, run)
+
+
+def test_a_step_is_copied_while_the_next_one_computes(tmp_path: Path, monkeypatch: Any) -> None:
+    computes, fill = threading.Event(), store.Slot.fill
+    seen: list[bool] = []
+
+    def filled(slot: Any, *args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            seen.append(computes.wait(SOON_S))
+        fill(slot, *args)
+
+    class Computes(Clips):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            computes.set()
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            computes.clear()
+
+        def on_train_end(self) -> None:
+            computes.set()
+
+    monkeypatch.setattr(store.Slot, "fill", filled)
+
+    def run() -> None:
+        assert _one(tmp_path, model=Computes(9), limit_train_batches=3) == [1, 2, 3]
+        assert seen == [True, True, True]
+
+    in_ranks(1, run)
+
+
+class WritesTo(Callback):
+    """Writes to what is saved."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        assert not any(value.requires_grad for value in checkpoint["state_dict"].values())
+        for value in pytree.tree_leaves(checkpoint[self.name]):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.zero_()
+
+
+def test_what_hooks_write_to_a_kept_step_does_not_reach_the_training(tmp_path: Path) -> None:
+    def run() -> None:
+        whole, written = Clips(9), Clips(9)
+        _one(tmp_path, model=whole)
+        _one(tmp_path, WritesTo("state_dict"), model=written)
+        assert written.told == whole.told
+        with pytest.raises(RecoveryError, match=r"on_save_checkpoint\(\) writes to.*copies"):
+            _one(tmp_path, WritesTo("optimizer_states"))
+
+    in_ranks(1, run)
+
+
 def test_no_step_is_kept_while_gradients_add_up(tmp_path: Path) -> None:
     def run() -> None:
         given = {"microbatches": (8,)}
@@ -428,6 +424,27 @@ def test_automatic_recovery_drops_what_it_cannot_go_on_from(
         fails()
         given = {"default_root_dir": tmp_path, "model": Searched()}
         begins("LearningRateFinder cannot run", search, **given)
+
+    in_ranks(1, run)
+
+
+@pytest.mark.parametrize("recover", ["auto", True])
+def test_where_the_newest_step_is_damaged_the_older_one_is_gone_on_from(
+    tmp_path: Path, monkeypatch: Any, recover: Any
+) -> None:
+    monkeypatch.setattr(store, "MEMORY", tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+
+    def run() -> None:
+        assert _one(tmp_path, Fails(2), recover=True) == [1, 2]
+        newest = max(_pieces(tmp_path), key=lambda path: store.Slot(path).piece())
+        with newest.open("r+b") as file:
+            file.seek(store._read_head(newest)[-3])
+            file.write(b"damaged")
+        steps, said = _said(_one, tmp_path, recover=recover)
+        assert steps == [2, 3] and not _pieces(tmp_path)
+        (one,) = said
+        assert one.startswith("Training goes on from an older kept step: ") and newest.name in one
 
     in_ranks(1, run)
 
@@ -494,7 +511,7 @@ def test_the_search_for_a_learning_rate_is_not_kept(tmp_path: Path) -> None:
         options = {"default_root_dir": tmp_path, "model": Looks()}
         assert _one(tmp_path / "kept", search, Fails(2), **options) == [1, 2]
         assert (kept := _pieces(tmp_path / "kept"))
-        recover = Recovery(folder=tmp_path / "kept", job="test")
+        recover = Recovery(every=1, folder=tmp_path / "kept", job="test")
         given = {"strategy": strategy("one", recover=recover), "devices": 1, **QUIET}
         used = Trainer(accelerator="cpu", default_root_dir=tmp_path, **given)
         Tuner(used).lr_find(Searched(), loader(24), loader(8), num_training=4)

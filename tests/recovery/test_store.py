@@ -136,17 +136,17 @@ def test_the_newest_step_is_one_of_which_every_piece_is_somewhere():
     hosts[0] |= pieces(6, 0, 2, [1])
     seen = Inventory(tuple(map(frozenset, hosts)), ("a", "b"))
     # step 7 is of two attempts: they are not mixed
-    assert seen.newest() == tuple(sorted(pieces(6, 0, 2)))
+    assert seen.whole() == [tuple(sorted(pieces(6, 0, 2)))]
     assert seen.last_attempt == 1 and seen.leads(1)
     # step 8 is of two jobs: they are not mixed either
     hosts[0].add(Piece(8, 1, 0, 2, run=1))
     hosts[1].add(Piece(8, 1, 1, 2, run=2))
     mixed = Inventory(tuple(map(frozenset, hosts)), ("a", "b"))
-    assert mixed.newest() == seen.newest()
+    assert mixed.whole() == seen.whole()
     assert mixed.missing() == "the newest kept step lacks the rows of rank 0"
     hosts[0].remove(Piece(8, 1, 0, 2, run=1))
     alone = Inventory((frozenset(hosts[0]),), ("a",))
-    assert alone.newest() is None
+    assert alone.whole() == []
     assert alone.missing() == "the newest kept step lacks the rows of rank 1"
     assert Inventory((frozenset(),), ("a",)).missing() == ""
 
@@ -233,6 +233,7 @@ def test_keeping_takes_a_fiftieth_of_the_time_unless_the_user_says_how_often(
     [
         (lambda: Wish.parse("always"), "recover: expected True, False, 'auto' or a Recovery"),
         (lambda: Recovery(every=0), "every: expected 1 update or more, but got 0"),
+        (lambda: Recovery(copies=-1), "copies: expected 0 or more, but got -1"),
         (lambda: Recovery(job=""), "job: expected a name"),
     ],
 )

@@ -1,0 +1,125 @@
+"""Copies a piece into its file while the next step computes.
+
+Shards and optimizer state change in an update only. So a thread copies them while the forward of
+the next step runs, and training waits for the thread behind that forward. The file gets its header
+only then, and only if no tensor has been written to in between, such as by a hook: each tensor
+counts its writes. A copy is never torn.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.recovery.store import Piece, Slot
+
+
+class Task:
+    """Runs a function in a thread.
+
+    Args:
+        name: Name of the thread.
+        function: The function.
+    """
+
+    def __init__(self, name: str, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._error: BaseException | None = None
+        # a daemon: one that waits for a host that is lost must not keep the process
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._function()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the function has returned, or failed."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the function has returned.
+
+        Args:
+            timeout_s: The longest wait; None: none.
+
+        Raises:
+            BaseException: What the function has raised.
+            TimeoutError: It has not returned in time.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self._thread.name} has not ended within {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+
+
+class Draft:
+    """A piece that is being written.
+
+    ::
+
+        draft = Draft(slot, piece, meta, tensors, accelerator)
+        ...                                  # the forward
+        is_whole = draft.finish()
+
+    Args:
+        slot: The file.
+        piece: Which piece it is.
+        meta: Bytes that describe the tensors.
+        tensors: The tensors, which nobody writes to meanwhile.
+        accelerator: The device of the tensors.
+
+    Attributes:
+        took_s: Seconds of a processor that the copy has taken.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        piece: Piece,
+        meta: bytes,
+        tensors: Sequence[Tensor],
+        accelerator: Accelerator,
+    ) -> None:
+        self.slot, self.piece = slot, piece
+        self._tensors = tensors
+        self._versions = versions_of(tensors)
+        self.took_s = 0.0
+        behind = accelerator.end_of_work()
+
+        def copy() -> None:
+            if behind is not None:
+                behind.synchronize()
+            begin_s = time.thread_time()
+            with accelerator.own_queue():
+                slot.fill(meta, tensors)
+            self.took_s = time.thread_time() - begin_s
+
+        self._task = Task("keeping a step", copy)
+
+    def finish(self) -> bool:
+        """Wait for the copy, and return whether it is whole: no tensor has changed meanwhile.
+
+        Raises:
+            OSError: There is no room. The file is void.
+        """
+        self._task.wait()
+        is_whole = versions_of(self._tensors) == self._versions
+        self._tensors = ()
+        if is_whole:
+            self.slot.finish(self.piece)
+        return is_whole
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each tensor has been written to."""
+    return [tensor._version for tensor in tensors]

@@ -1,0 +1,81 @@
+"""Chooses the hosts that hold copies of other hosts' pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What a rank's host offers.
+
+    Attributes:
+        domain: What is lost together: equal for ranks of one host.
+        nbytes: Bytes that a copy of this rank's piece takes.
+        room_bytes: Room of the rank's host for copies; equal for ranks of one host.
+    """
+
+    domain: Hashable
+    nbytes: float
+    room_bytes: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who holds copies of whose pieces.
+
+    Attributes:
+        receivers: The ranks that hold a copy of each rank's piece.
+        lacking: Ranks whose pieces have fewer copies than wanted, as no other host has the room.
+    """
+
+    receivers: tuple[tuple[int, ...], ...]
+    lacking: tuple[int, ...] = ()
+
+    def senders(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of whose pieces a rank holds copies."""
+        return tuple(s for s, receivers in enumerate(self.receivers) if rank in receivers)
+
+
+def placed(
+    ranks: Sequence[Holder],
+    copies: int,
+    sources: Collection[int] | None = None,
+    leaving: Collection[int] = (),
+) -> Placement:
+    """Return who holds copies: the largest piece first, where the most room is left.
+
+    No two copies of a piece, nor the piece and its copy, are in one domain. On a host the rank
+    receives that has the fewest bytes to receive.
+
+    Args:
+        ranks: What each rank's host offers.
+        copies: Copies of each piece.
+        sources: The ranks whose pieces are copied; None: all.
+        leaving: Ranks whose hosts take no copies, as they are about to leave.
+    """
+    chosen = range(len(ranks)) if sources is None else sources
+    members: dict[Hashable, list[int]] = {}
+    for rank, offer in enumerate(ranks):
+        members.setdefault(offer.domain, []).append(rank)
+    closed = {ranks[rank].domain for rank in leaving}
+    room = {domain: ranks[own[0]].room_bytes for domain, own in members.items()}
+    received = [0.0] * len(ranks)
+    receivers: list[tuple[int, ...]] = [()] * len(ranks)
+    lacking = set()
+    for rank in sorted(chosen, key=lambda r: (-ranks[r].nbytes, r)):
+        nbytes = ranks[rank].nbytes
+        used = {ranks[rank].domain} | closed
+        for _ in range(copies):
+            fitting = [d for d in members if d not in used and room[d] >= nbytes]
+            if not fitting:
+                lacking.add(rank)
+                break
+            domain = max(fitting, key=lambda d: (room[d], -members[d][0]))
+            holder = min(members[domain], key=lambda r: (received[r], r))
+            used.add(domain)
+            room[domain] -= nbytes
+            received[holder] += nbytes
+            receivers[rank] = (*receivers[rank], holder)
+    return Placement(tuple(receivers), tuple(sorted(lacking)))

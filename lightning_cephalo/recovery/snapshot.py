@@ -1,0 +1,98 @@
+"""What a rank keeps of a step."""
+
+from __future__ import annotations
+
+import random
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+from torch import Tensor
+
+from lightning_cephalo.accelerator import Accelerator
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class Kind(Enum):
+    """Where in the loops a step was kept."""
+
+    BETWEEN = "before the first epoch, or between two epochs"
+    INSIDE = "inside an epoch"
+
+
+class Facts(NamedTuple):
+    """Numbers of a kept step.
+
+    Attributes:
+        kind: Where in the loops it was kept.
+        steps: Updates that are done.
+        batches: Batches that are trained, over all epochs.
+        global_batch_size: Samples of a step over all ranks, as at the first start.
+        fits: Calls of fit() that had ended in the process.
+        should_stop: Whether training was to stop.
+    """
+
+    kind: Kind
+    steps: int
+    batches: int
+    global_batch_size: int
+    fits: int
+    should_stop: bool
+
+
+class Snapshot(NamedTuple):
+    """What a rank keeps of a step.
+
+    Attributes:
+        checkpoint: What Lightning would save, of rank 0's order of samples.
+        metrics: Values that callbacks monitor.
+        random: States of the rank's generators.
+        facts: Numbers of the step.
+    """
+
+    checkpoint: dict[str, Any]
+    metrics: dict[str, Tensor]
+    random: tuple[Any, ...]
+    facts: Facts
+
+
+def searches_learning_rate(trainer: Trainer) -> bool:
+    """Return whether the loop that runs is a trial of Lightning's search for a learning rate.
+
+    Private: nothing else tells its steps from those of training.
+    """
+    return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def only_searches(trainer: Trainer) -> bool:
+    """Return whether ``fit`` is called by Lightning's ``Tuner``, and ends behind its search.
+
+    Private: the tuner marks its callback so, and nothing else tells it from one in a training.
+    """
+    finders = (c for c in trainer.callbacks if isinstance(c, LearningRateFinder))  # type: ignore[attr-defined]
+    return any(finder._early_exit for finder in finders)
+
+
+def searches_before_training(trainer: Trainer) -> bool:
+    """Return whether a callback searches for a learning rate before the first epoch.
+
+    The search loads a file of its own, and so drops what training would go on from.
+    """
+    finders = (c for c in trainer.callbacks if isinstance(c, LearningRateFinder))  # type: ignore[attr-defined]
+    return any(type(f).on_fit_start is LearningRateFinder.on_fit_start for f in finders)
+
+
+def read_generators(accelerator: Accelerator) -> tuple[Any, ...]:
+    """Return the states of the generators of this process and its device."""
+    return accelerator.random_states(), np.random.get_state(), random.getstate()
+
+
+def write_generators(accelerator: Accelerator, states: tuple[Any, ...]) -> None:
+    """Set the states that :func:`read_generators` has read."""
+    accelerator.restore_random_states(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
