@@ -17,6 +17,10 @@ from lightning_cephalo.common.quantities import format_bytes, format_rate, forma
 from lightning_cephalo.offline.baselines import BASELINES
 from lightning_cephalo.offline.estimate import Cluster, find_device
 from lightning_cephalo.offline.figures import ComparisonRow
+from lightning_cephalo.offline.pipeline.crossover import Crossover, find_crossover
+from lightning_cephalo.offline.pipeline.plan import Advice
+from lightning_cephalo.offline.pipeline.search import Planned, advise
+from lightning_cephalo.offline.pipeline.text import ADVICE_ONLY, crossover_text, pipeline_name
 from lightning_cephalo.offline.scenario import Scenario
 from lightning_cephalo.plan import Plan, Problem, predict, solve
 from lightning_cephalo.plan.timeline import Simulation
@@ -72,7 +76,8 @@ def compare(
 ) -> list[ComparisonRow]:
     """Compare the baselines with this planner.
 
-    The rows are every baseline, our plan with one more of each addition, and our plan last.
+    The rows are every baseline, our plan with one more of each addition, the fastest pipeline of
+    node groups where there are several nodes, and our plan last.
 
     Args:
         asked: the scenario to compare on.
@@ -103,7 +108,73 @@ def compare(
         if all(row.step_s is None for row in rows[len(BASELINES) :]):
             raise
         return [*rows, ComparisonRow(_OURS, reason=str(error))]
+    if asked.pipeline_of is not None and asked.cluster is not None and asked.cluster.node_count > 1:
+        say("comparing: pipelines")
+        rows.append(_pipeline_row(pipelines(asked, plan, time_limit_s=time_limit_s)))
     return [*rows, _row_of(_OURS, asked.problem, plan)]
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """Whether a pipeline would be faster, and below which bandwidth between nodes."""
+
+    advice: Advice
+    crossover: Crossover
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return values that JSON can hold."""
+        best = self.advice.best
+        data = {
+            "advice_only": ADVICE_ONLY,
+            "wins": self.advice.pipeline_wins,
+            "today_s": self.advice.today_s,
+            "bound_s": self.advice.bound_s,
+            "covers": self.advice.covers,
+            "wins_below_bytes_per_s": self.crossover.bandwidth_bytes_per_s,
+            "by_bandwidth": [dataclasses.asdict(point) for point in self.crossover.points],
+            "best": None if best is None else best.to_dict(self.advice.problem),
+        }
+        return _finite(data)
+
+
+def pipelines(asked: Scenario, today: Plan, *, time_limit_s: float = 60.0) -> Pipelines:
+    """Search for pipelines of node groups, on this network and on slower and faster ones.
+
+    Args:
+        asked: the scenario.
+        today: its plan of one stage.
+        time_limit_s: of each search.
+
+    Raises:
+        PlanError: the problem has no cluster of several nodes, or its model was not counted.
+    """
+    if asked.pipeline_of is None or asked.cluster is None:
+        raise PlanError(
+            "--pipeline needs --cluster and a model whose bytes are counted: a saved problem and "
+            "published profiles say too little about nodes. Leave it out, or give both."
+        )
+    make, cluster, planned = asked.pipeline_of, asked.cluster, Planned()
+    advice = advise(make(cluster), today=today, planned=planned, time_limit_s=time_limit_s)
+    crossover = find_crossover(
+        lambda factor: make(cluster.with_network_scaled(factor)),
+        planned=planned,
+        time_limit_s=time_limit_s,
+    )
+    return Pipelines(advice, crossover)
+
+
+def _pipeline_row(found: Pipelines) -> ComparisonRow:
+    best, problem = found.advice.best, found.advice.problem
+    if best is None:
+        return ComparisonRow("pipeline", reason="no pipeline of node groups fits")
+    name = f"{pipeline_name(best)} (advice only: {crossover_text(found.crossover)})"
+    memory = tuple(
+        (rank.memory_bytes or 0.0, rank.capacity_bytes or 0.0)
+        for pipeline in best.pipelines
+        for stage in pipeline.stages
+        for rank in stage.plan.ranks
+    )
+    return ComparisonRow(name, best.step_s, problem.batch / best.step_s, memory)
 
 
 def row_or_reason(name: str, problem: Problem, make: Callable[[], Plan]) -> ComparisonRow:

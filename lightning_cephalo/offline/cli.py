@@ -21,6 +21,8 @@ from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.trace import write_trace
 from lightning_cephalo.offline import answers, figures, scenario
+from lightning_cephalo.offline.pipeline.figure import pipeline_figure
+from lightning_cephalo.offline.pipeline.text import advice_lines, pipeline_table
 from lightning_cephalo.offline.scenario import Scenario
 from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, solve
@@ -72,17 +74,32 @@ def _failed(notes: Console, kind: str, error: Exception, code: int) -> int:
 
 
 def _plan(options: argparse.Namespace, notes: Console) -> None:
+    if options.figure is not None and not options.pipeline:
+        raise PlanError("--figure draws pipelines: give --pipeline too, or leave it out.")
     asked = _scenario(options, notes)
     with _status(notes, "solving"):
         plan = solve(asked.problem, time_limit_s=options.time_limit)
+    found = None
+    if options.pipeline:
+        with _status(notes, "searching pipelines"):
+            found = answers.pipelines(asked, plan, time_limit_s=options.time_limit)
     if options.output is not None:
         plan.save(options.output)
         notes.print(f"Wrote {options.output}.")
+    if found is not None and options.figure is not None:
+        pipeline_figure(found.advice, found.crossover, options.figure)
+        notes.print(f"Wrote {options.figure}.")
     if options.json:
-        _print_json({**plan.to_dict(), "sources": asked.sources_as_dicts()})
+        more = {} if found is None else {"pipeline": found.to_dict()}
+        _print_json({**plan.to_dict(), "sources": asked.sources_as_dicts(), **more})
         return
     _print_scenario(asked)
     report.show(report.plan_table(plan, units=asked.problem.units))
+    if found is not None:
+        if found.advice.best is not None:
+            report.show(pipeline_table(found.advice, found.advice.best))
+        for line in advice_lines(found.advice, found.crossover):
+            print(line)
 
 
 def _simulate(options: argparse.Namespace, notes: Console) -> None:
@@ -207,6 +224,18 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="write the plan (.yaml or .json): CephaloStrategy(plan=FILE) trains with it",
+    )
+    plan.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="also say whether a pipeline of node groups would be faster, and below which "
+        "bandwidth between nodes; advice only: training does not run pipelines",
+    )
+    plan.add_argument(
+        "--figure",
+        type=Path,
+        metavar="FILE",
+        help="with --pipeline: draw its stages, and the step over the bandwidth (.png or .svg)",
     )
     simulate = _command(commands, "simulate", _simulate, "play one step of a plan, event by event")
     simulate.add_argument(

@@ -23,6 +23,8 @@ from lightning_cephalo.offline.estimate import (
 )
 from lightning_cephalo.offline.estimate.devices import Device, lookup
 from lightning_cephalo.offline.paper.profiles import read_published
+from lightning_cephalo.offline.pipeline.build import pipeline_problem
+from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.plan import Problem
 
 if TYPE_CHECKING:
@@ -87,6 +89,8 @@ class Scenario:
         cluster: the cluster; None if the problem was read from a file.
         problem_of: makes the problem of the same question on another cluster; None if the problem
             was read from a file.
+        pipeline_of: makes the problem of the advisor for pipelines on a cluster; None if the model
+            was not counted.
     """
 
     problem: Problem
@@ -95,6 +99,7 @@ class Scenario:
     left_out: tuple[str, ...] = ()
     cluster: Cluster | None = None
     problem_of: Callable[[Cluster], Problem] | None = None
+    pipeline_of: Callable[[Cluster], PipelineProblem] | None = None
 
     def lines(self) -> list[str]:
         """Return the subject, and one line per kind of device with the source of its times."""
@@ -162,6 +167,16 @@ def read(question: Question) -> Scenario:
             allow_offload=question.offload,
         )
 
+    def pipeline_of(where: Cluster) -> PipelineProblem:
+        return pipeline_problem(
+            where,
+            work,
+            estimate_of(where).problem,
+            tables=tables,
+            recompute=question.recompute in (None, "on"),
+            choose_recompute=question.recompute == "choose",
+        )
+
     estimate = estimate_of(cluster)
     _refuse_unused(tables, work)
     return Scenario(
@@ -171,6 +186,7 @@ def read(question: Question) -> Scenario:
         (*estimate.broken_files, *_near_misses(work)),
         cluster,
         lambda where: estimate_of(where).problem,
+        pipeline_of,
     )
 
 

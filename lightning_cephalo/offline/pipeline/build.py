@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -117,20 +117,3 @@ def pipeline_problem(
         crossing_bytes=work.boundary_bytes,
         uneven_factor=UNEVEN_FACTOR,
     )
-
-
-def problem_at(
-    problem: PipelineProblem,
-    factor: float,
-    whole_of: Callable[[Cluster], Problem],
-    cluster: Cluster,
-) -> PipelineProblem:
-    """Return the same problem with all bandwidths between nodes times ``factor``.
-
-    Args:
-        problem: of the cluster.
-        factor: above 0.
-        whole_of: makes today's problem on another cluster.
-        cluster: the problem's.
-    """
-    return problem.scaled(factor, whole_of(cluster.with_network_scaled(factor)))

@@ -1,0 +1,118 @@
+"""The bandwidth between nodes below which a pipeline wins.
+
+All links between nodes are scaled by one factor. At each factor the fastest pipelines are searched
+again, and compared with seconds that no plan of one stage beats. So below the bandwidth found a
+pipeline certainly wins, by these times; a little above it may still do so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_cephalo.offline.pipeline.problem import PipelineProblem
+from lightning_cephalo.offline.pipeline.search import Planned, advise, least_step_s
+from lightning_cephalo.plan import Plan, RankPlan
+
+# Factors tried: up to 256 times as fast or as slow, then to within a few per cent.
+_OCTAVES = 8
+_HALVINGS = 4
+
+
+@dataclass(frozen=True)
+class Point:
+    """Seconds of a step where the slowest link between nodes has some bandwidth.
+
+    Attributes:
+        bandwidth_bytes_per_s: of that link.
+        today_s: no plan of one stage is faster.
+        pipeline_s: of the fastest pipelines; infinite if none fits.
+    """
+
+    bandwidth_bytes_per_s: float
+    today_s: float
+    pipeline_s: float
+
+    @property
+    def pipeline_wins(self) -> bool:
+        """Whether pipelines are certainly faster."""
+        return self.pipeline_s < self.today_s
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where pipelines begin to win.
+
+    Attributes:
+        bandwidth_bytes_per_s: of the slowest link between nodes; below it a pipeline wins. 0: it
+            wins at none of the bandwidths tried. Infinite: at all.
+        points: what was tried, by increasing bandwidth.
+    """
+
+    bandwidth_bytes_per_s: float
+    points: tuple[Point, ...]
+
+
+def find_crossover(
+    problem_at: Callable[[float], PipelineProblem],
+    *,
+    planned: Planned | None = None,
+    time_limit_s: float = 60.0,
+) -> Crossover:
+    """Return the bandwidth below which pipelines win.
+
+    Args:
+        problem_at: makes the problem with all bandwidths between nodes times a factor.
+        planned: plans of stages that an earlier search made.
+        time_limit_s: of each search.
+
+    Example::
+
+        find_crossover(asked.pipeline_at).bandwidth_bytes_per_s     # 7.9e9
+    """
+    planned = planned or Planned()
+    points: list[Point] = []
+
+    def wins(factor: float) -> bool:
+        point = _point(problem_at(factor), planned, time_limit_s)
+        points.append(point)
+        return point.pipeline_wins
+
+    won = wins(1.0)
+    step = 2.0 if won else 0.5
+    factor = 1.0
+    for _ in range(_OCTAVES):
+        factor *= step
+        if wins(factor) != won:
+            break
+    else:
+        return Crossover(math.inf if won else 0.0, _sorted(points))
+    below, above = (factor / 2, factor) if won else (factor, factor * 2)
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(below * above)
+        below, above = (middle, above) if wins(middle) else (below, middle)
+    slowest = _slowest(problem_at(1.0))
+    return Crossover(below * slowest, _sorted(points))
+
+
+def _point(problem: PipelineProblem, planned: Planned, time_limit_s: float) -> Point:
+    least_s = least_step_s(problem.whole)
+    bound = dataclasses.replace(Plan((RankPlan((1,), 1.0),)), step_s=min(least_s, _LONG_S))
+    advice = advise(problem, planned=planned, today=bound, time_limit_s=time_limit_s)
+    step_s = advice.best.step_s if advice.best else math.inf
+    return Point(_slowest(problem), least_s, step_s)
+
+
+# Plans have finite steps.
+_LONG_S = 1e12
+
+
+def _slowest(problem: PipelineProblem) -> float:
+    between = problem.network.between
+    return min(link.bandwidth_bytes_per_s for row in between for link in row if link is not None)
+
+
+def _sorted(points: list[Point]) -> tuple[Point, ...]:
+    return tuple(sorted(points, key=lambda point: point.bandwidth_bytes_per_s))

@@ -1,0 +1,130 @@
+"""The advice as users meet it: tables, sentences, JSON and figures of the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+from pipeline_cases import problem_of, rank
+from rich.console import Console
+
+from lightning_cephalo import Plan
+from lightning_cephalo.offline.answers import compare
+from lightning_cephalo.offline.cli import BAD_INPUT, DONE, main
+from lightning_cephalo.offline.estimate import Cluster
+from lightning_cephalo.offline.pipeline.crossover import Crossover, Point, find_crossover
+from lightning_cephalo.offline.pipeline.problem import PipelineProblem
+from lightning_cephalo.offline.pipeline.search import advise
+from lightning_cephalo.offline.pipeline.text import (
+    ADVICE_ONLY,
+    advice_lines,
+    crossover_text,
+    pipeline_table,
+)
+from lightning_cephalo.offline.scenario import Scenario
+
+CLUSTER = """
+nodes:
+  - {devices: {RTX 3090: 2}, link: 25 GB/s}
+  - {devices: {T4: 2}, link: 12 GB/s}
+between_nodes: 1 Mb/s
+"""
+# a small vocabulary: the first and the last stage share the root, which crosses the network too
+SIZES = ("n_layer=4", "n_embd=64", "n_head=2", "vocab_size=64")
+TINY = [word for size in SIZES for word in ("--model-option", size)]
+ASKED = ["--model", "gpt2", *TINY, "--sequence-length", "64", "--batch-size", "8"]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER)
+    return ["--cluster", str(path)]
+
+
+def test_plan_gives_advice_beside_the_plan_that_trains(capsys, tmp_path, cluster):
+    figure, out = tmp_path / "pipeline.png", tmp_path / "plan.yaml"
+    options = ["plan", *cluster, *ASKED, "--pipeline", "--figure", str(figure), "-o", str(out)]
+    assert main([*options, "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)["pipeline"]
+    assert figure.stat().st_size > 1000
+    # the plan that is written is today's: one stage of all ranks
+    assert Plan.load(out).world_size == 4
+    assert "stage" not in out.read_text()
+    assert found["wins"] and found["best"]["step_s"] < found["today_s"]
+    assert found["bound_s"] <= found["best"]["step_s"]
+    assert found["advice_only"] == ADVICE_ONLY
+    stages = found["best"]["pipelines"][0]["stages"]
+    assert stages[0]["units"][0] == 1 and stages[-1]["units"][1] == 4
+    below = found["wins_below_bytes_per_s"]
+    assert below > 0.125e6
+    for point in found["by_bandwidth"]:
+        wins = point["pipeline_s"] < point["today_s"]
+        assert wins == (point["bandwidth_bytes_per_s"] <= below * 1.0001)
+
+
+def test_compare_has_a_row_for_the_pipeline_before_ours(tmp_path, cluster):
+    nodes = [[rank(2.0, 3000)] * 2, [rank(1.0, 3000)] * 2]
+
+    def problem_at(where: Cluster) -> PipelineProblem:
+        link = where.between_nodes
+        return problem_of(*nodes, batch=8, between=link.bandwidth_bytes_per_s)
+
+    where = Cluster.load(cluster[1])
+    where = where.with_network_scaled(0.5 / where.between_nodes.bandwidth_bytes_per_s)
+    asked = Scenario(problem_at(where).whole, "", cluster=where, pipeline_of=problem_at)
+    rows = compare(asked)
+    assert rows[-1].name == "cephalo"
+    assert rows[-2].name.startswith("pipeline of 2 stages, units ")
+    assert "(advice only: a pipeline wins below about" in rows[-2].name
+    assert rows[-2].samples_per_s > rows[-1].samples_per_s
+    assert len(rows[-2].memory) == 4
+
+
+def test_tables_and_sentences_say_what_was_found_and_that_it_is_advice():
+    slow, fast = (
+        advise(problem_of([rank(2.0, 3000)] * 2, [rank(1.0, 3000)], between=rate))
+        for rate in (0.5, 1000.0)
+    )
+    said = " ".join(advice_lines(slow))
+    assert said.startswith("A pipeline would be ") and said.endswith(ADVICE_ONLY)
+    assert "among one or two parallel pipelines of all ranks" in said
+    assert advice_lines(fast)[0].startswith("No pipeline is needed")
+    console = Console(width=200, file=io.StringIO())
+    console.print(pipeline_table(slow, slow.best))
+    table = console.file.getvalue()
+    for word in ("Pipeline (advice only)", "node 0", "node 1", "once", "%"):
+        assert word in table
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--devices", "2x T4", *ASKED, "--pipeline"], "a cluster of at least two nodes"),
+        (["--devices", "2x T4", *ASKED, "--figure", "a.png"], "give --pipeline too"),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_refused(capsys, options, words):
+    assert main(["plan", *options]) == BAD_INPUT
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_crossover_is_between_a_point_that_wins_and_one_that_does_not():
+    nodes = [[rank(2.0, 3000)] * 2, [rank(1.0, 3000)] * 2]
+    crossover = find_crossover(lambda factor: problem_of(*nodes, batch=8, between=5.0 * factor))
+    rate = crossover.bandwidth_bytes_per_s
+    wins = [p.bandwidth_bytes_per_s for p in crossover.points if p.pipeline_wins]
+    loses = [p.bandwidth_bytes_per_s for p in crossover.points if not p.pipeline_wins]
+    assert max(wins) == pytest.approx(rate)
+    assert rate < min(loses) < 1.1 * rate
+
+
+def test_what_wins_always_or_never_is_said():
+    points = (Point(1e6, 2.0, 1.0), Point(2e12, 2.0, 1.0))
+    assert "at all bandwidths between nodes up to 2 TB/s" in crossover_text(
+        Crossover(math.inf, points)
+    )
+    assert "down to 1 MB/s" in crossover_text(Crossover(0.0, points))
+    assert crossover_text(Crossover(7.93e9, points)).endswith("below about 7.9 GB/s between nodes")
