@@ -46,6 +46,8 @@ def random_profile(random: np.random.Generator) -> RankProfile:
         int(random.integers(10, 61)),
         kept_backward_s=curve() if keeps else (),
         kept_compute_bytes=curve() if keeps else (),
+        reducing_compute_bytes=curve() if random.random() < 0.5 else (),
+        kept_reducing_compute_bytes=curve() if keeps and random.random() < 0.5 else (),
         host_capacity_bytes=float(random.choice([0, 0, 5, 1000])),
         offload_bytes_per_s=float(random.choice([math.inf, 1.0, 0.1])),
     )
@@ -56,6 +58,7 @@ def random_problem(random: np.random.Generator) -> Problem:
     ranks = [random_profile(random) for _ in range(random.integers(1, 3))]
     if random.random() < 0.5:
         ranks.append(ranks[0])
+    state_bytes = float(random.uniform(0, 80))
     return Problem(
         ranks,
         units=int(random.integers(1, 4)),
@@ -64,7 +67,9 @@ def random_problem(random: np.random.Generator) -> Problem:
         even_gather_s=random.choice([None, 1.0]),
         even_reduce_s=random.choice([None, 1.0]),
         padded_bytes=float(random.choice([0.0, 4.0])),
-        state_bytes=float(random.uniform(0, 80)),
+        state_bytes=state_bytes,
+        reducing_state_bytes=float(random.choice([0.0, 0.0, 0.25, 1.0])) * state_bytes,
+        updating_state_bytes=float(random.choice([0.0, 0.0, 0.5, 1.5])) * state_bytes,
         global_batch_size=int(random.integers(1, 9 if len(ranks) < 3 else 6)),
         boundary_bytes=float(random.choice([0.0, 0.3, 1.0])),
         kept_bytes=float(random.choice([0.0, 0.5])),

@@ -25,7 +25,6 @@ from lightning_cephalo.plan.cost import (
 )
 from lightning_cephalo.plan.even import (
     all_runs,
-    beside_even_state,
     equal_counts,
     even_batches,
     fastest_run,
@@ -34,7 +33,7 @@ from lightning_cephalo.plan.even import (
 )
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
-from lightning_cephalo.plan.solver.state import share_state
+from lightning_cephalo.plan.solver.state import kept_by_runs, with_state
 
 _NO_TIME_S = 1e-12
 
@@ -69,8 +68,8 @@ def even(problem: Problem) -> Plan:
     first ranks get one remaining sample each.
     """
     started = time.perf_counter()
-    share = 1 / len(problem.ranks)
-    batches, limits = even_batches(problem), beside_even_state(problem)
+    problem, share = replace(problem, has_even_state=True), 1 / len(problem.ranks)
+    batches, limits = even_batches(problem), [rank.capacity_bytes for rank in problem.ranks]
     found = [
         [replace(run, state_fraction=share) for run in runs]
         for runs in equal_counts(problem, batches, limits)
@@ -87,8 +86,8 @@ def proportional(problem: Problem) -> Plan:
     microbatches, unless the problem requires equal numbers.
     """
     started = time.perf_counter()
-    share = 1 / len(problem.ranks)
-    limits = beside_even_state(problem)
+    problem, share = replace(problem, has_even_state=True), 1 / len(problem.ranks)
+    limits = [rank.capacity_bytes for rank in problem.ranks]
     speeds = [
         _speed(problem, profile, limit)
         for profile, limit in zip(problem.ranks, limits, strict=True)
@@ -113,18 +112,9 @@ def state_by_memory(problem: Problem) -> Plan:
     # the fastest modes may leave too little room for the state
     for lean in (False, True):
         for runs in equal_counts(problem, batches, limits, lean=lean):
-            used = [
-                run_bytes(problem, profile, run)
-                for profile, run in zip(problem.ranks, runs, strict=True)
-            ]
-            if sum(limits) - sum(used) >= problem.state_bytes:
-                fractions = share_state(problem.state_bytes, used, limits)
-                found.append(
-                    [
-                        replace(run, state_fraction=fraction)
-                        for run, fraction in zip(runs, fractions, strict=True)
-                    ]
-                )
+            used = kept_by_runs(problem, runs, limits)
+            if sum(limits) - sum(used) >= problem.full_state_bytes:
+                found.append(with_state(problem, runs, limits))
     return _fastest(problem, found, batches, limits, "even batch, state by memory", started)
 
 
@@ -197,7 +187,7 @@ def _why_none(problem: Problem, batches: Sequence[int], limits: Sequence[float])
         )
     return (
         f"no number of microbatches fits all {len(batches)} ranks next to the state of "
-        f"{format_gib(problem.state_bytes)}. Let solve() choose batches and state."
+        f"{format_gib(problem.full_state_bytes)}. Let solve() choose batches and state."
     )
 
 

@@ -312,14 +312,20 @@ def _draw_memory_lines(
 
 
 def _memory_parts(problem: Problem, plan: Plan, rank: int) -> tuple[float, float, float, float]:
-    """Return the bytes of state, gathered buffers, boundaries and peak, as in ``plan/cost.py``."""
+    """Return the bytes of state, gathered buffers, boundaries and peak, as in ``plan/cost.py``.
+
+    They are those of the moment of the step at which the rank holds the most.
+    """
     problem = cost.as_planned(problem, plan)
     part, profile = plan.ranks[rank], problem.ranks[rank]
-    need = cost.device_need(problem, profile, cost.Mode.of(part))
+    mode, sizes = cost.Mode.of(part), part.microbatch_sizes
+    need = max(
+        (needed(problem, profile, mode) for needed in cost.DEVICE_NEEDS),
+        key=lambda need: part.state_fraction * need.state + need.of(sizes),
+    )
     held = need.kept(part.batch_size, len(part.microbatch_sizes))
     working = need.of(part.microbatch_sizes)
-    state = part.state_fraction * problem.state_bytes
-    return state, problem.fixed_bytes, held, working - problem.fixed_bytes - held
+    return part.state_fraction * need.state, need.fixed, held, working - need.fixed - held
 
 
 def _throughput(row: ComparisonRow) -> str:

@@ -60,6 +60,8 @@ from lightning_cephalo.plan.timeline import (
     merged,
 )
 
+# indices of Problem.states_bytes
+_FORWARD, _REDUCING, _UPDATING = range(3)
 _LINKED = frozenset({Operation.GATHER, Operation.REDUCE})
 
 
@@ -162,13 +164,15 @@ class _Microbatch:
     tail_s: float
     copy_s: float
     peak_bytes: float
+    reducing_peak_bytes: float
 
 
 class _Change(NamedTuple):
     """A change of a rank's memory.
 
     Boundaries, retained activations and host boundaries are counted in unit-samples. Integers make
-    releases cancel allocations exactly.
+    releases cancel allocations exactly. ``moment`` is the index of ``Problem.states_bytes`` that
+    holds from then on; None: as before.
     """
 
     time_s: float
@@ -176,6 +180,7 @@ class _Change(NamedTuple):
     kept: int = 0
     host: int = 0
     peak_bytes: float = 0.0
+    moment: int | None = None
 
 
 class _Lane:
@@ -190,13 +195,15 @@ class _Lane:
         ranks: Sequence[int],
     ) -> None:
         mode = cost.Mode.of(part)
-        curves = (*cost.time_curves(profile, mode), cost.peak_curve(profile, mode))
+        reducing = cost.reducing_need(problem, profile, mode)
+        peaks = (cost.peak_curve(profile, mode), reducing.peaks)
+        curves = (*cost.time_curves(profile, mode), *peaks)
         self._microbatches = []
         for size in part.microbatch_sizes:
-            forward_s, backward_s, tail_s, peak_bytes = (curve[size - 1] for curve in curves)
+            forward_s, backward_s, tail_s, *peaks_bytes = (curve[size - 1] for curve in curves)
             copy_s = cost.copy_time(problem, profile, size, mode)
             self._microbatches.append(
-                _Microbatch(size, forward_s, backward_s, tail_s, copy_s, peak_bytes)
+                _Microbatch(size, forward_s, backward_s, tail_s, copy_s, *peaks_bytes)
             )
         self._problem = problem
         self._ranks = tuple(ranks)
@@ -205,7 +212,9 @@ class _Lane:
         resting = problem.fixed_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
         if part.offload and problem.units > UNITS_THAT_STAY:
             resting += problem.boundary_bytes * part.batch_size  # gradients between units
-        self._base_bytes = part.state_fraction * problem.state_bytes, resting
+        self._resting_bytes = resting
+        self._states_bytes = [part.state_fraction * size for size in problem.states_bytes]
+        self._is_reducing = False
         self._events: list[Event] = []
         self._changes: list[_Change] = []
         self._gathered_s: dict[int, float] = {}
@@ -222,6 +231,11 @@ class _Lane:
         """Run up to the next gather or reduce and return it; None at the end of the backward."""
         for instruction in self._rest:
             if instruction.operation in _LINKED:
+                if instruction.operation is Operation.REDUCE and not self._is_reducing:
+                    self._is_reducing = True
+                    # no later than the next unit's backward, which waits for its gather
+                    begun_s = max(self.free_s, *self._gathered_s.values())
+                    self._changes.append(_Change(begun_s, moment=_REDUCING))
                 return instruction
             if instruction.operation is Operation.UPDATE:
                 self._update(instruction, self._reduced_s[instruction.unit], self._unit_update_s)
@@ -267,12 +281,16 @@ class _Lane:
         """Simulate the optimizer's step and return when it ends."""
         rest_s = self._problem.optimizer_s - self._updates * self._unit_update_s
         self._update(Instruction(Operation.UPDATE), start_s, max(0.0, rest_s))
+        self._changes.append(_Change(self.free_s, moment=_FORWARD))
         return self.free_s
 
     def _update(self, instruction: Instruction, ready_s: float, seconds: float) -> None:
         start_s = max(self.free_s, ready_s)
         self.free_s = start_s + seconds
-        self._updates += instruction.unit != NONE
+        if instruction.unit != NONE:
+            self._updates += 1
+            self._changes.append(_Change(start_s, moment=_UPDATING))
+            self._changes.append(_Change(self.free_s, moment=_REDUCING))
         self.record(Stream.COMPUTE, instruction, start_s, self.free_s)
 
     def record(
@@ -318,7 +336,10 @@ class _Lane:
         start_s = max(self.free_s, ready_s)
         self.free_s = start_s + seconds
         self.record(Stream.COMPUTE, instruction, start_s, self.free_s)
-        peak_bytes = self._microbatches[instruction.microbatch].peak_bytes
+        microbatch = self._microbatches[instruction.microbatch]
+        peak_bytes = microbatch.peak_bytes
+        if self._is_reducing:
+            peak_bytes = microbatch.reducing_peak_bytes
         kept, released = keep * self._keeps, release * self._keeps
         self._changes.append(_Change(start_s, keep, kept, peak_bytes=peak_bytes))
         self._changes.append(_Change(self.free_s, -release, -released, peak_bytes=-peak_bytes))
@@ -335,7 +356,7 @@ class _Lane:
     def _memory(self) -> tuple[StepFunction, StepFunction]:
         """Return device and host memory over time."""
         problem = self._problem
-        state_bytes, gathered_bytes = self._base_bytes
+        state_bytes, gathered_bytes = self._states_bytes[_FORWARD], self._resting_bytes
         device, host = [(0.0, state_bytes + gathered_bytes)], [(0.0, 0.0)]
         boundaries = kept = on_host = 0
         peak_bytes = 0.0
@@ -345,6 +366,8 @@ class _Lane:
             kept += change.kept
             on_host += change.host
             peak_bytes += change.peak_bytes
+            if change.moment is not None:
+                state_bytes = self._states_bytes[change.moment]
             held_bytes = boundaries * problem.boundary_bytes + kept * problem.kept_bytes
             used_bytes = state_bytes + (gathered_bytes + peak_bytes + held_bytes)
             device.append((change.time_s, used_bytes))

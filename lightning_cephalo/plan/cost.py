@@ -25,6 +25,12 @@ A rank holds its share of the state, the gathered buffers and the largest peak o
 It also holds what each microbatch retains, and one boundary per unit for each sample of its batch.
 A rank that does not recompute also retains the activations inside its units.
 
+There are three such sums, and a rank needs the largest one. The first is that of a step up to the
+first reduce: all boundaries are held, and the peak is often that of the loss. The second is that of
+the backward from there on: the last unit's boundaries are gone, and the share of the state is
+larger, by what reduces receive into and by the gradient of an early update. The third is that of an
+early update: nothing computes, but the gradients of two units are held.
+
 A rank that offloads holds the boundaries of only three units: the values of the unit in use, the
 values of the unit being copied, and the gradients that pass between units. Copies run at the same
 time as the compute, so such a rank needs at least the time of its copies. A rank that does not
@@ -143,6 +149,7 @@ class Need:
         fixed + max(peaks[size - 1]) + per_sample * samples + per_microbatch * microbatches
 
     Args:
+        state: what the rank holds a share of in addition, over all ranks.
         fixed: needed whatever the samples, also on an idle rank.
         peaks: needed while a microbatch runs, by microbatch size minus one.
         per_sample: retained for each sample of the rank's batch.
@@ -150,6 +157,7 @@ class Need:
         capacity: limit on this total.
     """
 
+    state: float
     fixed: float
     peaks: tuple[float, ...]
     per_sample: float
@@ -174,11 +182,11 @@ class Need:
 
 
 def device_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
-    """Return the bytes needed on the device in addition to the share of the state."""
+    """Return the bytes needed on the device up to the first reduce of a step."""
     units = min(problem.units, _UNITS_HELD) if mode.offload else problem.units
     inside = 0.0 if mode.recompute else problem.kept_bytes * problem.units
     return Need(
-        fixed=problem.fixed_bytes,
+        **_state(problem, problem.states_bytes[0]),
         peaks=peak_curve(profile, mode),
         per_sample=problem.boundary_bytes * units + inside,
         per_microbatch=problem.microbatch_bytes,
@@ -186,9 +194,81 @@ def device_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> N
     )
 
 
+def reducing_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
+    """Return the bytes needed on the device from the first reduce on, while units compute."""
+    peaks = (
+        profile.reducing_compute_bytes if mode.recompute else profile.kept_reducing_compute_bytes
+    )
+    peaks = peaks or peak_curve(profile, mode)
+    # behind the reduce of the only unit nothing is left to compute
+    return _backward_need(problem, profile, mode, 1, peaks if problem.units > 1 else None)
+
+
+def updating_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
+    """Return the bytes needed on the device while a unit is updated inside the backward."""
+    return _backward_need(problem, profile, mode, 2, None)
+
+
+def _backward_need(
+    problem: Problem,
+    profile: RankProfile,
+    mode: Mode,
+    passed: int,
+    peaks: tuple[float, ...] | None,
+) -> Need:
+    """Return the bytes needed when the backward has passed some of the units."""
+    left = max(problem.units - passed, 0)
+    retained = problem.reducing_retained_bytes
+    per_sample = problem.boundary_bytes * left
+    if not mode.recompute:
+        retained = problem.kept_reducing_retained_bytes
+        per_sample += problem.kept_bytes * left
+    if mode.offload and problem.units > UNITS_THAT_STAY:  # fetches keep up with the backward
+        per_sample = problem.boundary_bytes * (min(left, UNITS_THAT_STAY) + 1)
+    elif retained is not None:
+        per_sample = retained
+    return Need(
+        **_state(problem, problem.states_bytes[passed]),
+        peaks=peaks or tuple(0.0 for _ in range(profile.largest_microbatch_size)),
+        per_sample=per_sample,
+        per_microbatch=problem.microbatch_bytes,
+        capacity=profile.capacity_bytes,
+    )
+
+
+def _state(problem: Problem, state_bytes: float) -> dict[str, float]:
+    """Return the state and the fixed part of a need."""
+    if problem.has_even_state:
+        even = state_bytes / len(problem.ranks)
+        return {"state": 0.0, "fixed": problem.fixed_bytes + even}
+    return {"state": state_bytes, "fixed": problem.fixed_bytes}
+
+
+DEVICE_NEEDS = (device_need, reducing_need, updating_need)
+"""What a rank needs on its device at each moment of a step; its capacity holds all of them."""
+
+
+def device_bytes(
+    problem: Problem,
+    profile: RankProfile,
+    microbatch_sizes: Sequence[int],
+    mode: Mode = PLAIN,
+    state_fraction: float = 0.0,
+) -> float:
+    """Return the most bytes that a rank holds on its device at the same time."""
+    needs = [need(problem, profile, mode) for need in DEVICE_NEEDS]
+    return max(state_fraction * need.state + need.of(microbatch_sizes) for need in needs)
+
+
+def idle_bytes(problem: Problem) -> float:
+    """Return the most bytes that a rank without samples holds beside a share of the state."""
+    return max(device_bytes(problem, profile, ()) for profile in problem.ranks)
+
+
 def host_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
     """Return the bytes of host memory that offloaded boundaries need."""
     return Need(
+        state=0.0,
         fixed=0.0,
         peaks=(0.0,) * profile.largest_microbatch_size,
         per_sample=problem.boundary_bytes * problem.units if mode.offload else 0.0,
@@ -238,8 +318,7 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
             )
         mode = Mode.of(rank)
         work = rank_work(problem, profile, rank.microbatch_sizes, mode)
-        held = rank.state_fraction * problem.state_bytes
-        memory = held + device_need(problem, profile, mode).of(rank.microbatch_sizes)
+        memory = device_bytes(problem, profile, rank.microbatch_sizes, mode, rank.state_fraction)
         host = host_need(problem, profile, mode).of(rank.microbatch_sizes)
         predictions.append(RankPrediction(*work, memory_bytes=memory, host_bytes=host))
     step_s = step_time(

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lightning_cephalo.plan.cost import (
     Mode,
-    device_need,
+    device_bytes,
     host_need,
     modes,
     predict,
@@ -111,13 +111,7 @@ def run_seconds(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
 
 def run_bytes(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
     """Return the bytes that a rank needs for a run, without its state."""
-    return device_need(problem, profile, Mode.of(run)).of(run.microbatch_sizes)
-
-
-def beside_even_state(problem: Problem) -> list[float]:
-    """Return the bytes that an even share of the state leaves on every rank."""
-    share = problem.state_bytes / len(problem.ranks)
-    return [profile.capacity_bytes - share for profile in problem.ranks]
+    return device_bytes(problem, profile, run.microbatch_sizes, Mode.of(run))
 
 
 def even_step_s(problem: Problem) -> float | None:
@@ -132,8 +126,8 @@ def even_step_s(problem: Problem) -> float | None:
     batches, share = even_batches(problem), 1 / len(problem.ranks)
     found = []
     for choice in problem.reshard_choices:
-        chosen = problem.resharding(choice)
-        runs = equal_counts(chosen, batches, beside_even_state(chosen))
+        chosen = replace(problem.resharding(choice), has_even_state=True)
+        runs = equal_counts(chosen, batches, [rank.capacity_bytes for rank in chosen.ranks])
         for ranks in itertools.islice(runs, _COUNTS):
             even = [replace(rank, state_fraction=share) for rank in ranks]
             found.append(predict(chosen, even).step_s)

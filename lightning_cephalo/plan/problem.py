@@ -28,6 +28,7 @@ from lightning_cephalo.common.records import (
 
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
 _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
+_REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class RankProfile(Record):
             recomputation.
         kept_compute_bytes: ``compute_bytes`` without recomputation, in addition to ``kept_bytes``
             of the problem.
+        reducing_compute_bytes: ``compute_bytes`` from the first reduce of the backward on, when
+            the last unit's work is done. Empty: the same.
+        kept_reducing_compute_bytes: the same without recomputation. Empty: ``kept_compute_bytes``.
         host_capacity_bytes: host memory for boundary activations; 0: they stay on the device.
         offload_bytes_per_s: copy rate between device and host, in each direction.
 
@@ -75,15 +79,18 @@ class RankProfile(Record):
     _: KW_ONLY
     kept_backward_s: Curve = ()
     kept_compute_bytes: Curve = ()
+    reducing_compute_bytes: Curve = ()
+    kept_reducing_compute_bytes: Curve = ()
     host_capacity_bytes: AmountOrInfinite = 0.0
     offload_bytes_per_s: PositiveOrInfinite = math.inf
 
     def __post_init__(self) -> None:
         super().__post_init__()
         kept = _KEPT_CURVES if self.kept_backward_s or self.kept_compute_bytes else ()
+        reducing = [curve for curve in _REDUCING_CURVES if getattr(self, curve)]
         equally_long(
             self._where(),
-            {curve: getattr(self, curve) for curve in (*_CURVES, *kept)},
+            {curve: getattr(self, curve) for curve in (*_CURVES, *kept, *reducing)},
             remedy="Profile the same sizes for all.",
         )
 
@@ -107,6 +114,13 @@ class Problem(FileRecord):
         reduce_s: time to reduce-scatter one unit's gradients into uneven shards.
         state_bytes: parameters, gradients and optimizer state of the whole model; all of it is
             sharded.
+        reducing_state_bytes: bytes that ranks hold in proportion to their shares of the state, in
+            addition to it, from the first reduce of the backward on: what a reduce receives into,
+            and the gradient of an early update.
+        updating_state_bytes: the same while a unit is updated inside the backward.
+        reducing_retained_bytes: bytes retained per sample from then on, over all units, on ranks
+            that recompute. None: those of all units but one.
+        kept_reducing_retained_bytes: the same on ranks that do not recompute.
         global_batch_size: samples of one step, over all ranks.
         boundary_bytes: bytes retained per sample and unit boundary during the step.
         optimizer_s: time of the optimizer in a step.
@@ -140,6 +154,10 @@ class Problem(FileRecord):
         early_update: whether each unit is updated inside the backward, as soon as its reduce is
             done, so that gradients are never held whole.
         early_state_bytes: ``state_bytes`` of early updates; None: the same.
+        early_reducing_state_bytes: ``reducing_state_bytes`` of early updates; None: the same.
+        early_updating_state_bytes: ``updating_state_bytes`` of early updates; None: the same.
+        has_even_state: whether all ranks hold equal shares of the state. Then it leaves nothing to
+            choose, and counts with the bytes that each rank holds whatever its samples.
         unit_update_s: time of one unit's update, a part of ``optimizer_s``. An early update hides
             behind the collectives of the backward.
 
@@ -178,7 +196,14 @@ class Problem(FileRecord):
     by_node: Annotated[bool, OneOf((True, False), "True or False")] = False
     early_update: Annotated[bool, OneOf((True, False), "True or False")] = False
     early_state_bytes: Amount | None = None
+    early_reducing_state_bytes: Amount | None = None
+    early_updating_state_bytes: Amount | None = None
+    has_even_state: Annotated[bool, OneOf((True, False), "True or False")] = False
     unit_update_s: Amount = 0.0
+    reducing_state_bytes: Amount = 0.0
+    updating_state_bytes: Amount = 0.0
+    reducing_retained_bytes: Amount | None = None
+    kept_reducing_retained_bytes: Amount | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -193,6 +218,17 @@ class Problem(FileRecord):
         """Bytes that a rank holds in addition to its share of the state, whatever its samples."""
         unresharded = self.unresharded_bytes if self.reshard_after_forward is False else 0.0
         return self.gathered_bytes + unresharded
+
+    @property
+    def states_bytes(self) -> tuple[float, float, float]:
+        """What the shares divide: up to the first reduce, from then on, and in early updates."""
+        reducing, updating = self.reducing_state_bytes, self.updating_state_bytes
+        return self.state_bytes, self.state_bytes + reducing, self.state_bytes + updating
+
+    @property
+    def full_state_bytes(self) -> float:
+        """The state, with the most that ranks hold in proportion to their shares of it."""
+        return max(self.states_bytes)
 
     @property
     def reshard_choices(self) -> tuple[bool, ...]:
@@ -217,12 +253,25 @@ class Problem(FileRecord):
 
     def with_early_update(self) -> Problem:
         """Return this problem with each unit updated inside the backward."""
-        held = self.state_bytes if self.early_state_bytes is None else self.early_state_bytes
-        return replace(self, early_update=True, state_bytes=held, early_state_bytes=None)
+        reducing, updating = self.early_reducing_state_bytes, self.early_updating_state_bytes
+        return replace(
+            self,
+            early_update=True,
+            state_bytes=_either(self.early_state_bytes, self.state_bytes),
+            reducing_state_bytes=_either(reducing, self.reducing_state_bytes),
+            updating_state_bytes=_either(updating, self.updating_state_bytes),
+            early_state_bytes=None,
+            early_reducing_state_bytes=None,
+            early_updating_state_bytes=None,
+        )
 
     def resharding(self, reshard_after_forward: bool) -> Problem:
         """Return this problem with ``reshard_after_forward`` chosen."""
         return replace(self, reshard_after_forward=reshard_after_forward)
+
+
+def _either(early_bytes: float | None, late_bytes: float) -> float:
+    return late_bytes if early_bytes is None else early_bytes
 
 
 def _least(uneven_s: float, even_s: float | None) -> float:

@@ -23,8 +23,10 @@ from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import (
     RetainedBytes,
     compute_curve,
+    reducing_state_bytes,
     resting_bytes,
     state_bytes,
+    updating_state_bytes,
 )
 from lightning_cephalo.profiling.network import measure_network
 from lightning_cephalo.profiling.no_recompute import measure_no_recompute, with_no_recompute
@@ -175,16 +177,18 @@ def measure(
             own_inside.sample_bytes,
             per_microbatch,
             float(resting_bytes(model)),
+            own_kept.reducing_sample_bytes,
+            own_inside.reducing_sample_bytes,
         ]
     )
-    per_sample, inside_too, per_microbatch, resting = (
+    per_sample, inside_too, per_microbatch, resting, reducing, reducing_inside = (
         max(column) for column in zip(*rows, strict=True)
     )
-    kept = RetainedBytes(per_sample, per_microbatch)
+    kept = RetainedBytes(per_sample, per_microbatch, reducing)
     gathered_bytes = float(model.gathered_bytes)
     own = _profile(device, measured, units, gathered_bytes, kept)
     if no_recompute is not None:
-        all_kept = RetainedBytes(max(inside_too, per_sample), per_microbatch)
+        all_kept = RetainedBytes(max(inside_too, per_sample), per_microbatch, reducing_inside)
         own = with_no_recompute(own, no_recompute, all_kept, units, gathered_bytes)
     profiles = merge_equal_ranks(_exchanged(control, own))
     reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
@@ -198,6 +202,10 @@ def measure(
         reduce_s=network.reduce_s * reduced / units,
         state_bytes=float(state_bytes(model)),
         early_state_bytes=float(state_bytes(model, early=True)),
+        early_reducing_state_bytes=float(reducing_state_bytes(model)),
+        early_updating_state_bytes=float(updating_state_bytes(model)),
+        reducing_retained_bytes=kept.reducing_sample_bytes,
+        kept_reducing_retained_bytes=None if no_recompute is None else reducing_inside,
         global_batch_size=global_batch_size,
         boundary_bytes=kept.sample_bytes / units,
         kept_bytes=max(0.0, inside_too - per_sample) / units,
@@ -273,9 +281,12 @@ def _profile(
 
     times = [measured.times[size] for size in sizes]
     held = sorted(measured.held)
-    compute = compute_curve(
-        held, [measured.held[size].peak_bytes for size in held], largest, gathered_bytes, kept
+    peaks, reducing_peaks = (
+        [getattr(measured.held[size], name) for size in held]
+        for name in ("peak_bytes", "reducing_peak_bytes")
     )
+    compute = compute_curve(held, peaks, largest, gathered_bytes, kept)
+    reducing = compute_curve(held, reducing_peaks, largest, gathered_bytes, kept.reducing)
     return RankProfile(
         name=device.name,
         forward_s=dense([entry.forward_s / units for entry in times]),
@@ -283,6 +294,7 @@ def _profile(
         tail_s=dense([entry.tail_s for entry in times]),
         compute_bytes=tuple(compute),
         capacity_bytes=device.capacity_bytes,
+        reducing_compute_bytes=tuple(reducing),
     )
 
 
@@ -314,7 +326,8 @@ def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
             for at in range(length)
         ):
             continue
-        kept_backward, kept_peaks = _kept_curves(group, length)
+        kept_backward, kept_peaks, kept_reducing = _kept_curves(group, length)
+        reducing = [profile.reducing_compute_bytes for profile in group]
         shared = replace(
             group[0],
             forward_s=tuple(curves["forward_s"]),
@@ -324,6 +337,8 @@ def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
             capacity_bytes=min(capacities),
             kept_backward_s=kept_backward,
             kept_compute_bytes=kept_peaks,
+            reducing_compute_bytes=_highest(reducing, length) if all(reducing) else (),
+            kept_reducing_compute_bytes=kept_reducing,
         )
         for index in members:
             found[index] = shared
@@ -336,15 +351,16 @@ def _highest(curves: Sequence[Sequence[float]], length: int) -> tuple[float, ...
 
 def _kept_curves(
     group: Sequence[RankProfile], length: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     """Return the common ``kept_*`` curves of equal ranks; none if any cannot retain activations."""
     if not all(profile.kept_backward_s for profile in group):
-        return (), ()
+        return (), (), ()
     backward = [
         statistics.median(profile.kept_backward_s[at] for profile in group) for at in range(length)
     ]
     peaks = _highest([profile.kept_compute_bytes for profile in group], length)
-    return tuple(backward), peaks
+    reducing = [profile.kept_reducing_compute_bytes for profile in group]
+    return tuple(backward), peaks, _highest(reducing, length) if all(reducing) else ()
 
 
 class _Batches:

@@ -9,6 +9,10 @@ with few samples and with many. Its growth per sample and per microbatch gives t
 because nothing else grows with these numbers. ``compute_bytes[m]`` is the rest of P, so the formula
 returns P for one microbatch.
 
+Both are measured twice: up to the step's first reduce, and from there on. The formula is the larger
+of two sums, because only from the first reduce on a rank holds gradients that are reduced, and what
+a reduce receives into.
+
 The growth of P itself would be wrong: with few microbatches, P may lie at a moment when part of the
 retained bytes has been released.
 """
@@ -21,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -28,15 +33,22 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.emulated import MemoryTracker
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_mib
+from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import MemoryMeter, RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
+from lightning_cephalo.plan.program import Instruction, Operation
 
 # The parameter, its gradient and Adam's two moments. The optimizer is created for the planned
 # shards, so it is not known yet; SGD holds less, and no common optimizer holds more.
 _STATE_COPIES = 4
-# Early updates hold no gradients, but for those of two units: one is reduced, one is updated.
-_EARLY_COPIES, _EARLY_UNITS = 3, 2
+_EARLY_COPIES = 3  # early updates hold the gradients of two units at most
+# Temporary tensors of an update, of the size of what it updates: torch's loops over parameters make
+# two of one parameter, its loops over lists one of each.
+_UPDATE_COPIES = 2
+# Cuts lie between rows: a rank may have a row more than its share, with its state, its gradient and
+# two buffers that receive it.
+_ROW_COPIES = _STATE_COPIES + 2
 # One number per parameter, rounded up as an allocator does.
 _COUNTER_BYTES = 64
 
@@ -50,18 +62,37 @@ def state_bytes(model: ShardedModel, *, early: bool = False) -> int:
 
     Args:
         model: The sharded model.
-        early: Whether units are updated inside the backward. Then a parameter takes 12, and the
-            gradients of the two largest units are added.
+        early: Whether units are updated inside the backward. Then a parameter takes 12, and
+            :func:`reducing_state_bytes` comes in addition.
     """
     copies = _EARLY_COPIES if early else _STATE_COPIES
     held = sum(
         flat.numel * flat.master_dtype.itemsize * (copies if flat.trainable else 1)
         for flat in model.flats
     )
-    if early:
-        gradients = sorted((unit.gradient_bytes for unit in model.units), reverse=True)
-        held += sum(gradients[:_EARLY_UNITS])
-    return held + _receive_bytes(model)
+    return held if early else held + _receive_bytes(model)
+
+
+def reducing_state_bytes(model: ShardedModel) -> int:
+    """Return the bytes that the same fractions divide from the first reduce on, in addition.
+
+    With early updates these are the gradient of the largest unit, and the buffers into which a rank
+    receives gradients.
+    """
+    return _receive_bytes(model) + _gradients(model)[0]
+
+
+def updating_state_bytes(model: ShardedModel) -> int:
+    """Return the same while a unit is updated inside the backward, with what an update makes."""
+    first, second = _gradients(model)
+    return _receive_bytes(model) + first + second + _UPDATE_COPIES * first
+
+
+def _gradients(model: ShardedModel) -> tuple[int, int]:
+    """Return the bytes of the two largest units' gradients."""
+    sizes = sorted((unit.gradient_bytes for unit in model.units), reverse=True)
+    first, second = [*sizes, 0, 0][:2]
+    return first, second
 
 
 def _receive_bytes(model: ShardedModel) -> int:
@@ -75,7 +106,7 @@ def resting_bytes(model: ShardedModel) -> int:
     """Return the bytes that this rank holds between steps in addition to its share of the state.
 
     These are the model's buffers, the copies that microbatches write to, and what optimizers hold
-    per parameter whatever the rank's share (a step counter).
+    per parameter whatever the rank's share (a step counter). A share is rounded to whole rows.
     """
     held = {
         buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
@@ -91,7 +122,14 @@ def resting_bytes(model: ShardedModel) -> int:
         lent = sum(pool.held_bytes for pool in model.buffer_pools)
         state = sum(_nbytes(shard) for shard in shards)
         resting = max(resting, allocator.current_bytes - lent - state)
-    return resting
+    rows = [
+        shape.numel() // max(1, shape[0]) * flat.master_dtype.itemsize
+        for flat in model.flats
+        if flat.trainable
+        for shape in map(torch.Size, flat.shapes)
+        if shape
+    ]
+    return resting + _ROW_COPIES * max(rows, default=0)
 
 
 def check_capacities(
@@ -145,26 +183,25 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
     if planned.gathered_bytes > problem.gathered_bytes:
         padded = model.padded_bytes()
         gathered, gradients = gathered + padded.gathers, gradients + padded.reduces
+    # late updates count gradients with the state, and what a reduce receives into
+    beside = sum(_gradients(model)) if planned.early_update else -received
     found = []
     for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
-        need = cost.device_need(problem, profile, cost.Mode.of(rank))
-        found.append(
-            RankMemory(
-                peak_bytes=rank.memory_bytes,
-                state_bytes=rank.state_fraction * (problem.state_bytes - received),
-                gathered_bytes=gathered,
-                gradients_bytes=gradients + rank.state_fraction * received,
-                boundaries_bytes=need.kept(rank.batch_size, len(rank.microbatch_sizes)),
-                inside_bytes=max(
-                    (need.peaks[size - 1] for size in rank.microbatch_sizes), default=0.0
-                ),
-                other_bytes=problem.gathered_bytes - model.gathered_bytes,
-            )
-        )
+        need = cost.device_need(planned, profile, cost.Mode.of(rank))
+        kinds = {
+            "state_bytes": rank.state_fraction * (planned.state_bytes + beside),
+            "gathered_bytes": gathered,
+            "gradients_bytes": gradients + rank.state_fraction * received,
+            "boundaries_bytes": need.kept(rank.batch_size, len(rank.microbatch_sizes)),
+            "other_bytes": problem.gathered_bytes - model.gathered_bytes,
+        }
+        peak = rank.memory_bytes
+        inside = None if peak is None else max(0.0, peak - sum(kinds.values()))
+        found.append(RankMemory(peak_bytes=peak, inside_bytes=inside, **kinds))
     return tuple(found)
 
 
-class StepMeter:
+class StepMeter(Observer):
     """Measures what a profiling step holds in addition to the state.
 
     Gathered buffers are included. Bytes are read from the device's allocator where it has one. The
@@ -179,11 +216,23 @@ class StepMeter:
         self._model = model
         self._meter = MemoryMeter(model.accelerator.allocator, _StepTracker(model))
         self._resting_bytes = 0
-        self.peak_bytes = self.kept_bytes = 0
+        self._is_reducing = False
+        self._peak_bytes = self._kept_bytes = 0
+        self._reducing_peak_bytes = self._reducing_kept_bytes = 0
 
     def forward_done(self) -> None:
         """Record the memory between the forward and the backward."""
-        self.kept_bytes = max(0, self._meter.current_bytes - self._resting_bytes)
+        self._kept_bytes = self._beside_state(self._meter.current_bytes)
+
+    def before(self, instruction: Instruction) -> None:
+        if instruction.operation is Operation.REDUCE and not self._is_reducing:
+            self._is_reducing = True
+            self._peak_bytes = self._beside_state(self._meter.peak_bytes)
+            self._reducing_kept_bytes = self._beside_state(self._meter.current_bytes)
+            self._meter.restart()
+
+    def _beside_state(self, held_bytes: int) -> int:
+        return max(0, held_bytes - self._resting_bytes)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -193,8 +242,23 @@ class StepMeter:
         with self._meter.measuring(*buffers):
             lent = sum(pool.held_bytes for pool in self._model.buffer_pools)
             self._resting_bytes = self._meter.current_bytes - lent
-            yield
-        self.peak_bytes = max(0, self._meter.peak_bytes - self._resting_bytes)
+            with self._model.executor.observed_by(self):
+                yield
+        last_bytes = self._beside_state(self._meter.peak_bytes)
+        if self._is_reducing:
+            self._reducing_peak_bytes = last_bytes
+        else:
+            self._peak_bytes = last_bytes
+
+    def held(self, samples_bytes: int) -> Held:
+        """Return what the step held.
+
+        Args:
+            samples_bytes: Bytes of the samples, to add.
+        """
+        figures = (self._peak_bytes, self._kept_bytes)
+        reducing = (self._reducing_peak_bytes, self._reducing_kept_bytes)
+        return Held(*(figure + samples_bytes for figure in (*figures, *reducing)))
 
 
 class _StepTracker(MemoryTracker):
@@ -221,12 +285,16 @@ class Held:
     """Bytes of a step in addition to the state.
 
     Attributes:
-        peak_bytes: At the peak.
+        peak_bytes: At the peak up to the first reduce.
         kept_bytes: Between the forward and the backward.
+        reducing_peak_bytes: At the peak from the first reduce on.
+        reducing_kept_bytes: Before the first reduce.
     """
 
-    peak_bytes: float
-    kept_bytes: float
+    peak_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    reducing_peak_bytes: float = 0.0
+    reducing_kept_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -236,10 +304,18 @@ class RetainedBytes:
     Attributes:
         sample_bytes: Per sample, over all units.
         microbatch_bytes: Per microbatch, whatever its number of samples.
+        reducing_sample_bytes: The part of ``sample_bytes`` that is retained from the first reduce
+            on.
     """
 
     sample_bytes: float
     microbatch_bytes: float
+    reducing_sample_bytes: float = 0.0
+
+    @property
+    def reducing(self) -> RetainedBytes:
+        """What is retained from the first reduce on."""
+        return RetainedBytes(self.reducing_sample_bytes, self.microbatch_bytes)
 
     @classmethod
     def between(

@@ -102,12 +102,20 @@ def with_no_recompute(
     ]
     every = np.arange(1, largest + 1)
     backward = np.interp(every, sizes, shares) * np.asarray(profile.backward_s)
-    peaks = peaks_by_size(sizes, [measured.held[size].peak_bytes for size in sizes], largest)
-    curve = compute_curve([*every.tolist()], peaks, largest, gathered_bytes, kept)
+    held = [measured.held[size] for size in sizes]
+
+    def curve(peaks: Sequence[float], retained: RetainedBytes) -> tuple[float, ...]:
+        every_peak = peaks_by_size(sizes, peaks, largest)
+        found = compute_curve([*every.tolist()], every_peak, largest, gathered_bytes, retained)
+        return tuple(found)
+
     return replace(
         profile,
         kept_backward_s=tuple(float(value) for value in backward),
-        kept_compute_bytes=tuple(curve),
+        kept_compute_bytes=curve([each.peak_bytes for each in held], kept),
+        kept_reducing_compute_bytes=curve(
+            [each.reducing_peak_bytes for each in held], kept.reducing
+        ),
     )
 
 

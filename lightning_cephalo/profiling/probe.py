@@ -85,7 +85,7 @@ class Prober:
         self._step = step
         self._context = context
         self._times: Times | None = None
-        self._held = Held(0.0, 0.0)
+        self._held = Held()
         self.wall_s = 0.0
 
     def now_s(self) -> float:
@@ -110,7 +110,7 @@ class Prober:
 
     def held(self, size: int, count: int) -> tuple[Held, list[bool]]:
         """Measure the bytes of a step with ``count`` microbatches; else like :meth:`timed`."""
-        self._held = Held(0.0, 0.0)
+        self._held = Held()
         refused = self._run(partial(self._watched_step_of, size, count), size)
         return self._held, refused
 
@@ -159,7 +159,7 @@ class Prober:
         if size:
             # in a real step every microbatch has samples of its own on the device
             samples_bytes = count * batch_bytes(self._batch_of(size), self.model.accelerator)
-            self._held = Held(meter.peak_bytes + samples_bytes, meter.kept_bytes + samples_bytes)
+            self._held = meter.held(samples_bytes)
 
     def _forward_backward(
         self,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_bytes
@@ -361,13 +362,14 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
     if single is None or several is None:
         return RetainedBytes(0.0, 0.0)
     largest = max(measured.held)
-    return RetainedBytes.between(
-        single.kept_bytes,
-        several.kept_bytes,
-        count,
-        smallest,
-        None if largest == smallest else (largest, measured.held[largest].kept_bytes),
-    )
+
+    def between(kept: Callable[[Held], float]) -> RetainedBytes:
+        larger = None if largest == smallest else (largest, kept(measured.held[largest]))
+        return RetainedBytes.between(kept(single), kept(several), count, smallest, larger)
+
+    found = between(attrgetter("kept_bytes"))
+    reducing = between(attrgetter("reducing_kept_bytes"))
+    return replace(found, reducing_sample_bytes=min(reducing.sample_bytes, found.sample_bytes))
 
 
 def _held(prober: Prober, size: int, count: int, idle: int) -> Held | None:

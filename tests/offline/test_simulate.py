@@ -61,8 +61,21 @@ def early(case: Problem, seed: int) -> Problem:
     """The case with updates inside the backward, of a part of the optimizer's time or all of it."""
     update_s = case.optimizer_s * (1 + seed % 4) / 4 / case.units
     held = 0.75 * case.state_bytes
+    ranks = tuple(
+        dataclasses.replace(
+            rank,
+            reducing_compute_bytes=[0.9 * size for size in rank.compute_bytes],
+            kept_reducing_compute_bytes=[0.8 * size for size in rank.kept_compute_bytes],
+        )
+        for rank in case.ranks
+    )
     return dataclasses.replace(
-        case, unit_update_s=update_s, early_state_bytes=held
+        case,
+        ranks=ranks,
+        unit_update_s=update_s,
+        early_state_bytes=held,
+        early_reducing_state_bytes=held / case.units,
+        early_updating_state_bytes=held * (1 + seed % 3) / case.units,
     ).with_early_update()
 
 

@@ -14,15 +14,19 @@ from lightning_cephalo.plan.cost import (
     host_need,
     modes,
     rank_work,
+    reducing_need,
     step_time,
+    updating_need,
 )
+
+_NEEDS = (device_need, reducing_need, updating_need)
 
 
 class Way(NamedTuple):
     """How a rank may take samples, computed once for all plans that it is part of."""
 
     microbatches: int
-    left_bytes: float
+    left_bytes: tuple[float, ...]
     work: Sequence[float]
 
 
@@ -44,13 +48,23 @@ def ways_of(problem: Problem, profile: RankProfile) -> dict[int, list[Way]]:
     runs = [partitions(own, sizes) for own in range(problem.global_batch_size + 1)]
     ways: dict[int, list[Way]] = {own: [] for own in range(len(runs))}
     for mode in modes(problem, profile):
-        device = device_need(problem, profile, mode)
+        needs = [need(problem, profile, mode) for need in _NEEDS]
         host = host_need(problem, profile, mode)
         for own, run in ((own, run) for own, some in enumerate(runs) for run in some):
-            left = profile.capacity_bytes - device.of(run)
-            if left >= 0 and host.of(run) <= profile.host_capacity_bytes:
+            left = tuple(profile.capacity_bytes - need.of(run) for need in needs)
+            if min(left) >= 0 and host.of(run) <= profile.host_capacity_bytes:
                 ways[own].append(Way(len(run), left, rank_work(problem, profile, run, mode)))
     return ways
+
+
+def holds(problem: Problem, left_bytes: list[tuple[float, ...]]) -> bool:
+    """Whether ranks with so much left at each moment can share the state."""
+    states, full = problem.states_bytes, max(problem.states_bytes)
+    rooms = [
+        min(own * (full / s) if s else math.inf for own, s in zip(left, states, strict=True))
+        for left in left_bytes
+    ]
+    return math.fsum(rooms) >= full
 
 
 def least_step(problem: Problem) -> float | None:
@@ -74,9 +88,10 @@ def least_step(problem: Problem) -> float | None:
             left = [way.left_bytes for way in choice]
             slowest = [max(part) for part in zip(*(way.work for way in choice), strict=True)]
             steps = []
-            if math.fsum(left) >= problem.state_bytes:
+            if holds(problem, left):
                 steps.append(step_time(problem, *slowest))
-            if min(left) >= problem.state_bytes / len(left) + problem.padded_bytes:
+            shares = [s / len(left) + problem.padded_bytes for s in problem.states_bytes]
+            if all(own >= share for pair in left for own, share in zip(pair, shares, strict=True)):
                 steps.append(step_time(problem.with_even_shares(), *slowest))
             best = min([*steps, *([] if best is None else [best])], default=None)
     return best

@@ -71,7 +71,14 @@ def test_units_that_stay_gathered_leave_the_backward_a_reduce_to_hide_and_take_t
 
 def test_early_updates_hide_behind_collectives_and_hold_less_state():
     plans = [RankPlan((1,), 1.0), RankPlan((), 0.0)]
-    late = replace(PROBLEM, optimizer_s=2.0, unit_update_s=0.5, early_state_bytes=75)
+    late = replace(
+        PROBLEM,
+        optimizer_s=2.0,
+        unit_update_s=0.5,
+        early_state_bytes=75,
+        early_reducing_state_bytes=5,
+        early_updating_state_bytes=9,
+    )
     early = late.with_early_update()
     # with the update a unit's backward takes 2.5, its collectives 5.5
     assert predict(early, plans).step_s == 4 * (2.5 + 5.5) + 5 + (2.0 - 4 * 0.5) + 0.5
@@ -82,10 +89,52 @@ def test_early_updates_hide_behind_collectives_and_hold_less_state():
     before, after = (predict(case, busy).ranks for case in (late, early))
     less = [one.memory_bytes - other.memory_bytes for one, other in zip(before, after, strict=True)]
     assert less == pytest.approx([25 * 0.8, 25 * 0.2])
+    assert early.states_bytes == (75, 80, 84) and early.full_state_bytes == 84
     # a plan says more than the problem, and files of before say nothing
     assert predict(late, Plan(busy, early_update=True)) == predict(early, busy)
     assert predict(late, Plan(busy)) == predict(late, busy)
     assert late.with_early_update().with_early_update() == early
+
+
+def test_a_rank_needs_what_the_fullest_moment_of_its_step_needs():
+    rank = replace(
+        FAST,
+        reducing_compute_bytes=[4, 8, 12],
+        kept_backward_s=[1, 2, 3],
+        kept_compute_bytes=[11, 22, 33],
+        kept_reducing_compute_bytes=[5, 10, 15],
+        host_capacity_bytes=1000,
+    )
+    problem = replace(PROBLEM, ranks=[rank, SLOW], kept_bytes=3)
+
+    def held(bytes_of=problem, sizes=(3, 2), fraction=0.8, **modes):
+        busy = RankPlan(sizes, fraction, **modes)
+        found = predict(bytes_of, [busy, RankPlan((), 1 - fraction)])
+        return found.ranks[0].memory_bytes
+
+    before = 80 + 7 + 30 + 2 * 4 * 5
+    assert held() == before
+    # from the first reduce on the last unit's boundaries are gone; shares of 30 and of 60 come
+    reducing = replace(problem, reducing_state_bytes=30)
+    assert held(reducing) == before  # 80 + 24 + 7 + 12 + 2 * 3 * 5 are less
+    reducing = replace(problem, reducing_state_bytes=60)
+    assert held(reducing) == 80 + 48 + 7 + 12 + 2 * 3 * 5
+    measured = replace(reducing, reducing_retained_bytes=7)
+    assert held(measured) == 80 + 48 + 7 + 12 + 7 * 5
+    # without recomputation, and with offloaded boundaries, of which those of three units stay
+    assert held(reducing, recompute=False) == 80 + 48 + 7 + 15 + (2 + 3) * 3 * 5
+    assert held(measured, recompute=False) == held(reducing, recompute=False)
+    assert held(measured, offload=True) == 80 + 48 + 7 + 12 + 2 * 3 * 5
+    # in an update nothing computes, and the backward has passed two units
+    updating = replace(reducing, updating_state_bytes=90)
+    assert held(updating) == 80 + 72 + 7 + 2 * 2 * 5
+    assert held(updating, sizes=()) == 80 + 72 + 7
+    # if all ranks hold equal shares, a share is a part of what each rank holds
+    even = replace(updating, has_even_state=True)
+    assert held(even, fraction=0.5) == held(updating, fraction=0.5)
+    # a curve that is not known is the one of the whole step
+    unknown = replace(reducing, ranks=[FAST, SLOW])
+    assert held(unknown) == 80 + 48 + 7 + 30 + 2 * 3 * 5
 
 
 def test_a_rank_without_samples_holds_state_and_buffers_only():

@@ -27,7 +27,7 @@ from lightning_cephalo.plan import (
     predict,
     solve,
 )
-from lightning_cephalo.plan.solver import bounds, columns, infeasible, search
+from lightning_cephalo.plan.solver import columns, infeasible, search
 from lightning_cephalo.plan.solver.search import Search
 
 PACKAGE = Path(plan_package.__file__).parents[1]
@@ -84,6 +84,8 @@ def profiles(draw) -> RankProfile:
         draw(st.integers(10, 60)),
         kept_backward_s=draw(curve if keeps else none),
         kept_compute_bytes=draw(curve if keeps else none),
+        reducing_compute_bytes=draw(st.sampled_from([none, curve]).flatmap(lambda own: own)),
+        kept_reducing_compute_bytes=draw(curve if keeps else none),
         host_capacity_bytes=draw(st.sampled_from([0, 0, 5, 1000])),
         offload_bytes_per_s=draw(st.sampled_from([math.inf, 1.0, 0.1])),
     )
@@ -117,6 +119,14 @@ def problems(draw) -> Problem:
         reshard_after_forward=draw(st.sampled_from([True, True, "auto", "auto", False])),
         unresharded_bytes=draw(st.sampled_from([0.0, 5.0, 30.0])),
         unit_update_s=draw(st.sampled_from([0.0, 0.25])),
+        reducing_retained_bytes=draw(st.sampled_from([None, None, 0.5])),
+        kept_reducing_retained_bytes=draw(st.sampled_from([None, None, 2.0])),
+    )
+    # stretched by these, bytes stay what they are to the last bit
+    problem = dataclasses.replace(
+        problem,
+        reducing_state_bytes=draw(st.sampled_from([0, 0, 0.25, 1])) * problem.state_bytes,
+        updating_state_bytes=draw(st.sampled_from([0, 0, 1, 3])) * problem.state_bytes,
     )
     return problem.with_early_update() if draw(st.booleans()) else problem
 
@@ -181,8 +191,15 @@ def test_what_a_refusal_says_is_true(problem):
     elif ("What would do" in message and not higher) or "No smaller batch" in message:
         assert not any(fits(problem, global_batch_size=b) for b in range(1, batch))
     if missing := re.search(r"(\d+) bytes are missing\. (What|No)", message):
-        assert fits(problem, state_bytes=max(problem.state_bytes - int(missing[1]), 0))
-        assert not fits(problem, state_bytes=problem.state_bytes - int(missing[1]) + 1 + 1e-9)
+        full_bytes = problem.full_state_bytes
+
+        def fits_of_state(left_bytes: float) -> bool:
+            part = max(left_bytes, 0) / full_bytes if full_bytes else 1.0
+            names = ("state_bytes", "reducing_state_bytes", "updating_state_bytes")
+            return fits(problem, **{name: part * getattr(problem, name) for name in names})
+
+        assert fits_of_state(full_bytes - int(missing[1]))
+        assert not fits_of_state(full_bytes - int(missing[1]) + 1 + 1e-9)
     for name, value in (("equal_microbatches", False), ("minimum_microbatch_size", 1)):
         if f"drop {name}" in message:
             assert fits(problem, **{name: value})
@@ -449,11 +466,12 @@ def test_a_new_resource_is_an_entry_in_the_table(monkeypatch):
 
     def energy(problem: Problem, profile: RankProfile, mode: cost.Mode) -> cost.Need:
         per_sample = 3.0 if profile.name == "hungry" else 1.0
-        return cost.Need(0.0, (0.0,) * profile.largest_microbatch_size, per_sample, 0.0, math.inf)
+        peaks = (0.0,) * profile.largest_microbatch_size
+        return cost.Need(0.0, 0.0, peaks, per_sample, 0.0, math.inf)
 
     def batches(total: float, ranks: list[RankProfile]) -> list[int]:
-        resources = (*columns.RESOURCES[:2], columns.Resource(energy, lambda _: total))
-        for module in (bounds, columns, infeasible, search):
+        resources = (*columns.RESOURCES[:2], columns.Resource((energy,), lambda _: total))
+        for module in (columns, infeasible, search):
             monkeypatch.setattr(module, "RESOURCES", resources)
         problem = Problem(ranks, units=2, state_bytes=10, global_batch_size=8)
         return [rank.batch_size for rank in checked(problem, solve(problem)).ranks]

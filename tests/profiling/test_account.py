@@ -30,16 +30,17 @@ NUMBER = 4  # bytes
 
 
 class Peak(Callback):
-    """Most bytes alive at once in training, by the emulated device's own count."""
+    """Most bytes alive at once, and bytes between steps, by the emulated device's own count."""
 
-    peak_bytes = 0
+    peak_bytes = resting_bytes = 0
 
     def on_train_batch_end(self, *_):
         if active_device() is not None:
             self.peak_bytes = max(self.peak_bytes, active_device().peak_bytes)
+            self.resting_bytes = active_device().current_bytes
 
 
-def held(plan, speeds, max_steps):
+def held(plan, speeds, max_steps, early="auto"):
     peak = Peak()
     trainer = fit(
         GPT(**MODEL),
@@ -47,17 +48,17 @@ def held(plan, speeds, max_steps):
         speeds=speeds,
         callbacks=[peak],
         max_steps=max_steps,
-        strategy={"plan": plan},
+        strategy={"plan": plan, "early_update": early},
         is_time_shared=False,
     )
     timed = len(trainer.strategy._watch._steps_s)
     loss = trainer.callback_metrics["loss"].item()
-    return trainer.strategy.measured_memory, peak.peak_bytes, timed, loss
+    return trainer.strategy.measured_memory, peak.peak_bytes, timed, loss, peak.resting_bytes
 
 
 @functools.cache
-def held_by_ranks(plan, speeds, max_steps=3):
-    return in_ranks(2, held, plan, speeds, max_steps)
+def held_by_ranks(plan, speeds, max_steps=3, early="auto"):
+    return in_ranks(2, held, plan, speeds, max_steps, early)
 
 
 def parameters_of(module):
@@ -73,9 +74,9 @@ def test_kinds_are_what_arithmetic_says(plan, emulated):
     model = GPT(**MODEL).network
     block = parameters_of(model.blocks[0])
     root = parameters_of(model) - DEPTH * block
-    # parameters, gradients and Adam's two moments
+    # parameters, Adam's two moments, and the gradients of two units
     state = [rank.state_bytes for rank in measured]
-    assert sum(state) == 4 * NUMBER * parameters_of(model)
+    assert sum(state) == NUMBER * (3 * parameters_of(model) + 2 * block)
     for rank, part in zip(measured, plan.ranks, strict=True):
         # cuts lie between rows
         expected = part.state_fraction * sum(state)
@@ -97,6 +98,15 @@ def test_kinds_are_what_arithmetic_says(plan, emulated):
         assert rank.step == (None if emulated else COUNTED_STEP)
 
 
+def test_between_steps_early_updates_hold_12_bytes_per_parameter_and_late_ones_16():
+    early, late = (held_by_ranks(UNEVEN, (1.0, 1.0), early=when) for when in ("auto", False))
+    state = [rank.state_bytes for rank in late[0][0]]
+    assert sum(state) == 4 * NUMBER * parameters_of(GPT(**MODEL).network)
+    for own_bytes, (*_, early_bytes), (*_, late_bytes) in zip(state, early, late, strict=True):
+        assert late_bytes - early_bytes == pytest.approx(own_bytes / 4, rel=0.001)
+    assert [rank[3] for rank in early] == [rank[3] for rank in late]  # losses
+
+
 def test_the_peak_is_that_of_the_emulated_device_and_of_a_step_counted_on_the_cpu():
     emulated = held_by_ranks(UNEVEN, (1.0, 1.0))
     on_cpu = held_by_ranks(UNEVEN, None)
@@ -113,7 +123,7 @@ def test_the_step_that_is_counted_on_the_cpu_is_not_timed():
 
 
 def test_a_single_step_is_not_accounted():
-    measured, _, timed, _ = held_by_ranks(UNEVEN, None, 1)[0]
+    measured, _, timed, *_ = held_by_ranks(UNEVEN, None, 1)[0]
     assert measured is None
     assert timed == 1
 

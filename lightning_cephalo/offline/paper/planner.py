@@ -38,7 +38,6 @@ from lightning_cephalo.offline.paper.table import Options, least_seconds, search
 from lightning_cephalo.plan.cost import (
     Mode,
     backward_collectives_s,
-    device_need,
     host_need,
     modes,
     predict,
@@ -47,7 +46,7 @@ from lightning_cephalo.plan.cost import (
 from lightning_cephalo.plan.even import even_batches
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
-from lightning_cephalo.plan.solver.state import share_state
+from lightning_cephalo.plan.solver.state import kept_by_runs, with_state
 
 # Successive bounds of the table, as multiples of the least conceivable T.
 _REACHES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, np.inf)
@@ -164,15 +163,10 @@ def published(
     elif released_state_split:
         fractions = _released_split(problem, model, ranks)
     else:
-        used = [
-            device_need(problem, profile, Mode.of(rank)).of(rank.microbatch_sizes)
-            for profile, rank in zip(problem.ranks, ranks, strict=True)
-        ]
-        fractions = share_state(
-            problem.state_bytes, used, [profile.capacity_bytes for profile in problem.ranks]
-        )
-        missing = sum(used) + problem.state_bytes
-        missing -= sum(profile.capacity_bytes for profile in problem.ranks)
+        capacities = [profile.capacity_bytes for profile in problem.ranks]
+        fractions = [rank.state_fraction for rank in with_state(problem, ranks, capacities)]
+        used = kept_by_runs(problem, ranks, capacities)
+        missing = sum(used) + problem.full_state_bytes - sum(capacities)
         if missing > 0:
             raise InfeasibleError(
                 f"{', '.join(names)}: its batches leave {format_gib(missing)} of the state "

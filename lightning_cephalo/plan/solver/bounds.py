@@ -28,9 +28,9 @@ from lightning_cephalo.plan.cost import (
 )
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.columns import (
-    RESOURCES,
     Columns,
     RankType,
+    needs_of,
     step_seconds,
     usable_sizes,
 )
@@ -141,8 +141,7 @@ def _held(problem: Problem, profile: RankProfile, mode: Mode, largest: int) -> n
     sizes = usable_sizes(problem, profile, mode)
     if sizes:
         fits = np.ones(len(batches), dtype=bool)
-        for resource in RESOURCES:
-            need = resource.need(problem, profile, mode)
+        for need in needs_of(problem, profile, mode):
             # a lower bound: one microbatch, and the smallest peak
             least = need.total(min(need.peaks[size - 1] for size in sizes), batches, 1)
             fits &= least <= need.capacity

@@ -8,6 +8,7 @@ remain that no other one beats in all times and all resources.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,15 +18,16 @@ from typing import Any
 import numpy as np
 
 from lightning_cephalo.plan.cost import (
+    DEVICE_NEEDS,
     Mode,
     Need,
     copy_time,
-    device_need,
     host_need,
     modes,
     time_curves,
 )
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.state import kept_from_state
 
 # Sums of the same numbers in another order differ by rounding: without a tolerance every order
 # would remain.
@@ -39,17 +41,25 @@ class Resource:
     """A resource that columns take and ranks have.
 
     Attributes:
-        need: amount that one rank needs.
+        needs: amounts that one rank needs, one for each moment of a step; the capacity holds each.
         shared: amount available to the samples of all ranks together; infinite if ranks share
             nothing.
+        use: the amount that counts against ``shared``, of a problem, a rank's capacity, and the
+            amounts of all needs.
     """
 
-    need: Callable[[Problem, RankProfile, Mode], Need]
+    needs: tuple[Callable[[Problem, RankProfile, Mode], Need], ...]
     shared: Callable[[Problem], float]
+    use: Callable[..., Any] = lambda problem, capacity, amount: amount
+
+    def of(self, problem: Problem, profile: RankProfile, mode: Mode) -> list[Need]:
+        """Return the needs of one rank."""
+        return [need(problem, profile, mode) for need in self.needs]
 
 
 def _beside_state(problem: Problem) -> float:
-    return math.fsum(rank.capacity_bytes for rank in problem.ranks) - problem.state_bytes
+    shared = 0.0 if problem.has_even_state else problem.full_state_bytes
+    return math.fsum(rank.capacity_bytes for rank in problem.ranks) - shared
 
 
 def _unshared(problem: Problem) -> float:
@@ -57,7 +67,10 @@ def _unshared(problem: Problem) -> float:
 
 
 # In the order of the second axis of ``Columns.used``.
-RESOURCES = (Resource(device_need, _beside_state), Resource(host_need, _unshared))
+RESOURCES = (
+    Resource(DEVICE_NEEDS, _beside_state, kept_from_state),
+    Resource((host_need,), _unshared),
+)
 DEVICE, HOST = range(len(RESOURCES))
 
 
@@ -115,7 +128,9 @@ class Columns:
         batch: samples, of shape (columns,).
         count: microbatches, of shape (columns,).
         times_s: forward and backward per unit and tail per step, of shape (columns, 3).
-        used: amount of each of ``RESOURCES``, of shape (columns, resources).
+        needed: amount of each need of each of ``RESOURCES``, of shape (columns, needs).
+        used: amount of each of ``RESOURCES``, of shape (columns, resources). Of the device, the
+            part that no state can have.
         copies: number of microbatches of each size, of shape (columns, largest microbatch size of
             any type).
     """
@@ -125,6 +140,7 @@ class Columns:
     batch: np.ndarray
     count: np.ndarray
     times_s: np.ndarray
+    needed: np.ndarray
     used: np.ndarray
     copies: np.ndarray
 
@@ -173,20 +189,27 @@ def build_columns(
                 for place, mode in enumerate(known)
             ]
         )
-        several = len(known) > 1 and len(found) > 0
-        parts.append(found.take(_unbeaten_columns(problem, found)) if several else found)
+        grown = len(known) > 1 or min(problem.states_bytes) < problem.full_state_bytes
+        if grown and len(found):
+            found = found.take(_unbeaten_columns(problem, found))
+        parts.append(found)
     return joined(parts)
+
+
+def needs_of(problem: Problem, profile: RankProfile, mode: Mode) -> list[Need]:
+    """Return the needs of all ``RESOURCES``, those of the device first."""
+    return [need for resource in RESOURCES for need in resource.of(problem, profile, mode)]
 
 
 def usable_sizes(problem: Problem, profile: RankProfile, mode: Mode) -> list[int]:
     """Return the microbatch sizes that this rank can run in this mode, by increasing peak."""
-    needs = [resource.need(problem, profile, mode) for resource in RESOURCES]
+    needs = needs_of(problem, profile, mode)
     sizes = [
         size
         for size in range(problem.minimum_microbatch_size, profile.largest_microbatch_size + 1)
         if all(need.of((size,)) <= need.capacity for need in needs)
     ]
-    return sorted(sizes, key=lambda size: (needs[DEVICE].peaks[size - 1], size))
+    return sorted(sizes, key=lambda size: (needs[0].peaks[size - 1], size))
 
 
 def step_seconds(
@@ -265,7 +288,7 @@ class _Builder:
 
     @cached_property
     def needs(self) -> list[Need]:
-        return [resource.need(self.problem, self.profile, self.mode) for resource in RESOURCES]
+        return needs_of(self.problem, self.profile, self.mode)
 
     @cached_property
     def curves(self) -> np.ndarray:
@@ -275,7 +298,7 @@ class _Builder:
 
     @cached_property
     def peaks(self) -> np.ndarray:
-        """Peaks of each resource and size from 0 up, of shape (resources, sizes)."""
+        """Peaks of each need and size from 0 up, of shape (needs, sizes)."""
         return np.array([[0.0, *need.peaks] for need in self.needs])
 
     def columns(self) -> Columns:
@@ -340,7 +363,7 @@ class _Builder:
             batch=batch,
             count=count,
             times_s=columns.times_s + doubled * self.curves[size],
-            used=self._used(peaks, batch, count),
+            **self._amounts(peaks, batch, count),
             copies=copies,
         )
 
@@ -348,9 +371,10 @@ class _Builder:
         """Return a mask of the columns that stay unbeaten when all get the same microbatches.
 
         A larger peak that is added may hide the smaller ones, but not what microbatches retain. So
-        the number of microbatches counts as a cost.
+        the number of microbatches counts as a cost. It may also change which moment needs more, so
+        each need counts.
         """
-        costs = [columns.times_s, columns.used]
+        costs = [columns.times_s, columns.needed]
         if any(need.per_microbatch for need in self.needs):
             costs.append(columns.count[:, None])
         return unbeaten(batch_groups(self.problem, columns), np.hstack(costs))
@@ -418,19 +442,26 @@ class _Builder:
             batch=batch,
             count=count,
             times_s=first_copies[:, None] * curves[first] + second_copies[:, None] * curves[second],
-            used=self._used(
+            **self._amounts(
                 np.maximum(self.peaks[:, first], self.peaks[:, second]).T, batch, count
             ),
             copies=np.zeros((len(pairs), 0), dtype=np.int32),
         )
 
-    def _used(self, peaks: np.ndarray, batch: np.ndarray, count: np.ndarray) -> np.ndarray:
-        """Return the use of every resource, of shape (columns, resources), as of ``peaks``."""
+    def _amounts(
+        self, peaks: np.ndarray, batch: np.ndarray, count: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Return ``needed`` and ``used`` of columns, for peaks of shape (columns, needs)."""
         totals = [need.total(peaks[:, n], batch, count) for n, need in enumerate(self.needs)]
-        return np.column_stack(totals)
+        used, rest = [], iter(zip(totals, self.needs, strict=True))
+        for resource in RESOURCES:
+            own = list(itertools.islice(rest, len(resource.needs)))
+            amounts = [total for total, _ in own]
+            used.append(resource.use(self.problem, own[0][1].capacity, *amounts))
+        return {"needed": np.column_stack(totals), "used": np.column_stack(used)}
 
     def _within(self, columns: Columns) -> np.ndarray:
         capacities = np.array([need.capacity for need in self.needs])
-        fits = (columns.used <= capacities).all(axis=1)
+        fits = (columns.needed <= capacities).all(axis=1)
         steps = step_seconds(self.problem, columns.times_s, self.limits.floors_s)
         return fits & (steps <= self.limits.step_s)

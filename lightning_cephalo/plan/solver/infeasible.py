@@ -18,7 +18,7 @@ import numpy as np
 
 from lightning_cephalo.common.errors import InfeasibleError
 from lightning_cephalo.common.quantities import format_bytes_exactly as _bytes
-from lightning_cephalo.plan.cost import device_need, modes
+from lightning_cephalo.plan.cost import device_bytes, idle_bytes, modes
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.columns import (
     DEVICE,
@@ -29,6 +29,7 @@ from lightning_cephalo.plan.solver.columns import (
     Resource,
     build_columns,
     group_types,
+    needs_of,
     usable_sizes,
 )
 from lightning_cephalo.plan.solver.milp import TIGHT, Needs, Outcome, Slack, choose
@@ -45,7 +46,7 @@ def certainly_infeasible(problem: Problem, types: Sequence[RankType]) -> bool:
     They do if a rank cannot hold the buffers, or if there is too little of a resource for the
     samples. A search would consider every batch first.
     """
-    if any(kind.profile.capacity_bytes < problem.fixed_bytes for kind in types):
+    if any(kind.profile.capacity_bytes < idle_bytes(problem) for kind in types):
         return True
     batch = problem.global_batch_size
     if sum(kind.count * _most_samples(problem, kind.profile) for kind in types) < batch:
@@ -63,16 +64,20 @@ def _least_used(problem: Problem, types: Sequence[RankType], resource: Resource)
 
     It counts idle use, one peak, and what the samples retain.
     """
-    idle, peaks, per_sample = 0.0, [], []
-    for kind in types:
-        known = modes(problem, kind.profile)
-        needs = [resource.need(problem, kind.profile, mode) for mode in known]
-        idle += kind.count * min(need.fixed for need in needs)
-        for mode, need in zip(known, needs, strict=True):
-            sizes = usable_sizes(problem, kind.profile, mode)
-            peaks += [need.peaks[size - 1] for size in sizes]
-            per_sample += [need.per_sample] * bool(sizes)
-    return idle + min(peaks) + min(per_sample) * problem.global_batch_size
+    least = []
+    for index in range(len(resource.needs)):
+        idle, peaks, per_sample = 0.0, [], []
+        for kind in types:
+            known = modes(problem, kind.profile)
+            needs = [resource.of(problem, kind.profile, mode)[index] for mode in known]
+            idle += kind.count * min(need.fixed for need in needs)
+            for mode, need in zip(known, needs, strict=True):
+                sizes = usable_sizes(problem, kind.profile, mode)
+                peaks += [need.peaks[size - 1] for size in sizes]
+                per_sample += [need.per_sample] * bool(sizes)
+        least.append(idle + min(peaks) + min(per_sample) * problem.global_batch_size)
+    capacity = math.fsum(rank.capacity_bytes for rank in problem.ranks)
+    return float(resource.use(problem, capacity, *least))
 
 
 def refuse(problem: Problem, types: Sequence[RankType]) -> NoReturn:
@@ -86,12 +91,12 @@ def refuse(problem: Problem, types: Sequence[RankType]) -> NoReturn:
 
 def _rank_too_small(problem: Problem, types: Sequence[RankType]) -> str | None:
     for kind in types:
-        missing = problem.fixed_bytes - kind.profile.capacity_bytes
+        missing = idle_bytes(problem) - kind.profile.capacity_bytes
         if missing > 0:
             stay = problem.reshard_after_forward is False
             return (
                 f"Memory binds on rank {_members(kind)}: the gathered buffers that every rank "
-                f"holds need {_bytes(problem.fixed_bytes)}, its capacity is "
+                f"holds need {_bytes(idle_bytes(problem))}, its capacity is "
                 f"{_bytes(kind.profile.capacity_bytes)}, {_bytes(missing)} are missing. Use "
                 f"smaller units, {'reshard_after_forward=True, ' if stay else ''}raise its "
                 f"capacity_bytes, or leave this rank out."
@@ -161,17 +166,17 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
     exact = room.least_bytes()
     used = _least_used(problem, types, RESOURCES[DEVICE]) if exact is None else exact
     capacity = math.fsum(rank.capacity_bytes for rank in problem.ranks)
-    buffers = problem.fixed_bytes * ranks
+    buffers = idle_bytes(problem) * ranks
     on = ", ".join(
         f"rank {_members(kind)} {_bytes(kind.profile.capacity_bytes)}"
         f"{' each' if kind.count > 1 else ''}"
         for kind in types[:8]
     )
-    missing = max(used + problem.state_bytes - capacity, 1.0)
+    missing = max(used + problem.full_state_bytes - capacity, 1.0)
     return (
         f"Memory binds over all {ranks} ranks together: the state needs "
-        f"{_bytes(problem.state_bytes)}, the gathered buffers {_bytes(buffers)}, the "
-        f"samples{under} at least {_bytes(used - buffers)}, but the capacity is "
+        f"{_bytes(problem.full_state_bytes)}, the gathered buffers {_bytes(buffers)}, the "
+        f"samples{under} at least {_bytes(max(used - buffers, 0.0))}, but the capacity is "
         f"{_bytes(capacity)} ({on}): {'at least ' if exact is None else ''}{_bytes(missing)} are "
         f"missing. "
         f"{_remedies(room)}"
@@ -336,8 +341,7 @@ def _most_samples(problem: Problem, profile: RankProfile) -> float:
     for mode in modes(problem, profile):
         sizes = usable_sizes(problem, profile, mode)
         held = math.inf if sizes else 0.0
-        for resource in RESOURCES if sizes else ():
-            need = resource.need(problem, profile, mode)
+        for need in needs_of(problem, profile, mode) if sizes else ():
             left = need.capacity - need.fixed - min(need.peaks[size - 1] for size in sizes)
             if need.per_sample > 0 and math.isfinite(left):
                 # The rounding of a division must not reject a batch that fits to the byte.
@@ -361,7 +365,7 @@ def _why_none(problem: Problem, profile: RankProfile) -> str:
     if longest < least:
         return f"profiled up to size {longest}, below minimum_microbatch_size={least}"
     needed = min(
-        device_need(problem, profile, mode).of((size,))
+        device_bytes(problem, profile, (size,), mode)
         for mode in modes(problem, profile)
         for size in range(least, longest + 1)
     )

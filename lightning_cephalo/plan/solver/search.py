@@ -250,7 +250,8 @@ class Search:
         rows = unbeaten(batch_groups(self.problem, columns), np.column_stack(costs))
         columns, parts = columns.take(rows), parts[rows]
         used = float(fastest.chosen @ fastest.columns.used[:, DEVICE])
-        together = (used + self.problem.state_bytes) / self._capacity
+        shared = 0.0 if self.problem.has_even_state else self.problem.full_state_bytes
+        together = (used + shared) / self._capacity
         outcome = choose(
             columns,
             needs,

@@ -27,8 +27,8 @@ from lightning_cephalo.common.errors import PlanError, SolverError
 from lightning_cephalo.plan.cost import (
     PLAIN,
     Mode,
-    device_need,
     fixed_time,
+    idle_bytes,
     modes,
     predict,
     rank_plan,
@@ -38,7 +38,7 @@ from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.columns import group_types
 from lightning_cephalo.plan.solver.infeasible import certainly_infeasible, refuse
 from lightning_cephalo.plan.solver.search import EQUAL, ROOMIER, Found, Search
-from lightning_cephalo.plan.solver.state import share_state
+from lightning_cephalo.plan.solver.state import with_state
 
 _EXACT = 1e-9
 
@@ -103,8 +103,7 @@ def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan |
 class _Variant:
     """A problem to search, in which all choices for all ranks together are made.
 
-    With ``even``, the problem has no state: every rank's capacity is reduced by an equal share of
-    it.
+    With ``even``, every rank holds an equal share of the state.
     """
 
     search: Search
@@ -152,7 +151,7 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
     for reshard in problem.reshard_choices:
         asked = problem.resharding(reshard)
         # a rank without samples holds these bytes too, and no column says so
-        if any(rank.capacity_bytes < asked.fixed_bytes for rank in problem.ranks):
+        if any(rank.capacity_bytes < idle_bytes(asked) for rank in problem.ranks):
             continue
         for variant, even in ((asked, False), (_with_even_state(asked), True)):
             if variant is None:
@@ -170,17 +169,11 @@ def _with_even_state(problem: Problem) -> Problem | None:
 
     Returns None if that does not fit, or if even shares do not travel faster.
     """
-    even = problem.with_even_shares()
-    share = problem.state_bytes / len(problem.ranks)
-    least = share + even.fixed_bytes
-    fits = all(least <= rank.capacity_bytes > share for rank in problem.ranks)
+    even = dataclasses.replace(problem.with_even_shares(), has_even_state=True)
+    fits = idle_bytes(even) <= min(rank.capacity_bytes for rank in even.ranks)
     if not fits or not (even.gather_s < problem.gather_s or even.reduce_s < problem.reduce_s):
         return None
-    ranks = tuple(
-        dataclasses.replace(rank, capacity_bytes=rank.capacity_bytes - share)
-        for rank in problem.ranks
-    )
-    return dataclasses.replace(even, ranks=ranks, state_bytes=0.0)
+    return even
 
 
 def _best_plan(problem: Problem, found: _Candidates, bound_s: float) -> Plan:
@@ -229,19 +222,14 @@ def _as_plan(problem: Problem, variant: _Variant, found: Found) -> Plan:
         mode = modes(problem, types[kind].profile)[int(columns.mode[row])]
         for _ in range(int(found.chosen[row])):
             runs[next(members[kind])] = (columns.sizes(row), mode)
-    if variant.even:
-        fractions: tuple[float, ...] = (1 / len(runs),) * len(runs)
-    else:
-        used = [
-            device_need(problem, profile, mode).of(sizes)
-            for profile, (sizes, mode) in zip(problem.ranks, runs, strict=True)
-        ]
-        capacities = [profile.capacity_bytes for profile in problem.ranks]
-        fractions = share_state(problem.state_bytes, used, capacities)
     bare = [
-        rank_plan(profile, sizes, mode, fraction)
-        for profile, (sizes, mode), fraction in zip(problem.ranks, runs, fractions, strict=True)
+        rank_plan(profile, sizes, mode, 1 / len(runs) if variant.even else 0.0)
+        for profile, (sizes, mode) in zip(problem.ranks, runs, strict=True)
     ]
+    if not variant.even:
+        capacities = [profile.capacity_bytes for profile in problem.ranks]
+        bare = with_state(problem, bare, capacities)
+    fractions = [rank.state_fraction for rank in bare]
     # shares that are even by chance may leave no room for padding
     padded = variant.even and problem.padded_bytes > 0 if fractions_are_even(fractions) else None
     return priced(problem, bare, backend="cvxpy/HiGHS", padded=padded)

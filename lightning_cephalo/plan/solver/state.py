@@ -2,10 +2,86 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+
+from lightning_cephalo.plan.cost import DEVICE_NEEDS, Mode, device_bytes
+from lightning_cephalo.plan.plan import RankPlan
+from lightning_cephalo.plan.problem import Problem, RankProfile
+
+
+def kept_from_state(problem: Problem, capacity: float, *needed: Any) -> Any:
+    """Return the part of a rank's capacity that no state can have.
+
+    It is counted in bytes of ``Problem.full_state_bytes``: what is left of the capacity, divided
+    by those, is the largest share of the state that the rank can hold. Each moment of a step limits
+    it.
+
+    Args:
+        problem: ranks and work of the step.
+        capacity: the rank's capacity.
+        needed: bytes that it needs at each moment, without its share: numbers or arrays.
+    """
+    full, states = problem.full_state_bytes, problem.states_bytes
+    if problem.has_even_state or math.isinf(capacity) or min(states) == full:
+        return functools.reduce(np.maximum, needed)
+    kept = []
+    for state, amount in zip(states, needed, strict=True):
+        stretched = capacity - (capacity - np.asarray(amount)) * (full / state if state else 1.0)
+        if not state:
+            stretched = np.where(np.asarray(amount) > capacity, amount, -np.inf)
+        kept.append(amount if state == full else stretched)
+    return functools.reduce(np.maximum, kept)
+
+
+def kept_by_runs(
+    problem: Problem, runs: Sequence[RankPlan], capacity_bytes: Sequence[float]
+) -> list[float]:
+    """Return the same for what every rank runs, in rank order.
+
+    The state fits if the capacities less these bytes sum to ``Problem.full_state_bytes``.
+    """
+    found = []
+    for profile, run, capacity in zip(problem.ranks, runs, capacity_bytes, strict=True):
+        needs = [need(problem, profile, Mode.of(run)) for need in DEVICE_NEEDS]
+        needed = [need.of(run.microbatch_sizes) for need in needs]
+        found.append(float(kept_from_state(problem, capacity, *needed)))
+    return found
+
+
+def with_state(
+    problem: Problem, runs: Sequence[RankPlan], capacity_bytes: Sequence[float]
+) -> list[RankPlan]:
+    """Return what ranks run, each with its fraction of the state.
+
+    See :func:`share_state`, whose conditions the caller ensures.
+    """
+    used = kept_by_runs(problem, runs, capacity_bytes)
+    fractions = share_state(problem.full_state_bytes, used, capacity_bytes)
+    return [
+        replace(run, state_fraction=_to_the_byte(problem, profile, run, fraction, capacity))
+        for profile, run, fraction, capacity in zip(
+            problem.ranks, runs, fractions, capacity_bytes, strict=True
+        )
+    ]
+
+
+def _to_the_byte(
+    problem: Problem, profile: RankProfile, run: RankPlan, fraction: float, capacity: float
+) -> float:
+    """Return the fraction, less what rounding has added to it."""
+    for _ in range(64):
+        held = device_bytes(problem, profile, run.microbatch_sizes, Mode.of(run), fraction)
+        if held <= capacity or not fraction:
+            break
+        less = fraction - (held - capacity) / problem.full_state_bytes
+        fraction = max(0.0, min(math.nextafter(fraction, 0.0), less))
+    return fraction
 
 
 def share_state(
