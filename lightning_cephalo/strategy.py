@@ -182,7 +182,7 @@ class CephaloStrategy(ParallelStrategy):
         summed_buffers: Sequence[str] = (),
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         host_memory_cap: float | int | str | None = None,
-        early_update: Literal["auto", False] = False,
+        early_update: Literal["auto", False] = "auto",
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         profile_budget_s: float = 20.0,
         replan: bool | Literal["auto"] = "auto",

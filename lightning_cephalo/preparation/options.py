@@ -113,7 +113,7 @@ class Options:
     summed_buffers: tuple[str, ...] = ()
     memory_cap: Cap = field(default_factory=lambda: Cap("memory_cap"))
     host_memory_cap: Cap = field(default_factory=lambda: Cap("host_memory_cap"))
-    early_update: bool = False
+    early_update: bool = True
     optimizer_scope: str | Mapping[Any, str] = "auto"
     profile_budget_s: float = 20.0
     replan: bool | Literal["auto"] = "auto"
