@@ -17,11 +17,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:Found .dataloader_iter. argument
 class Pulls(Net):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         batch, batch_idx, _ = next(dataloader_iter)
-        assert batch_idx == self.trainer.global_step % 2 and dataloader_iter.fetched > batch_idx
-        return super().training_step(batch, batch_idx)
+        assert batch_idx == self.trainer.global_step % 2
+        loss = self.loss(batch)
+        # Lightning demands the size from steps that pull
+        size = len(batch[0])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=size)
+        return loss
 
     def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
-        super().validation_step(*next(dataloader_iter)[:2])
+        batch, *_ = next(dataloader_iter)
+        self.log("val", self.loss(batch), sync_dist=True, batch_size=len(batch[0]))
 
 
 class PullsTwice(Pulls):
