@@ -576,7 +576,7 @@ class CephaloStrategy(ParallelStrategy):
         self.session.optimizers = list(self.optimizers)  # the user may have replaced them
         if self._repeated is not None:
             self._repeated.begin_batch()
-        if self._changes is not None and self._changes.pending is not None:
+        if self._changes is not None and self._changes.is_pending:
             self._recovering.settle()
         if self._changes is not None and self._changes.take_effect(batch_idx):
             self._plan_has_changed()

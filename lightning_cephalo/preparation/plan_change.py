@@ -82,6 +82,11 @@ class PlanChanges:
         self.change_s = 0.0
 
     @property
+    def is_pending(self) -> bool:
+        """Whether a change waits, so that rows may move before the next batch."""
+        return bool(self._pending)
+
+    @property
     def waits_for_users(self) -> bool:
         """Whether a plan of the user's will take effect."""
         return any(pending.is_users for pending in self._pending)
