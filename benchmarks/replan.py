@@ -1,6 +1,10 @@
 """Train on two equal emulated ranks, of which one slows down for a while and recovers.
 
     python benchmarks/replan.py [--steps 160] [--factor 3] [--figure steps.svg]
+    python benchmarks/replan.py --watching [--steps 400]
+
+``--watching`` measures something else: what watching for another plan costs, in CPU seconds of a
+rank, so that a busy machine does not matter. Blocks of ten steps with and without it take turns.
 
 Runs twice: with a fixed plan, and with a plan that changes. Prints the median seconds of a step
 before the slowdown, at its beginning, while it lasts, and behind it, and every change of plan. Both
@@ -15,7 +19,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -35,6 +39,7 @@ from lightning_cephalo.preparation.replanning import line_of  # noqa: E402
 _WIDTH, _LENGTH, _BATCH = 96, 32, 8
 _TOTAL_FLOPS_PER_S = 4e9
 _SLOW_RANK = 1
+_WATCHED_BATCH, _BLOCK = 16, 10
 
 
 class Block(nn.Module):
@@ -134,17 +139,73 @@ def _train(replan: bool, count: int, slow: range, factor: float) -> Run:
     )
 
 
-def _in_ranks(cache: str, *args: Any) -> Run:
+def _in_all_ranks(cache: str, function: Any, *args: Any) -> list[Any]:
     environments = torchrun_environments(2)
 
-    def script(rank: int) -> Run:
+    def script(rank: int) -> Any:
         import os
 
         os.environ.update(environments[rank], OMP_NUM_THREADS="1", LIGHTNING_CEPHALO_CACHE=cache)
-        return _train(*args)
+        return function(*args)
 
-    first: Run = run_ranks(2, script, process_group=False, timeout_s=1200)[0]
-    return first
+    return list(run_ranks(2, script, process_group=False, timeout_s=1200))
+
+
+class TakesTurns(Callback):
+    """Watches in every other block of steps only, and counts the CPU seconds of all steps."""
+
+    def __init__(self) -> None:
+        self.cpu_s: dict[bool, list[float]] = {True: [], False: []}
+        self._held: tuple[Any, Any] | None = None
+        self._last_s = 0.0
+        self._watches = True
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
+        strategy: Any = trainer.strategy
+        if self._held is None:
+            self._held = strategy._replanning, strategy._repeated
+            policy = strategy._replanning._policy
+            if policy is not None:
+                policy.judge = lambda *_: None  # it looks, but no plan changes
+        now_s = time.process_time()
+        place = index % _BLOCK
+        if place > 1:  # the step behind a turn is left out
+            self.cpu_s[self._watches].append(now_s - self._last_s)
+        if place == 0:
+            self._watches = not self._watches
+            strategy._replanning, strategy._repeated = self._held if self._watches else (None, None)
+            strategy.session.model.executor.state.keeps_start = self._watches
+        self._last_s = time.process_time()
+
+
+def _watch(count: int) -> dict[bool, list[float]]:
+    turns = TakesTurns()
+    strategy = CephaloStrategy(replan=True, verbose=False, profile_budget_s=2)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        callbacks=[turns],
+        max_steps=count,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(_WATCHED_BATCH * 8, _LENGTH, _WIDTH, generator=generator))
+    data = torch.utils.data.ConcatDataset([data] * (count // 4))
+    trainer.fit(Model(), DataLoader(data, _WATCHED_BATCH))
+    return turns.cpu_s
+
+
+def _show_watching(runs: list[dict[bool, list[float]]]) -> None:
+    # other processes make steps longer, never shorter
+    print(f"{'CPU ms, lower quartile':26}{'without':>12}{'watching':>12}{'share':>10}")
+    for rank, found in enumerate(runs):
+        without, watching = (1e3 * quantiles(found[watches])[0] for watches in (False, True))
+        share = (watching - without) / without
+        print(f"{f'rank {rank}':26}{without:12.3f}{watching:12.3f}{share:10.2%}")
 
 
 def _draw(path: str, runs: dict[str, Run], slow: range) -> None:
@@ -167,12 +228,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--factor", type=float, default=3.0)
     parser.add_argument("--figure", help="write a figure of the seconds of all steps here")
+    parser.add_argument("--watching", action="store_true", help="measure what watching costs")
     options = parser.parse_args()
     count = options.steps
+    if options.watching:
+        with tempfile.TemporaryDirectory() as cache:
+            _show_watching(_in_all_ranks(cache, _watch, count))
+        return
     slow = range(count // 4, count * 5 // 8)
     with tempfile.TemporaryDirectory() as cache:
         runs = {
-            name: _in_ranks(cache, replan, count, slow, options.factor)
+            name: _in_all_ranks(cache, _train, replan, count, slow, options.factor)[0]
             for name, replan in (("fixed plan", False), ("plan that changes", True))
         }
     # a change takes two looks, ten steps apart
