@@ -10,8 +10,12 @@ from torch import Tensor
 
 from lightning_cephalo.common.errors import UnsupportedError
 
-# Lightning calls this signature experimental
-pytestmark = pytest.mark.filterwarnings("ignore:Found .dataloader_iter. argument")
+# Lightning calls this signature experimental, in two warnings
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Found .dataloader_iter. argument"),
+    pytest.mark.filterwarnings("ignore:You are using the .dataloader_iter. step flavor"),
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no"),
+]
 
 
 class Pulls(Net):
