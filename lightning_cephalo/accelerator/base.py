@@ -10,7 +10,8 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -92,6 +93,64 @@ class Copies(Protocol):
 
     def finish(self, arrival: Any) -> None:
         """Block the calling thread until the copy is done; return at once for None."""
+
+
+class HostWorker(Protocol):
+    """A thread of the host that updates parameters."""
+
+    def submit(
+        self,
+        work: Callable[[], Any],
+        elements: int,
+        after: Sequence[Any],
+        then: Callable[[Sequence[Any]], list[Any]],
+    ) -> Future[list[Any]]:
+        """Do some work behind all that was submitted before; the caller does not wait.
+
+        Args:
+            work: Updates parameters.
+            elements: Their elements.
+            after: Copies that come before, as :meth:`Copies.start` returns them.
+            then: Called behind the work with the copies that the next ones wait for; its result is
+                that of the future.
+        """
+
+    def close(self) -> None:
+        """End the thread, when its work is done."""
+
+
+class ThreadWorker:
+    """A thread of this process, begun with its first work.
+
+    Args:
+        copies: Waits for copies, of whatever object.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(
+        self,
+        work: Callable[[], Any],
+        elements: int,
+        after: Sequence[Any],
+        then: Callable[[Sequence[Any]], list[Any]],
+    ) -> Future[list[Any]]:
+        def run() -> list[Any]:
+            for arrival in after:
+                self._copies.finish(arrival)
+            work()
+            return then(())
+
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="cephalo-host-update")
+        return self._pool.submit(run)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
 
 class Readback(Protocol):
@@ -251,15 +310,9 @@ class Accelerator(ABC):
     def copies(self) -> Copies:
         """Return an object that copies between device and host memory in its own queue."""
 
-    def host_update(self, elements: int) -> AbstractContextManager[None]:
-        """Return a context in which a thread of the host updates so many parameters.
-
-        An emulated device makes it last as long as on its host.
-
-        Args:
-            elements: Elements of the parameters.
-        """
-        return nullcontext()
+    def host_worker(self) -> HostWorker:
+        """Return a thread of the host that updates parameters while the device computes."""
+        return ThreadWorker(self.copies())
 
     def own_queue(self) -> AbstractContextManager[Any]:
         """Return a context for one thread whose work runs in a queue of its own."""

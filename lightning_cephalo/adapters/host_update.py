@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,11 +76,11 @@ class HostUpdates:
     def __init__(
         self, accelerator: Accelerator, to_device: Copies, to_host: Copies, room: HostRoom
     ) -> None:
-        self._accelerator, self._room = accelerator, room
+        self._room = room
         self._in, self._out = to_device, to_host
         self._held: dict[int, _OnHost] = {}
         self._jobs: dict[int, _Job] = {}
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = accelerator.host_worker()
 
     def has_begun(self, unit: int) -> bool:
         """Return whether an update of a unit has begun that is not finished."""
@@ -125,9 +126,16 @@ class HostUpdates:
                     groups.append(_options(optimizer, options, rows_of))
         twin = _twin(optimizer, groups, state)
         arrivals = [arrival for _, arrival in sources]
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="cephalo-host-update")
-        future = self._worker.submit(self._run, twin, arrivals, parameters)
+
+        def to_device(after: Sequence[Any]) -> list[Any]:
+            with torch.no_grad():
+                return [
+                    self._in.start(local_part(parameter).detach(), own.rows, after=after)
+                    for parameter, own in parameters
+                ]
+
+        elements = sum(own.rows.numel() for _, own in parameters)
+        future = self._worker.submit(partial(_step, twin), elements, arrivals, to_device)
         self._jobs[unit] = _Job(future, twin, parameters, sources)
 
     def finish(self, unit: int) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -160,23 +168,7 @@ class HostUpdates:
 
     def close(self) -> None:
         """End the thread, when its updates are done."""
-        if self._worker is not None:
-            self._worker.shutdown()
-            self._worker = None
-
-    def _run(
-        self, twin: Optimizer, arrivals: Sequence[Any], parameters: Sequence[tuple[Tensor, _OnHost]]
-    ) -> list[Any]:
-        for arrival in arrivals:
-            self._out.finish(arrival)
-        with self._accelerator.host_update(sum(own.rows.numel() for _, own in parameters)):
-            # Private: below the hooks of instances, and torch's own for profilers
-            type(twin).step.__wrapped__(twin)  # type: ignore[attr-defined]
-        with torch.no_grad():
-            return [
-                self._in.start(local_part(parameter).detach(), own.rows, after=())
-                for parameter, own in parameters
-            ]
+        self._worker.close()
 
     def _on_host(self, parameter: Tensor) -> _OnHost:
         rows = local_part(parameter)
@@ -188,6 +180,11 @@ class HostUpdates:
 
     def _like(self, rows: Tensor) -> Tensor:
         return self._room.take(rows.numel(), rows.dtype).view(rows.shape)
+
+
+def _step(optimizer: Optimizer) -> None:
+    # Private: below the hooks of instances, and torch's own for profilers
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 def _here(value: Any) -> Any:

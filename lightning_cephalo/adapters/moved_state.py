@@ -31,8 +31,7 @@ from lightning_cephalo.adapters.optimizer import (
 )
 from lightning_cephalo.adapters.scope import Scope, known_scope
 from lightning_cephalo.execution.host_room import HostRoom, aligned_bytes
-from lightning_cephalo.plan.program import STAGED_UNITS
-from lightning_cephalo.plan.state_homes import StateHome
+from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import is_spent
 from lightning_cephalo.sharding.unit import Unit

@@ -49,6 +49,8 @@ class RankMemory:
         inside_bytes: Memory that one microbatch takes in a unit, or in the root, while it runs.
         other_bytes: Everything else that is held all the time: buffers, counters, libraries'
             workspaces.
+        host_bytes: Memory of the host that is taken for boundaries and optimizer state; no part of
+            the others.
         step: The training step that was counted, from 1; None where all steps were (or none).
     """
 
@@ -59,6 +61,7 @@ class RankMemory:
     boundaries_bytes: float | None = None
     inside_bytes: float | None = None
     other_bytes: float | None = None
+    host_bytes: float | None = None
     step: int | None = None
 
 
@@ -137,6 +140,10 @@ class StateElsewhere(Protocol):
     @property
     def staging_bytes(self) -> int:
         """Bytes of the device that it passes through."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that it takes."""
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Return whether a tensor of it lies in host memory that is apart from the device."""
@@ -231,8 +238,16 @@ class TrainingMemory(Observer):
             boundaries_bytes=self._boundaries,
             inside_bytes=max(0, peak - known),
             other_bytes=self._other,
+            host_bytes=self._host_bytes(),
             step=None if self._meter.is_free else COUNTED_STEP,
         )
+
+    def _host_bytes(self) -> int | None:
+        arena, moved = self._model.executor.arena, self._moved
+        if arena is None and moved is None:
+            return None
+        boundaries = 0 if arena is None else arena.held_bytes
+        return boundaries + (0 if moved is None else moved.host_bytes)
 
     def before(self, instruction: Instruction) -> None:
         self._look()

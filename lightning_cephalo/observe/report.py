@@ -259,7 +259,10 @@ def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]
         show_edge=False,
     )
     table.add_column("rank", justify="right")
-    for heading in _KINDS:
+    kinds = dict(_KINDS)
+    if any(rank.host_bytes for rank in measured):
+        kinds["host"] = "host_bytes"
+    for heading in kinds:
         table.add_column(heading, justify="right")
 
     def cell(size: float | None) -> str:
@@ -272,7 +275,7 @@ def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]
         cells = [
             # in two lines, so that all kinds fit into 80 columns
             f"{cell(getattr(before, name))} /\n{cell(getattr(after, name))}"
-            for name in _KINDS.values()
+            for name in kinds.values()
         ]
         table.add_row(str(index), *cells)
     return table

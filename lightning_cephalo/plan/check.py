@@ -10,11 +10,11 @@ from lightning_cephalo.plan.program import (
     COMPUTE,
     NONE,
     ROOT,
-    STAGED_UNITS,
     Instruction,
     Operation,
     Program,
 )
+from lightning_cephalo.plan.state_homes import STAGED_UNITS
 
 # Exchanges of a step: one ends the forward, one the backward. Early updates come before the second.
 _AGREEMENTS = 2

@@ -40,14 +40,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from lightning_cephalo.plan.state_homes import StateHome
+from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 
 ROOT = 0
 NONE = -1
 # Boundaries of the last visits are needed again immediately: they stay on the device.
 UNITS_THAT_STAY = 2
-# Units whose optimizer state is on the device for their update: one arrives, one is updated.
-STAGED_UNITS = 2
 
 
 class Operation(str, enum.Enum):

@@ -13,6 +13,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Units whose state is on the device for their update: one arrives, one is updated.
+STAGED_UNITS = 2
 
 _ROUNDING = 1e-9
 
@@ -60,3 +64,42 @@ def state_homes(
         homes[unit] = StateHome.HOST if is_host else StateHome.STREAMED
         on_host += sizes[unit] * is_host
     return tuple(homes)
+
+
+@dataclass(frozen=True)
+class HomeBytes:
+    """Bytes of a rank's optimizer state.
+
+    Attributes:
+        device: On the device, with the buffers that streamed state passes through.
+        host: In host memory, with parameters and gradients of what the host updates.
+    """
+
+    device: float
+    host: float
+
+
+def home_bytes(
+    sizes: Sequence[int], homes: Sequence[StateHome], state: float, parameter: float = 4.0
+) -> HomeBytes:
+    """Return the bytes that a rank's optimizer state takes on the device and on the host.
+
+    >>> home_bytes([10, 20, 20], [StateHome.RESIDENT, StateHome.HOST, StateHome.STREAMED], 8.0)
+    HomeBytes(device=400.0, host=480.0)
+
+    Args:
+        sizes: As for :func:`state_homes`.
+        homes: What it has returned.
+        state: Bytes of state per element: 8 for Adam in fp32.
+        parameter: Bytes of a parameter's element, and of its gradient's.
+    """
+    held = dict.fromkeys(StateHome, 0)
+    largest = 0
+    for size, home in zip(sizes, homes, strict=True):
+        held[home] += size
+        largest = max(largest, size if home is StateHome.STREAMED else 0)
+    away = held[StateHome.STREAMED] + held[StateHome.HOST]
+    return HomeBytes(
+        device=state * (held[StateHome.RESIDENT] + STAGED_UNITS * largest),
+        host=state * away + 2 * parameter * held[StateHome.HOST],
+    )

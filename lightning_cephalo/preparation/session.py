@@ -45,7 +45,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
-from lightning_cephalo.plan.state_homes import StateHome, state_homes
+from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
 from lightning_cephalo.preparation.limits import (
     check_plan,
     named_where_nothing_fits,
@@ -202,6 +202,7 @@ class Session:
         self._check_homes(self.plan)
         if not self._needs_device:
             self.control.together("allocating host memory", self._move_state)
+        self._predict_host_memory()
 
     def _check_homes(self, plan: Plan) -> None:
         """Raise if optimizer state cannot live where a plan says; the same on all ranks."""
@@ -239,13 +240,30 @@ class Session:
 
     def _homes(self) -> tuple[StateHome, ...]:
         """Return where the state of each unit lives on this rank."""
-        sizes = [
-            sum(flat.shard.numel() for flat in unit.flats if flat.trainable and flat.layout)
+        sizes, own = self._trained_sizes(self.control.rank), self.own_plan
+        return state_homes(sizes, own.resident_fraction, own.host_update_fraction)
+
+    def _trained_sizes(self, rank: int) -> list[int]:
+        """Return, by unit, the elements that a rank trains."""
+        return [
+            sum(flat.sizes[rank] for flat in unit.flats if flat.trainable and flat.layout)
             for unit in self.model.units
         ]
-        return state_homes(
-            sizes, self.own_plan.resident_fraction, self.own_plan.host_update_fraction
-        )
+
+    def _predict_host_memory(self) -> None:
+        """Add host memory for optimizer state to the plan's predictions."""
+        if not self.plan.moves_state:
+            return
+        each = max(map(max, map(state_bytes_per_element, self.optimizers)))
+        found = []
+        for index, (rank, kinds) in enumerate(
+            zip(self.plan.ranks, self.predicted_memory, strict=True)
+        ):
+            sizes = self._trained_sizes(index)
+            homes = state_homes(sizes, rank.resident_fraction, rank.host_update_fraction)
+            host = home_bytes(sizes, homes, each).host + (rank.host_bytes or 0.0)
+            found.append(replace(kinds, host_bytes=host))
+        self.predicted_memory = tuple(found)
 
     def _count_on_late_updates(self, more_bytes: float) -> None:
         """Add the gradients that late updates hold to the plan's predictions."""
@@ -349,6 +367,8 @@ class Session:
             self._move_state()
         peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
         self.predicted_memory = tuple(memory) or tuple(peaks)
+        if self.optimizers:
+            self._predict_host_memory()
         self.user_gathers.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
         job, own, executor = self._job, self.own_plan, self.model.executor
         executor.reshard_after_forward = job.options.reshard_after_forward.of_plan(

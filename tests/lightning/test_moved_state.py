@@ -10,7 +10,10 @@ import pytest
 import torch
 from common import Net, assert_same_optimizer_state, assert_same_tensors, in_ranks, loader
 from lightning.pytorch import Callback, Trainer
-from plans import GLOBAL_BATCH, PLANS, QUIET
+from plans import GLOBAL_BATCH, PLANS, QUIET, plan_of
+from profiled import GPT, fit
+from profiled import in_ranks as in_emulated_ranks
+from profiled import loader as profiled_loader
 from torch import Tensor, nn
 
 from lightning_cephalo import CephaloStrategy, Plan
@@ -269,3 +272,47 @@ def test_what_cannot_be_is_named_on_all_ranks():
         assert "HostMemoryError: Optimizer state needs" in small and "host_memory_cap=" in small
     assert own[2].startswith("TypeError: cannot unpack") and "Weights are half-updated" in own[2]
     assert "Rank 1" in other[2] and "failed: TypeError: cannot unpack" in other[2]
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class Predicted(Callback):
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.memory = trainer.strategy.session.predicted_memory
+
+
+def _memory() -> list[Any]:
+    found = []
+    for resident, on_host in ((1.0, 0.0), (0.3, 0.0), (0.3, 0.7)):
+        each = {"resident_fraction": resident, "host_update_fraction": on_host}
+        plan = plan_of(((2,), 0.75), ((2,), 0.25), **each)
+        predicted = Predicted()
+        runs = fit(
+            GPT(width=32, depth=8),
+            profiled_loader(samples=16),
+            capacity_bytes=(2**30, 2**30),
+            is_time_shared=False,
+            callbacks=[predicted],
+            max_steps=3,
+            strategy={"plan": plan, "early_update": "auto", "global_batch_size": 4},
+        )
+        found.append((runs.strategy.measured_memory, predicted.memory))
+    return found
+
+
+def test_the_device_holds_less_and_the_host_what_is_predicted():
+    (all_there, _), *others = in_emulated_ranks(2, _memory)[0]
+    for measured, predicted in others:
+        for rank, (before, after, expected) in enumerate(
+            zip(all_there, measured, predicted, strict=True)
+        ):
+            assert before.host_bytes is None
+            assert after.host_bytes == pytest.approx(expected.host_bytes, rel=0.05), rank
+            # of 12 bytes per element 8 are state, of which 0.3 stay beside two of ten units
+            assert after.state_bytes < 0.8 * before.state_bytes
+            assert after.peak_bytes < before.peak_bytes
+    streamed, on_host = (measured for measured, _ in others)
+    for one, other in zip(streamed, on_host, strict=True):
+        assert one.host_bytes < 0.55 * other.host_bytes  # 8 bytes against 16
+        assert other.state_bytes < one.state_bytes  # no staging

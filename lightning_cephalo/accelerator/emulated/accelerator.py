@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_cephalo.accelerator.backends import Backend
-from lightning_cephalo.accelerator.base import Device, MemoryFigures
+from lightning_cephalo.accelerator.base import Copies, Device, HostWorker, MemoryFigures
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.accelerator.emulated.device import EmulatedDevice
+from lightning_cephalo.accelerator.emulated.lanes import Lane, LaneCopies, LaneWorker
 from lightning_cephalo.accelerator.host import host_share_bytes
 from lightning_cephalo.accelerator.marks import HostMarks, Marks
 
@@ -32,6 +33,8 @@ class Emulated(Cpu):
     def __init__(self, device: torch.device, emulated: EmulatedDevice) -> None:
         super().__init__(device)
         self.emulated = emulated
+        self._to_device, self._to_host = (Lane(emulated.link_bytes_per_s) for _ in range(2))
+        self._host = Lane(emulated.host_updates_per_s)
 
     @property
     def name(self) -> str:
@@ -75,7 +78,17 @@ class Emulated(Cpu):
 
     def allocate_host(self, nbytes: int) -> Tensor:
         with self.on_host():
-            return super().allocate_host(nbytes)
+            memory = super().allocate_host(nbytes)
+        self.emulated.leave_out(memory)
+        return memory
+
+    def copies(self) -> Copies:
+        if self.emulated.link_bytes_per_s is None:
+            return super().copies()
+        return LaneCopies(self.emulated, self._to_device, self._to_host, self.emulated.counts)
+
+    def host_worker(self) -> HostWorker:
+        return LaneWorker(self.emulated, self._host)
 
     def on_host(self) -> AbstractContextManager[None]:
         return self.emulated.paused()

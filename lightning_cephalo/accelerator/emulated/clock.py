@@ -133,6 +133,17 @@ class VirtualClock:
         self._seen_s = self._now()
         self._looked_s, self._looked_active_s = self._seen_s, self._active()
 
+    def delay_until(self, moment_s: float) -> None:
+        """Lets the device start its next work no earlier; the host does not wait."""
+        self._settle()
+        self._device_s = max(self._device_s, moment_s)
+
+    def sleep_until(self, moment_s: float) -> None:
+        """Blocks the host until a moment that has nothing to do with the device's work."""
+        while (remaining_s := moment_s - self._now()) > 0:
+            self.suspect()
+            self._sleep(remaining_s)
+
     def forfeit(self) -> None:
         """Drops the credit that the host could still catch up."""
         self._device_s = max(self._device_s, self._seen_s)

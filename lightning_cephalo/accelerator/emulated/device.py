@@ -43,6 +43,10 @@ class EmulatedDevice(MemoryTracker):
         bytes_per_s: Memory bandwidth. If given, an operator costs its FLOPs divided by
             ``flops_per_s``, plus the bytes that it reads and writes divided by ``bytes_per_s``.
         capacity_bytes: Bytes of live tensors that fit. None sets no limit.
+        link_bytes_per_s: Rate of copies between device and host, in each direction at the same
+            time. None: they are work of the device.
+        host_updates_per_s: Parameters per second that the host's threads update for this device.
+            None: it takes no time.
         name: For messages and tables.
         clock: Makes the device's clock when the block is entered; by default the clock uses the
             time of this machine.
@@ -61,6 +65,8 @@ class EmulatedDevice(MemoryTracker):
         flops_per_s: float | None = None,
         bytes_per_s: float | None = None,
         capacity_bytes: int | None = None,
+        link_bytes_per_s: float | None = None,
+        host_updates_per_s: float | None = None,
         name: str = "emulated",
         clock: Callable[[], VirtualClock] = VirtualClock,
     ) -> None:
@@ -69,12 +75,16 @@ class EmulatedDevice(MemoryTracker):
             ("flops_per_s", flops_per_s),
             ("bytes_per_s", bytes_per_s),
             ("capacity_bytes", capacity_bytes),
+            ("link_bytes_per_s", link_bytes_per_s),
+            ("host_updates_per_s", host_updates_per_s),
         ):
             _check_positive(key, name, value)
         self.name = name
         self.flops_per_s = flops_per_s
         self.bytes_per_s = bytes_per_s
         self.capacity_bytes = capacity_bytes
+        self.link_bytes_per_s = link_bytes_per_s
+        self.host_updates_per_s = host_updates_per_s
         self._flops = 0
         self._busy_s = 0.0
         self._blocked_s = 0.0
@@ -129,6 +139,16 @@ class EmulatedDevice(MemoryTracker):
         It is in the past if the device is idle, and outside of the ``with`` block.
         """
         return -math.inf if self._clock is None else self._clock.done_s
+
+    def delay_until(self, moment_s: float) -> None:
+        """Lets the device start its next work no earlier, as a stream that waits for an event."""
+        if self._clock is not None:
+            self._clock.delay_until(moment_s)
+
+    def sleep_until(self, moment_s: float) -> None:
+        """Blocks the host until a moment of :attr:`now_s`, whatever the device does."""
+        if self._clock is not None:
+            self._clock.sleep_until(moment_s)
 
     def synchronize(self, *, keep_credit: bool = False) -> None:
         """Blocks until the device has done its work, as ``torch.cuda.synchronize`` does.

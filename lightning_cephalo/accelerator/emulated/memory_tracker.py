@@ -87,6 +87,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self._operators: dict[Any, Operator] = {}
         self._live: dict[int, _Live] = {}
+        self._left_out: dict[int, ref[torch.UntypedStorage]] = {}
         # A storage can be freed in any thread (a gloo worker drops the last reference), and during
         # any statement here (garbage collection). So freeing only appends here, which is atomic.
         self._freed: deque[int] = deque()
@@ -128,6 +129,16 @@ class MemoryTracker(TorchDispatchMode):
             if id(storage) not in self._live:
                 self._add(storage)
         self._check(self._current_bytes - before_bytes)
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Never counts a tensor's memory, which stands for host memory."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        self._left_out[key] = ref(storage, lambda _: self._left_out.pop(key, None))
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor's memory may be counted: it does not stand for host memory."""
+        return id(tensor.untyped_storage()) not in self._left_out
 
     def untrack(self, *values: Any) -> None:
         """Stops counting tensors, for example those that stand for host memory on a CPU.
@@ -240,7 +251,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._add(storage)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type == "meta":
+        if storage.device.type == "meta" or id(storage) in self._left_out:
             return
         key = id(storage)
 
