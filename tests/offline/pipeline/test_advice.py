@@ -123,7 +123,7 @@ def test_the_crossover_is_between_a_point_that_wins_and_one_that_does_not():
 
 def test_what_wins_always_or_never_is_said():
     points = (Point(1e6, 2.0, 1.0), Point(2e12, 2.0, 1.0))
-    assert "at all bandwidths between nodes up to 2 TB/s" in crossover_text(
+    assert "at all bandwidths between nodes up to 2000 GB/s" in crossover_text(
         Crossover(math.inf, points)
     )
     assert "down to 1 MB/s" in crossover_text(Crossover(0.0, points))
