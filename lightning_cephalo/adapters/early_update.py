@@ -8,9 +8,11 @@ change between steps is looked at before every step: such a step is late, with a
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from itertools import chain
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +37,10 @@ _HOOKS_OF_MODULE = (
     *("backward", "configure_gradient_clipping", "clip_gradients"),
     *("optimizer_step", "optimizer_zero_grad"),
 )
+# What code of the user's names if it reads gradients: the attribute, and Lightning's function.
+_GRADIENTS = frozenset({"grad", "grad_norm"})
+# Their hooks read no gradients but in the hooks above.
+_KNOWN = ("lightning", "pytorch_lightning", "torch", "lightning_cephalo")
 
 
 def late_by_job(trainer: Trainer, module: LightningModule) -> str:
@@ -53,6 +59,9 @@ def late_by_job(trainer: Trainer, module: LightningModule) -> str:
         for hook in hooks:
             if is_overridden(hook, owner):
                 return f"{type(owner).__name__}.{hook}()"
+        reader = _reader_of_gradients(owner)
+        if reader:
+            return f"{type(owner).__name__}.{reader}() reads gradients"
         if isinstance(owner, GradientAccumulationScheduler):
             return "GradientAccumulationScheduler"
     plugin = trainer.precision_plugin
@@ -63,6 +72,27 @@ def late_by_job(trainer: Trainer, module: LightningModule) -> str:
     if trainer._detect_anomaly:
         return "detect_anomaly=True"
     return _late_by_trainer(trainer)
+
+
+def _reader_of_gradients(owner: object) -> str:
+    """Return the first method of the user's whose own code names gradients; empty: none does.
+
+    Functions that it calls are not looked at. A gradient that is read there is refused by name.
+    """
+    for kind in type(owner).__mro__:
+        if kind.__module__.partition(".")[0] in _KNOWN:
+            continue
+        for name, value in vars(kind).items():
+            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+            if code is not None and _names_gradients(code):
+                return name
+    return ""
+
+
+def _names_gradients(code: CodeType) -> bool:
+    if not _GRADIENTS.isdisjoint(code.co_names):
+        return True
+    return any(_names_gradients(each) for each in code.co_consts if isinstance(each, CodeType))
 
 
 def _late_by_trainer(trainer: Trainer) -> str:

@@ -19,6 +19,7 @@ from common import (
 )
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import grad_norm
 from plans import PLANS, QUIET
 from torch import Tensor, nn
 
@@ -125,14 +126,18 @@ class Registers(Callback):
 
 class Reads(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        gradient = pl_module.blocks[0].up.bias.grad
-        assert gradient is not None and gradient.shape == (18,)
-        with pytest.raises(UnitUseError, match=r"'blocks.0.up.bias' is used .* after its update"):
-            gradient.norm()
-        with pytest.raises(UnitUseError, match="early_update=False"):
-            pl_module.clip_gradients(trainer.optimizers[0], 1.0, "norm")
-        pl_module.zero_grad()
-        assert pl_module.blocks[0].up.bias.grad is None
+        _read(trainer, pl_module)
+
+
+def _read(trainer: Any, pl_module: Any) -> None:
+    gradient = pl_module.blocks[0].up.bias.grad
+    assert gradient is not None and gradient.shape == (18,)
+    with pytest.raises(UnitUseError, match=r"'blocks.0.up.bias' is used .* after its update"):
+        gradient.norm()
+    with pytest.raises(UnitUseError, match="early_update=False"):
+        pl_module.clip_gradients(trainer.optimizers[0], 1.0, "norm")
+    pl_module.zero_grad()
+    assert pl_module.blocks[0].up.bias.grad is None
 
 
 def _in_the_middle() -> None:
@@ -249,6 +254,17 @@ class _BeforeStep(Callback):
         """Reads gradients."""
 
 
+class _LogsNorms(Net):
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self.log_dict({str(i): p.grad.norm() for i, p in enumerate(self.parameters())})
+
+
+class _LogsNormsByLightning(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        pl_module.log_dict(grad_norm(pl_module, 2))
+
+
 class _Manual(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -271,6 +287,12 @@ class _Manual(Net):
         (_OptimizerStep, {}, "_OptimizerStep.optimizer_step()"),
         (_Clips, {}, "_Clips.configure_gradient_clipping()"),
         (_ZeroGrad, {}, "_ZeroGrad.optimizer_zero_grad()"),
+        (_LogsNorms, {}, "_LogsNorms.on_train_batch_end() reads gradients"),
+        (
+            Net,
+            {"callbacks": [_LogsNormsByLightning()]},
+            "_LogsNormsByLightning.on_train_batch_end() reads gradients",
+        ),
         (_Manual, {}, "manual optimization"),
     ],
 )
