@@ -107,7 +107,7 @@ def fitted(
 ) -> Notes:
     notes = Notes()
     runs = trainer(plan, early, callbacks=[notes, *callbacks], **options)
-    runs.fit(module, loader(), ckpt_path=ckpt_path)
+    runs.fit(module, loader(), loader(8), ckpt_path=ckpt_path)
     return notes
 
 
@@ -202,7 +202,7 @@ class Changes(Callback):
 def _trained(plans: list[Plan], path: str) -> Notes:
     """Train by three plans in turn, save, and resume by a fourth."""
     runs = trainer(plans[0], "auto", callbacks=[Changes(plans[1], plans[2])], max_epochs=2)
-    runs.fit(Partly(), loader())
+    runs.fit(Partly(), loader(), loader(8))
     runs.save_checkpoint(path)
     return fitted(plans[3], "auto", Partly(), ckpt_path=path, max_epochs=4)
 
@@ -241,7 +241,7 @@ class Whole(Partly):
 def _raised(plan: Plan, module: Any, callbacks: Any = (), **strategy: Any) -> str:
     runs = trainer(plan, "auto", strategy=strategy, callbacks=list(callbacks))
     try:
-        runs.fit(module, loader())
+        runs.fit(module, loader(), loader(8))
     except Exception as failure:
         said = "\n".join([str(failure), *getattr(failure, "__notes__", ())])
         return f"{type(failure).__name__}: {said}"
