@@ -242,10 +242,8 @@ class TrainingMemory(Observer):
             step=None if self._meter.is_free else COUNTED_STEP,
         )
 
-    def _host_bytes(self) -> int | None:
+    def _host_bytes(self) -> int:
         arena, moved = self._model.executor.arena, self._moved
-        if arena is None and moved is None:
-            return None
         boundaries = 0 if arena is None else arena.held_bytes
         return boundaries + (0 if moved is None else moved.host_bytes)
 

@@ -197,7 +197,8 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
         }
         peak = rank.memory_bytes
         inside = None if peak is None else max(0.0, peak - sum(kinds.values()))
-        found.append(RankMemory(peak_bytes=peak, inside_bytes=inside, **kinds))
+        host = rank.host_bytes or 0.0
+        found.append(RankMemory(peak_bytes=peak, inside_bytes=inside, host_bytes=host, **kinds))
     return tuple(found)
 
 

@@ -684,7 +684,7 @@ def test_a_variant_without_time_does_not_hide_the_other(monkeypatch):
     run = Search.run
 
     def fails_for_uneven(self):
-        if self.problem.state_bytes:
+        if not self.problem.has_even_state:
             raise SolverError("no time")
         return run(self)
 
