@@ -12,13 +12,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.common.errors import BatchSplitError
+from lightning_cephalo.common.errors import BatchSplitError, CephaloError
 from lightning_cephalo.data import BatchLayout, MicrobatchList, deal, split_sizes, zero_rows
 from lightning_cephalo.data.batch_layout import not_splittable
 from lightning_cephalo.data.containers import children_of
 
 
-class StepResultError(TypeError, MisconfigurationException):
+class StepResultError(CephaloError, TypeError, MisconfigurationException):
     """``training_step`` has returned something that is no loss.
 
     It is also the error that Lightning's own strategies raise then.

@@ -14,19 +14,17 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
-from lightning_cephalo.adapters import precision
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.early_update import EarlyUpdater, late_by_optimizer
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
-from lightning_cephalo.adapters.moved_state import MovedState, needs_device
+from lightning_cephalo.adapters.moved_state import MovedState
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
-from lightning_cephalo.adapters.scope import state_bytes_per_element
 from lightning_cephalo.adapters.step_outputs import StepOutputs
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
-from lightning_cephalo.common.errors import HostMemoryError, TooLittleMemoryError
+from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.data import (
     BatchLayout,
@@ -45,7 +43,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
-from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
+from lightning_cephalo.preparation.host_state import HostState
 from lightning_cephalo.preparation.limits import (
     check_plan,
     named_where_nothing_fits,
@@ -58,9 +56,6 @@ from lightning_cephalo.sharding.blocks import type_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-# What the host holds of a parameter that it updates, beside its state: the parameter, its gradient.
-_HOST_UPDATE_BYTES = 8
 
 
 class Session:
@@ -99,7 +94,6 @@ class Session:
         predicted_memory: The plan's prediction of every rank's memory.
         notes: Sentences below the plan's table: why it divides the work so.
         late: Why updates follow the backward, in a few words; empty: they run inside of it.
-        moved: Optimizer state that lives in host memory; None: all of it is on the device.
     """
 
     memory: TrainingMemory
@@ -150,14 +144,19 @@ class Session:
         self.notes: tuple[str, ...] = ()
         self.late = job.late
         self._updater: EarlyUpdater | None = None
-        self.moved: MovedState | None = None
-        self._needs_device = ""  # why state cannot live in host memory
-        self._scales_loss = False
+        host = job.limits[groups.control.rank].host
+        self._host_state = HostState(self.model, host.capacity_bytes, groups.control)
+        self._at_end.callback(self._host_state.close)
 
     @property
     def own_plan(self) -> RankPlan:
         """This rank's part of the plan."""
         return self.plan.ranks[self.control.rank]
+
+    @property
+    def moved(self) -> MovedState | None:
+        """Optimizer state that lives in host memory; None: all of it is on the device."""
+        return self._host_state.moved
 
     @property
     def inside_microbatch(self) -> bool:
@@ -182,7 +181,8 @@ class Session:
             self.updates.of(optimizer)
         own = self.late or next(filter(None, map(late_by_optimizer, optimizers)), "")
         self.late = next(filter(None, self.control.gather(own)), "")
-        self._use_host_memory(trainer)
+        self._host_state.begin(optimizers, trainer, self.plan)
+        self._predict_host_memory()
         is_planned = self.plan.early_update is True
         more_bytes = state_bytes(self.model) - state_bytes(self.model, early=True)
         if self.late:
@@ -194,76 +194,9 @@ class Session:
         self._updater = EarlyUpdater(optimizers[0], trainer, consequence, self.moved)
         self.model.executor.early.updater = self._updater
 
-    def _use_host_memory(self, trainer: Trainer) -> None:
-        """Let optimizer state live in host memory where the plan says so; collective."""
-        own = needs_device(trainer, self.optimizers)
-        self._scales_loss = precision.loss_scaler(trainer.precision_plugin) is not None
-        self._needs_device = next(filter(None, self.control.gather(own)), "")
-        self._check_homes(self.plan)
-        if not self._needs_device:
-            self.control.together("allocating host memory", self._move_state)
-        self._predict_host_memory()
-
-    def _check_homes(self, plan: Plan) -> None:
-        """Raise if optimizer state cannot live where a plan says; the same on all ranks."""
-        if plan.moves_state and self._needs_device:
-            raise PlanError(
-                "The plan keeps optimizer state in host memory (resident_fraction), but it has to"
-                f" stay on the devices: {self._needs_device}. Leave resident_fraction out of the"
-                " plan."
-            )
-        if any(rank.host_update_fraction for rank in plan.ranks) and self._scales_loss:
-            raise PlanError(
-                "The plan lets the host update parameters (host_update_fraction), which loss"
-                " scaling (16-mixed) does not support. Leave host_update_fraction out of the plan,"
-                ' or use precision="bf16-mixed".'
-            )
-
-    def _move_state(self) -> None:
-        """Move this rank's optimizer state to where its plan says."""
-        homes, optimizers = self._homes(), self.optimizers
-        executor = self.model.executor
-        executor.state_moves.planned = homes
-        if self.moved is not None:
-            # rows may have moved, and their state with them
-            self.moved.follow(homes, optimizers)
-        elif any(home is not StateHome.RESIDENT for home in homes):
-            arena, host = executor.arena, self._job.limits[self.control.rank].host
-            capacity = host.capacity_bytes - (0 if arena is None else arena.held_bytes)
-            accelerator = self.model.accelerator
-            self.moved = MovedState(self.model.units, accelerator, capacity, homes)
-            self._at_end.callback(self.moved.close)
-            for optimizer in optimizers:
-                self.moved.reserve(optimizer, state_bytes_per_element(optimizer))
-                self.moved.settle(optimizer)
-            executor.state_moves.mover = self.moved
-
-    def _homes(self) -> tuple[StateHome, ...]:
-        """Return where the state of each unit lives on this rank."""
-        sizes, own = self._trained_sizes(self.control.rank), self.own_plan
-        return state_homes(sizes, own.resident_fraction, own.host_update_fraction)
-
-    def _trained_sizes(self, rank: int) -> list[int]:
-        """Return, by unit, the elements that a rank trains."""
-        return [
-            sum(flat.sizes[rank] for flat in unit.flats if flat.trainable and flat.layout)
-            for unit in self.model.units
-        ]
-
     def _predict_host_memory(self) -> None:
-        """Add host memory for optimizer state to the plan's predictions."""
-        if not self.plan.moves_state:
-            return
-        each = max(map(max, map(state_bytes_per_element, self.optimizers)))
-        found = []
-        for index, (rank, kinds) in enumerate(
-            zip(self.plan.ranks, self.predicted_memory, strict=True)
-        ):
-            sizes = self._trained_sizes(index)
-            homes = state_homes(sizes, rank.resident_fraction, rank.host_update_fraction)
-            host = home_bytes(sizes, homes, each).host + (rank.host_bytes or 0.0)
-            found.append(replace(kinds, host_bytes=host))
-        self.predicted_memory = tuple(found)
+        memory = self._host_state.predicted(self.plan, self.predicted_memory, self.optimizers)
+        self.predicted_memory = memory
 
     def _count_on_late_updates(self, more_bytes: float) -> None:
         """Add the gradients that late updates hold to the plan's predictions."""
@@ -363,12 +296,10 @@ class Session:
             if owned is not None:
                 owned.follow(self.model.fractions)
         self.plan = self.dealt_plan = plan
-        if self.optimizers and not self._needs_device:
-            self._move_state()
+        self._host_state.follow(plan, self.optimizers)
         peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
         self.predicted_memory = tuple(memory) or tuple(peaks)
-        if self.optimizers:
-            self._predict_host_memory()
+        self._predict_host_memory()
         self.user_gathers.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
         job, own, executor = self._job, self.own_plan, self.model.executor
         executor.reshard_after_forward = job.options.reshard_after_forward.of_plan(
@@ -397,7 +328,7 @@ class Session:
         plan.check(world_size=self.control.world_size, global_batch_size=job.global_batch_size)
         check_plan(plan, job.limits)
         self.check_modes(plan)
-        self._check_homes(plan)
+        self._host_state.check(plan)
         if plan.early_update and self.late:
             raise PlanError(
                 "The plan says early_update: true, so that its memory lacks gradients, but updates"
@@ -463,28 +394,11 @@ class Session:
             HostMemoryError: If the host has less memory than the plan needs.
         """
         own, arena = plan.ranks[self.control.rank], self.model.executor.arena
-        self._check_host_memory(own)
+        self._host_state.check_room(own, self.optimizers)
         if own.offload and arena is not None and (own.host_bytes or 0.0) <= arena.held_bytes:
             return arena
         host = self._job.limits[self.control.rank].host
         return reserve_host_memory(self.model.accelerator, host, own)
-
-    def _check_host_memory(self, own: RankPlan) -> None:
-        """Raise if this rank's optimizer state does not fit into its host's memory by a plan."""
-        if not own.moves_state or not self.optimizers:
-            return
-        trained = sum(flat.numel for flat in self.model.flats if flat.trainable)
-        each = max(map(max, map(state_bytes_per_element, self.optimizers)))
-        elements = trained * own.state_fraction
-        needed = elements * (1 - own.resident_fraction) * each
-        needed += elements * own.host_update_fraction * _HOST_UPDATE_BYTES + (own.host_bytes or 0.0)
-        capacity = self._job.limits[self.control.rank].host.capacity_bytes
-        if needed > capacity:
-            raise HostMemoryError(
-                f"The plan keeps {format_mib(needed)} of optimizer state and boundaries in host"
-                f" memory; this rank may use {format_mib(capacity)}. Raise host_memory_cap=, or use"
-                " a plan that keeps more on the devices (resident_fraction)."
-            )
 
     @staticmethod
     def _fractions_of(plan: Plan) -> tuple[float, ...]:

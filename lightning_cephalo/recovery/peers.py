@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cephalo.common.errors import CephaloError
 from lightning_cephalo.recovery.placing import Placement
 from lightning_cephalo.recovery.store import Piece, Sizes, Slot, Store
 
@@ -134,7 +135,7 @@ class Peers:
                 work.wait()
 
 
-class VoidPieceError(Exception):
+class VoidPieceError(CephaloError, RuntimeError):
     """Another rank's piece is void, so that its copy cannot be kept."""
 
 

@@ -90,6 +90,7 @@ def model_on(device: LateDevice) -> FakeModel:
         buffer_pools=[],
         buffers=list,
         executor=SimpleNamespace(
+            arena=None,
             attach=lambda _: None,
             detach=lambda _: None,
             observed_by=lambda _: nullcontext(),
@@ -106,7 +107,8 @@ def test_the_peak_is_read_off_an_allocator_that_knows_it():
         device.figures.current_bytes = 130
         meter.forward_done()
         device.figures.peak_bytes = 170
-    assert (meter.kept_bytes, meter.peak_bytes) == (30, 70)
+    held = meter.held(samples_bytes=1)
+    assert (held.kept_bytes, held.peak_bytes) == (31, 71)
     assert resting_bytes(model_on(device)) == 130
 
 
@@ -118,7 +120,7 @@ def test_the_meter_of_a_training_slows_no_step_of_a_device_that_knows_its_peak()
             device.figures.peak_bytes = 50 * step
         assert not meter.slowed
     measured = meter.measured()
-    assert measured.peak_bytes == 150 and measured.step is None
+    assert measured.peak_bytes == 150 and measured.step is None and measured.host_bytes == 0
     assert COUNTED_STEP < 3
 
 

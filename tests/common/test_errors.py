@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_cephalo.common import errors
+from lightning_cephalo.data.cutting import StepResultError
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
+from lightning_cephalo.recovery.peers import VoidPieceError
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lightning_cephalo"
 BUILT_IN = {
@@ -30,6 +33,8 @@ BUILT_IN = {
     errors.RemoteRankError: RuntimeError,
     errors.RecoveryError: RuntimeError,
     OutOfMemoryInStepError: torch.OutOfMemoryError,
+    StepResultError: (TypeError, MisconfigurationException),
+    VoidPieceError: RuntimeError,
 }
 
 

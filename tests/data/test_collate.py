@@ -133,8 +133,8 @@ def test_idle_ranks_and_ragged_steps_work_with_every_way_of_fetching(dataset, wo
 
 
 def test_only_datasets_that_need_it_are_wrapped_and_pass_for_themselves():
-    (plain,) = rebuilt_for_ranks(lambda: DataLoader(TolerantlyFetched(4)), (1,))
-    (wrapped,) = rebuilt_for_ranks(lambda: DataLoader(Fetched(4)), (1,))
+    plain, _ = rebuilt_for_ranks(lambda: DataLoader(TolerantlyFetched(4)), (1, 1))
+    wrapped, _ = rebuilt_for_ranks(lambda: DataLoader(Fetched(4)), (1, 1))
 
     assert type(plain.dataset) is TolerantlyFetched
     assert type(wrapped.dataset) is EmptyFetchDataset

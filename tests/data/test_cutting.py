@@ -45,5 +45,8 @@ def test_a_microbatch_that_returns_none_has_no_part_in_the_result():
 
 @pytest.mark.parametrize("result", [1.0, {"accuracy": torch.ones(())}, torch.ones(2)])
 def test_what_is_no_loss_is_refused_with_the_way_out(result):
-    with pytest.raises(TypeError, match=r"expected|without the key 'loss'"):
+    with pytest.raises(
+        TypeError,
+        match=r"expected|must return a Tensor, a dict, or None|Return a tensor, or a dict with",
+    ):
         loss_and_weight(result, 2)

@@ -1,0 +1,180 @@
+"""Keeps a part of the optimizers' state in host memory, where a given plan says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+from lightning_cephalo.adapters import precision
+from lightning_cephalo.adapters.moved_state import MovedState, needs_device
+from lightning_cephalo.adapters.scope import state_bytes_per_element
+from lightning_cephalo.common.errors import HostMemoryError
+from lightning_cephalo.common.quantities import format_mib
+from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.observe.memory import RankMemory
+from lightning_cephalo.plan import Plan, PlanError, RankPlan
+from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
+from lightning_cephalo.ranks.control import ControlGroup
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+# What the host holds of a parameter that it updates, beside its state: the parameter, its gradient.
+_HOST_UPDATE_BYTES = 8
+
+
+class HostState:
+    """Optimizer state that may live in host memory, under one plan after the other.
+
+    ::
+
+        state = HostState(model, capacity_bytes=host.capacity_bytes, control=control)
+        state.begin(optimizers, trainer, plan)       # once the optimizers exist
+        ...
+        state.follow(other_plan, optimizers)         # its rows have moved
+        state.close()
+
+    Args:
+        model: The sharded model.
+        capacity_bytes: Host memory that this rank may use, for boundaries too.
+        control: Messages between ranks.
+
+    Attributes:
+        moved: The state that lives in host memory; None: all of it is on the device.
+    """
+
+    def __init__(self, model: ShardedModel, capacity_bytes: float, control: ControlGroup) -> None:
+        self._model, self._capacity_bytes, self._control = model, capacity_bytes, control
+        self._at_end = ExitStack()
+        self._needs_device = ""  # why state cannot live in host memory
+        self._scales_loss = False
+        self.moved: MovedState | None = None
+
+    def begin(self, optimizers: Sequence[Optimizer], trainer: Trainer, plan: Plan) -> None:
+        """Let state live where the plan says, now that the optimizers exist; collective.
+
+        Args:
+            optimizers: All optimizers.
+            trainer: The trainer that is fitting.
+            plan: The plan in use.
+
+        Raises:
+            PlanError: On every rank, if state cannot live where the plan says.
+            HostMemoryError: If the host has too little memory.
+            RemoteRankError: If that is so on another rank.
+        """
+        own = needs_device(trainer, optimizers)
+        self._scales_loss = precision.loss_scaler(trainer.precision_plugin) is not None
+        self._needs_device = next(filter(None, self._control.gather(own)), "")
+        self.check(plan)
+        self._control.together("allocating host memory", lambda: self.follow(plan, optimizers))
+
+    def check(self, plan: Plan) -> None:
+        """Raise if optimizer state cannot live where a plan says; the same on all ranks.
+
+        Raises:
+            PlanError: The message names the reason.
+        """
+        if plan.moves_state and self._needs_device:
+            raise PlanError(
+                "The plan keeps optimizer state in host memory (resident_fraction), but it has to"
+                f" stay on the devices: {self._needs_device}. Leave resident_fraction out of the"
+                " plan."
+            )
+        if any(rank.host_update_fraction for rank in plan.ranks) and self._scales_loss:
+            raise PlanError(
+                "The plan lets the host update parameters (host_update_fraction), which loss"
+                " scaling (16-mixed) does not support. Leave host_update_fraction out of the plan,"
+                ' or use precision="bf16-mixed".'
+            )
+
+    def check_room(self, own: RankPlan, optimizers: Sequence[Optimizer]) -> None:
+        """Raise if this rank's state does not fit into its host's memory.
+
+        Args:
+            own: This rank's part of a plan.
+            optimizers: All optimizers.
+
+        Raises:
+            HostMemoryError: The message says how much is needed.
+        """
+        if not own.moves_state or not optimizers:
+            return
+        trained = sum(flat.numel for flat in self._model.flats if flat.trainable)
+        elements = trained * own.state_fraction
+        needed = elements * (1 - own.resident_fraction) * _most_bytes(optimizers)
+        needed += elements * own.host_update_fraction * _HOST_UPDATE_BYTES + (own.host_bytes or 0.0)
+        if needed > self._capacity_bytes:
+            raise HostMemoryError(
+                f"The plan keeps {format_mib(needed)} of optimizer state and boundaries in host"
+                f" memory; this rank may use {format_mib(self._capacity_bytes)}. Raise"
+                " host_memory_cap=, or use a plan that keeps more on the devices"
+                " (resident_fraction)."
+            )
+
+    def follow(self, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
+        """Move this rank's state to where a plan says; its rows are already the plan's.
+
+        Args:
+            plan: The plan.
+            optimizers: All optimizers; none before they exist.
+        """
+        if not optimizers or self._needs_device:
+            return
+        executor, homes = self._model.executor, self._homes(plan, self._control.rank)
+        executor.state_moves.planned = homes
+        if self.moved is not None:
+            self.moved.follow(homes, optimizers)
+        elif any(home is not StateHome.RESIDENT for home in homes):
+            arena = executor.arena
+            capacity_bytes = self._capacity_bytes - (0 if arena is None else arena.held_bytes)
+            units, accelerator = self._model.units, self._model.accelerator
+            self.moved = MovedState(units, accelerator, capacity_bytes, homes)
+            self._at_end.callback(self.moved.close)
+            for optimizer in optimizers:
+                self.moved.reserve(optimizer, state_bytes_per_element(optimizer))
+                self.moved.settle(optimizer)
+            executor.state_moves.mover = self.moved
+
+    def predicted(
+        self, plan: Plan, memory: Sequence[RankMemory], optimizers: Sequence[Optimizer]
+    ) -> tuple[RankMemory, ...]:
+        """Return the predicted memory of every rank, with that of its host.
+
+        Args:
+            plan: The plan in use.
+            memory: What it predicts without state in host memory.
+            optimizers: All optimizers; none before they exist.
+        """
+        if not plan.moves_state or not optimizers:
+            return tuple(memory)
+        each, found = _most_bytes(optimizers), []
+        for index, (rank, kinds) in enumerate(zip(plan.ranks, memory, strict=True)):
+            held = home_bytes(self._sizes(index), self._homes(plan, index), each)
+            found.append(replace(kinds, host_bytes=held.host + (rank.host_bytes or 0.0)))
+        return tuple(found)
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        self._at_end.close()
+
+    def _homes(self, plan: Plan, rank: int) -> tuple[StateHome, ...]:
+        """Return where the state of each unit lives on a rank."""
+        part = plan.ranks[rank]
+        return state_homes(self._sizes(rank), part.resident_fraction, part.host_update_fraction)
+
+    def _sizes(self, rank: int) -> list[int]:
+        """Return, by unit, the elements that a rank trains."""
+        return [
+            sum(flat.sizes[rank] for flat in unit.flats if flat.trainable and flat.layout)
+            for unit in self._model.units
+        ]
+
+
+def _most_bytes(optimizers: Sequence[Optimizer]) -> float:
+    """Return the most bytes of state for one element of a parameter."""
+    return max(map(max, map(state_bytes_per_element, optimizers)))
