@@ -22,6 +22,7 @@ from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.placement import rows_of
 from lightning_cephalo.sharding.row_operators import cut_gradients
+from lightning_cephalo.sharding.spent_gradients import is_spent
 
 
 class RowsOfState:
@@ -37,7 +38,7 @@ class RowsOfState:
         optimizers: Optimizers that update this rank's rows.
         averages: Per copy of the module, each of its parameters and the module's parameter that it
             averages.
-        with_gradients: Flats whose parameters' gradients move too.
+        with_gradients: Flats whose parameters' gradients move too, but for those that are spent.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ def _gradients(flats: Sequence[Flat]) -> Iterator[tuple[str, Tensor, Any]]:
     for flat in flats:
         cut_gradients(flat.sharded)
         for parameter in flat.sharded:
-            if parameter.grad is not None:
+            if parameter.grad is not None and not is_spent(parameter.grad):
                 yield "gradient", parameter, parameter.grad
 
 

@@ -155,6 +155,7 @@ CASES: dict[str, tuple[Callable[[], Hungry], dict[str, Any]]] = {
     "forward, and again": (lambda: Counts((3, "forward"), (3, "forward")), {}),
     "backward": (lambda: Counts((3, "backward"), optimizer="sgd"), {}),
     "both": (lambda: Counts((2, "forward"), (4, "backward"), (4, "forward")), {}),
+    "behind early updates": (lambda: Hungry((3, "forward")), {"early": "auto"}),
     "accumulation": (lambda: Counts((1, "forward")), {"accumulate_grad_batches": 2}),
 }
 
