@@ -152,6 +152,7 @@ class RepeatedStep:
             refused = f"The step was repeated {MOST_REPEATS} times already."
         relief(error, refused)
         self._repeats += 1
+        executor.early.repeat()
         executor.buffers.put_back()
         executor.state.put_back()
         assert self._random is not None

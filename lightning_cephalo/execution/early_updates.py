@@ -69,6 +69,7 @@ class EarlyUpdates:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
         self._updated = 0
+        self._may = self._may_again = False
         self.updater: Updater | None = None
         self.is_on = False
 
@@ -79,7 +80,12 @@ class EarlyUpdates:
 
     def begin(self) -> None:
         """Find out whether this rank may update early in the step that begins."""
-        self.is_on = self.updater is not None and self.updater.is_exact()
+        self._may = self._may_again or (self.updater is not None and self.updater.is_exact())
+        self.is_on, self._may_again = self._may, False
+
+    def repeat(self) -> None:
+        """Let the step that begins next be the one of before, which has failed."""
+        self._may_again = self._may
 
     def agree(self, everyone: bool) -> bool:
         """Learn whether all ranks may; return whether that changes this step."""

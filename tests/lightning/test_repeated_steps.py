@@ -61,6 +61,7 @@ class Hungry(Net):
         self.seen, self.mean = SumMetric(), MeanMetric()
         self.calls: list[int] = []
         self.zeroed: list[int] = []
+        self.early: list[bool] = []
         self.count = 0
         inside = next(self.blocks[1].children())
         inside.register_forward_pre_hook(self._eat)
@@ -87,6 +88,15 @@ class Hungry(Net):
         self.mean(loss.detach(), len(batch[0]))
         self.log("metric", self.mean, on_step=False, on_epoch=True)
         return loss
+
+
+class UpdatesEarly(Hungry):
+    """Notes which steps update units inside of the backward."""
+
+    def on_train_batch_end(self, *given) -> None:
+        super().on_train_batch_end(*given)
+        if self.trainer.world_size > 1:
+            self.early.append(self.trainer.strategy.session.model.executor.early.is_on)
 
 
 class Counts(Hungry):
@@ -146,6 +156,7 @@ def _result(make: Callable[[], Hungry], plan: Plan | None, **options):
         "metrics": metrics,
         "zeroed": model.zeroed,
         "seen": model.seen.sum_value.item(),
+        "early": model.early,
     }
     plans = [(change.cause, change.step, change.plan) for change in seen]
     return state, plans, model.count - len(model.calls)
@@ -155,7 +166,7 @@ CASES: dict[str, tuple[Callable[[], Hungry], dict[str, Any]]] = {
     "forward, and again": (lambda: Counts((3, "forward"), (3, "forward")), {}),
     "backward": (lambda: Counts((3, "backward"), optimizer="sgd"), {}),
     "both": (lambda: Counts((2, "forward"), (4, "backward"), (4, "forward")), {}),
-    "behind early updates": (lambda: Hungry((3, "forward")), {"early": "auto"}),
+    "behind early updates": (lambda: UpdatesEarly((3, "forward")), {"early": "auto"}),
     "accumulation": (lambda: Counts((1, "forward")), {"accumulate_grad_batches": 2}),
 }
 
@@ -175,6 +186,7 @@ def test_a_repeated_step_is_that_of_one_device():
         for own in (first, second):
             assert own["losses"] == pytest.approx(one["losses"], abs=1e-6), name
             assert own["zeroed"] == one["zeroed"], name
+            assert own["early"] == [True] * STEPS * (name == "behind early updates"), name
             assert_same_tensors(own["values"], one["values"], 1e-5)
             assert own["metrics"] == pytest.approx(one["metrics"], abs=1e-5), name
         assert first["seen"] + second["seen"] == pytest.approx(one["seen"], abs=1e-4), name
