@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_cephalo.plan.cost import (
+    DEVICE_NEEDS,
     Mode,
     as_planned,
-    device_need,
     host_need,
     modes,
     predict,
@@ -75,12 +75,28 @@ def plan_for_batches(problem: Problem, plan: Plan, batch_sizes: Sequence[int]) -
 
 @dataclass(frozen=True)
 class _Run:
-    """A way of a rank to run its batch."""
+    """A way of a rank to run its batch.
+
+    Attributes:
+        sizes: Its microbatches.
+        mode: What happens to their activations.
+        rooms: For each moment of a step, the bytes that it leaves, and those of the whole state.
+        busy_s: Seconds of work.
+    """
 
     sizes: tuple[int, ...]
     mode: Mode
-    need_bytes: float
+    rooms: tuple[tuple[float, float], ...]
     busy_s: float
+
+    @property
+    def most_share(self) -> float:
+        """The largest share of the state that it leaves room for."""
+        return min(left / state if state else math.inf for left, state in self.rooms)
+
+    def fits(self, share: float, rounding_bytes: float) -> bool:
+        """Return whether it leaves room for a share of the state."""
+        return all(share * state <= left + rounding_bytes for left, state in self.rooms)
 
 
 def _plan_by(problem: Problem, plan: Plan, batch_sizes: Sequence[int]) -> Plan | None:
@@ -103,33 +119,30 @@ def _runs(problem: Problem, profile: RankProfile, batch: int) -> Iterator[_Run]:
     """Yield the ways of a rank to run a batch in microbatches that are as equal as can be."""
     least = problem.minimum_microbatch_size
     for mode in modes(problem, profile):
-        device, host = device_need(problem, profile, mode), host_need(problem, profile, mode)
+        needs = [need(problem, profile, mode) for need in DEVICE_NEEDS]
+        host = host_need(problem, profile, mode)
         for count in range(1, max(batch // least, 1) + 1) if batch else (0,):
             sizes = tuple(batch // count + (index < batch % count) for index in range(count))
             if sizes and sizes[0] > profile.largest_microbatch_size:
                 continue
-            need_bytes = device.of(sizes)
-            if need_bytes <= device.capacity and host.of(sizes) <= host.capacity:
+            rooms = tuple((need.capacity - need.of(sizes), need.state) for need in needs)
+            if min(rooms)[0] >= 0.0 and host.of(sizes) <= host.capacity:
                 forward_s, backward_s, tail_s = rank_work(problem, profile, sizes, mode)
                 busy_s = problem.units * (forward_s + backward_s) + tail_s
-                yield _Run(sizes, mode, need_bytes, busy_s)
+                yield _Run(sizes, mode, rooms, busy_s)
 
 
 def _best(problem: Problem, plan: Plan, ways: Sequence[Sequence[_Run]]) -> Plan | None:
     if not all(ways):
         return None
-    state = problem.state_bytes
-    most = [
-        (profile.capacity_bytes - min(run.need_bytes for run in own)) / state if state else math.inf
-        for profile, own in zip(problem.ranks, ways, strict=True)
-    ]
+    most = [max(run.most_share for run in own) for own in ways]
     shares = _shares([rank.state_fraction for rank in plan.ranks], most)
     if shares is None:
         return None
     ranks = []
     for profile, own, share in zip(problem.ranks, ways, shares, strict=True):
-        room = profile.capacity_bytes * (1.0 + _ROUNDING) - share * state
-        run = min((run for run in own if run.need_bytes <= room), key=lambda run: run.busy_s)
+        rounding = profile.capacity_bytes * _ROUNDING
+        run = min((run for run in own if run.fits(share, rounding)), key=lambda run: run.busy_s)
         ranks.append(rank_plan(profile, run.sizes, run.mode, share))
     # even shares are not padded, which would take memory that is not counted here
     return priced(problem, ranks, backend=plan.backend or "", padded=False)

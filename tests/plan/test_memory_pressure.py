@@ -40,6 +40,8 @@ def _problem(draw: random.Random) -> Problem:
         unresharded_bytes=20,
         reshard_after_forward=draw.choice([True, False, "auto"]),
         equal_microbatches=draw.choice([True, False]),
+        reducing_state_bytes=draw.choice([0.0, 40.0]),
+        updating_state_bytes=draw.choice([0.0, 80.0]),
     )
 
 
@@ -102,7 +104,7 @@ def _room(problem: Problem, batches: list[int], count: int | None) -> bool:
         if own < 0 or (n and largest > 8):
             return False
         room += own
-    return room >= problem.state_bytes
+    return room >= problem.full_state_bytes
 
 
 def test_shares_go_where_there_is_room():
