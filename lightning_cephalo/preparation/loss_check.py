@@ -8,7 +8,7 @@ halves. Both leave no trace in the model, its logs, or its random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -141,25 +141,32 @@ def _compare(
     parted: Callable[[], Parted | None],
     gathers: UserGathers | None = None,
 ) -> None:
-    is_first = model.control.rank == 0
+    control = model.control
+    is_first = control.rank == 0
     refused: AbstractContextManager[None] = nullcontext()
     on_user_collective = None
-    if gathers is not None and model.control.world_size > 1:
+    if gathers is not None and control.world_size > 1:
         refused, on_user_collective = gathers.refused(), partial(gathers.called, True)
-    try:
-        module, accelerator = model.module, model.accelerator
-        with refused, isolated(trainer, module, accelerator, keeps_gradients=True):
-            own = model.control.together("cutting a batch", parted)
-            context = trainer.precision_plugin.train_step_context
-            batch, parts = own or (None, [])
-            found = additivity.compared(model, step, context, batch, parts, on_user_collective)
-    except Exception as error:  # on every rank
+    failure = ""  # the error itself would keep activations
+    with ExitStack() as undo:
+        try:
+            # one rank alone may lack the memory for copies
+            isolate = isolated(trainer, model.module, model.accelerator, keeps_gradients=True)
+            control.together("copying what modules hold", partial(undo.enter_context, isolate))
+            with refused:
+                own = control.together("cutting a batch", parted)
+                context = trainer.precision_plugin.train_step_context
+                batch, parts = own or (None, [])
+                found = additivity.compared(model, step, context, batch, parts, on_user_collective)
+        except Exception as error:  # on every rank
+            failure = f"{type(error).__name__}: {error}"
+        control.together("putting back what modules hold", undo.close)
+    if failure:
         Progress(job.options.verbose and is_first).warn(
-            f"{_UNKNOWN} (steps without gradients, in evaluation mode)."
-            f" {type(error).__name__}: {error}"
+            f"{_UNKNOWN} (steps without gradients, in evaluation mode). {failure}"
         )
         return
     sizes = [size for _, size in parts]
-    rows: list[tuple[LossOfParts | None, list[int]]] = model.control.gather((found, sizes))
+    rows: list[tuple[LossOfParts | None, list[int]]] = control.gather((found, sizes))
     if is_first:
         additivity.warn_if_any_differs(rows, in_half="16" in str(trainer.precision))

@@ -174,13 +174,14 @@ class _Snapshot:
     def _tensor(self, tensor: Tensor) -> None:
         if isinstance(tensor, (nn.Parameter, DTensor)) or tensor.is_meta:
             return
+        shape = tensor.shape  # tensors that have none raise here, where nothing has run yet
         # on the host, since the device's memory is about to be measured
         with self._accelerator.on_host():
             saved = tensor.detach().to("cpu", copy=True)
 
         def put_back() -> None:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                if tensor.shape == saved.shape:
+                if tensor.shape == shape:
                     tensor.detach().copy_(saved)
                 else:
                     tensor.data = saved.to(tensor.device)
@@ -188,6 +189,8 @@ class _Snapshot:
         self._restores.append(put_back)
 
     def _array(self, array: np.ndarray[Any, Any]) -> None:
+        if not array.flags.writeable:  # such as a file of data that is mapped into memory
+            return
         saved = array.copy()
 
         def put_back() -> None:

@@ -6,7 +6,9 @@ import os
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launch import run_ranks, torchrun_environments
@@ -248,6 +250,34 @@ GIVEN = {
     "a collective, and ranks that differ": (_reduced, ((3,), (1,)), False),
 }
 """A loss, the microbatches of two ranks, and whether it is found in the first step."""
+
+
+class _Full(np.ndarray):
+    """An array for whose copy there is no memory."""
+
+    def copy(self, *_: Any) -> Any:
+        raise MemoryError("planted: no memory")
+
+
+def _fit_where_one_rank_is_full(rank, environments):
+    os.environ.update(environments[rank], OMP_NUM_THREADS="1")
+    strategy = CephaloStrategy(plan_of(((2, 2), 0.5), ((4,), 0.5)), verbose=True)
+    run = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=2, **QUIET)
+    rows = TensorDataset(torch.randn(16, 6), torch.arange(16))
+    module = _Counting(_mean)
+    if rank:
+        module.table = np.zeros(3).view(_Full)
+    run.fit(module, DataLoader(rows, batch_size=4))
+    return run.global_step
+
+
+def test_where_one_rank_cannot_be_checked_no_rank_waits_and_all_train(capfd):
+    environments = torchrun_environments(2)
+    steps = run_ranks(2, _fit_where_one_rank_is_full, environments, process_group=False)
+    assert steps == [2, 2]
+    said = " ".join(capfd.readouterr().out.split())
+    assert said.count("The loss of a batch was not compared with that of its parts") == 1
+    assert "MemoryError: planted: no memory" in said
 
 
 def _fit_given(rank, environments):

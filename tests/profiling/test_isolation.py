@@ -3,6 +3,7 @@
 import random
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,6 +113,22 @@ def test_every_kind_of_state_is_put_back(before_and_after, name):
     before, changed, after = before_and_after
     assert changed[name] != before[name]
     assert after[name] == before[name]
+
+
+class Mapped(np.ndarray):
+    """An array that is too large to be copied, as one of a file may be."""
+
+    def copy(self, *_: object) -> Any:
+        raise MemoryError("planted: no memory")
+
+
+def test_arrays_that_nobody_can_write_to_are_not_copied():
+    module = Stateful()
+    module.array = np.ones(3).view(Mapped)
+    module.array.flags.writeable = False
+    with preserved_state(module, CPU):
+        module.number += 1
+    assert module.number == 1
 
 
 def test_objects_that_others_hold_too_stay_the_same_objects():
