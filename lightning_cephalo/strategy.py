@@ -578,7 +578,9 @@ class CephaloStrategy(ParallelStrategy):
             self._repeated.begin_batch()
         if self._changes is not None and self._changes.is_pending:
             self._recovering.settle()
-        if self._changes is not None and self._changes.take_effect(batch_idx):
+        # of a step that pulls its batch, `batch_idx` is that of the batch before
+        number = self._module.trainer.fit_loop.epoch_loop.batch_idx
+        if self._changes is not None and self._changes.take_effect(number):
             self._plan_has_changed()
             if self._replanning is not None:
                 self._replanning.changed(self.session.plan, self._changes.change_s)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from common import Net, assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
+from plans import PLANS
 from torch import Tensor
 
 from lightning_cephalo.common.errors import UnsupportedError
@@ -21,7 +22,7 @@ pytestmark = [
 class Pulls(Net):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         batch, batch_idx, _ = next(dataloader_iter)
-        assert batch_idx == self.trainer.global_step % 2
+        assert batch_idx == self.trainer.global_step % self.trainer.num_training_batches
         loss = self.loss(batch)
         # Lightning demands the size from steps that pull
         size = len(batch[0])
@@ -58,6 +59,33 @@ def test_training_and_validation_that_pull_are_those_of_one_device(plan):
     assert found == pytest.approx(losses, rel=1e-5)
     assert_same_tensors(found_values, values, 1e-5)
     assert found_validation == pytest.approx(validation, rel=1e-5)
+
+
+class PullsByPlan(Pulls):
+    """Notes how many samples this rank pulls in each step, and how many its plan gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pulled: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        strategy: Any = self.trainer.strategy
+        self.pulled.append((len(batch[0]), strategy.plan.ranks[self.global_rank].batch_size))
+        if self.trainer.global_step == 2:
+            strategy.change_plan(PLANS["even"])
+
+
+def pulled() -> list[tuple[int, int]]:
+    module = PullsByPlan()
+    trainer("3:1").fit(module, loader(48))
+    return module.pulled
+
+
+def test_a_plan_that_changes_is_followed_from_the_first_batch_of_its_sizes():
+    for rank in in_ranks(2, pulled):
+        assert all(samples == planned for samples, planned in rank), rank
+        assert len(set(rank)) == 2
 
 
 def errors(kind: type[Pulls]) -> str:
