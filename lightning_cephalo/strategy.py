@@ -470,6 +470,8 @@ class CephaloStrategy(ParallelStrategy):
             )
             self.session.use_optimizers(self.optimizers, trainer)
             self._plan = self.session.plan
+            if self._replanning is not None and self.session.late:
+                self._replanning.count_on_late_updates()
             if self._options.verbose and self.is_global_zero:
                 report.show(self.session.plan_table(self._options.details))
         self.setup_precision_plugin()

@@ -270,6 +270,20 @@ class Problem(FileRecord):
             early_unresharded_bytes=None,
         )
 
+    def with_late_update(self, state_bytes: float) -> Problem:
+        """Return this problem with all updates behind the backward.
+
+        Args:
+            state_bytes: ``state_bytes`` of late updates, which early ones do not tell.
+        """
+        return replace(
+            self,
+            early_update=False,
+            state_bytes=state_bytes,
+            reducing_state_bytes=0.0,
+            updating_state_bytes=0.0,
+        )
+
     def resharding(self, reshard_after_forward: bool) -> Problem:
         """Return this problem with ``reshard_after_forward`` chosen."""
         return replace(self, reshard_after_forward=reshard_after_forward)

@@ -33,7 +33,7 @@ from lightning_cephalo.preparation.plan_change import PlanChanges
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.preparation.relief import make_room
 from lightning_cephalo.preparation.session import Session
-from lightning_cephalo.profiling.memory_model import predicted
+from lightning_cephalo.profiling.memory_model import predicted, state_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -128,6 +128,13 @@ class Replanning:
         self._accepted: Replan | None = None
         self._busy_s = math.nan
         self.replans: tuple[Replan, ...] = ()
+
+    def count_on_late_updates(self) -> None:
+        """Look for plans of late updates only: the optimizers allow no others."""
+        if self._problem.early_update:
+            held = float(state_bytes(self._session.model))
+            self._problem = self._problem.with_late_update(held)
+            self._begin_anew(self._session.plan)
 
     # -- with the exchange of a step ----------------------------------------------------------
 

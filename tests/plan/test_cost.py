@@ -94,6 +94,8 @@ def test_early_updates_hide_behind_collectives_and_hold_less_state():
     assert predict(late, Plan(busy, early_update=True)) == predict(early, busy)
     assert predict(late, Plan(busy)) == predict(late, busy)
     assert late.with_early_update().with_early_update() == early
+    back = early.with_late_update(late.state_bytes)
+    assert predict(back, busy) == predict(late, busy) and back.states_bytes == late.states_bytes
 
 
 def test_a_rank_needs_what_the_fullest_moment_of_its_step_needs():
