@@ -135,7 +135,11 @@ class EarlyUpdater:
         optimizer: An optimizer that :func:`late_by_optimizer` allows.
         trainer: The trainer that is fitting.
         consequence: What a late step means for the run, for the warning.
-        moved: State that lives in host memory; None: all of it is on the device.
+        moved: As the attribute.
+
+    Attributes:
+        moved: State that lives in host memory; None: all of it is on the device. Another plan may
+            be the first to move some.
     """
 
     def __init__(
@@ -146,7 +150,7 @@ class EarlyUpdater:
         moved: MovedState | None = None,
     ) -> None:
         self._optimizer, self._trainer = optimizer, trainer
-        self._consequence, self._moved = consequence, moved
+        self._consequence, self.moved = consequence, moved
         self._has_warned = self._may = False
         self._groups: dict[int, int] = {}
         self._states = 0
@@ -201,10 +205,10 @@ class EarlyUpdater:
                 chosen[group].append(parameter)
         trainer = self._trainer
         clip: Any = trainer.gradient_clip_val or None
-        if self._moved is None:
+        if self.moved is None:
             update_rows(self._optimizer, chosen, clip)
         else:
-            self._moved.update_chosen(chosen, clip, on_host)
+            self.moved.update_chosen(chosen, clip, on_host)
         return updated
 
     def finish(self) -> None:

@@ -167,7 +167,7 @@ class TrainingMemory(Observer):
         optimizers: Sequence[Optimizer],
         moved: StateElsewhere | None = None,
     ) -> None:
-        self._model, self._moved = model, moved
+        self._model, self.moved = model, moved
         self._optimizers = optimizers
         self._meter = MemoryMeter(model.accelerator.memory)
         self._meter.restart()
@@ -243,7 +243,7 @@ class TrainingMemory(Observer):
         )
 
     def _host_bytes(self) -> int:
-        arena, moved = self._model.executor.arena, self._moved
+        arena, moved = self._model.executor.arena, self.moved
         boundaries = 0 if arena is None else arena.held_bytes
         return boundaries + (0 if moved is None else moved.host_bytes)
 
@@ -278,10 +278,10 @@ class TrainingMemory(Observer):
         held += [flat.grad_shard for flat in flats if flat.grad_shard is not None]
         # not part of the state: a counter per parameter, which does not depend on the share
         held += [local_part(v) for v in _state_of(self._optimizers) if isinstance(v, DTensor)]
-        if self._moved is None:
+        if self.moved is None:
             return distinct_bytes(held)
-        on_device = [tensor for tensor in held if not self._moved.is_on_host(tensor)]
-        return distinct_bytes(on_device) + self._moved.staging_bytes
+        on_device = [tensor for tensor in held if not self.moved.is_on_host(tensor)]
+        return distinct_bytes(on_device) + self.moved.staging_bytes
 
 
 def _state_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:

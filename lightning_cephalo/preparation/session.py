@@ -297,6 +297,8 @@ class Session:
                 owned.follow(self.model.fractions)
         self.plan = self.dealt_plan = plan
         self._host_state.follow(plan, self.optimizers)
+        if self._updater is not None:  # it may have begun with all state on the device
+            self._updater.moved = self.moved
         peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
         self.predicted_memory = tuple(memory) or tuple(peaks)
         self._predict_host_memory()

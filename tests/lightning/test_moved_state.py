@@ -20,6 +20,8 @@ from lightning_cephalo import CephaloStrategy, Plan
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import Instruction, Operation
 
+# what `_Gated` computes depends on the number of samples
+pytestmark = pytest.mark.filterwarnings("ignore:The loss of .* samples is")
 STATE = (Operation.FETCH_STATE, Operation.HOST_UPDATE, Operation.STORE_STATE, Operation.UPDATE)
 
 
@@ -210,10 +212,11 @@ def _trained(plans: list[Plan], path: str) -> Notes:
 def _followed(folder: str) -> None:
     names = ("3:1", "even", "idle first", "no state")
     wanted = _trained([PLANS[name] for name in names], f"{folder}/resident.ckpt")
-    parts = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (0.0, 0.0))
-    plans = [moved(name, *part) for name, part in zip(names, parts, strict=True)]
-    found = _trained(plans, f"{folder}/streamed.ckpt")
-    assert_same(found, wanted)
+    # the second one begins with all state on the device
+    for parts in ((0.0, 0.5, 1.0, 0.0), (1.0, 0.0, 0.5, 1.0)):
+        plans = [moved(name, part) for name, part in zip(names, parts, strict=True)]
+        found = _trained(plans, f"{folder}/streamed.ckpt")
+        assert_same(found, wanted)
 
 
 def test_it_follows_other_plans_and_is_resumed_by_them(tmp_path):
