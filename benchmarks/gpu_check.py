@@ -149,8 +149,13 @@ def _planned(*ranks: tuple[tuple[int, ...], float], **options: Any) -> CephaloSt
     offload, padded = options.pop("offload", False), options.pop("padded", None)
     parts = tuple(RankPlan(sizes, share, offload=offload) for sizes, share in ranks)
     plan = Plan(parts, padded=padded)
+    # collectives are timed behind the last step, on gradients that early updates give back
     return CephaloStrategy(
-        plan=plan, global_batch_size=plan.global_batch_size, verbose=False, **options
+        plan=plan,
+        global_batch_size=plan.global_batch_size,
+        early_update=False,
+        verbose=False,
+        **options,
     )
 
 

@@ -16,7 +16,10 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,6 +42,8 @@ _HOOKS_OF_MODULE = (
 )
 # What code of the user's names if it reads gradients: the attribute, and Lightning's function.
 _GRADIENTS = frozenset({"grad", "grad_norm"})
+# They set accumulate_grad_batches in the middle of a run.
+_ACCUMULATE = (GradientAccumulationScheduler, StochasticWeightAveraging)
 # Their hooks read no gradients but in the hooks above.
 _KNOWN = ("lightning", "pytorch_lightning", "torch", "lightning_cephalo")
 
@@ -62,8 +67,8 @@ def late_by_job(trainer: Trainer, module: LightningModule) -> str:
         reader = _reader_of_gradients(owner)
         if reader:
             return f"{type(owner).__name__}.{reader}() reads gradients"
-        if isinstance(owner, GradientAccumulationScheduler):
-            return "GradientAccumulationScheduler"
+        if isinstance(owner, _ACCUMULATE):
+            return type(owner).__name__
     plugin = trainer.precision_plugin
     if precision.loss_scaler(plugin) is not None:
         return "loss scaling"

@@ -196,7 +196,7 @@ class _Lane:
     ) -> None:
         mode = cost.Mode.of(part)
         reducing = cost.reducing_need(problem, profile, mode)
-        peaks = (cost.peak_curve(profile, mode), reducing.peaks)
+        peaks = (cost.device_need(problem, profile, mode).peaks, reducing.peaks)
         curves = (*cost.time_curves(profile, mode), *peaks)
         self._microbatches = []
         for size in part.microbatch_sizes:

@@ -185,9 +185,12 @@ def device_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> N
     """Return the bytes needed on the device up to the first reduce of a step."""
     units = min(problem.units, _UNITS_HELD) if mode.offload else problem.units
     inside = 0.0 if mode.recompute else problem.kept_bytes * problem.units
+    peaks = peak_curve(profile, mode)
+    if problem.early_update and problem.reshard_after_forward is False:
+        peaks = tuple(peak + problem.unresharded_peak_bytes for peak in peaks)
     return Need(
         **_state(problem, problem.states_bytes[0]),
-        peaks=peak_curve(profile, mode),
+        peaks=peaks,
         per_sample=problem.boundary_bytes * units + inside,
         per_microbatch=problem.microbatch_bytes,
         capacity=profile.capacity_bytes,

@@ -156,8 +156,8 @@ class Problem(FileRecord):
         early_state_bytes: ``state_bytes`` of early updates; None: the same.
         early_reducing_state_bytes: ``reducing_state_bytes`` of early updates; None: the same.
         early_updating_state_bytes: ``updating_state_bytes`` of early updates; None: the same.
-        early_unresharded_bytes: ``unresharded_bytes`` of early updates; None: the same. In the
-            forward, late updates count gradients that are not there yet, and have room for this.
+        unresharded_peak_bytes: what a microbatch may need in addition before the first reduce if
+            units stay gathered. Late updates count gradients that are not there yet, and have room.
         has_even_state: whether all ranks hold equal shares of the state. Then it leaves nothing to
             choose, and counts with the bytes that each rank holds whatever its samples.
         unit_update_s: time of one unit's update, a part of ``optimizer_s``. An early update hides
@@ -200,7 +200,7 @@ class Problem(FileRecord):
     early_state_bytes: Amount | None = None
     early_reducing_state_bytes: Amount | None = None
     early_updating_state_bytes: Amount | None = None
-    early_unresharded_bytes: Amount | None = None
+    unresharded_peak_bytes: Amount = 0.0
     has_even_state: Annotated[bool, OneOf((True, False), "True or False")] = False
     unit_update_s: Amount = 0.0
     reducing_state_bytes: Amount = 0.0
@@ -263,11 +263,9 @@ class Problem(FileRecord):
             state_bytes=_either(self.early_state_bytes, self.state_bytes),
             reducing_state_bytes=_either(reducing, self.reducing_state_bytes),
             updating_state_bytes=_either(updating, self.updating_state_bytes),
-            unresharded_bytes=_either(self.early_unresharded_bytes, self.unresharded_bytes),
             early_state_bytes=None,
             early_reducing_state_bytes=None,
             early_updating_state_bytes=None,
-            early_unresharded_bytes=None,
         )
 
     def with_late_update(self, state_bytes: float) -> Problem:

@@ -99,6 +99,8 @@ def compared(
     if not parts:
         return None
     (whole, _), (again, _), *of_parts = losses
+    if any(weight < 0 for _, weight in of_parts):
+        return LossOfParts(whole, again, math.nan)  # the step itself refuses it by name
     weight = sum(weight for _, weight in of_parts)
     total = sum(loss * weight for loss, weight in of_parts if weight)
     return LossOfParts(whole, again, total / weight if weight else math.nan)

@@ -23,10 +23,10 @@ from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import (
     RetainedBytes,
     compute_curve,
-    early_unresharded_bytes,
     reducing_state_bytes,
     resting_bytes,
     state_bytes,
+    unresharded_peak_bytes,
     updating_state_bytes,
 )
 from lightning_cephalo.profiling.network import measure_network
@@ -226,7 +226,7 @@ def measure(
         root_reduce_s=network.root_reduce_s,
         fill_s=network.fill_s,
         unresharded_bytes=float(model.unresharded_bytes),
-        early_unresharded_bytes=float(early_unresharded_bytes(model)),
+        unresharded_peak_bytes=float(unresharded_peak_bytes(model)),
     )
     if control.rank == 0 and device.speed_lasts:
         lost = remember(

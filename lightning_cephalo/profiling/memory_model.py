@@ -88,14 +88,13 @@ def updating_state_bytes(model: ShardedModel) -> int:
     return _receive_bytes(model) + first + second + _UPDATE_COPIES * first
 
 
-def early_unresharded_bytes(model: ShardedModel) -> int:
-    """Return what ranks hold in addition where units stay gathered, with early updates.
+def unresharded_peak_bytes(model: ShardedModel) -> int:
+    """Return what the peak of the forward may lack where units stay gathered.
 
-    Steps are measured with resharding. Then one unit less may be gathered at the peak of the
-    forward, where its loss is.
+    Steps are measured with resharding. At their loss one buffer of a unit may be free, which then
+    counts as room for what the loss needs.
     """
-    largest = max((unit.full_bytes for unit in model.units[1:]), default=0)
-    return model.unresharded_bytes + largest
+    return max((unit.full_bytes for unit in model.units[1:]), default=0)
 
 
 def _gradients(model: ShardedModel) -> tuple[int, int]:
@@ -189,7 +188,7 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
     planned = cost.as_planned(problem, plan)
     gathered, gradients = model.gathered_parameter_bytes, model.gathered_gradient_bytes
     if not planned.reshard_after_forward:
-        gathered += int(planned.unresharded_bytes)
+        gathered += model.unresharded_bytes
     if planned.gathered_bytes > problem.gathered_bytes:
         padded = model.padded_bytes()
         gathered, gradients = gathered + padded.gathers, gradients + padded.reduces

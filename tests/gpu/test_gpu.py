@@ -132,7 +132,8 @@ def check_held(folder: Path, step: int | None) -> None:
     """What ranks say they held against arithmetic."""
     said = json.loads((folder / "0.json").read_text())
     state = [rank.pop("state_bytes") for rank in said["held"]]
-    assert sum(state) == 16 * said["parameters"]
+    # without gradients, but for those of the units whose update has not begun
+    assert 12 * said["parameters"] <= sum(state) <= 16 * said["parameters"]
     for held, state_bytes in zip(said["held"], state, strict=True):
         assert held.pop("step") == step
         peak_bytes = held.pop("peak_bytes")

@@ -18,7 +18,10 @@ from common import (
     trainer,
 )
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.utilities import grad_norm
 from plans import PLANS, QUIET
 from torch import Tensor, nn
@@ -280,6 +283,7 @@ class _Manual(Net):
         (Net, {"gradient_clip_val": 1.0}, "gradient clipping by norm"),
         (Net, {"accumulate_grad_batches": 4}, "gradients of 4 batches add up"),
         (Net, {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulation"),
+        (Net, {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
         (Net, {"detect_anomaly": True}, "detect_anomaly=True"),
         (Net, {"callbacks": [_BeforeZeroGrad()]}, "_BeforeZeroGrad.on_before_zero_grad()"),
         (Net, {"callbacks": [_BeforeStep()]}, "_BeforeStep.on_before_optimizer_step()"),

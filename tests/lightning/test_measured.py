@@ -124,9 +124,10 @@ def test_one_step_of_every_rank_is_written_for_perfetto(tmp_path: Path, steps: i
         events = [entry for entry in entries if entry["pid"] == rank and entry["ph"] == "X"]
         count = Counter(entry["cat"] for entry in events)
         del count["wait"]  # where nothing is waited for there is no event
-        # 3 units and 2 microbatches; the root unit's forward comes before the units, the loss after
+        # 3 units and 2 microbatches; the root unit's forward comes before the units, the loss and
+        # its update after them
         assert count == {
-            **{"gather": 6, "reduce": 4, "forward": 8, "backward": 6, "loss": 2, "update": 1}
+            **{"gather": 6, "reduce": 4, "forward": 8, "backward": 6, "loss": 2, "update": 4}
         }
         threads = {e["args"]["name"] for e in entries if e["pid"] == rank and "name" in e["args"]}
         assert {"compute", "communication", "reduction", f"rank {rank} (cpu)"} <= threads

@@ -310,7 +310,7 @@ def test_the_device_holds_less_and_the_host_what_is_predicted():
         for rank, (before, after, expected) in enumerate(
             zip(all_there, measured, predicted, strict=True)
         ):
-            assert before.host_bytes is None
+            assert before.host_bytes == 0
             assert after.host_bytes == pytest.approx(expected.host_bytes, rel=0.05), rank
             # of 12 bytes per element 8 are state, of which 0.3 stay beside two of ten units
             assert after.state_bytes < 0.8 * before.state_bytes

@@ -203,4 +203,6 @@ def test_bytes_of_an_offloading_rank_are_predicted_to_a_twentieth():
     boundary = 32 * 64 * 4  # bytes of a sample's, of which there is one for each of six units
     (_, all_held), (_, less_held) = (first[name] for name in OFFLOAD_CASES)
     assert all_held - less_held >= 2 * 12 * boundary
-    assert last["kept"] == last["offloaded"]
+    (kept_predicted, kept_held), (predicted, held) = (last[name] for name in OFFLOAD_CASES)
+    assert kept_predicted == predicted
+    assert abs(kept_held - held) < 64  # a few numbers, which live until they are collected
