@@ -20,7 +20,7 @@ pytestmark = [
 
 
 class Pulls(Net):
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+    def training_step(self, dataloader_iter: Any) -> Tensor:
         batch, batch_idx, _ = next(dataloader_iter)
         assert batch_idx == self.trainer.global_step % self.trainer.num_training_batches
         loss = self.loss(batch)
@@ -29,19 +29,19 @@ class Pulls(Net):
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=size)
         return loss
 
-    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+    def validation_step(self, dataloader_iter: Any) -> None:
         batch, *_ = next(dataloader_iter)
         self.log("val", self.loss(batch), sync_dist=True, batch_size=len(batch[0]))
 
 
 class PullsTwice(Pulls):
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+    def training_step(self, dataloader_iter: Any) -> Tensor:
         next(dataloader_iter)
         return super().training_step(dataloader_iter)
 
 
 class PullsNothing(Pulls):
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+    def training_step(self, dataloader_iter: Any) -> Tensor:
         return self.gain * 1.0
 
 
