@@ -40,10 +40,10 @@ from lightning_cephalo.adapters.ending import Ending
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.pulled_batches import Pulled, pulls_batches
-from lightning_cephalo.adapters.repeated_step import RepeatedStep
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
 from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
+from lightning_cephalo.adapters.step_notes import StepNotes
 from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.cutting import (
@@ -71,9 +71,9 @@ from lightning_cephalo.preparation.options import (
     parse_early_update,
     verbosity,
 )
-from lightning_cephalo.preparation.plan_change import PlanChanges
 from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
 from lightning_cephalo.preparation.session import Session
+from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.ranks import launch
 from lightning_cephalo.recovery.options import Recovery, Wish
@@ -249,12 +249,9 @@ class CephaloStrategy(ParallelStrategy):
         # from setup() to teardown()
         self._session: Session | None = None
         # from setup() to teardown() of a training
-        self._changes: PlanChanges | None = None
-        self._replanning: replanning.Replanning | None = None
-        self._repeated: RepeatedStep | None = None
+        self._training: Training | None = None
+        self._notes = StepNotes()
         self._synchronised: batch_norm.SynchronisedLayers | None = None
-        # from setup() to the first step
-        self._loss_check: LossCheck | None = None
         # from the loading of a checkpoint to teardown()
         self._resumption: Resumption | None = None
         # results, which outlive the ranks and the session
@@ -294,7 +291,7 @@ class CephaloStrategy(ParallelStrategy):
     @property
     def replans(self) -> tuple[Replan, ...]:
         """The changes of plan in the running or last training, without those of the user."""
-        return self._replans
+        return self._replans if self._training is None else self._training.replans
 
     def change_plan(self, plan: Plan | str | PathLike[str]) -> None:
         """Train by another plan, from between two of the next steps on; collective.
@@ -321,11 +318,11 @@ class CephaloStrategy(ParallelStrategy):
             RemoteRankError: If any of these happened on another rank.
             RuntimeError: Outside of ``fit``.
         """
-        if self._changes is None:
+        if self._training is None:
             raise RuntimeError("change_plan() works only while fit() runs, after setup.")
         self._ending.meet("changing the plan", "Call strategy.change_plan() on every rank.")
         self.session.optimizers = list(self.optimizers)
-        self._changes.request(plan)
+        self._training.changes.request(plan)
 
     @property
     def session(self) -> Session:
@@ -333,6 +330,12 @@ class CephaloStrategy(ParallelStrategy):
         if self._session is None:
             raise RuntimeError("The model is not sharded now: this works only while training runs.")
         return self._session
+
+    @property
+    def _running(self) -> Training:
+        if self._training is None:
+            raise RuntimeError("This works only while fit() runs, after setup.")
+        return self._training
 
     # -- which rank this is -------------------------------------------------------------------
 
@@ -470,8 +473,9 @@ class CephaloStrategy(ParallelStrategy):
             )
             self.session.use_optimizers(self.optimizers, trainer)
             self._plan = self.session.plan
-            if self._replanning is not None and self.session.late:
-                self._replanning.count_on_late_updates()
+            replans = None if self._training is None else self._training.replanning
+            if replans is not None and self.session.late:
+                replans.count_on_late_updates()
             if self._options.verbose and self.is_global_zero:
                 report.show(self.session.plan_table(self._options.details))
         self.setup_precision_plugin()
@@ -509,22 +513,24 @@ class CephaloStrategy(ParallelStrategy):
             session.notes = (*reasons(problem, plan), *surprises(problem, plan))
         supported.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
         session.apply(plan, memory)
-        self._loss_check = loss_check if session.manual is None else None
         control.together(
             "looking for batch normalisation",
             partial(batch_norm.warn_of_microbatches, self._module, plan, self.global_rank),
         )
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
-        self._plan, self._changes = plan, PlanChanges(session, trainer)
+        self._plan, self._replans = plan, ()
         self._watch.begin(session.model)
-        self._replans, self._replanning = (), None
-        if replans and problem is not None:
-            self._replanning = replanning.begin(
-                session, trainer, self._changes, self._watch, problem, self._options
-            )
-        self._repeated = None
-        if self._replanning is not None and session.manual is None:
-            self._repeated = RepeatedStep(session.model, session.logs.metrics)
+        self._training = Training(
+            session,
+            trainer,
+            self._watch,
+            recovering,
+            problem if replans else None,
+            self._options,
+            self._plan_has_changed,
+            loss_check if session.manual is None else None,
+        )
+        self._notes = StepNotes(self._training, recovering, self._ending.termination)
 
     def _shard(self, job: Job) -> Session:
         """Begin a session, and set it here: steps that are measured already use it."""
@@ -575,35 +581,10 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.session.optimizers = list(self.optimizers)  # the user may have replaced them
-        if self._repeated is not None:
-            self._repeated.begin_batch()
-        if self._changes is not None and self._changes.is_pending:
-            self._recovering.settle()
-        # of a step that pulls its batch, `batch_idx` is that of the batch before
-        number = self._module.trainer.fit_loop.epoch_loop.batch_idx
-        if self._changes is not None and self._changes.take_effect(number):
-            self._plan_has_changed()
-            if self._replanning is not None:
-                self._replanning.changed(self.session.plan, self._changes.change_s)
-                self._replans = self._replanning.replans
-        if self._replanning is not None:
-            self._replanning.between_steps()
+        self._running.begin_batch(self.optimizers)
 
     def _plan_has_changed(self) -> None:
         self._plan = self.session.plan
-        self._watch.count_again()
-        self.session.start_training(self.optimizers)
-
-    def _relieve(self, error: Exception, refused: str) -> None:
-        """Follow a plan in the middle of a step that takes less memory, or raise the error."""
-        assert self._replanning is not None
-        self._recovering.settle()  # rows are about to move
-        change = self._replanning.relieve(error, refused)
-        self._plan_has_changed()
-        self._replanning.tell(change)
-        self._replans = self._replanning.replans
-        self._watch.start_step()
 
     @override
     def training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -625,14 +606,8 @@ class CephaloStrategy(ParallelStrategy):
             batch, step = pulled.batch, pulled.step_of(step)
         session.memory.before_forward(batch)
         run = partial(self._forward, step, batch, rest, kwargs)
-        if self._repeated is None:
-            counts, log, outcome = run(True)
-        else:
-            counts, log, outcome = self._repeated.forward(run, self._relieve)
-        self._ending.termination.learn([row[-1] for row in outcome.notes])
-        self._recovering.learn([row[-4:-1] for row in outcome.notes])
-        if self._replanning is not None:
-            self._replanning.learn([row[-6:-4] for row in outcome.notes])
+        counts, log, outcome = self._running.forward(run)
+        self._notes.learn(outcome.notes)
         session.memory.after_forward()
         with self.precision_plugin.forward_context():
             if session.manual is not None:
@@ -644,8 +619,7 @@ class CephaloStrategy(ParallelStrategy):
             session.logs.finish(log, outcome, weights, self.reduce)
         self._skipped_steps.learn(outcome)
         if outcome.is_skipped:
-            if self._repeated is not None:
-                self._repeated.end()
+            self._running.end_without_backward()
             return no_loss()
         self._batch_weight = math.fsum(outcome.weights)
         joined = joined_result(outcome.results, outcome.weights, counts)
@@ -671,16 +645,14 @@ class CephaloStrategy(ParallelStrategy):
         session = self.session
         pieces, failure = session.cut(batch)
         counts = [count for _, count in pieces]
-        check, self._loss_check = self._loss_check, None
-        if check is not None:
-            check.of_first_step(batch, pieces, lambda piece: step(piece, *rest, **kwargs))
+        self._running.compare_losses(batch, pieces, lambda piece: step(piece, *rest, **kwargs))
         log = session.logs.of_step(counts, is_seen=is_seen)
         calls = [
             _call(partial(step, piece, *rest, **kwargs), count, log, index)
             for index, (piece, count) in enumerate(pieces)
         ]
         session.user_gathers.before_step("training", len(calls), failed=failure is not None)
-        note = partial(self._note, log) if is_seen else tuple
+        note = (lambda: self._notes.of(log.note())) if is_seen else tuple
         with self.precision_plugin.train_step_context():
             if session.manual is not None:
                 self._batch_weight = float(sum(counts))
@@ -689,11 +661,6 @@ class CephaloStrategy(ParallelStrategy):
                 scale_loss = precision.loss_scaler(self.precision_plugin)
                 outcome = session.model.executor.forward(calls, scale_loss, note, failure)
         return counts, log, outcome
-
-    def _note(self, log: StepLog) -> tuple[float, ...]:
-        """Return the numbers that every rank sends with the exchange of a training step."""
-        pace = () if self._replanning is None else self._replanning.note()
-        return (*log.note(), *pace, *self._recovering.note(), self._ending.termination.note())
 
     @override
     def backward(
@@ -721,11 +688,7 @@ class CephaloStrategy(ParallelStrategy):
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
     def _layered_backward(self, **factors: float) -> None:
-        run = partial(self.session.model.executor.backward, **factors)
-        if self._repeated is None:
-            run()
-        else:
-            self._repeated.backward(run, self._relieve)
+        self._running.backward(partial(self.session.model.executor.backward, **factors))
 
     @override
     def optimizer_step(
@@ -735,7 +698,7 @@ class CephaloStrategy(ParallelStrategy):
         if manual is None:
             with session.memory.step():
                 result = self._update(optimizer, closure, model, **kwargs)
-            is_repeated = self._repeated is not None and self._repeated.was_repeated
+            is_repeated = self._running.step_was_repeated
             self._watch.finish_step(counts=not session.memory.slowed and not is_repeated)
             return result
         if manual.is_measured:
@@ -822,11 +785,11 @@ class CephaloStrategy(ParallelStrategy):
         call = _call(step, samples, log) if samples else None
         session.user_gathers.before_step("evaluation", 1 if samples else 0)
 
-        def note() -> tuple[float, ...]:
-            return (*log.note(), self._ending.termination.note())
-
-        outcome = session.model.executor.evaluate(call, f"running {name}", note)
-        self._ending.termination.learn([row[-1] for row in outcome.notes])
+        notes = StepNotes(self._ending.termination)
+        outcome = session.model.executor.evaluate(
+            call, f"running {name}", lambda: notes.of(log.note())
+        )
+        notes.learn(outcome.notes)
         session.logs.finish(log, outcome, (log.weight,) if samples else (), self.reduce)
         is_last = pulled is not None and pulled.is_last
         if is_last or self._evaluation_ends():  # hooks at the end of the epoch may write parameters
@@ -1021,19 +984,6 @@ class CephaloStrategy(ParallelStrategy):
     # -- the end ------------------------------------------------------------------------------
 
     @override
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy keeps: trainers are copied and pickled, and runs are not."""
-        of_the_run = (
-            "_session",
-            "_changes",
-            "_replanning",
-            "_loss_check",
-            "_synchronised",
-            "_resumption",
-        )
-        return {**super().__getstate__(), **dict.fromkeys(of_the_run)}
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self._ending.termination.ends_with(exception):
@@ -1063,7 +1013,6 @@ class CephaloStrategy(ParallelStrategy):
     def teardown(self) -> None:
         assert self.accelerator is not None
         trainer = self._module._trainer
-        self._recovering.settle()
         # an error in one of them, or in the session's end, leaves out none of the others
         with ExitStack() as at_end:
             at_end.callback(self.checkpoint_io.teardown)
@@ -1075,7 +1024,8 @@ class CephaloStrategy(ParallelStrategy):
             if trainer is not None:
                 at_end.callback(self._samplers.give_back, trainer)
             at_end.callback(self._restore_layers)
-            self._end_session(trainer)
+            at_end.callback(self._end_session, trainer)
+            self._recovering.settle()
 
     def _restore_layers(self) -> None:
         layers, self._synchronised = self._synchronised, None
@@ -1084,11 +1034,11 @@ class CephaloStrategy(ParallelStrategy):
 
     def _take_session(self) -> Session | None:
         """Return the session, and hold neither it nor what changes its plan any longer."""
-        session, self._session, self._changes = self._session, None, None
-        self._repeated = self._loss_check = None
-        replans, self._replanning = self._replanning, None
-        if replans is not None:
-            replans.close()
+        session, self._session = self._session, None
+        training, self._training, self._notes = self._training, None, StepNotes()
+        if training is not None:
+            self._replans = training.replans
+            training.close()
         return session
 
     def _end_session(self, trainer: Trainer | None) -> None:

@@ -319,10 +319,12 @@ class MovedState:
         """
         self._homes = tuple(homes)
         self._host.drop()
+        self._host.close()
         before, self._room = self._room, HostRoom(self._accelerator, self._capacity_bytes)
         self._host = HostUpdates(self._accelerator, self._in, self._out, self._room)
         self._shelves, self._staging, self.staged = [[] for _ in self._units], [], {}
         self._next = 0
+        self._fetched, self._updated = {}, set()  # of a step that is repeated by another plan
         for optimizer in optimizers:
             self._optimizer = optimizer
             self.settle(optimizer)

@@ -92,13 +92,13 @@ class Termination:
                 launcher.kill(number)  # the processes that this one has started
         self.is_noticed = True
 
-    def note(self) -> float:
+    def note(self) -> tuple[float]:
         """Return what the exchange of a step carries to all ranks."""
-        return float(self.is_noticed)
+        return (float(self.is_noticed),)
 
-    def learn(self, notes: Sequence[float]) -> None:
+    def learn(self, notes: Sequence[Sequence[float]]) -> None:
         """Read the notes of all ranks; from then on Lightning stops at the next opportunity."""
-        if any(notes) and self._trainer is not None:
+        if any(is_noticed for (is_noticed,) in notes) and self._trainer is not None:
             self._is_agreed = True
             self._trainer._signal_connector.received_sigterm = True
 

@@ -182,9 +182,11 @@ class Competes(Callback):
         if not isinstance(strategy, CephaloStrategy) or done not in (1, 2, 10):
             return
         if done < 10:  # at 2 ranks have loaded batches of the plan that waits, with workers
-            self.taken.append(strategy._changes.request(D if done == 1 else C, by_user=False))
+            self.taken.append(
+                strategy._training.changes.request(D if done == 1 else C, by_user=False)
+            )
             strategy.change_plan(B if done == 1 else D)
-            self.taken.append(strategy._changes.request(A, by_user=False))
+            self.taken.append(strategy._training.changes.request(A, by_user=False))
             return
         model = strategy.session.model
         if trainer.global_rank:  # a plan for which this rank has no room

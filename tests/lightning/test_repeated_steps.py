@@ -116,16 +116,16 @@ class BeginsToReplan(Callback):
         strategy = trainer.strategy
         session = strategy.session
         policy = ReplanPolicy(self.problem, session.plan)
-        strategy._replanning = replanning.Replanning(
+        strategy._training.replanning = replanning.Replanning(
             session,
             trainer,
-            strategy._changes,
+            strategy._training.changes,
             strategy._watch,
             self.problem,
             policy,
             Options(**self.options),
         )
-        strategy._repeated = RepeatedStep(session.model, session.logs.metrics)
+        strategy._training.repeated = RepeatedStep(session.model, session.logs.metrics)
 
 
 def _fit(model: Net, plan: Plan | None, problem: Problem = PROBLEM, early: Any = False, **options):

@@ -54,10 +54,10 @@ class BeginsToReplan(Callback):
 
     def on_train_start(self, trainer, module) -> None:
         strategy = trainer.strategy
-        session, changes = strategy.session, strategy._changes
+        session, changes = strategy.session, strategy._training.changes
         policy = ReplanPolicy(self.problem, session.plan)
         watch = MadeUpWatch(strategy, trainer)
-        strategy._replanning = replanning.Replanning(
+        strategy._training.replanning = replanning.Replanning(
             session, trainer, changes, watch, self.problem, policy, Options(**self.options)
         )
 
@@ -175,13 +175,13 @@ def _measured():
 
     class Looks(Callback):
         def on_train_batch_end(self, *args) -> None:
-            seen.append(strategy._replanning is not None)
+            seen.append(strategy._training.replanning is not None)
 
     run = Trainer(
         strategy=strategy, devices=2, accelerator="cpu", callbacks=[Looks()], max_steps=2, **QUIET
     )
     run.fit(Net(), loader(), loader(8))
-    return seen, strategy.plan == plan, strategy._replanning
+    return seen, strategy.plan == plan, strategy._training
 
 
 def test_a_given_plan_is_measured_where_it_may_change(tmp_path, monkeypatch):

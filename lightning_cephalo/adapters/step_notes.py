@@ -1,0 +1,47 @@
+"""Lets parts of the strategy tell all ranks a few numbers with the exchange that each step has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class TellsRanks(Protocol):
+    """A part that sends as many numbers in every step, on every rank."""
+
+    def note(self) -> Sequence[float]:
+        """Return this rank's numbers."""
+
+    def learn(self, notes: Sequence[Sequence[float]]) -> None:
+        """Learn :meth:`note` of every rank."""
+
+
+class StepNotes:
+    """Puts the numbers of several parts into one row, and takes rows apart again.
+
+    ::
+
+        notes = StepNotes(replanning, recovering, termination)
+        row = notes.of(log.note())          # (..., of replanning, of recovering, of termination)
+        notes.learn(rows_of_all_ranks)
+
+    Args:
+        parts: The parts. The last one learns first.
+    """
+
+    def __init__(self, *parts: TellsRanks) -> None:
+        self._parts = parts
+        self._lengths = [0] * len(parts)
+
+    def of(self, first: Sequence[float]) -> tuple[float, ...]:
+        """Return a row: some numbers, and then those of the parts."""
+        notes = [part.note() for part in self._parts]
+        self._lengths = [len(note) for note in notes]
+        return (*first, *(number for note in notes for number in note))
+
+    def learn(self, rows: Sequence[Sequence[float]]) -> None:
+        """Let every part learn its numbers of every rank."""
+        end = len(rows[0])
+        for part, length in zip(reversed(self._parts), reversed(self._lengths), strict=True):
+            part.learn([row[end - length : end] for row in rows])
+            end -= length

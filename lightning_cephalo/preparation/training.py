@@ -1,0 +1,169 @@
+"""Holds what may change the plan of a running training, or repeat a step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from lightning_cephalo.adapters.repeated_step import RepeatedStep
+from lightning_cephalo.observe.watch import Watch
+from lightning_cephalo.plan import Problem
+from lightning_cephalo.plan.replan import Replan
+from lightning_cephalo.preparation import replanning
+from lightning_cephalo.preparation.loss_check import LossCheck
+from lightning_cephalo.preparation.options import Options
+from lightning_cephalo.preparation.plan_change import PlanChanges
+from lightning_cephalo.preparation.session import Session
+from lightning_cephalo.recovery.recovering import Recovering
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class Training:
+    """A training that follows a plan, from ``setup`` to ``teardown``.
+
+    ::
+
+        training = Training(session, trainer, watch, recovering, problem, options, tell)
+        training.begin_batch(optimizers)
+        outcome = training.forward(run_forward)
+        training.backward(run_backward)
+
+    Args:
+        session: The session, which follows a plan.
+        trainer: The trainer that is fitting.
+        watch: Times this rank's steps.
+        recovering: Copies the state of training meanwhile.
+        problem: The measured problem; None: the plan does not change by itself.
+        options: The user's options.
+        plan_changed: Called behind each change of the plan.
+        loss_check: Compares the loss in the first step; None: it has nothing to compare.
+
+    Attributes:
+        changes: Changes the plan between two steps.
+        replanning: Changes it where ranks change their pace; None: it does not change by itself.
+        repeated: Repeats steps that lack memory; None: they end the run.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        trainer: Trainer,
+        watch: Watch,
+        recovering: Recovering,
+        problem: Problem | None,
+        options: Options,
+        plan_changed: Callable[[], None],
+        loss_check: LossCheck | None = None,
+    ) -> None:
+        self._session, self._trainer = session, trainer
+        self._watch, self._recovering = watch, recovering
+        self._plan_changed, self._loss_check = plan_changed, loss_check
+        self.changes = PlanChanges(session, trainer)
+        self.replanning: replanning.Replanning | None = None
+        self.repeated: RepeatedStep | None = None
+        if problem is not None:
+            self.replanning = replanning.begin(
+                session, trainer, self.changes, watch, problem, options
+            )
+        if self.replanning is not None and session.manual is None:
+            self.repeated = RepeatedStep(session.model, session.logs.metrics)
+
+    @property
+    def replans(self) -> tuple[Replan, ...]:
+        """The changes of plan so far, without those of the user."""
+        return () if self.replanning is None else self.replanning.replans
+
+    def note(self) -> tuple[float, ...]:
+        """Return what the exchange of a step carries to all ranks."""
+        return () if self.replanning is None else self.replanning.note()
+
+    def learn(self, notes: Sequence[Sequence[float]]) -> None:
+        """Learn :meth:`note` of every rank."""
+        if self.replanning is not None:
+            self.replanning.learn(notes)
+
+    def begin_batch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let a plan take effect that waits for this batch; collective.
+
+        Args:
+            optimizers: All optimizers; the user may have replaced them.
+        """
+        self._session.optimizers = list(optimizers)
+        if self.repeated is not None:
+            self.repeated.begin_batch()
+        if self.changes.is_pending:
+            self._recovering.settle()  # rows may be about to move
+        # of a step that pulls its batch, Lightning's hook gets the number of the batch before
+        number = self._trainer.fit_loop.epoch_loop.batch_idx
+        if self.changes.take_effect(number):
+            self._follow()
+            if self.replanning is not None:
+                self.replanning.changed(self._session.plan, self.changes.change_s)
+        if self.replanning is not None:
+            self.replanning.between_steps()
+
+    def compare_losses(
+        self, batch: Any, pieces: Sequence[tuple[Any, int]], step: Callable[[Any], Any]
+    ) -> None:
+        """Compare the loss of a microbatch with its halves', in the first step; collective.
+
+        Args:
+            batch: This rank's batch.
+            pieces: This rank's microbatches, and how many samples each has.
+            step: The user's training step on one microbatch.
+        """
+        check, self._loss_check = self._loss_check, None
+        if check is not None:
+            check.of_first_step(batch, pieces, step)
+
+    def forward(self, run: Callable[[bool], Any]) -> Any:
+        """Return what a forward returns, which runs again if a rank lacks the memory.
+
+        Args:
+            run: Runs it; whether the step goes on from it is its argument.
+        """
+        return run(True) if self.repeated is None else self.repeated.forward(run, self._relieve)
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run a backward; repeat the step if a rank lacks the memory.
+
+        Args:
+            run: Runs it.
+        """
+        if self.repeated is None:
+            run()
+        else:
+            self.repeated.backward(run, self._relieve)
+
+    def end_without_backward(self) -> None:
+        """End a step of which no rank has a loss."""
+        if self.repeated is not None:
+            self.repeated.end()
+
+    @property
+    def step_was_repeated(self) -> bool:
+        """Whether the running step is a repeated one, so that its time says nothing."""
+        return self.repeated is not None and self.repeated.was_repeated
+
+    def close(self) -> None:
+        """End what runs beside the training."""
+        if self.replanning is not None:
+            self.replanning.close()
+
+    def _follow(self) -> None:
+        self._watch.count_again()
+        self._session.start_training(self._session.optimizers)
+        self._plan_changed()
+
+    def _relieve(self, error: Exception, refused: str) -> None:
+        """Follow a plan in the middle of a step that takes less memory, or raise the error."""
+        assert self.replanning is not None
+        self._recovering.settle()  # rows are about to move
+        change = self.replanning.relieve(error, refused)
+        self._follow()
+        self.replanning.tell(change)
+        self._watch.start_step()
