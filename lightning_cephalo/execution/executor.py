@@ -19,6 +19,7 @@ from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
 from lightning_cephalo.execution.combined_buffers import CombinedBuffers
 from lightning_cephalo.execution.early_updates import EarlyUpdates
 from lightning_cephalo.execution.failure import Failure
+from lightning_cephalo.execution.loss_weights import LossWeights, loss_scale
 from lightning_cephalo.execution.meetings import Meetings
 from lightning_cephalo.execution.microbatch import AT_BATCH, BEHIND_THE_LAST, Microbatch
 from lightning_cephalo.execution.module_state import ModuleState
@@ -27,12 +28,7 @@ from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.over_batch import exchange_rows, refuse_own_weight
 from lightning_cephalo.execution.state_moves import StateMoves
-from lightning_cephalo.execution.step import (
-    ForwardOutcome,
-    MicrobatchCall,
-    Step,
-    checked_weight,
-)
+from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
 from lightning_cephalo.execution.user_collectives import UserCollectives
 from lightning_cephalo.execution.user_writes import UserWrites, explained
@@ -130,8 +126,7 @@ class Executor:
         self._observers: tuple[Observer, ...] = ()
         self._recompute, self._reshard_after_forward = recompute, True
         self._total_weight = 1.0
-        self._step = Step((), [])
-        self._readback = accelerator.readback()
+        self._step = self._new_step((), [])
         self._outcome = ForwardOutcome((), (), 0.0)
         # units that stay gathered from a forward to its backward
         self._showing: list[Unit] = []
@@ -197,9 +192,7 @@ class Executor:
     def expect_weight(self, total: float) -> None:
         """Set the approximate sum of the weights of the next step's microbatches.
 
-        The loss is divided by a power of two near that sum, so that gradients are as large as on
-        one device. In fp16 larger gradients would overflow. Later steps use the sum of the step
-        before.
+        Later steps use the sum of the step before. See [Note: weights] in loss_weights.py.
         """
         self._total_weight = max(self._total_weight, total)
 
@@ -274,7 +267,7 @@ class Executor:
         trainable = tuple(unit.trainable for unit in self.units)
         visits = self._visits.known(trainable)
         self._begin(calls, trainable, visits)
-        self._step.scale_loss = scale_loss
+        self._step.weights.scale_loss = scale_loss
         self._note = note
         if failure is not None:
             self.failure.note(failure)
@@ -317,15 +310,17 @@ class Executor:
             )
             for call in calls
         ]
-        step = self._step = Step(calls, microbatches, trainable, [0.0] * len(calls))
-        step.checks_leaks = checks
+        step = self._step = self._new_step(calls, microbatches)
+        step.trainable, step.checks_leaks = trainable, checks
         step.on_user_collective = self.on_user_collective if checks else None
         self.failure.begin(microbatches, "beginning of the root unit")
         self.hooks.begin_step()
-        self._readback = self.accelerator.readback()
-        step.loss_scale = 0.5 ** round(math.log2(max(self._total_weight, 1e-30)))
         if visits is not None:
             self._replay(visits)
+
+    def _new_step(self, calls: Sequence[MicrobatchCall], microbatches: list[Microbatch]) -> Step:
+        scale, readback = loss_scale(self._total_weight), self.accelerator.readback()
+        return Step(calls, microbatches, LossWeights(len(calls), scale, readback))
 
     def inside_units(self) -> frozenset[int]:
         """Return the ids of the gathered parameters of all units but the root."""
@@ -359,18 +354,17 @@ class Executor:
             visits: The order of the step, which grows while the step runs.
         """
         self._throttle.begin_step()
-        self._step = Step(calls, microbatches, visits=visits, is_traced=True, goes_on=True)
-        self._step.weights = [0.0] * len(calls)
+        step = self._step = self._new_step(calls, microbatches)
+        step.visits, step.is_traced, step.goes_on = visits, True, True
         self.failure.begin(microbatches, "beginning of the step")
         self.hooks.begin_step()
-        self._readback = self.accelerator.readback()
-        return self._step
+        return step
 
     def end_phases(self, visits: Sequence[Visit]) -> None:
         """End such a step, and drop all that its microbatches hold."""
         self._visits.last = tuple(visits)
         self._step.microbatches.clear()
-        self._step = Step((), [])
+        self._step = self._new_step((), [])
         self._throttle.end_step()
 
     @property
@@ -404,7 +398,7 @@ class Executor:
             factor: Multiplies the gradients; equal on all ranks.
         """
         step, self.gave_up = self._step, False
-        step.gradient_scale = factor / (step.loss_scale * self._total_weight * divisor)
+        step.gradient_scale = factor / (step.weights.scale * self._total_weight * divisor)
         self._hide_held_gradients()
         self._has_gradients = True
         self.hooks.in_backward = True
@@ -484,7 +478,8 @@ class Executor:
         """
         calls = [] if call is None else [call]
         microbatches = [Microbatch(call.step, self.accelerator, recompute=False) for call in calls]
-        step = self._step = Step(calls, microbatches, on_user_collective=on_user_collective)
+        step = self._step = self._new_step(calls, microbatches)
+        step.on_user_collective = on_user_collective
         self.failure.begin(microbatches, "evaluation of the root unit")
         self.hooks.begin_step()
         self.execute(Instruction(Operation.GATHER, ROOT))
@@ -504,7 +499,7 @@ class Executor:
             self.run(evaluation_of(int(min(wanted)), takes_part=own == min(wanted)))
         results = tuple(microbatch.result for microbatch in microbatches)
         microbatches.clear()
-        self._step = Step((), [])
+        self._step = self._new_step((), [])
         return ForwardOutcome(results, (), 0.0, tuple(tuple(row[1:]) for row in rows))
 
     # -- running instructions -----------------------------------------------------------------
@@ -620,33 +615,15 @@ class Executor:
         if found is None:
             step.skipped += 1
             return
-        loss, weight = found
-        without_weight = None
-        if isinstance(weight, Tensor) and not loss.requires_grad:
-            weight = float(weight)  # a constant is right only if it has no weight
-        if isinstance(weight, Tensor):
-            weight = weight.detach().reshape(())
-            self._readback.add(weight)
-            step.unread.append(index)
-            without_weight = weight == 0
-        else:
-            step.weights[index] = checked_weight(weight)
-            if not weight:  # the loss may be 0/0: a mean over no tokens
-                return
-        loss = loss * (weight * step.loss_scale)
-        scaled = step.scale_loss(loss) if step.scale_loss else loss
+        weighed = step.weights.weigh(index, *found)
+        if weighed is None:
+            return
         try:
             with self.hooks.backward():
-                microbatch.backward_of_loss(scaled, without_weight)
+                microbatch.backward_of_loss(*weighed)
         except RuntimeError:
             self.writes.check("training_step")  # a write may be the cause
             raise
-
-    def _read_weights(self) -> None:
-        """Read the weights that were on the device, while it runs the last loss's backward."""
-        step = self._step
-        for index, weight in zip(step.unread, self._readback.finish(), strict=True):
-            step.weights[index] = checked_weight(weight)
 
     def _offload(self, instruction: Instruction) -> None:
         self.failure.guarded(self._offload_of, instruction)
@@ -741,7 +718,7 @@ class Executor:
 
     def _end_forward(self) -> None:
         step, doing = self._step, "running training_step"
-        self.failure.guarded(self._read_weights)
+        self.failure.guarded(step.weights.read)
         self.failure.guarded(self.writes.check, "training_step")
         is_finished = all(microbatch.finished for microbatch in step.microbatches)
         if is_finished:  # the others still read and store what these hold
@@ -752,7 +729,7 @@ class Executor:
             state = _ASKS if set(step.parked) <= {AT_BATCH, None} else _UNFINISHED
         made = step.made()
         with_loss = len(step.with_loss) - step.skipped
-        own = [state, math.fsum(step.weights), step.written_buffers]
+        own = [state, math.fsum(step.weights.values), step.written_buffers]
         own += [all(made), with_loss, step.skipped, self.early.is_on]
         said = self.exchange([*own, *self._note()])
         states = {row[0] for row in said}
@@ -767,7 +744,7 @@ class Executor:
         total = math.fsum(row[1] for row in said)
         outcome = ForwardOutcome(
             tuple(microbatch.result for microbatch in step.microbatches),
-            tuple(step.weights),
+            tuple(step.weights.values),
             total,
             tuple(tuple(row[7:]) for row in said),
             losses=tuple(int(row[4]) for row in said),
@@ -884,7 +861,7 @@ class Executor:
                 [each for each in asked if each is not None],
                 [call.samples for call in step.calls],
                 self.control,
-                step.scale_loss,
+                step.weights.scale_loss,
                 [gathered for _, gathered in self.units[ROOT].parameter_pairs()],
                 self.accelerator.device,
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_cephalo.execution.loss_weights import LossWeights
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.plan.program import Program, Visit
 
@@ -36,17 +37,6 @@ class MicrobatchCall:
     on_resume: Callable[[], None] = _nothing
     on_pause: Callable[[], None] = _nothing
     samples: int = 0
-
-
-def checked_weight(weight: float) -> float:
-    """Return a weight of ``training_step``.
-
-    Raises:
-        TypeError: If it is below 0, or not a number.
-    """
-    if not weight >= 0.0:
-        raise TypeError(f"training_step returned the weight {weight}, expected 0 or more.")
-    return weight
 
 
 @dataclass(frozen=True)
@@ -82,9 +72,8 @@ class Step:
     Attributes:
         calls: Calls of this rank's microbatches.
         microbatches: Runs of these microbatches; empty after a failure.
+        weights: Weighs the losses of these microbatches.
         trainable: Per unit, whether it needs gradients.
-        weights: Weights of the microbatches, once they are known.
-        unread: Microbatches whose weights are on their way to the host, in the order of the copies.
         visits: The order of the step; while the step is traced, the part found so far.
         is_traced: Whether the order is discovered while the step runs.
         is_apart: Whether microbatches of any rank have visited units that the order lacked, or
@@ -93,9 +82,6 @@ class Step:
         program: This rank's program; its forward is unused while the step is traced.
         on_user_collective: Called with the name of a collective of torch.distributed before the
             user's step runs it; None: nothing is watched.
-        scale_loss: Multiplies every loss (a gradient scaler's); gradients carry the factor until
-            the optimizer's step.
-        loss_scale: Factor of every loss in addition to its weight.
         gradient_scale: Factor of all gradients when they are reduced.
         with_loss: Microbatches whose loss has been computed, or skipped.
         written_buffers: What the other ranks need to learn of this rank's buffers.
@@ -106,17 +92,14 @@ class Step:
 
     calls: Sequence[MicrobatchCall]
     microbatches: list[Microbatch]
+    weights: LossWeights
     trainable: tuple[bool, ...] = ()
-    weights: list[float] = field(default_factory=list)
-    unread: list[int] = field(default_factory=list)
     visits: Sequence[Visit] = ()
     is_traced: bool = False
     is_apart: bool = False
     checks_leaks: bool = False
     on_user_collective: Callable[[str], None] | None = None
     program: Program = field(default_factory=lambda: Program((), ()))
-    scale_loss: Callable[[Tensor], Tensor] | None = None
-    loss_scale: float = 1.0
     gradient_scale: float = 1.0
     with_loss: set[int] = field(default_factory=set)
     written_buffers: float = 0.0

@@ -15,11 +15,12 @@ import torch
 from lightning_cephalo.common.errors import ProfilingError, RemoteRankError
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.data.cutting import loss_and_weight
+from lightning_cephalo.execution.loss_weights import checked_weight
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.execution.step import MicrobatchCall, checked_weight
+from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.plan.program import COMPUTE, NONE, ROOT, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained

@@ -1,0 +1,110 @@
+"""Weighs the losses of a step's microbatches, so that their gradients add up to one device's.
+
+[Note: weights]
+A microbatch's share of the gradient is its weight, divided by the sum of the weights of all ranks.
+That sum is known only behind the forward, in which losses run their backward. So each loss is
+multiplied by its weight and by a power of two, near the inverse of the last step's sum. Gradients
+are then as large as on one device, and overflow no sooner in fp16. Reduces divide by the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightning_cephalo.accelerator.base import Readback
+
+
+def loss_scale(expected_total: float) -> float:
+    """Return the power of two that every loss of a step is multiplied by.
+
+    Args:
+        expected_total: About the sum of the weights of all microbatches.
+    """
+    return 0.5 ** round(math.log2(max(expected_total, 1e-30)))
+
+
+def checked_weight(weight: float) -> float:
+    """Return a weight of ``training_step``.
+
+    Raises:
+        TypeError: If it is below 0, or not a number.
+    """
+    if not weight >= 0.0:
+        raise TypeError(f"training_step returned the weight {weight}, expected 0 or more.")
+    return weight
+
+
+class LossWeights:
+    """The weights of this rank's microbatches in one step; see [Note: weights].
+
+    ::
+
+        weights = LossWeights(2, loss_scale(16.0), accelerator.readback())
+        found = weights.weigh(0, loss, 8.0)
+        ...
+        weights.read()
+        print(weights.values)               # [8.0, 0.0]
+
+    Args:
+        microbatches: How many there are.
+        scale: Factor of every loss in addition to its weight.
+        readback: Reads weights that are on the device.
+
+    Attributes:
+        values: The weights, once they are known.
+        scale: As the argument.
+        scale_loss: Multiplies every loss (a gradient scaler's); gradients carry the factor until
+            the optimizer's step. None: nothing does.
+    """
+
+    def __init__(self, microbatches: int, scale: float, readback: Readback) -> None:
+        self.values = [0.0] * microbatches
+        self.scale = scale
+        self.scale_loss: Callable[[Tensor], Tensor] | None = None
+        self._readback = readback
+        # microbatches whose weights are on their way to the host, in the order of the copies
+        self._unread: list[int] = []
+
+    def weigh(
+        self, microbatch: int, loss: Tensor, weight: float | Tensor
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return a loss times its weight and the factors; None if it has no weight.
+
+        Args:
+            microbatch: Index of the microbatch.
+            loss: Its loss.
+            weight: Its weight. One on the device is read later, so that the host does not wait.
+
+        Raises:
+            TypeError: If the weight is below 0, or not a number.
+
+        Returns:
+            The loss to run backward, and whether it turns out to have no weight: a tensor on the
+            device, or None for no.
+        """
+        without_weight = None
+        if isinstance(weight, Tensor) and not loss.requires_grad:
+            weight = float(weight)  # a constant is right only if it has no weight
+        if isinstance(weight, Tensor):
+            weight = weight.detach().reshape(())
+            self._readback.add(weight)
+            self._unread.append(microbatch)
+            without_weight = weight == 0
+        else:
+            self.values[microbatch] = checked_weight(weight)
+            if not weight:  # the loss may be 0/0: a mean over no tokens
+                return None
+        loss = loss * (weight * self.scale)
+        return self.scale_loss(loss) if self.scale_loss else loss, without_weight
+
+    def read(self) -> None:
+        """Read the weights that are on the device, while it runs the last loss's backward.
+
+        Raises:
+            TypeError: If one is below 0, or not a number.
+        """
+        for microbatch, weight in zip(self._unread, self._readback.finish(), strict=True):
+            self.values[microbatch] = checked_weight(weight)
