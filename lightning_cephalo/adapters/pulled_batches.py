@@ -7,6 +7,7 @@ that yields its part.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ from lightning_cephalo.common.errors import UnsupportedError
 
 def pulls_batches(step: Callable[..., Any]) -> bool:
     """Whether Lightning gives a step an iterator; the name of the argument says so."""
-    return "dataloader_iter" in inspect.signature(step).parameters
+    return _takes_an_iterator(getattr(step, "__func__", step))
+
+
+# every step asks, and reading a signature takes longer than the answer is worth
+@functools.lru_cache(maxsize=64)
+def _takes_an_iterator(function: Callable[..., Any]) -> bool:
+    return "dataloader_iter" in inspect.signature(function).parameters
 
 
 @dataclass(frozen=True)

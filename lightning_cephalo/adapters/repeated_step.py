@@ -25,10 +25,9 @@ from typing import Any, Protocol
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_cephalo.accelerator.generators import read_generators, write_generators
 from lightning_cephalo.common.errors import RemoteRankError
-from lightning_cephalo.data.randomness import read_global_states, write_global_states
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
-from lightning_cephalo.execution.replay import RandomState
 from lightning_cephalo.execution.sharded_model import ShardedModel
 
 MOST_REPEATS = 2
@@ -66,7 +65,7 @@ class RepeatedStep:
         self._metrics = [metric for _, metric in metrics]
         self._evaluations = self._repeats = 0
         self._run: Callable[[bool], Any] | None = None
-        self._random: tuple[RandomState, Any] | None = None
+        self._random: tuple[Any, ...] | None = None
         self._counted: list[Callable[[], None]] = []
         model.executor.state.keeps_start = True
 
@@ -88,7 +87,7 @@ class RepeatedStep:
         """
         self._evaluations += 1
         self._run = run
-        self._random = RandomState(self._model.accelerator), read_global_states()
+        self._random = read_generators(self._model.accelerator)
         self._counted = [_states_of(metric) for metric in self._metrics]
         while True:
             error, result = _attempt(run, True)
@@ -156,8 +155,7 @@ class RepeatedStep:
         executor.buffers.put_back()
         executor.state.put_back()
         assert self._random is not None
-        write_global_states(self._random[1])
-        self._random[0].restore()
+        write_generators(self._model.accelerator, self._random)
 
     def end(self) -> None:
         """End a step, and let go of all that a repetition would need."""

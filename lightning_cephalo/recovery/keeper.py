@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.generators import read_generators
 from lightning_cephalo.adapters.resuming import KEY, saved_order
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.common.quantities import format_mib
@@ -36,7 +37,7 @@ from lightning_cephalo.recovery.drafts import Draft, versions_of
 from lightning_cephalo.recovery.lookup import Inventory
 from lightning_cephalo.recovery.options import Wish, fitting_every
 from lightning_cephalo.recovery.pieces import taken_apart
-from lightning_cephalo.recovery.snapshot import Facts, Kind, Snapshot, read_generators
+from lightning_cephalo.recovery.snapshot import Facts, Kind, Snapshot
 from lightning_cephalo.recovery.store import Piece, Slot, Store
 from lightning_cephalo.sharding.placement import local_part
 

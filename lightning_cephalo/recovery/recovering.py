@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.generators import write_generators
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.copying import SLOTS
@@ -32,7 +33,6 @@ from lightning_cephalo.recovery.snapshot import (
     only_searches,
     searches_before_training,
     searches_learning_rate,
-    write_generators,
 )
 from lightning_cephalo.recovery.store import Piece, Store
 from lightning_cephalo.recovery.waiting import wait_for_hosts

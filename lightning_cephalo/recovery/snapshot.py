@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
-
-from lightning_cephalo.accelerator import Accelerator
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -84,15 +80,3 @@ def searches_before_training(trainer: Trainer) -> bool:
     """
     finders = (c for c in trainer.callbacks if isinstance(c, LearningRateFinder))  # type: ignore[attr-defined]
     return any(type(f).on_fit_start is LearningRateFinder.on_fit_start for f in finders)
-
-
-def read_generators(accelerator: Accelerator) -> tuple[Any, ...]:
-    """Return the states of the generators of this process and its device."""
-    return accelerator.random_states(), np.random.get_state(), random.getstate()
-
-
-def write_generators(accelerator: Accelerator, states: tuple[Any, ...]) -> None:
-    """Set the states that :func:`read_generators` has read."""
-    accelerator.restore_random_states(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
