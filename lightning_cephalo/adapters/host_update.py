@@ -112,6 +112,7 @@ class HostUpdates:
                 rows = local_part(parameter).detach()
                 if own.version != rows._version:
                     sources.append((rows, self._out.start(own.rows, rows)))
+                own.version = None  # until the device has the new rows
                 assert parameter.grad is not None
                 gradient = local_part(parameter.grad)
                 sources.append((gradient, self._out.start(own.gradient, gradient)))

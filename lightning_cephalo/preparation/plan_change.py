@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_cephalo.adapters import batch_norm
 from lightning_cephalo.adapters.dealt_loaders import DealtLoaders, Mark
 from lightning_cephalo.common.errors import (
+    HostMemoryError,
     PlanError,
     RemoteRankError,
     TooLittleMemoryError,
@@ -39,6 +40,9 @@ from lightning_cephalo.preparation.session import Session
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+REFUSALS = (PlanError, UnsupportedError, HostMemoryError, TooLittleMemoryError, RemoteRankError)
+"""What a plan is refused with, on all ranks together; the old one stays."""
 
 
 @dataclass(frozen=True)

@@ -13,26 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from lightning_cephalo.common.errors import (
-    HostMemoryError,
-    PlanError,
-    RemoteRankError,
-    SolverError,
-    TooLittleMemoryError,
-    UnsupportedError,
-)
+from lightning_cephalo.common.errors import PlanError, RemoteRankError, SolverError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
 from lightning_cephalo.plan import Plan, Problem, solve
 from lightning_cephalo.plan.memory_pressure import plan_for_batches, with_less_memory
-from lightning_cephalo.preparation.plan_change import PlanChanges
+from lightning_cephalo.preparation.plan_change import REFUSALS, PlanChanges
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.memory_model import predicted
 
 _LIMIT_S = 30.0
-_REFUSALS = (
-    PlanError, UnsupportedError, HostMemoryError, TooLittleMemoryError, RemoteRankError
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +101,7 @@ def make_room(
     capped, plan, now = found
     try:
         changes.follow_now(now, predicted(capped, now, session.model))
-    except _REFUSALS as failure:
+    except REFUSALS as failure:
         _refuse(error, f"A plan that takes less memory was refused. {failure}")
     is_requested = plan != now and _request(changes, plan, capped, session)
     return Relief(short[0], capped, plan, now, is_requested)
@@ -144,7 +134,7 @@ def _solved(
 def _request(changes: PlanChanges, plan: Plan, problem: Problem, session: Session) -> bool:
     try:
         return changes.request(plan, predicted(problem, plan, session.model), by_user=False)
-    except _REFUSALS:
+    except REFUSALS:
         return False  # the batches stay, as the loaders cannot deal others
 
 

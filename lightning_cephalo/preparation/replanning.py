@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_cephalo.common.errors import (
-    HostMemoryError,
-    PlanError,
-    RemoteRankError,
-    TooLittleMemoryError,
-    UnsupportedError,
-)
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import format_mib, format_seconds
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.watch import Watch
@@ -29,7 +23,7 @@ from lightning_cephalo.plan import Plan, Problem, predict
 from lightning_cephalo.plan.beside import SolverBeside
 from lightning_cephalo.plan.replan import Replan, ReplanPolicy, Trial, moved_share
 from lightning_cephalo.preparation.options import Options
-from lightning_cephalo.preparation.plan_change import PlanChanges
+from lightning_cephalo.preparation.plan_change import REFUSALS, PlanChanges
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.preparation.relief import make_room
 from lightning_cephalo.preparation.session import Session
@@ -191,13 +185,7 @@ class Replanning:
             memory = predicted(self._problem, change.plan, self._session.model)
             if self._changes.request(change.plan, memory, by_user=False):
                 self._accepted = change
-        except (
-            PlanError,
-            UnsupportedError,
-            HostMemoryError,
-            TooLittleMemoryError,
-            RemoteRankError,
-        ) as error:
+        except REFUSALS as error:
             if self._policy is not None:
                 self._policy.keep(step)
             rank_zero_warn(f"Step {step}: another plan would be faster, but was refused. {error}")
