@@ -1,12 +1,9 @@
 """Every configuration composes to objects that exist, and the main job runs from end to end."""
 
-import contextlib
 import inspect
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +12,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
+from launch import port_to_meet
 from omegaconf import DictConfig, OmegaConf
 
 ROOT = Path(__file__).parents[1]
@@ -32,18 +30,6 @@ def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def composed(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("config", list(overrides))
-
-
-def port_to_meet() -> int:
-    """Return a free port that no connection of another test takes before the ranks listen on it.
-
-    Systems give connections ports from 16000 or more; Lightning chooses among those too.
-    """
-    for port in random.SystemRandom().sample(range(10000, 16000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise AssertionError("no free port")
 
 
 def run_main_job(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:

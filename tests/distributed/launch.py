@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import multiprocessing
 import os
 import pickle
+import random
 import runpy
 import socket
 import sys
@@ -83,11 +85,21 @@ def run_script(
     run_ranks(len(environments), main, process_group=False)
 
 
+def port_to_meet() -> int:
+    """Return a free port that no connection of another test takes before the ranks listen on it.
+
+    Systems give connections ports from 16000 or more; Lightning chooses among those too.
+    """
+    for port in random.SystemRandom().sample(range(10000, 16000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError("no free port")
+
+
 def torchrun_environments(world_size: int) -> list[dict[str, str]]:
     """What torchrun gives to each rank of one node."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = port_to_meet()
     return [
         {
             "TORCHELASTIC_RUN_ID": "test",

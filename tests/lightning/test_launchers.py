@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import Net, assert_same_tensors, by_plan, loader, trainer, values_of
-from launch import run_script
+from launch import port_to_meet, run_script
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
@@ -223,7 +222,9 @@ def _write(tmp_path, arguments, head=""):
 
 def _run(commands, environment=None, timeout=250):
     """Run commands at once; returns their outputs; whatever is left of them is ended."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    # Lightning's launcher would choose a port that a connection of another test may take meanwhile
+    address = {"MASTER_PORT": str(port_to_meet())}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **address, **(environment or {})}
     processes = [
         subprocess.Popen(
             command,
@@ -263,12 +264,6 @@ def _processes_of_session(session):
 
 def _said(tmp_path, ranks):
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +322,7 @@ def torchrun(tmp_path_factory):
         " devices=int(os.environ['LOCAL_WORLD_SIZE']), num_nodes=2, batch_size=8",
         _COUNTS_THREADS + _GIVEN,
     )
-    port = _free_port()
+    port = port_to_meet()
     agents = [
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"),
@@ -406,7 +401,7 @@ def _slurm(ranks_of_nodes, even):
 
 
 def _run_slurm(script, tmp_path, ranks_of_nodes, even):
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_to_meet())}
     run_script(script, [tmp_path], [rank | address for rank in _slurm(ranks_of_nodes, even)])
 
 
