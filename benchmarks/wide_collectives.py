@@ -222,7 +222,7 @@ def operations(
                 work.wait()
 
         def reduce() -> None:
-            works, total = route.reduce(slices, memory, group)
+            works, total = route.reduce(slices, memory, group, memory.dtype)
             for work in works:
                 work.wait()
             total()

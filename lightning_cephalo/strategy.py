@@ -69,6 +69,7 @@ from lightning_cephalo.preparation.options import (
     Choice,
     Options,
     parse_early_update,
+    parse_reduce_dtype,
     verbosity,
 )
 from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
@@ -140,6 +141,9 @@ class CephaloStrategy(ParallelStrategy):
         optimizer_scope: What an optimizer's update of one element depends on, for optimizers that
             are not torch's: "element", "parameter" or "model". "auto": a trial on a copy decides
             between the last two. A dict gives one for each class, or name of a class.
+        reduce_dtype: Dtype that gradients travel in between ranks: ``torch.bfloat16`` halves their
+            bytes. Each rank's gradient is rounded once, and sums over gloo are in float32. A line
+            behind the first step says what that changed. None: their own dtype, as on one device.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Follow another plan where ranks change their pace while they train, if that pays:
             "auto" where the plan was solved. True also measures where ``plan`` is given, and then
@@ -184,6 +188,7 @@ class CephaloStrategy(ParallelStrategy):
         host_memory_cap: float | int | str | None = None,
         early_update: Literal["auto", False] = "auto",
         optimizer_scope: str | Mapping[type | str, str] = "auto",
+        reduce_dtype: torch.dtype | str | None = None,
         profile_budget_s: float = 20.0,
         replan: bool | Literal["auto"] = "auto",
         on_replan: Callable[[Replan], Any] | None = None,
@@ -218,6 +223,7 @@ class CephaloStrategy(ParallelStrategy):
             host_memory_cap=Cap.parse("host_memory_cap", host_memory_cap, zero=True),
             early_update=parse_early_update(early_update),
             optimizer_scope=optimizer_scope,
+            reduce_dtype=parse_reduce_dtype(reduce_dtype),
             profile_budget_s=profile_budget_s,
             replan=replanning.parse(replan),
             on_replan=on_replan,
@@ -257,6 +263,7 @@ class CephaloStrategy(ParallelStrategy):
         # results, which outlive the ranks and the session
         self._plan: Plan | None = None
         self._measured_memory: tuple[RankMemory, ...] | None = None
+        self._reduce_rounding: float | None = None
         self._replans: tuple[Replan, ...] = ()
 
     @classmethod
@@ -287,6 +294,14 @@ class CephaloStrategy(ParallelStrategy):
     def measured_memory(self) -> tuple[RankMemory, ...] | None:
         """Memory of every rank, by kind; known after training of two steps or more."""
         return self._measured_memory
+
+    @property
+    def reduce_rounding(self) -> float | None:
+        """What ``reduce_dtype`` changed of the first step's gradient, as a part of its norm.
+
+        Known at the end of ``fit``; None without ``reduce_dtype``.
+        """
+        return self._reduce_rounding
 
     @property
     def replans(self) -> tuple[Replan, ...]:
@@ -741,6 +756,8 @@ class CephaloStrategy(ParallelStrategy):
         session.control.together("checking the last step's buffers", executor.buffers.check)
         executor.reshard()
         self._measured_memory = session.measured_memory()
+        self._running.end()
+        self._reduce_rounding = self._running.reduce_rounding
         if verbose and self.is_global_zero:
             session.report(self.measured_step_s, self._measured_memory)
         self._watch.end(session.plan, verbose, is_given=self._options.plan is not None)

@@ -26,6 +26,7 @@ from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.padding import slot_numel
 from lightning_cephalo.sharding.placement import default_mesh, whole_of
+from lightning_cephalo.sharding.rounding import Rounding
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.unit import Unit
@@ -66,12 +67,14 @@ class ShardedModel:
         units: Options that choose the units.
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         recompute: Whether the backward recomputes units.
+        reduce_dtype: Dtype that gradients travel in (None: their own).
 
     Attributes:
         padding: Whether nearly equal slices are padded.
         routing: The way that slices take.
         stage: Moves device tensors over backends that run on the host; None: not needed.
         meet: Waits until all ranks have come to communicate outside of a step.
+        rounding: Rounds gradients that travel in a dtype of their own; None: none do.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class ShardedModel:
         units: UnitOptions,
         compute_dtype: torch.dtype | None,
         recompute: bool,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.module = module
         self.accelerator = accelerator
@@ -92,6 +96,7 @@ class ShardedModel:
         self.compute_dtype = compute_dtype
         self.routing = Routing(groups.nodes, on_host=not self.backend.runs_on_device)
         self.stage = self._stage()
+        self.rounding = None if reduce_dtype is None else Rounding(reduce_dtype)
         context = ShardingContext(
             device,
             default_mesh(device.type),
@@ -101,6 +106,7 @@ class ShardedModel:
             compute_dtype,
             stage=self.stage,
             meet=groups.meeting.meet,
+            rounding=self.rounding,
         )
         self.padding = context.padding
         self.fractions = tuple(fractions)
@@ -185,8 +191,8 @@ class ShardedModel:
         """Bytes of full buffers at the peak of a step, on every rank.
 
         Parameters: the root unit and the two largest others (one in use, one being gathered).
-        Gradients: the root unit and two others (one accumulating, one being reduced), and by node
-        the summands of one.
+        Gradients: the root unit and two others (one accumulating, one being reduced), by node the
+        summands of one, and what is sent of one if it is rounded for that.
         """
         return self.gathered_parameter_bytes + self.gathered_gradient_bytes
 
@@ -209,7 +215,9 @@ class ShardedModel:
         """The part of :attr:`gathered_bytes` that holds full gradients."""
         root, *others = [unit.gradient_bytes for unit in self.units]
         summands = max(root, *others) if self.routing.goes_by_node else 0
-        return root + sum(sorted(others, reverse=True)[:2]) + summands
+        pairs = [(unit.sent_gradient_bytes, unit.gradient_bytes) for unit in self.units]
+        sent = max(narrow if narrow < whole else 0 for narrow, whole in pairs)
+        return root + sum(sorted(others, reverse=True)[:2]) + summands + sent
 
     def padded_bytes(self) -> PaddedBytes:
         """Return the bytes of the buffers in which even shares travel padded.
@@ -228,7 +236,7 @@ class ShardedModel:
             gathers.append([world_size * slot * flat.dtype.itemsize for flat, slot in padded])
             reduces.append(
                 [
-                    (world_size + 1) * slot * flat.master_dtype.itemsize
+                    (world_size + 1) * slot * flat.sent_dtype.itemsize
                     for flat, slot in padded
                     if flat.trainable
                 ]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, Literal
 
+import torch
+
 from lightning_cephalo.execution.sharded_model import UnitOptions
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.plan.replan import Replan
@@ -75,6 +77,22 @@ def parse_early_update(value: Literal["auto"] | bool) -> bool:
     )
 
 
+def parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """Read the option ``reduce_dtype``: None, torch.float32, torch.bfloat16, or a name of these.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    found = known.get(str(value).removeprefix("torch."))
+    if found is not None or value is None:
+        return found
+    raise ValueError(
+        f"reduce_dtype: expected None, torch.float32 or torch.bfloat16, but got {value!r}. Narrower"
+        " exponents would lose small gradients."
+    )
+
+
 @dataclass(frozen=True)
 class Options:
     """The user's options for batches, units, memory and planning; see ``CephaloStrategy``.
@@ -93,6 +111,7 @@ class Options:
         host_memory_cap: Cap of every rank's part of its host.
         early_update: Whether units are updated inside the backward where that is exact.
         optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
+        reduce_dtype: Dtype that gradients travel in; None: their own.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Whether the plan may change while training; "auto": where it was solved.
         on_replan: Called on every rank after each such change.
@@ -115,6 +134,7 @@ class Options:
     host_memory_cap: Cap = field(default_factory=lambda: Cap("host_memory_cap"))
     early_update: bool = True
     optimizer_scope: str | Mapping[Any, str] = "auto"
+    reduce_dtype: torch.dtype | None = None
     profile_budget_s: float = 20.0
     replan: bool | Literal["auto"] = "auto"
     on_replan: Callable[[Replan], Any] | None = None
@@ -147,7 +167,9 @@ class Options:
         They are part of the key under which a problem is cached: other names or values here make
         every job measure again.
         """
+        rounded = {} if self.reduce_dtype is None else {"reduce_dtype": str(self.reduce_dtype)}
         return {
+            **rounded,
             "global_batch_size": self.global_batch_size,
             "collate_per_microbatch": self.collate_per_microbatch,
             "split_batch": self.split_batch,

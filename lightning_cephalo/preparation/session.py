@@ -118,6 +118,7 @@ class Session:
             units=options.units,
             compute_dtype=compute_dtype,
             recompute=options.recompute.default,
+            reduce_dtype=options.reduce_dtype,
         )
         self.model.executor.buffers.sum_up(options.summed_buffers)
         self._at_end.callback(ModuleCopies(self.model).remove)

@@ -15,6 +15,7 @@ from lightning_cephalo.preparation import replanning
 from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.preparation.plan_change import PlanChanges
+from lightning_cephalo.preparation.rounding_report import RoundingReport
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.recovery.recovering import Recovering
 
@@ -65,6 +66,7 @@ class Training:
         self.changes = PlanChanges(session, trainer)
         self.replanning: replanning.Replanning | None = None
         self.repeated: RepeatedStep | None = None
+        self._rounding = RoundingReport(session.model, verbose=options.verbose)
         if problem is not None:
             self.replanning = replanning.begin(
                 session, trainer, self.changes, watch, problem, options
@@ -93,6 +95,7 @@ class Training:
             optimizers: All optimizers; the user may have replaced them.
         """
         self._session.optimizers = list(optimizers)
+        self._rounding.between_steps()
         if self.repeated is not None:
             self.repeated.begin_batch()
         if self.changes.is_pending:
@@ -143,6 +146,15 @@ class Training:
         """End a step of which no rank has a loss."""
         if self.repeated is not None:
             self.repeated.end()
+
+    def end(self) -> None:
+        """Say what is still to be said when the last step has run; collective."""
+        self._rounding.between_steps()
+
+    @property
+    def reduce_rounding(self) -> float | None:
+        """What rounding changed of the first step's gradient, divided by its norm."""
+        return self._rounding.share
 
     @property
     def step_was_repeated(self) -> bool:

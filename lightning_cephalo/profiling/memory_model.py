@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import MemoryMeter, RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.program import Instruction, Operation
+from lightning_cephalo.sharding.unit import Unit
 
 # The parameter, its gradient and Adam's two moments. The optimizer is created for the planned
 # shards, so it is not known yet; SGD holds less, and no common optimizer holds more.
@@ -108,7 +110,13 @@ def _receive_bytes(model: ShardedModel) -> int:
     """Return the bytes that one reduce receives into, over all ranks; reduces do not overlap."""
     if not model.flats:
         return 0
-    return model.routing.summands * max(unit.gradient_bytes for unit in model.units)
+    return max(map(partial(_received, model.routing.summands), model.units))
+
+
+def _received(summands: int, unit: Unit) -> int:
+    sent, whole = unit.sent_gradient_bytes, unit.gradient_bytes
+    # summands that were rounded are added up in memory of their own
+    return summands * sent + (whole if sent < whole else 0)
 
 
 def resting_bytes(model: ShardedModel) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -61,9 +62,16 @@ class ByNode:
         return [*arriving.values(), *leaving, *relaying]
 
     def reduce(
-        self, slices: Sequence[Tensor], memory: Tensor, group: dist.ProcessGroup
+        self,
+        slices: Sequence[Tensor],
+        memory: Tensor,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
     ) -> tuple[list[Any], Callable[[], Tensor]]:
-        """Start to sum this rank's slice: inside every node, then over the nodes."""
+        """Start to sum this rank's slice: inside every node, then over the nodes.
+
+        What a node passes on is rounded to the dtype of the slices.
+        """
         rank, sizes = dist.get_rank(group), [len(part) for part in slices]
         role = self._role(rank, sizes)
         rows = memory.split(list(role.rows))
@@ -94,9 +102,10 @@ class ByNode:
                 transfer.wait()
 
         def total() -> Tensor:
+            whole = slices[rank].to(dtype)
             for row in own:
-                slices[rank].add_(row)
-            return slices[rank]
+                whole.add_(row)
+            return whole
 
         relaying = [self._reduces.run(collect)] if role.relayed else []
         return [*arriving, *leaving, *relaying], total

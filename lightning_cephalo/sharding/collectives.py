@@ -97,10 +97,11 @@ def reduce_slices(
 
     Args:
         full: 1-d tensor of ``sum(sizes)`` elements; must live until the wait for the result ends.
-            Its values may change.
+            Its values may change. Its dtype is that in which it travels.
         sizes: Elements of every rank, in group order; zeros allowed.
         group: The process group.
-        output: 1-d tensor of this rank's size.
+        output: 1-d tensor of this rank's size. Between hosts the sum has its dtype; backends that
+            run on the device sum in the dtype of ``full``.
         scale: Factor of the sum.
         accumulate: Add to ``output`` instead of overwriting it.
         padding: As for :func:`gather_slices`.
@@ -131,7 +132,7 @@ def reduce_slices(
                 slots.give_back()
 
             return Pending([work], take, (slots.whole, sums))
-        total = torch.empty_like(output)
+        total = torch.empty_like(output, dtype=full.dtype)
         if len(set(sizes)) == 1:
             work = reduce(total, full, op=dist.ReduceOp.SUM, group=group, async_op=True)
         else:
@@ -143,14 +144,14 @@ def reduce_slices(
 
     if not full.is_cpu:
         if stage is not None:
-            return stage.reduce(full, sizes, group, deliver)
+            return stage.reduce(full, sizes, group, output.dtype, deliver)
         total = torch.empty_like(output, device="cpu")
         reduce_slices(full.cpu(), sizes, group, total).wait()
         deliver(total.to(output.device))
         return Pending()
     memory = full.new_empty(route.received_numel(sizes, rank))
-    works, total_of = route.reduce(full.split(list(sizes)), memory, group)
-    return Pending(works, (lambda: deliver(total_of())) if own else None)
+    works, total_of = route.reduce(full.split(list(sizes)), memory, group, output.dtype)
+    return Pending(works, (lambda: deliver(total_of())) if own else None, (full,))
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> None:

@@ -56,6 +56,7 @@ from lightning_cephalo.sharding.placement import (
     set_local_part,
     set_rows,
 )
+from lightning_cephalo.sharding.rounding import Rounding
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.row_operators import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import spent
@@ -94,6 +95,7 @@ class ShardingContext:
         padding: Whether nearly equal slices are padded.
         stage: Moves device tensors over backends that run on the host; None: not needed.
         meet: Waits for all ranks before operators on sharded tensors communicate; None: not.
+        rounding: The dtype that gradients travel in; None: their own.
     """
 
     device: torch.device
@@ -107,6 +109,7 @@ class ShardingContext:
     padding: Padding = field(default_factory=Padding)
     stage: HostStage | None = None
     meet: Meet | None = None
+    rounding: Rounding | None = None
 
     @property
     def rank(self) -> int:
@@ -543,6 +546,7 @@ class Flat:
         Adds to gradients that the sharded parameters still hold (accumulation over steps).
         """
         assert self.grad_full is not None
+        rounding = self.context.rounding
         for parameter in self.parameters:
             parameter.grad = None
         if self.grad_shard is None:
@@ -559,8 +563,9 @@ class Flat:
         elif self.layout is None:
             pending = self._all_reduce(scale, accumulate)
         else:
+            sent = self.grad_full if rounding is None else rounding.rounded(self.grad_full, scale)
             pending = reduce_slices(
-                self.grad_full,
+                sent,
                 self.sizes,
                 self.context.reduce_group,
                 self.grad_shard,
@@ -570,7 +575,20 @@ class Flat:
                 stage=self.context.stage,
                 route=self.context.routing.route,
             )
+            if rounding is not None and rounding.is_measured:
+                self._measure(rounding, pending)
         return pending
+
+    def _measure(self, rounding: Rounding, pending: Pending) -> None:
+        finish, shard = pending.finish, self.grad_shard
+
+        def finish_and_measure() -> None:
+            if finish is not None:
+                finish()
+            assert shard is not None
+            rounding.summed(shard)
+
+        pending.finish = finish_and_measure
 
     def _deliver_local(self, scale: float, accumulate: bool) -> None:
         assert self.grad_full is not None and self.grad_shard is not None
@@ -596,11 +614,21 @@ class Flat:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of the buffer into which this rank receives a reduce; see ``reduce_slices``."""
+        """Bytes that a reduce of this rank takes in addition; see ``reduce_slices``."""
         if self.layout is None or self.context.world_size == 1:
             return 0
         received = self.context.routing.received_numel(self.sizes, self.context.rank)
-        return received * self.master_dtype.itemsize
+        nbytes = received * self.sent_dtype.itemsize
+        if self.sent_dtype != self.master_dtype:  # what is sent, and the sum
+            nbytes += self.numel * self.sent_dtype.itemsize
+            nbytes += (self._end - self._start) * self.master_dtype.itemsize
+        return nbytes
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """Dtype in which gradients travel."""
+        rounding, dtype = self.context.rounding, self.master_dtype
+        return dtype if rounding is None else rounding.dtype_of(dtype)
 
     def disarm(self) -> None:
         """Give back the memory of ``grad_full``; call it after the wait for its reduce."""

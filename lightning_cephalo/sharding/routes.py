@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,7 +26,11 @@ class Route(Protocol):
         ...
 
     def reduce(
-        self, slices: Sequence[Tensor], memory: Tensor, group: dist.ProcessGroup
+        self,
+        slices: Sequence[Tensor],
+        memory: Tensor,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
     ) -> tuple[list[Any], Callable[[], Tensor]]:
         """Start to sum this rank's slice over the ranks.
 
@@ -33,6 +38,7 @@ class Route(Protocol):
             slices: One 1-d tensor per rank, in group order: this rank's summands. They may change.
             memory: A 1-d tensor of :meth:`received_numel` elements.
             group: A group that sends and receives host memory.
+            dtype: Dtype of the sum; no narrower than the slices'.
 
         Returns:
             The handles, and a function that returns the sum once all of them are done.
@@ -52,23 +58,28 @@ class Straight:
         return exchange([slices[dist.get_rank(group)]] * len(slices), slices, group)
 
     def reduce(
-        self, slices: Sequence[Tensor], memory: Tensor, group: dist.ProcessGroup
+        self,
+        slices: Sequence[Tensor],
+        memory: Tensor,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
     ) -> tuple[list[Any], Callable[[], Tensor]]:
         """See :meth:`Route.reduce`; the sum is in rank order."""
         rank = dist.get_rank(group)
         rows = memory.view(len(slices), slices[rank].numel())
         rows[rank].copy_(slices[rank])
-        return exchange(slices, rows.unbind(), group), lambda: _sum_of_rows(rows)
+        return exchange(slices, rows.unbind(), group), lambda: _sum_of_rows(rows, dtype)
 
     def received_numel(self, sizes: Sequence[int], rank: int) -> int:
         """See :meth:`Route.received_numel`."""
         return len(sizes) * sizes[rank]
 
 
-def _sum_of_rows(rows: Tensor) -> Tensor:
+def _sum_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    total = rows[0].to(dtype)
     for row in rows[1:]:
-        rows[0].add_(row)
-    return rows[0]
+        total.add_(row)
+    return total
 
 
 class Routing:

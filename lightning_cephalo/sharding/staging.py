@@ -65,9 +65,10 @@ class HostStage:
         full: Tensor,
         sizes: Sequence[int],
         group: dist.ProcessGroup,
+        dtype: torch.dtype,
         deliver: Callable[[Tensor], None],
     ) -> Pending:
-        """Sum ``full`` over the ranks, and give this rank's slice to ``deliver``."""
+        """Sum ``full`` over the ranks, and give this rank's slice to ``deliver``, of a dtype."""
         rank, route = dist.get_rank(group), self._routing.route
         sent, host = self._take(full.numel(), full.dtype)
         received, summands = self._take(route.received_numel(sizes, rank), full.dtype)
@@ -76,7 +77,7 @@ class HostStage:
 
         def move() -> None:
             copied.synchronize()
-            transfers, total = route.reduce(host.split(list(sizes)), summands, group)
+            transfers, total = route.reduce(host.split(list(sizes)), summands, group, dtype)
             for transfer in transfers:
                 transfer.wait()
             totals.append(total())

@@ -105,8 +105,13 @@ class Unit:
         return sum(flat.numel * flat.master_dtype.itemsize for flat in self.flats if flat.trainable)
 
     @property
+    def sent_gradient_bytes(self) -> int:
+        """Bytes of the full gradients as they travel."""
+        return sum(flat.numel * flat.sent_dtype.itemsize for flat in self.flats if flat.trainable)
+
+    @property
     def receiving_bytes(self) -> int:
-        """Bytes of the buffers into which this rank receives a reduce that is under way."""
+        """Bytes that a reduce takes which is under way, in addition to gradients."""
         if not self._reducing:
             return 0
         return sum(flat.received_bytes for flat in self.flats if flat.trainable)

@@ -67,12 +67,13 @@ def test_a_gather_puts_every_slice_in_its_place(sizes):
 def _reduce(rank, sizes):
     for route in _routes(len(sizes)):
         for scale, accumulate in itertools.product((1.0, 0.3), (False, True)):
-            _reduce_by(rank, sizes, scale, accumulate, route)
+            _reduce_by(rank, sizes, scale, accumulate, route, torch.float32)
+        _reduce_by(rank, sizes, 0.3, True, route, torch.bfloat16)
 
 
-def _reduce_by(rank, sizes, scale, accumulate, route):
+def _reduce_by(rank, sizes, scale, accumulate, route, sent):
     generator = torch.Generator().manual_seed(3)
-    parts = [torch.randn(sum(sizes), generator=generator) for _ in sizes]
+    parts = [torch.randn(sum(sizes), generator=generator).to(sent) for _ in sizes]
     start = _offset(sizes, rank)
     own = slice(start, start + sizes[rank])
     output = torch.full((sizes[rank],), 0.5)
@@ -89,7 +90,7 @@ def _reduce_by(rank, sizes, scale, accumulate, route):
     assert torch.equal(output, torch.full_like(output, 0.5)), "written before it was waited for"
     pending.wait()
     pending.wait()
-    total = parts[0].clone()
+    total = parts[0].float()  # also of what has travelled in another dtype
     for part in parts[1:]:
         total += part  # the order of the ranks, hence bit-identical
     expected = total[own] * scale
@@ -97,8 +98,11 @@ def _reduce_by(rank, sizes, scale, accumulate, route):
         expected = torch.full_like(expected, 0.5).add_(total[own], alpha=scale)
     if isinstance(route, Straight):
         assert torch.equal(output, expected)
-    else:  # sums inside nodes come first
+    elif sent is torch.float32:  # sums inside nodes come first
         torch.testing.assert_close(output, expected)
+    else:  # and travel: each of up to two is rounded
+        largest = sum(part.abs().float() for part in parts)[own]
+        assert ((output - expected).abs() <= 2 * 2**-9 * scale * largest).all()
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -93,6 +93,24 @@ def test_bf16_mixed_keeps_full_precision_weights_and_follows_one_device():
     assert seen["output"] is torch.bfloat16 and seen["gradient"] is torch.float32
 
 
+def _fit_rounding(plan, dtype):
+    model = Watched()
+    runs = trainer(plan, {"reduce_dtype": dtype}, max_epochs=1, accumulate_grad_batches=2)
+    runs.fit(model, loader(30))
+    return model.losses, model.seen["gradient"], runs.strategy.reduce_rounding
+
+
+def test_gradients_that_travel_as_bfloat16_are_rounded_once_and_summed_in_full_precision():
+    exact, _, share = by_plan("three", _fit_rounding, torch.float32)
+    assert share == 0.0
+    losses, dtype, share = by_plan("three", _fit_rounding, torch.bfloat16)
+    assert dtype is torch.float32
+    # a rounding takes up to 2^-9 of a value, and about 2^-9 / sqrt(3) on average
+    assert 2**-11 < share < 2**-9
+    assert losses[0] == exact[0] and losses != exact
+    torch.testing.assert_close(losses, exact, rtol=2**-9, atol=0.0)
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
 def test_recompute_changes_nothing_in_any_precision(precision):
     runs = [

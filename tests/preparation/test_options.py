@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_cephalo import CephaloStrategy
-from lightning_cephalo.preparation.options import Choice, Options
+from lightning_cephalo.preparation.options import Choice, Options, parse_reduce_dtype
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,18 @@ def test_anything_else_is_refused_when_the_strategy_is_made(name, given):
     with pytest.raises(ValueError, match=f"{name}: expected True, False or 'auto'") as caught:
         CephaloStrategy(**{name: given})
     assert repr(given) in str(caught.value)
+
+
+def test_gradients_travel_in_dtypes_of_as_many_exponents_by_name_too():
+    for given in (torch.bfloat16, "bfloat16", "torch.bfloat16"):
+        assert parse_reduce_dtype(given) is torch.bfloat16
+    assert parse_reduce_dtype(None) is None and parse_reduce_dtype("float32") is torch.float32
+    for given in (torch.float16, "None", 16, True):
+        with pytest.raises(ValueError, match="reduce_dtype: expected None") as caught:
+            CephaloStrategy(reduce_dtype=given)
+        assert repr(given) in str(caught.value)
+    measured = Options(reduce_dtype=torch.bfloat16).of_measuring()
+    assert measured == {"reduce_dtype": "torch.bfloat16", **Options().of_measuring()}
 
 
 def test_the_key_of_a_cached_job_has_the_names_that_it_always_had():

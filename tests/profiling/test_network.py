@@ -19,7 +19,10 @@ NODES = (0, 0, 7)
 PLENTY = 1e9
 
 
-def _model(node_rank: int) -> ShardedModel:
+UNIT_BYTES = 4 * (8 * 8 + 8)
+
+
+def _model(node_rank: int, reduce_dtype: torch.dtype | None = None) -> ShardedModel:
     return ShardedModel(
         nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]),
         Groups.create(timedelta(seconds=100), node_rank),
@@ -28,6 +31,7 @@ def _model(node_rank: int) -> ShardedModel:
         units=UnitOptions(types=(nn.Linear,)),
         compute_dtype=None,
         recompute=False,
+        reduce_dtype=reduce_dtype,
     )
 
 
@@ -43,11 +47,26 @@ def _chosen(
 
     times = measure_network(model, clock, capacity_bytes)
     assert times.by_node is model.routing.goes_by_node
-    unit_bytes = 4 * (8 * 8 + 8)
-    gradients = model.gathered_gradient_bytes / unit_bytes
-    # in addition to parameters, gradients and two moments
-    received = (state_bytes(model) - 4 * 3 * unit_bytes) / unit_bytes
+    gradients, received = _reducing(model)
     return times.by_node, times.gather_s, model.routing.nodes, gradients, received
+
+
+def _reducing(model: ShardedModel) -> tuple[float, float]:
+    """Return what full gradients take, and what ranks receive into, in units."""
+    gradients = model.gathered_gradient_bytes / UNIT_BYTES
+    # in addition to parameters, gradients and two moments
+    received = (state_bytes(model) - 4 * 3 * UNIT_BYTES) / UNIT_BYTES
+    return gradients, received
+
+
+def _rounding(rank: int) -> list[tuple[float, float]]:
+    return [_reducing(_model(0, dtype)) for dtype in (None, torch.float32, torch.bfloat16)]
+
+
+def test_gradients_that_travel_as_bfloat16_count_half_and_with_their_copy_and_sum() -> None:
+    for plain, same, rounded in run_ranks(3, _rounding):
+        assert plain == same == (2.0, 3.0)
+        assert rounded == (2.0 + 0.5, 3 * 0.5 + 1.0)
 
 
 @pytest.mark.parametrize(
