@@ -21,6 +21,11 @@ SLOTS = 2
 """Kept steps of each rank, and copies of each piece on a host."""
 
 
+def slots_of_rank(has_storage: bool) -> int:
+    """Return how many steps a rank keeps: with a storage the newest there, too."""
+    return SLOTS + has_storage
+
+
 class Copying:
     """Sends each kept step to other hosts, in a thread.
 

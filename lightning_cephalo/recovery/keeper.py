@@ -32,13 +32,14 @@ from lightning_cephalo.adapters.resuming import KEY, saved_order
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.ranks.control import ControlGroup
-from lightning_cephalo.recovery.copying import SLOTS, Copying
+from lightning_cephalo.recovery.copying import SLOTS, Copying, slots_of_rank
 from lightning_cephalo.recovery.drafts import Draft, versions_of
 from lightning_cephalo.recovery.lookup import Inventory
 from lightning_cephalo.recovery.options import Wish, fitting_every
 from lightning_cephalo.recovery.pieces import taken_apart
 from lightning_cephalo.recovery.snapshot import Facts, Kind, Snapshot
 from lightning_cephalo.recovery.store import Piece, Slot, Store
+from lightning_cephalo.recovery.uploading import Uploading
 from lightning_cephalo.sharding.placement import local_part
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Keeper:
         found: The pieces that training goes on from; None: it begins.
         global_batch_size: Samples of a step over all ranks.
         fits: Calls of fit() that have ended in the process.
+        uploading: Sends kept steps to the storage; None: there is none.
 
     Attributes:
         is_dumping: Whether the strategy is asked for rows in place of whole tensors.
@@ -77,8 +79,10 @@ class Keeper:
         found: Sequence[Piece] | None,
         global_batch_size: int,
         fits: int,
+        uploading: Uploading | None = None,
     ) -> None:
         self.is_dumping = False
+        self._uploading = uploading
         self._trainer, self._control, self._accelerator = trainer, control, accelerator
         self._store, self._inventory = store, inventory
         recovery = wish.recovery
@@ -150,16 +154,18 @@ class Keeper:
     def end(self) -> None:
         """Keep no more steps."""
         self.settle()
+        if self._uploading is not None:
+            self._uploading.cancel(_ENDING_S)
         for loop in (self._loop, self._trainer.fit_loop):
             vars(loop).pop("on_advance_end", None)
         with suppress(Exception):  # the run ends: what is whole is found by the next start
             self._copying.finish(_ENDING_S)
 
-    def note(self) -> tuple[float, float, float]:
+    def note(self) -> tuple[float, float, float, float]:
         """Return what the exchange of a step carries to all ranks.
 
-        These are the newest step of this rank, how far apart it wants kept steps, and whether its
-        copies are under way.
+        These are the newest step of this rank, how far apart it wants kept steps, whether its
+        copies are under way, and what it does for the storage.
         """
         self.settle()
         if not self._copying.is_busy:
@@ -170,14 +176,17 @@ class Keeper:
         newest = self._fresh or self._spared
         wanted = math.inf if self._is_off else self._wanted
         serial = -1.0 if newest is None else float(newest.serial)
-        return serial, wanted, float(self._copying.is_busy)
+        sends = 0.0 if self._uploading is None else self._uploading.note()
+        return serial, wanted, float(self._copying.is_busy), sends
 
     def learn(self, notes: Sequence[Sequence[float]]) -> None:
         """Read the notes of all ranks."""
         before = self._agreed
+        if self._uploading is not None:
+            self._uploading.learn([sends for *_, sends in notes])
         self._agreed = int(min(newest for newest, *_ in notes))
-        self._every = max(wanted for _, wanted, _ in notes)
-        self._is_any_busy = any(busy for *_, busy in notes)
+        self._every = max(wanted for _, wanted, *_ in notes)
+        self._is_any_busy = any(busy for *_, busy, _ in notes)
         if self._is_any_busy:
             return
         self._is_known = True
@@ -185,6 +194,8 @@ class Keeper:
             self._is_due = True
         elif self._fresh is not None:
             self._count_as_kept()
+            if self._uploading is not None:
+                self._uploading.offer(self._spared, self._store.pieces().get)
         if self._has_old and self._agreed > before >= -1:
             self._has_old = False
             self._remove_old()
@@ -289,7 +300,7 @@ class Keeper:
             self._copying.start(self._piece, None, self._spared)
             return
         if self._overlaps:
-            slot = self._store.slot(self._control.rank, self._spared)
+            slot = self._free_slot()
             self._draft = Draft(slot, self._piece, meta, tensors, self._accelerator)
             self._cost.pause()
         else:
@@ -319,10 +330,14 @@ class Keeper:
         return None
 
     def _write(self, meta: bytes, tensors: list[Tensor]) -> Slot:
-        slot = self._store.slot(self._control.rank, self._spared)
+        slot = self._free_slot()
         slot.write(self._piece, meta, tensors)
         self._fresh = self._piece
         return slot
+
+    def _free_slot(self) -> Slot:
+        pinned = () if self._uploading is None else (self._uploading.pinned,)
+        return self._store.slot(self._control.rank, self._spared, *pinned)
 
     def _try_to_finish(self, finish: Callable[[], Slot | None]) -> None:
         slot = None
@@ -400,7 +415,8 @@ class Keeper:
         """Compare the room with what all ranks of the host will keep; collective."""
         # most optimizers make two tensors of state for each parameter, at their first step
         has_state = any(optimizer.state for optimizer in self._trainer.optimizers)
-        needed = SLOTS * held_bytes * (1 if has_state else 3)
+        grown = held_bytes * (1 if has_state else 3)
+        needed = slots_of_rank(self._uploading is not None) * grown
         rows = self._control.gather((self._store.place, needed, self._store.free_bytes))
         together = [sum(n for other, n, _ in rows if other == place) for place, *_ in rows]
         for rank, (_, _, free) in enumerate(rows):
@@ -411,7 +427,7 @@ class Keeper:
                     " larger (in containers: docker run --shm-size=..., an emptyDir of medium"
                     " Memory), or keep steps on a local disk: recover=Recovery(folder=...)."
                 )
-        self._copying.place(needed, together[self._control.rank])
+        self._copying.place(SLOTS * grown, together[self._control.rank])
 
 
 def _is_counted(value: Any) -> bool:

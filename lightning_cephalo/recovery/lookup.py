@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.pieces import Assembly, RankState
-from lightning_cephalo.recovery.store import Piece, Slot, Store
+from lightning_cephalo.recovery.store import Piece, Slot, Store, age
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,13 @@ class Inventory:
     Attributes:
         seen: Pieces that each rank sees.
         places: Which files each rank sees; equal where two ranks see the same.
+        last_sent: The number of the last start of the ranks that has sent anything to the storage;
+            -1 if none has.
     """
 
     seen: tuple[frozenset[Piece], ...]
     places: tuple[Any, ...]
+    last_sent: int = -1
 
     @classmethod
     def take(cls, store: Store, control: ControlGroup) -> Inventory:
@@ -36,24 +39,22 @@ class Inventory:
     def whole(self) -> list[tuple[Piece, ...]]:
         """Return the pieces of each step of which every rank's piece is somewhere, newest first."""
         known = frozenset().union(*self.seen)
-        newest_first = sorted({piece.step for piece in known}, reverse=True)
-        steps = [
-            tuple(Piece(serial, attempt, rank, world_size, run) for rank in range(world_size))
-            for serial, attempt, world_size, run in newest_first
-        ]
+        firsts = sorted({piece.of(0) for piece in known}, key=age, reverse=True)
+        steps = [tuple(piece.of(rank) for rank in range(piece.world_size)) for piece in firsts]
         return [pieces for pieces in steps if known.issuperset(pieces)]
 
     @property
     def last_attempt(self) -> int:
         """The number of the last start of the ranks that has kept anything; -1 if none has."""
-        return max((piece.attempt for seen in self.seen for piece in seen), default=-1)
+        kept = (piece.attempt for seen in self.seen for piece in seen)
+        return max(self.last_sent, *kept, -1)
 
     def missing(self) -> str:
         """Return what the newest steps lack, for messages; empty if nothing is kept at all."""
         known = frozenset().union(*self.seen)
         if not known:
             return ""
-        newest = max(known)
+        newest = max(known, key=age)
         there = {p.rank for p in known if p.step == newest.step}
         lost = sorted(set(range(newest.world_size)) - there)
         return f"the newest kept step lacks the rows of rank {', '.join(map(str, lost))}"

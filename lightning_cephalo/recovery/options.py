@@ -26,6 +26,7 @@ class Recovery:
     ::
 
         CephaloStrategy(recover=Recovery(every=10, copies=1))
+        CephaloStrategy(recover=Recovery(storage="s3://bucket/run"))
 
     Args:
         every: Updates from one kept step to the next. A restart repeats as many at most. None: so
@@ -36,18 +37,27 @@ class Recovery:
             kept when its copies are; the next one is not begun before.
         folder: A folder on a local disk, where steps are kept. None: the host's memory,
             ``/dev/shm``.
+        storage: A folder that outlives all hosts, as a path or a URL for fsspec, such as
+            ``"s3://bucket/run"``. Kept steps are sent there beside training. A restart reads back
+            only the rows that no host has any more. Each training needs one of its own. What is
+            read from it is trusted, as a checkpoint is. Credentials and endpoints are found as
+            fsspec finds them.
+        storage_every_s: Seconds from one step that is sent there to the next, at least.
         job: A name under which the next start of the script finds the steps, whoever starts it.
-            None: the agent that restarts the ranks is the name.
+            None: the agent that restarts the ranks is the name, or else the storage.
         wait_s: How long to wait for more hosts where those that are here cannot hold the model, if
             the launcher's ``--nnodes`` allows more.
 
     Raises:
-        RecoveryError: If ``every`` is less than 1, ``copies`` less than 0, or the name is empty.
+        RecoveryError: If ``every`` is less than 1, ``copies`` or ``storage_every_s`` less than 0,
+            or a name is empty.
     """
 
     every: int | None = None
     copies: int = 0
     folder: str | os.PathLike[str] | None = None
+    storage: str | os.PathLike[str] | None = None
+    storage_every_s: float = 300.0
     job: str | None = None
     wait_s: float = 600.0
 
@@ -59,6 +69,12 @@ class Recovery:
             raise RecoveryError(f"copies: expected 0 or more, but got {self.copies!r}.")
         if not self.wait_s >= 0:
             raise RecoveryError(f"wait_s: expected 0 s or more, but got {self.wait_s!r}.")
+        if not self.storage_every_s >= 0:
+            raise RecoveryError(
+                f"storage_every_s: expected 0 s or more, but got {self.storage_every_s!r}."
+            )
+        if self.storage is not None and not os.fspath(self.storage):
+            raise RecoveryError("storage: expected a path, a URL or None, but got an empty text.")
         if self.job == "":
             raise RecoveryError("job: expected a name or None, but got an empty text.")
 
@@ -111,6 +127,8 @@ class Wish:
             return Agent.of(int(os.environ.get(AGENT, os.getppid()))).name
         if self.is_automatic:
             return None
+        if self.recovery.storage is not None:
+            return job_named(os.fspath(self.recovery.storage))
         raise RecoveryError(
             "recover: nothing restarts the ranks of this run. Start it with `python -m"
             " lightning_cephalo.run`, or with torchrun and --max-restarts; or name the job, so that"

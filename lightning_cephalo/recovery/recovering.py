@@ -21,11 +21,12 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.generators import write_generators
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.ranks.control import ControlGroup
-from lightning_cephalo.recovery.copying import SLOTS
+from lightning_cephalo.recovery.copying import SLOTS, slots_of_rank
 from lightning_cephalo.recovery.keeper import Keeper
 from lightning_cephalo.recovery.lookup import Inventory, assembled
 from lightning_cephalo.recovery.options import Wish, attempt
 from lightning_cephalo.recovery.pieces import Assembly
+from lightning_cephalo.recovery.reading_back import ReadingBack
 from lightning_cephalo.recovery.snapshot import (
     Facts,
     Kind,
@@ -34,7 +35,9 @@ from lightning_cephalo.recovery.snapshot import (
     searches_before_training,
     searches_learning_rate,
 )
+from lightning_cephalo.recovery.storage import Committed, Storage
 from lightning_cephalo.recovery.store import Piece, Store
+from lightning_cephalo.recovery.uploading import Uploading
 from lightning_cephalo.recovery.waiting import wait_for_hosts
 from lightning_cephalo.sharding.placement import as_dtensor, local_part
 
@@ -94,6 +97,8 @@ class Recovering:
         self._found: _Found | None = None
         self._lost = ""
         self._keeper: Keeper | None = None
+        self._storage: Storage | None = None
+        self._sent: Sequence[Committed] = ()
         self._has_loaded_file = self._has_resumed = False
 
     @property
@@ -122,8 +127,10 @@ class Recovering:
         self._store = self._try("finding where steps are kept", self._open, _NOT_KEPT)
         if self._store is None:
             return
-        self._inventory = Inventory.take(self._store, control)
         begin_s = time.monotonic()
+        self._inventory = Inventory.take(self._store, control)
+        if self._wish.recovery.storage is not None:
+            self._look_into_storage(self._wish.recovery.storage)
         steps = self._inventory.whole()
         if not steps:
             self._say_nothing_found()
@@ -139,6 +146,15 @@ class Recovering:
             f"Training goes on from step {steps_done}, which {ranks} ranks have kept in"
             f" {self._store.folder} (found in {time.monotonic() - begin_s:.2f} s)."
         )
+
+    def _look_into_storage(self, url: str | os.PathLike[str]) -> None:
+        assert self._store is not None and self._control is not None
+        assert self._inventory is not None
+        opened = partial(Storage, os.fspath(url))
+        self._storage = self._control.together("opening the storage", opened)
+        reading = ReadingBack(self._storage, self._store, self._control)
+        self._inventory = reading.look(self._inventory)
+        self._sent = reading.steps
 
     def _newest_of(self, steps: Sequence[tuple[Piece, ...]]) -> _Found | None:
         """Return the newest step that can be read; None if there is none, and a warning will do.
@@ -206,8 +222,11 @@ class Recovering:
         self._lost = self._inventory.missing()
         # a fit that has ended has removed what it kept
         if attempt() and not _fits() and not self._lost and self._control.rank == 0:
+            places = str(self._store.folder)
+            if self._storage is not None:
+                places += f" and {self._storage.url}"
             warnings.warn(
-                f"The ranks were restarted (attempt {attempt()}), but {self._store.folder} keeps no"
+                f"The ranks were restarted (attempt {attempt()}), but {places} keeps no"
                 " step: training begins where a first start does, at ckpt_path if fit() has one,"
                 " else at step 0. That is right if it had not begun before.",
                 stacklevel=3,
@@ -299,7 +318,8 @@ class Recovering:
             return 0.0
         elements = sum(parameter.numel() for parameter in module.parameters())
         copies = 0 if self._wish.recovery is None else self._wish.recovery.copies
-        return SLOTS * (1 + copies) * _KEPT_BYTES * elements / self._control.world_size
+        steps = slots_of_rank(self._storage is not None) + SLOTS * copies
+        return steps * _KEPT_BYTES * elements / self._control.world_size
 
     @property
     def global_batch_size(self) -> int | None:
@@ -377,6 +397,11 @@ class Recovering:
             if found.random is not None and at_start:
                 write_generators(accelerator, found.random)
         assert self._inventory is not None
+        uploading = None
+        if self._storage is not None:
+            sent = self._sent[0].piece.of(control.rank) if self._sent else None
+            every_s = self._wish.recovery.storage_every_s
+            uploading = Uploading(self._storage, every_s, control, sent)
         keeper = self._keeper = Keeper(
             trainer,
             control,
@@ -387,6 +412,7 @@ class Recovering:
             None if found is None else found.pieces,
             global_batch_size,
             _fits(),
+            uploading,
         )
         batches = None
         if is_resumed:
@@ -402,9 +428,9 @@ class Recovering:
                 warnings.warn(f"{_NOT_KEPT}: {error}", stacklevel=3)
         self._found = None  # its memory is not needed any more
 
-    def note(self) -> tuple[float, float, float]:
+    def note(self) -> tuple[float, float, float, float]:
         """Return what the exchange of a step carries to all ranks."""
-        return (-1.0, 1.0, 0.0) if self._keeper is None else self._keeper.note()
+        return (-1.0, 1.0, 0.0, 0.0) if self._keeper is None else self._keeper.note()
 
     def learn(self, notes: Sequence[Sequence[float]]) -> None:
         """Read the notes of all ranks."""
@@ -442,10 +468,24 @@ class Recovering:
         """Remove what is kept, as training has ended well; collective."""
         # a training that had ended before the restart begins no steps, and has no keeper
         if self._control is not None and self._store is not None:
+            if self._keeper is not None:
+                self._keeper.end()
             self._control.barrier()
             os.environ[_FITS] = str(_fits() + 1)
             self._store.remove()
+            if self._storage is not None and self._control.rank == 0:
+                self._clear(self._storage)
         self.end()
+
+    def _clear(self, storage: Storage) -> None:
+        try:
+            storage.remove()
+        except RecoveryError as error:
+            warnings.warn(
+                f"Training has ended well, but its kept steps stay in the storage: {error} Remove"
+                " them; the next start would go on from them.",
+                stacklevel=3,
+            )
 
 
 def _fits() -> int:

@@ -62,12 +62,17 @@ class Piece:
 
     @property
     def step(self) -> tuple[int, int, int, int]:
-        """What is equal for the pieces of all ranks; newer steps come later in order."""
+        """What is equal for the pieces of all ranks."""
         return self.serial, self.attempt, self.world_size, self.run
 
     def of(self, rank: int) -> Piece:
         """Return another rank's piece of the same step."""
         return dataclasses.replace(self, rank=rank)
+
+
+def age(piece: Piece) -> tuple[int, int]:
+    """Return what is larger for a newer step: each start goes on from those before it."""
+    return piece.attempt, piece.serial
 
 
 class Sizes(NamedTuple):
@@ -263,7 +268,7 @@ def _read_head(path: Path) -> tuple[int, ...] | None:
 # -- the files of a job ---------------------------------------------------------------------------
 
 # pieces of ranks of this host, and copies of others'
-_NAME = re.compile(r"((?:rank|copy)\d+)\.[01]")
+_NAME = re.compile(r"((?:rank|copy)\d+)\.\d")
 
 
 class Store:
@@ -322,18 +327,19 @@ class Store:
 
     # -- pieces -----------------------------------------------------------------------------------
 
-    def slot(self, rank: int, spared: Piece | None, is_copy: bool = False) -> Slot:
-        """Return the slot of a rank that does not hold the spared piece.
+    def slot(self, rank: int, *spared: Piece | None, is_copy: bool = False) -> Slot:
+        """Return a slot of a rank that holds no spared piece; there is one more than of these.
 
         Args:
             rank: The rank.
-            spared: Its piece of the newest step that all ranks have; None: there is none.
+            spared: Its piece of the newest step that all ranks have, and others that must stay;
+                None: there is none.
             is_copy: Whether the rank is on another host.
         """
         kind = "copy" if is_copy else "rank"
-        slots = [self._slot(f"{kind}{rank}.{number}") for number in (0, 1)]
-        found = slots[0].piece()
-        return slots[found is not None and found == spared]
+        kept = set(spared) - {None}
+        slots = (self._slot(f"{kind}{rank}.{number}") for number in range(len(spared) + 1))
+        return next(slot for slot in slots if slot.piece() not in kept)
 
     def keep(self, piece: Piece, spared: Piece | None, meta: bytes, tensors: list[Tensor]) -> None:
         """Write a piece into the slot of its rank that does not hold the spared one.

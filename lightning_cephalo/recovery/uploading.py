@@ -1,0 +1,140 @@
+"""Sends kept steps to the storage, beside training.
+
+All ranks send their pieces of the same step, each in a thread, from host memory. When all have, as
+they say with the exchange of a step, rank 0 commits it. A storage that is away ends no training.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.recovery.drafts import Task
+from lightning_cephalo.recovery.storage import Storage
+from lightning_cephalo.recovery.store import Piece, Sizes, Slot
+
+# what a rank says with the exchange of a step
+_IDLE, _DUE, _BUSY, _DONE, _FAILED = (float(number) for number in range(5))
+# seconds from one failure to the next try, at least
+_AGAIN_S = 10.0
+
+
+class _Phase(Enum):
+    IDLE = "nothing is under way"
+    SENDING = "each rank sends its piece"
+    COMMITTING = "rank 0 commits the step"
+
+
+class Uploading:
+    """Sends a kept step now and then.
+
+    Args:
+        storage: Where to.
+        every_s: Seconds from the beginning of one upload to that of the next.
+        control: Messages between ranks.
+        pinned: This rank's piece of the newest step in the storage; None: there is none.
+
+    Attributes:
+        pinned: The piece that is under way, or was last: it stays in memory, so that a restart
+            reads from the storage only what was lost.
+        uploads: Steps that were committed.
+    """
+
+    def __init__(
+        self, storage: Storage, every_s: float, control: ControlGroup, pinned: Piece | None
+    ) -> None:
+        self._storage, self._every_s, self._control = storage, every_s, control
+        self.pinned = pinned
+        self.uploads = 0
+        self._phase = _Phase.IDLE
+        self._task: Task | None = None
+        self._failure: Exception | None = None
+        self._said = ""
+        self._is_due = self._is_cancelled = False
+        self._next_s = time.monotonic()
+
+    def note(self) -> float:
+        """Return what the exchange of a step carries to all ranks."""
+        if self._phase is _Phase.IDLE:
+            return _DUE if time.monotonic() >= self._next_s else _IDLE
+        task = self._task
+        if task is not None and not task.is_done:
+            return _BUSY
+        self._task = None
+        if task is not None:
+            try:
+                task.wait()
+            except Exception as error:
+                self._failure = error
+        return _DONE if self._failure is None else _FAILED
+
+    def learn(self, notes: Sequence[float]) -> None:
+        """Read the notes of all ranks."""
+        self._is_due = self._phase is _Phase.IDLE and notes[0] == _DUE
+        if self._phase is _Phase.IDLE or _BUSY in notes:
+            return
+        if _FAILED in notes:
+            self._fail(notes.index(_FAILED) == self._control.rank)
+        elif self._phase is _Phase.SENDING:
+            self._phase = _Phase.COMMITTING
+            if self._control.rank == 0:
+                self._start("committing a step", self._storage.commit, self.pinned)
+        else:
+            self._phase = _Phase.IDLE
+            self.uploads += 1
+            self._said = ""
+
+    def _fail(self, tells: bool) -> None:
+        self._phase = _Phase.IDLE
+        failure, self._failure = self._failure, None
+        self._next_s = max(self._next_s, time.monotonic() + _AGAIN_S)
+        if tells and str(failure) != self._said:
+            self._said = str(failure)
+            warnings.warn(
+                f"Rank {self._control.rank} could not send a step: {failure} Training goes on, and"
+                " tries again. If memory of hosts is lost until then, a restart goes back to the"
+                " step that was sent before, if any.",
+                stacklevel=4,
+            )
+
+    def offer(self, piece: Piece | None, slot_of: Callable[[Piece], Slot | None]) -> None:
+        """Begin to send a step if it is time to; every rank does, with the same step.
+
+        Args:
+            piece: This rank's piece of a step that all ranks have.
+            slot_of: Returns the file of a piece.
+        """
+        if not self._is_due or piece is None:
+            return
+        self._is_due = False
+        self._next_s = time.monotonic() + self._every_s
+        self._phase, self.pinned = _Phase.SENDING, piece
+        slot = slot_of(piece)
+        assert slot is not None
+        sizes, content = slot.content()
+        self._start("sending a step", self._send, piece, sizes, content)
+
+    def _send(self, piece: Piece, sizes: Sizes, content: Tensor) -> None:
+        self._storage.send(piece, sizes, content, lambda: self._is_cancelled)
+
+    def _start(self, name: str, function: Callable[..., Any], *args: Any) -> None:
+        self._task = Task(name, lambda: function(*args))
+
+    def cancel(self, timeout_s: float) -> None:
+        """Send no more; wait until what is under way has stopped.
+
+        Args:
+            timeout_s: The longest wait.
+        """
+        self._is_cancelled = True
+        if self._task is not None:
+            try:
+                self._task.wait(timeout_s)
+            except Exception:  # nobody needs it any more
+                return
