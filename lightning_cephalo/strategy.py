@@ -566,6 +566,8 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self._session is None:
+            return dataloader  # outside of a run its batches are only counted
         if not self._samplers.deals:
             return self.session.in_step(dataloader)
         self._ending.stop_together()

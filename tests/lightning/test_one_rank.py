@@ -157,13 +157,15 @@ class Wrong(Net):
 
 
 @pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no")
-def test_trainers_are_copied_and_save_and_restore_outside_of_runs(tmp_path):
+def test_trainers_are_copied_and_count_and_save_and_restore_outside_of_runs(tmp_path):
     """What scripts do around ``fit``: none of it needs connected ranks."""
 
     def script() -> None:
         module, made = Net(), with_one_microbatch(max_steps=2)
         made.strategy.connect(module)
         made.save_checkpoint(tmp_path / "before.ckpt")
+        made._data_connector.attach_data(module, train_dataloaders=loader(30))
+        assert made.estimated_stepping_batches == 2 and made.num_training_batches == 4
         made.fit(module, DataLoader(dataset(), batch_size=1))
         copied = pickle.loads(pickle.dumps(made.strategy))
         assert copied.measured_step_s == made.strategy.measured_step_s is not None
