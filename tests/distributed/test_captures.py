@@ -20,7 +20,14 @@ from harness import (
 from launch import run_ranks
 from torch import Tensor, nn
 from toys import assert_idle
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from lightning_cephalo import loss_over_batch
@@ -37,22 +44,26 @@ TAKEN: ContextVar[list[Tensor] | None] = ContextVar("taken", default=None)
 Gradients = dict[str, Tensor | None]
 
 
+SIZES = {
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts_per_tok": CHOSEN,
+}
+
+
 class Mixture(nn.Module):
     """A mixture of experts of Hugging Face, with its balance over the whole global batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        config = MixtralConfig(
-            vocab_size=30,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_local_experts=EXPERTS,
-            num_experts_per_tok=CHOSEN,
-        )
-        self.model = MixtralForCausalLM(config)
+        self.model = self.made()
+
+    def made(self) -> Any:
+        return MixtralForCausalLM(MixtralConfig(num_local_experts=EXPERTS, **SIZES))
 
     @staticmethod
     def batch(samples: int) -> dict[str, Tensor]:
@@ -69,6 +80,28 @@ class Mixture(nn.Module):
     def balance(*rows: Tensor) -> Tensor:
         logits = tuple(each.flatten(0, 1) for each in rows)
         return load_balancing_loss_func(logits, EXPERTS, CHOSEN)
+
+
+class Qwen2(Mixture):
+    """It has an expert that all tokens visit, and a layer without experts."""
+
+    def made(self) -> Any:
+        config = Qwen2MoeConfig(
+            num_experts=EXPERTS,
+            moe_intermediate_size=12,
+            shared_expert_intermediate_size=12,
+            mlp_only_layers=[1],
+            **SIZES,
+        )
+        return Qwen2MoeForCausalLM(config)
+
+
+class Qwen3(Mixture):
+    def made(self) -> Any:
+        config = Qwen3MoeConfig(
+            num_experts=EXPERTS, moe_intermediate_size=12, head_dim=8, norm_topk_prob=True, **SIZES
+        )
+        return Qwen3MoeForCausalLM(config)
 
 
 class Deep(nn.Module):
@@ -146,7 +179,7 @@ def _one_device(kind: type[Any]) -> Gradients:
 
 def _equal(rank: int, expected: dict[type[Any], Gradients]) -> None:
     for kind, gradients in expected.items():
-        exact = 1e-6 if kind is Mixture else 1e-12
+        exact = 1e-6 if issubclass(kind, Mixture) else 1e-12
         for recompute in (True, False):
             model, batch = _made(kind, batch_size_of(UNEVEN))
             executor = make_executor(model, UNEVEN.fractions, recompute)
@@ -212,5 +245,5 @@ def test_a_list_that_hooks_of_several_microbatches_fill_is_refused_by_name():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_hooks_take_out_of_units_has_the_gradients_of_one_device():
-    expected = {kind: _one_device(kind) for kind in (Hooked, OwnList, Mixture)}
+    expected = {kind: _one_device(kind) for kind in (Hooked, OwnList, Mixture, Qwen2, Qwen3)}
     run_ranks(UNEVEN.world_size, _equal, expected)
