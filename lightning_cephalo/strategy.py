@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from os import PathLike
@@ -60,6 +61,7 @@ from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, Problem
+from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.reasons import reasons, surprises
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import replanning
@@ -157,7 +159,9 @@ class CephaloStrategy(ParallelStrategy):
         verbose: Whether rank 0 prints the plan before and the prediction after training. 2 also
             prints how the plan was solved, and how far from the optimum it may be.
         trace: Where to write a timeline of the fifth step of every rank, up to 64: JSON for
-            Perfetto.
+            Perfetto, with the memory by kind.
+        record: A folder for the record of the run, with that step: ``cephalo report FOLDER`` shows
+            it. It is made if it does not exist.
         accelerator: Given by Lightning, like the next four.
         parallel_devices: Devices of this node.
         cluster_environment: Gives the rank of this process.
@@ -196,6 +200,7 @@ class CephaloStrategy(ParallelStrategy):
         recover: bool | Literal["auto"] | Recovery = "auto",
         verbose: bool | Literal[0, 1, 2] = True,
         trace: str | PathLike[str] | None = None,
+        record: str | PathLike[str] | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -230,6 +235,7 @@ class CephaloStrategy(ParallelStrategy):
             remeasure=remeasure,
             verbose=level > 0,
             details=level > 1,
+            records_step=trace is not None or record is not None,
         )
         super().__init__(
             accelerator=accelerator,
@@ -245,7 +251,7 @@ class CephaloStrategy(ParallelStrategy):
         self._samplers = SamplerTakeover()
         self._ending = Ending(self._is_half_updated)
         self._recovering = Recovering(Wish.parse(recover))
-        self._watch = Watch(trace)
+        self._watch = Watch(trace, record)
         self._skipped_steps = SkippedSteps()
         # from setup_environment() until the process ends, or until this rank fails alone on a
         # backend that must be aborted
@@ -302,6 +308,14 @@ class CephaloStrategy(ParallelStrategy):
         Known at the end of ``fit``; None without ``reduce_dtype``.
         """
         return self._reduce_rounding
+
+    @property
+    def memory_timeline(self) -> tuple[MemoryTimeline, ...]:
+        """What every rank held and moved over one step, by phase and kind, at the end of ``fit``.
+
+        Known on all ranks, with ``trace=`` or ``record=``; else empty.
+        """
+        return self._watch.timelines(self._plan)
 
     @property
     def replans(self) -> tuple[Replan, ...]:
@@ -588,6 +602,7 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         self.session.start_training(self.optimizers)
+        self._record(is_finished=False)
         if self._resumption is not None:
             self._resumption.announce()
         self._recovering.start(
@@ -762,7 +777,16 @@ class CephaloStrategy(ParallelStrategy):
         self._reduce_rounding = self._running.reduce_rounding
         if verbose and self.is_global_zero:
             session.report(self.measured_step_s, self._measured_memory)
-        self._watch.end(session.plan, verbose, is_given=self._options.plan is not None)
+        is_given = self._options.plan is not None
+        looks = session.memory.looks()
+        self._watch.end(session.plan, verbose, is_given=is_given, looks=looks)
+        self._record(is_finished=True)
+
+    def _record(self, is_finished: bool) -> None:
+        if self.is_global_zero and self._watch.writes_record:
+            record = self.session.record(self._measured_memory, self.replans)
+            is_given = self._options.plan is not None
+            self._watch.write_record(replace(record, is_finished=is_finished), is_given)
 
     # -- evaluation ---------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from lightning_cephalo.accelerator.emulated import MemoryTracker
 from lightning_cephalo.accelerator.torch_device import distinct_bytes
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.observe.recorder import Look
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.sharding.placement import local_part
 
@@ -51,6 +52,8 @@ class RankMemory:
             workspaces.
         host_bytes: Memory of the host that is taken for boundaries and optimizer state; no part of
             the others.
+        resting_state_bytes: What is held of ``state_bytes`` between two steps.
+        parameters: Elements of the parameters of which this rank holds the rows.
         step: The training step that was counted, from 1; None where all steps were (or none).
     """
 
@@ -63,6 +66,15 @@ class RankMemory:
     other_bytes: float | None = None
     host_bytes: float | None = None
     step: int | None = None
+    resting_state_bytes: float | None = None
+    parameters: int | None = None
+
+    @property
+    def bytes_per_parameter(self) -> tuple[float, float] | None:
+        """Measured bytes of state per parameter: between two steps, and the most within one."""
+        if not self.parameters or self.resting_state_bytes is None or self.state_bytes is None:
+            return None
+        return self.resting_state_bytes / self.parameters, self.state_bytes / self.parameters
 
 
 class MemoryMeter:
@@ -159,6 +171,7 @@ class TrainingMemory(Observer):
         model: The sharded model.
         optimizers: The optimizers that step.
         moved: Their state in host memory; None: all of it is on the device.
+        keeps_looks: Whether to keep what the rank holds before each instruction of that step.
     """
 
     def __init__(
@@ -166,6 +179,7 @@ class TrainingMemory(Observer):
         model: ShardedModel,
         optimizers: Sequence[Optimizer],
         moved: StateElsewhere | None = None,
+        keeps_looks: bool = False,
     ) -> None:
         self._model, self.moved = model, moved
         self._optimizers = optimizers
@@ -174,7 +188,9 @@ class TrainingMemory(Observer):
         self._is_counting = self._has_counted = False
         self._steps = 0
         self._state = self._gathered = self._gradients = self._boundaries = self._other = 0
-        self._peak = 0
+        self._peak = self._resting_state = 0
+        self._keeps_looks = keeps_looks
+        self._looks: list[_Snapshot] = []
 
     @property
     def slowed(self) -> bool:
@@ -196,7 +212,8 @@ class TrainingMemory(Observer):
             counted.callback(self._stop_counting)
             yield
             self._state = max(self._state, self._state_bytes())
-            self._peak = self._meter.peak_bytes
+            self._end_look()
+            self._peak = max(self._peak, self._meter.peak_bytes)
             self._has_counted = True
 
     def _stop_counting(self) -> None:
@@ -216,7 +233,8 @@ class TrainingMemory(Observer):
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         resting = self._meter.bytes_without(*tensors)
         self._look()
-        self._other = resting - self._state_bytes() - self._buffers()
+        self._resting_state = self._state_bytes()
+        self._other = resting - self._resting_state - self._buffers()
 
     def after_forward(self) -> None:
         """Read the boundaries; called between the forward and the backward, when all exist."""
@@ -240,6 +258,8 @@ class TrainingMemory(Observer):
             other_bytes=self._other,
             host_bytes=self._host_bytes(),
             step=None if self._meter.is_free else COUNTED_STEP,
+            resting_state_bytes=self._resting_state,
+            parameters=sum(flat.shard.numel() for flat in self._model.flats),
         )
 
     def _host_bytes(self) -> int:
@@ -251,6 +271,35 @@ class TrainingMemory(Observer):
         self._look()
         if instruction.operation is Operation.UPDATE:
             self._state = max(self._state, self._state_bytes())
+        if self._keeps_looks:
+            self._end_look()
+            self._begin_look(instruction)
+
+    def looks(self) -> tuple[Look, ...]:
+        """Return what was held before each instruction of the counted step, if it was kept."""
+        return tuple(one.look(self._other) for one in self._looks) if self._has_counted else ()
+
+    def _begin_look(self, instruction: Instruction) -> None:
+        flats = self._model.flats
+        rows = distinct_bytes([flat.shard for flat in flats])
+        gradients = distinct_bytes(
+            [flat.grad_shard for flat in flats if flat.grad_shard is not None]
+        )
+        # early updates give gradients back: what holds their memory now counts where it belongs
+        optimizer = max(0, self._state_bytes() - rows - gradients)
+        parts = (rows, optimizer, gradients, self._gathered_bytes(), self._gradient_bytes())
+        current = self._meter.current_bytes
+        self._looks.append(_Snapshot(instruction, parts, current, self._host_bytes()))
+
+    def _end_look(self) -> None:
+        """Note the peak since the last look, and begin a new one."""
+        if not self._keeps_looks:
+            return
+        peak = self._meter.peak_bytes
+        self._peak = max(self._peak, peak)
+        if self._looks:  # else it is that of earlier steps
+            self._looks[-1].peak_bytes = peak
+        self._meter.restart()
 
     def _look(self) -> None:
         gathered, gradients = self._gathered_bytes(), self._gradient_bytes()
@@ -282,6 +331,25 @@ class TrainingMemory(Observer):
             return distinct_bytes(held)
         on_device = [tensor for tensor in held if not self.moved.is_on_host(tensor)]
         return distinct_bytes(on_device) + self.moved.staging_bytes
+
+
+@dataclass
+class _Snapshot:
+    """What was held before an instruction, and the peak until the next one."""
+
+    instruction: Instruction
+    parts: tuple[int, ...]
+    current_bytes: int
+    host_bytes: int
+    peak_bytes: int = 0
+
+    def look(self, other_bytes: int) -> Look:
+        """Return the bytes by kind, given those of the kind ``OTHER``."""
+        activations = max(0, self.current_bytes - sum(self.parts) - other_bytes)
+        known = other_bytes + sum(self.parts) + activations
+        inside = max(0, self.peak_bytes - known)
+        sizes = (other_bytes, *self.parts, activations, inside)
+        return Look(self.instruction, tuple(map(float, sizes)), float(self.host_bytes))
 
 
 def _state_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:

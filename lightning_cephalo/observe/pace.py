@@ -50,6 +50,8 @@ class MeasuredRank:
             other ranks.
         predicted_busy_s: The plan's prediction of ``busy_s``; None for a plan without predictions.
         drift: Its slowdown during the run; None if it kept its speed.
+        between_s: Seconds from the end of a step to the start of the next one, on this rank's
+            host: data, hooks, logging. None before two steps.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class MeasuredRank:
     waiting_s: float
     predicted_busy_s: float | None = None
     drift: Drift | None = None
+    between_s: float | None = None
 
     @property
     def waiting_share(self) -> float:

@@ -8,8 +8,9 @@ from typing import Any
 
 from lightning_cephalo.accelerator.marks import Mark, Marks
 from lightning_cephalo.execution.observer import Observer
+from lightning_cephalo.plan.memory_timeline import phases_of
 from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
-from lightning_cephalo.plan.timeline import Event, Stream
+from lightning_cephalo.plan.timeline import Event, Held, Recording, Stream
 
 # Waiting for work that is already done takes a microsecond or two: that is no event.
 _NO_WAITING_S = 1e-5
@@ -27,6 +28,25 @@ class _Span:
     ends: list[Mark] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Look:
+    """What a rank held before an instruction, and the most until the next one.
+
+    Attributes:
+        instruction: The instruction.
+        sizes: Bytes by :data:`~lightning_cephalo.plan.timeline.MEASURED_KINDS`.
+        host_bytes: Bytes of host memory.
+    """
+
+    instruction: Instruction
+    sizes: tuple[float, ...]
+    host_bytes: float
+
+
+def _unknown(instruction: Instruction) -> float:
+    return 0.0
+
+
 class Recorder(Observer):
     """Records steps of one rank; retains only the last one.
 
@@ -39,6 +59,7 @@ class Recorder(Observer):
         now: Marks the present once the device has done all issued work; None: the marks' own
             ``now``, which is enough for a real device.
         records_copies: Whether copies to and from the host are done when their instruction ends.
+        bytes_of: Returns the bytes that an instruction moves to or from this rank's device.
     """
 
     def __init__(
@@ -46,22 +67,29 @@ class Recorder(Observer):
         marks: Marks,
         now: Callable[[], Mark] | None = None,
         records_copies: bool = True,
+        bytes_of: Callable[[Instruction], float] = _unknown,
     ) -> None:
         self._marks = marks
+        self._bytes_of = bytes_of
         self._now = now or marks.now
         self._takes_time = COMPUTE | {Operation.UPDATE} | (_COPIES if records_copies else set())
         self._spans: list[_Span] = []
         self._finished: list[_Span] = []
+        # the moment before every instruction, and that of the end
+        self._order: list[tuple[Mark, Instruction]] = []
+        self._finished_order: list[tuple[Mark, Instruction]] = []
+        self._ended: Mark | None = None
         self._began: Mark | None = None
         self._waits_since: Mark | None = None
         self._met: Mark | None = None
 
     def restart(self) -> None:
         """Begin a step."""
-        self._spans = []
+        self._spans, self._order = [], []
 
     def before(self, instruction: Instruction) -> None:
         self._began = self._now()
+        self._order.append((self._began, instruction))
 
     def after(self, instruction: Instruction) -> None:
         if instruction.operation in self._takes_time:
@@ -92,8 +120,10 @@ class Recorder(Observer):
 
     def finish(self) -> None:
         """End the step, after its update."""
+        self._ended = self._now()
         self._marks.tie()
         self._finished, self._spans = self._spans, []
+        self._finished_order, self._order = self._order, []
 
     def events(self, rank: int) -> tuple[Event, ...]:
         """Return the last finished step, by start, in seconds of this host's ``perf_counter``."""
@@ -104,8 +134,34 @@ class Recorder(Observer):
             start_s, end_s = host_s(span.start), max(host_s(end) for end in span.ends)
             is_wait = span.instruction.operation is Operation.WAIT
             if end_s - start_s > (_NO_WAITING_S if is_wait else 0.0):
-                found.append(Event(rank, span.stream, span.instruction, start_s, end_s))
+                moved_bytes = 0.0 if is_wait else self._bytes_of(span.instruction)
+                found.append(
+                    Event(rank, span.stream, span.instruction, start_s, end_s, moved_bytes)
+                )
         return tuple(sorted(found, key=lambda event: event.start_s))
+
+    def recording(self, rank: int, name: str, looks: Sequence[Look] = ()) -> Recording:
+        """Return the last finished step with its phases, and with what the rank held.
+
+        Args:
+            rank: Index of the rank.
+            name: Name of its device.
+            looks: What it held in another step. They are left out if the instructions of that step
+                were others.
+        """
+        host_s, order, end_s = self._marks.host_s, self._finished_order, 0.0
+        if self._ended is not None:
+            end_s = host_s(self._ended)
+        times_s = [host_s(mark) for mark, _ in order]
+        instructions = [instruction for _, instruction in order]
+        held: tuple[Held, ...] = ()
+        if instructions == [look.instruction for look in looks]:
+            held = tuple(
+                Held(time_s, look.sizes, look.host_bytes)
+                for time_s, look in zip(times_s, looks, strict=True)
+            )
+        phases = phases_of(list(zip(times_s, instructions, strict=True)), end_s)
+        return Recording(rank, name, self.events(rank), held, phases)
 
     @property
     def met_s(self) -> float | None:

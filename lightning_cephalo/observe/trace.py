@@ -15,8 +15,16 @@ from typing import Any
 from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.plan import Problem
+from lightning_cephalo.plan.memory_timeline import MemoryTimeline, Way, rate
 from lightning_cephalo.plan.program import NONE, ROOT
-from lightning_cephalo.plan.timeline import Event, Recording, Simulation, StepFunction, Stream
+from lightning_cephalo.plan.timeline import (
+    Event,
+    Recording,
+    Simulation,
+    StepFunction,
+    Stream,
+    merged,
+)
 
 RANKS_IN_FULL = 64
 _MICROSECONDS = 1e6
@@ -60,7 +68,8 @@ def write_trace(simulation: Simulation, problem: Problem, path: str | PathLike[s
 def write_recording(recordings: Sequence[Recording], path: str | PathLike[str]) -> None:
     """Write a recorded step of every rank as JSON; the file is replaced completely or not at all.
 
-    Events that overlap on one stream (two gathers) appear below each other.
+    Events that overlap on one stream (two gathers) appear below each other. Memory by kind and the
+    traffic each way are counters.
 
     Args:
         recordings: recordings of the ranks; only the first 64 are written.
@@ -69,8 +78,13 @@ def write_recording(recordings: Sequence[Recording], path: str | PathLike[str]) 
     Raises:
         PlanError: if the suffix is another one, or the file cannot be written.
     """
-    shown = recordings[:RANKS_IN_FULL]
-    _write((entry for recording in shown for entry in _recorded(recording)), json_path(path))
+    write_timelines([MemoryTimeline.of_recording(recording) for recording in recordings], path)
+
+
+def write_timelines(timelines: Sequence[MemoryTimeline], path: str | PathLike[str]) -> None:
+    """Write steps with their memory by kind; see :func:`write_recording`."""
+    shown = timelines[:RANKS_IN_FULL]
+    _write((entry for timeline in shown for entry in _recorded(timeline)), json_path(path))
 
 
 def json_path(path: str | PathLike[str]) -> Path:
@@ -89,13 +103,16 @@ def _write(entries: Iterable[dict[str, Any]], target: Path) -> None:
     files.write_text(target, json.dumps(content, separators=(",", ":"), allow_nan=False))
 
 
-def _recorded(recording: Recording) -> Iterator[dict[str, Any]]:
-    rank = recording.rank
-    yield from _head(rank, f"rank {rank} ({recording.name})")
+def _recorded(timeline: MemoryTimeline) -> Iterator[dict[str, Any]]:
+    rank, alike = timeline.ranks[0], len(timeline.ranks)
+    label = f"rank {rank} ({timeline.name})"
+    yield from _head(
+        rank, f"{alike} × {timeline.name} (rank {rank} and alike)" if alike > 1 else label
+    )
     for stream, number in _THREADS.items():
         # overlapping events would hide each other in one thread: each takes the first free thread
         free_s: list[float] = []
-        for event in recording.events:
+        for event in timeline.events:
             if event.stream is not stream:
                 continue
             lane = next((i for i, end_s in enumerate(free_s) if end_s <= event.start_s), None)
@@ -106,6 +123,15 @@ def _recorded(recording: Recording) -> Iterator[dict[str, Any]]:
                 yield from _thread(rank, _LANES * number + lane, name)
             free_s[lane] = event.end_s
             yield {**_complete(event), "tid": _LANES * number + lane}
+    for held in timeline.held:
+        sizes = {kind.value: size for kind, size in zip(timeline.kinds, held.sizes, strict=True)}
+        yield _counter(rank, "memory by kind", held.time_s, sizes)
+    if any(held.host_bytes for held in timeline.held):
+        host = ((held.time_s, held.host_bytes) for held in timeline.held)
+        yield from _counters(rank, "host memory", merged(host))
+    for way in Way:
+        for time_s, per_s in rate(timeline.events, way):
+            yield _counter(rank, way.value, time_s, {"bytes per second": round(per_s)})
 
 
 def _process(simulation: Simulation, problem: Problem, rank: int) -> Iterator[dict[str, Any]]:
@@ -160,13 +186,11 @@ def _complete(event: Event) -> dict[str, Any]:
 
 def _counters(rank: int, name: str, function: StepFunction) -> Iterator[dict[str, Any]]:
     for time_s, size in function:
-        yield {
-            "ph": "C",
-            "pid": rank,
-            "ts": _microseconds(time_s),
-            "name": name,
-            "args": {"bytes": size},
-        }
+        yield _counter(rank, name, time_s, {"bytes": size})
+
+
+def _counter(rank: int, name: str, time_s: float, series: dict[str, float]) -> dict[str, Any]:
+    return {"ph": "C", "pid": rank, "ts": _microseconds(time_s), "name": name, "args": series}
 
 
 def _microseconds(time_s: float) -> float:

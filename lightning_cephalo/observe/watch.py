@@ -7,9 +7,11 @@ import socket
 import time
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,9 +28,12 @@ from lightning_cephalo.observe.pace import (
     predicted_busy_s,
     remarks,
 )
-from lightning_cephalo.observe.recorder import Recorder
+from lightning_cephalo.observe.recorder import Look, Recorder
+from lightning_cephalo.observe.run_record import RECORD_NAME, STEPS_IN_FULL, RunRecord
 from lightning_cephalo.observe.timing import Timing
 from lightning_cephalo.plan import Plan
+from lightning_cephalo.plan.memory_timeline import MemoryTimeline
+from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.plan.timeline import Recording
 from lightning_cephalo.ranks.control import ControlGroup
 
@@ -45,17 +50,25 @@ class Watch:
 
     Args:
         trace_path: Where to write a timeline of the fifth step, or of the last step if there are
-            fewer; None: nothing is recorded.
+            fewer; None: nowhere.
+        folder: Where to write the record of the run, with that step; None: nowhere.
 
     Raises:
         PlanError: If the file's name does not end in ``.json``.
 
     Attributes:
         ranks: The measurements of every rank, after a training that ended without a failure.
+        recordings: The recorded step of every rank, then; empty if nothing is written.
     """
 
-    def __init__(self, trace_path: str | PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        trace_path: str | PathLike[str] | None = None,
+        folder: str | PathLike[str] | None = None,
+    ) -> None:
         self._path = None if trace_path is None else trace.json_path(trace_path)
+        self._folder = None if folder is None else Path(folder)
+        self.recordings: tuple[Recording, ...] = ()
         self._recorder: Recorder | None = None
         self._timing = Timing()
         self._clock: Callable[[], float] = time.perf_counter
@@ -68,10 +81,11 @@ class Watch:
         return {**vars(self), **watching, "_reference": _nothing}
 
     def _forget(self) -> None:
-        self._started_s = 0.0
+        self._started_s = self._ended_s = math.nan
         self._steps_before = 0
         self._latest_busy_s = math.nan
         self._steps_s, self._busy_s, self._waiting_s = array("d"), array("d"), array("d")
+        self._between_s = array("d")
 
     def take_busy_s(self) -> float:
         """Return the seconds of this rank's work in the last step, once; NaN if it is not known."""
@@ -91,14 +105,23 @@ class Watch:
         return median(counted(self._steps_s)) if self._steps_s else None
 
     def check(self, writes: bool) -> None:
-        """Check that the trace can be written.
+        """Check that the trace and the record can be written.
 
         Args:
-            writes: Whether this is the rank that will write it.
+            writes: Whether this is the rank that will write them.
 
         Raises:
-            PlanError: If its folder does not exist.
+            PlanError: If the folder of the trace does not exist, or that of the record cannot be
+                made.
         """
+        if writes and self._folder is not None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise PlanError(
+                    f"record={str(self._folder)!r}: the folder cannot be made:"
+                    f" {error.strerror or error}. Name another one."
+                ) from error
         if writes and self._path is not None and not self._path.absolute().parent.is_dir():
             raise PlanError(
                 f"trace={str(self._path)!r}: there is no folder {str(self._path.parent)!r}."
@@ -108,16 +131,23 @@ class Watch:
     def begin(self, model: ShardedModel) -> None:
         """Watch a training that is about to start."""
         self._forget()
-        self.ranks = ()
+        self.ranks, self.recordings = (), ()
         self._reference = weakref.ref(model)  # weak: its process groups must be freed in time
         # elsewhere, waiting for the device costs more than it tells
         on_host = model.accelerator.computes_on_host
         self._clock = model.accelerator.clock if on_host else model.accelerator.now_s
         marks = model.accelerator.marks(model.backend)
         self._timing = Timing(marks)
-        if self._path is not None:
+        if self.records:
             now = self._clock if on_host else None
-            self._recorder = Recorder(marks, now, records_copies=on_host)
+            # not a bound method, which would keep the model
+            moved = partial(_moved_bytes, self._reference)
+            self._recorder = Recorder(marks, now, records_copies=on_host, bytes_of=moved)
+
+    @property
+    def records(self) -> bool:
+        """Whether a step is recorded."""
+        return self._path is not None or self._folder is not None
 
     @property
     def _model(self) -> ShardedModel:
@@ -128,6 +158,8 @@ class Watch:
     def start_step(self) -> None:
         """Begin a step, before its forward."""
         self._started_s = self._model.accelerator.now_s()
+        if not math.isnan(self._ended_s):
+            self._between_s.append(max(self._started_s - self._ended_s, 0.0))
         executor = self._model.executor
         self._detach()
         self._timing.restart()
@@ -148,7 +180,8 @@ class Watch:
         Args:
             counts: Whether the step's time is comparable with other steps.
         """
-        step_s = self._clock() - self._started_s
+        self._ended_s = self._clock()
+        step_s = self._ended_s - self._started_s
         if counts:
             self._steps_s.append(step_s)
         is_recorded = self._recorder is not None and self._model.executor.is_observed_by(
@@ -168,13 +201,20 @@ class Watch:
             self._waiting_s.append(share.waiting_s)
         return bool(shares)
 
-    def end(self, plan: Plan | None, verbose: bool, is_given: bool = False) -> None:
+    def end(
+        self,
+        plan: Plan | None,
+        verbose: bool,
+        is_given: bool = False,
+        looks: Sequence[Look] = (),
+    ) -> None:
         """Share the measurements with all ranks, and write the trace; collective.
 
         Args:
             plan: The plan that training followed.
             verbose: Whether rank 0 prints the figures.
             is_given: Whether the user gave the plan.
+            looks: What this rank held in a step, if that was measured.
         """
         model, control = self._model, self._model.control
         model.accelerator.synchronize()  # so that all steps can be read
@@ -187,7 +227,57 @@ class Watch:
             for remark in remarks(self.ranks, is_given=is_given):
                 report.show(remark)
         if self._recorder is not None:
-            self._write(self._recorder, control, name)
+            self._share(self._recorder, control, name, looks)
+            if control.rank == 0 and self._path is not None:
+                _write(partial(trace.write_recording, self.recordings, self._path), "timeline")
+
+    def timelines(self, plan: Plan | None) -> tuple[MemoryTimeline, ...]:
+        """Return the recorded step of every rank, up to 64."""
+        return tuple(
+            MemoryTimeline.of_recording(one, None if plan is None else plan.ranks[one.rank])
+            for one in self.recordings
+        )
+
+    @property
+    def writes_record(self) -> bool:
+        """Whether a record of the run is written."""
+        return self._folder is not None
+
+    def write_record(self, record: RunRecord, is_given: bool) -> None:
+        """Write the record of the run with what was measured so far; on rank 0.
+
+        Args:
+            record: What the session knows.
+            is_given: Whether the user gave the plan.
+        """
+        if self._folder is None:
+            return
+        measured = {one.rank: one for one in self.ranks}
+        recorded = {one.rank: one for one in self.recordings}
+        ranks = []
+        for rank in record.ranks:
+            found, step = measured.get(rank.rank), recorded.get(rank.rank)
+            if found is not None:
+                rank = replace(
+                    rank,
+                    name=found.name,
+                    step_s=found.step_s,
+                    busy_s=found.busy_s,
+                    waiting_s=found.waiting_s,
+                    between_s=found.between_s,
+                    predicted_busy_s=found.predicted_busy_s,
+                )
+            if step is not None:
+                rank = replace(rank, events=step.events, held=step.held, phases=step.phases)
+            ranks.append(rank)
+        record = replace(
+            record,
+            ranks=tuple(ranks),
+            is_given=is_given,
+            remarks=tuple(remarks(self.ranks, is_given=is_given)),
+            steps_s=_thinned(self._steps_s),
+        )
+        _write(partial(record.save, self._folder / RECORD_NAME), "record of the run")
 
     def _measured(self, rank: int, name: str, plan: Plan | None) -> MeasuredRank | None:
         step_s = self.step_s
@@ -204,22 +294,44 @@ class Watch:
             waiting_s=median(counted(self._waiting_s)),
             predicted_busy_s=None if plan is None else predicted_busy_s(plan.ranks[rank], units),
             drift=drift_of(self._busy_s, step_s, self._steps_before),
+            between_s=median(counted(self._between_s)) if self._between_s else None,
         )
 
-    def _write(self, recorder: Recorder, control: ControlGroup, name: str) -> None:
+    def _share(
+        self, recorder: Recorder, control: ControlGroup, name: str, looks: Sequence[Look]
+    ) -> None:
         # the trace holds no more ranks: thousands of others need not send their recordings
-        shown = control.rank < trace.RANKS_IN_FULL
-        events = recorder.events(control.rank) if shown else ()
-        own = Recording(control.rank, name, events)
+        own = Recording(control.rank, name, ())
+        if control.rank < trace.RANKS_IN_FULL:
+            own = recorder.recording(control.rank, name, looks)
         said = control.gather((socket.gethostname(), recorder.met_s, own))
-        if control.rank or self._path is None:
-            return
-        recordings = aligned(said)
-        try:
-            trace.write_recording(recordings, self._path)
-        except PlanError as error:
-            # the training is done: its result must not be lost because of a file of times
-            rank_zero_warn(f"The timeline was not written. {error}")
+        self.recordings = tuple(aligned(said)[: trace.RANKS_IN_FULL])
+
+
+def _write(write: Callable[[], None], what: str) -> None:
+    try:
+        write()
+    except PlanError as error:
+        # the training is done: its result must not be lost because of a file of times
+        rank_zero_warn(f"The {what} was not written. {error}")
+
+
+def _thinned(values: Sequence[float]) -> tuple[float, ...]:
+    """Return all values if there are few, else medians of equally long runs of them."""
+    length = -(-len(values) // STEPS_IN_FULL) or 1
+    return tuple(median(values[i : i + length]) for i in range(0, len(values), length))
+
+
+def _moved_bytes(model: Callable[[], ShardedModel | None], instruction: Instruction) -> float:
+    """Return the bytes of others' rows that a gather brings, or that leave in a reduce."""
+    sharded = model()
+    if sharded is None or instruction.operation not in (Operation.GATHER, Operation.REDUCE):
+        return 0.0
+    flats = sharded.units[instruction.unit].flats
+    if instruction.operation is Operation.GATHER:
+        return float(sum((f.numel - f.shard.numel()) * f.dtype.itemsize for f in flats))
+    trained = [flat for flat in flats if flat.trainable]
+    return float(sum((f.numel - f.shard.numel()) * f.master_dtype.itemsize for f in trained))
 
 
 def aligned(said: list[tuple[str, float | None, Recording]]) -> list[Recording]:
@@ -240,17 +352,4 @@ def aligned(said: list[tuple[str, float | None, Recording]]) -> list[Recording]:
         moved.append((shift_s, recording))
     starts = [shift_s + r.events[0].start_s for shift_s, r in moved if r.events]
     first_s = min(starts, default=0.0)
-    return [
-        replace(
-            recording,
-            events=tuple(
-                replace(
-                    event,
-                    start_s=event.start_s + shift_s - first_s,
-                    end_s=event.end_s + shift_s - first_s,
-                )
-                for event in recording.events
-            ),
-        )
-        for shift_s, recording in moved
-    ]
+    return [recording.later(shift_s - first_s) for shift_s, recording in moved]

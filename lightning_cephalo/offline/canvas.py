@@ -26,18 +26,25 @@ BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 
 _SUFFIXES = (".png", ".svg")
 _DPI = 150
+_LEGEND_COLUMNS = 9
 
 
 def empty_figure(
-    path: str | PathLike[str], width: float, height: float, *, columns: int = 1
+    path: str | PathLike[str],
+    width: float,
+    height: float,
+    *,
+    columns: int = 1,
+    rows: Sequence[float] = (1.0,),
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure and its axes, side by side.
+    """Return a figure and its axes, row by row.
 
     Args:
         path: Where the figure will be written; its suffix is checked.
         width: In inches.
         height: In inches.
-        columns: How many axes.
+        columns: How many axes side by side.
+        rows: Relative heights of the rows, which share their time axis.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -59,7 +66,14 @@ def empty_figure(
         ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, columns, squeeze=False)[0]
+    grid = figure.subplots(
+        len(rows),
+        columns,
+        squeeze=False,
+        sharex=len(rows) > 1,
+        gridspec_kw={"height_ratios": list(rows)},
+    )
+    axes = list(grid.flatten())
     for one in axes:
         for side in ("top", "right"):
             one.spines[side].set_visible(False)
@@ -90,7 +104,11 @@ def add_legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
 
     handles: list[Any] = [Patch(color=colour, label=label) for label, colour in entries]
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(len(handles), _LEGEND_COLUMNS),
+        frameon=False,
+        fontsize=9,
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``cephalo plan``, ``cephalo simulate`` and ``cephalo compare``.
+"""The command line: ``cephalo plan``, ``simulate``, ``memory-timeline``, ``compare``.
 
 It needs no GPU, so it can answer questions before one is rented.
 """
@@ -19,13 +19,15 @@ from rich.console import Console
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe import report
-from lightning_cephalo.observe.trace import write_trace
-from lightning_cephalo.offline import answers, figures, scenario
+from lightning_cephalo.observe.run_record import RECORD_NAME, read_record
+from lightning_cephalo.observe.trace import write_timelines, write_trace
+from lightning_cephalo.offline import answers, figures, memory_timelines, scenario
 from lightning_cephalo.offline.pipeline.figure import pipeline_figure
 from lightning_cephalo.offline.pipeline.text import advice_lines, pipeline_table
 from lightning_cephalo.offline.scenario import Scenario
 from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, solve
+from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 
 DONE, INFEASIBLE, BAD_INPUT, UNSOLVED, UNEXPECTED = 0, 1, 2, 3, 70
 
@@ -34,6 +36,7 @@ examples:
   cephalo plan --devices "2x RTX 4090, RTX 3090" --model gpt2 --batch-size 48
   cephalo plan --cluster cluster.yaml --model llama/config.json --batch-size 64 -o plan.yaml
   cephalo simulate --problem problem.yaml --plan plan.yaml --trace trace.json
+  cephalo memory-timeline runs/today --figure memory.png
   cephalo compare --devices "2x RTX 4090, RTX 3090" --model gpt2 --batch-size 48 --add "RTX 3090"
 
 exit codes: 0 done; 1 nothing fits (the message says what would help); 2 wrong input;
@@ -105,14 +108,7 @@ def _plan(options: argparse.Namespace, notes: Console) -> None:
 def _simulate(options: argparse.Namespace, notes: Console) -> None:
     asked = _scenario(options, notes)
     with _status(notes, "solving"):
-        plan = (
-            solve(asked.problem, time_limit_s=options.time_limit)
-            if options.plan is None
-            else Plan.load(options.plan)
-        )
-    plan.check(
-        world_size=len(asked.problem.ranks), global_batch_size=asked.problem.global_batch_size
-    )
+        plan = _plan_to_play(options, asked)
     with _status(notes, "simulating"):
         simulation = simulate(asked.problem, plan, steps=options.steps)
     if options.trace is not None:
@@ -131,6 +127,55 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
         return
     _print_scenario(asked)
     report.show(answers.simulation_table(summary))
+
+
+def _memory_timeline(options: argparse.Namespace, notes: Console) -> None:
+    if options.run_folder is not None:
+        timelines = _recorded(options.run_folder)
+    else:
+        asked = _scenario(options, notes)
+        with _status(notes, "simulating"):
+            plan = _plan_to_play(options, asked)
+            simulation = simulate(asked.problem, plan)
+        timelines = memory_timelines.simulated(simulation, asked.problem, plan)
+    if options.trace is not None:
+        write_timelines(timelines, options.trace)
+        notes.print(f"Wrote {options.trace}: open it in https://ui.perfetto.dev.")
+    if options.figure is not None:
+        memory_timelines.memory_timeline_figure(timelines, options.figure)
+        notes.print(f"Wrote {options.figure}.")
+    if options.json:
+        _print_json([memory_timelines.as_dict(timeline) for timeline in timelines])
+        return
+    for table in memory_timelines.tables(timelines):
+        report.show(table)
+
+
+def _recorded(folder: Path) -> tuple[MemoryTimeline, ...]:
+    record = read_record(folder)
+    if record is None:
+        raise PlanError(
+            f"{folder}: there is no {RECORD_NAME} in it. Train with"
+            " CephaloStrategy(record=FOLDER), and name that folder."
+        )
+    timelines = record.timelines()
+    if not timelines:
+        raise PlanError(
+            f"{folder / RECORD_NAME}: it has no recorded step, as the run has not come to its end."
+            " A step is recorded when fit() ends without an error."
+        )
+    return timelines
+
+
+def _plan_to_play(options: argparse.Namespace, asked: Scenario) -> Plan:
+    if options.plan is None:
+        plan = solve(asked.problem, time_limit_s=options.time_limit)
+    else:
+        plan = Plan.load(options.plan)
+    plan.check(
+        world_size=len(asked.problem.ranks), global_batch_size=asked.problem.global_batch_size
+    )
+    return plan
 
 
 def _compare(options: argparse.Namespace, notes: Console) -> None:
@@ -252,6 +297,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     simulate.add_argument(
         "--memory-figure", type=Path, metavar="FILE", help="draw every rank's memory"
+    )
+    memory = _command(
+        commands,
+        "memory-timeline",
+        _memory_timeline,
+        "what every rank holds and moves in one step, by phase: of a run, or simulated",
+    )
+    memory.add_argument(
+        "run_folder",
+        nargs="?",
+        type=Path,
+        metavar="RUN_FOLDER",
+        help="the folder of a run with CephaloStrategy(record=RUN_FOLDER); without it a step is "
+        "simulated for the cluster and the model below",
+    )
+    memory.add_argument(
+        "--plan", type=Path, metavar="FILE", help="the plan to play (default: solve for one)"
+    )
+    memory.add_argument(
+        "--trace", type=Path, metavar="FILE.json", help="write a trace for Perfetto or Chrome"
+    )
+    memory.add_argument(
+        "--figure", type=Path, metavar="FILE", help="draw memory, traffic and busy shares"
     )
     compare = _command(
         commands, "compare", _compare, "this plan against what people do without a planner"

@@ -26,6 +26,74 @@ class Stream(str, enum.Enum):
     REDUCTION = "reduction"
 
 
+class Phase(str, enum.Enum):
+    """Parts of a step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Kind(str, enum.Enum):
+    """Kinds of bytes on a device; the value is what tables and figures call it."""
+
+    PARAMETER_ROWS = "parameters, own rows"
+    OPTIMIZER_STATE = "optimizer state"
+    GRADIENT_ROWS = "gradients, own rows"
+    STATE = "own rows of the state"
+    GATHERED = "gathered parameters"
+    FULL_GRADIENTS = "full gradients"
+    BUFFERS = "buffers of full units"
+    ACTIVATIONS = "activations"
+    INSIDE = "inside of an instruction"
+    OTHER = "other"
+
+
+MEASURED_KINDS = (
+    Kind.OTHER,
+    Kind.PARAMETER_ROWS,
+    Kind.OPTIMIZER_STATE,
+    Kind.GRADIENT_ROWS,
+    Kind.GATHERED,
+    Kind.FULL_GRADIENTS,
+    Kind.ACTIVATIONS,
+    Kind.INSIDE,
+)
+"""What a recorded step tells apart, in the order of :attr:`Held.sizes`."""
+
+SIMULATED_KINDS = (Kind.STATE, Kind.BUFFERS, Kind.ACTIVATIONS, Kind.INSIDE)
+"""What a problem tells apart: it has one number for all state, and one for all buffers."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds from a moment of a step until the next one.
+
+    Attributes:
+        time_s: Seconds, on the clock of the events beside it.
+        sizes: Bytes on the device by kind; they sum to the most that is held until the next one.
+        host_bytes: Bytes of host memory for boundaries and optimizer state.
+    """
+
+    time_s: float
+    sizes: tuple[float, ...]
+    host_bytes: float = 0.0
+
+    @property
+    def device_bytes(self) -> float:
+        """Bytes on the device, of all kinds."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phase of a step on one rank."""
+
+    phase: Phase
+    start_s: float
+    end_s: float
+
+
 @dataclass(frozen=True)
 class Event:
     """An instruction of a program that took time on one stream of one rank.
@@ -37,6 +105,7 @@ class Event:
             gap between events. ``OVERHEAD`` is simulated only.
         start_s: Seconds from the start of the first step.
         end_s: Later than ``start_s``: an instruction that takes no time has no event.
+        moved_bytes: Bytes that it moves to or from this rank's device; 0: none, or not known.
     """
 
     rank: int
@@ -44,6 +113,7 @@ class Event:
     instruction: Instruction
     start_s: float
     end_s: float
+    moved_bytes: float = 0.0
 
     @property
     def operation(self) -> Operation:
@@ -79,6 +149,8 @@ class Timeline:
             ranks.
         copy_s: Time that the copy stream was busy.
         waiting_s: Time of the step in which the compute stream was idle.
+        held: ``memory`` by :data:`SIMULATED_KINDS`, with ``host_memory`` beside it.
+        phases: Phases of the step, in their order.
     """
 
     ranks: tuple[int, ...]
@@ -89,6 +161,8 @@ class Timeline:
     communication_s: float
     copy_s: float
     waiting_s: float
+    held: tuple[Held, ...] = ()
+    phases: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,11 +241,30 @@ class Recording:
         name: Name of its device.
         events: Events by start. Times count from the start of the first event of any rank. Between
             hosts, their error is at most the duration of an exchange of a few bytes.
+        held: What the rank holds over the step, by :data:`MEASURED_KINDS`; empty: not measured.
+        phases: Phases of the step, in their order.
     """
 
     rank: int
     name: str
     events: tuple[Event, ...]
+    held: tuple[Held, ...] = ()
+    phases: tuple[Span, ...] = ()
+
+    def later(self, by_s: float) -> Recording:
+        """Return the recording on a clock that shows ``by_s`` more."""
+        return replace(
+            self,
+            events=tuple(
+                replace(event, start_s=event.start_s + by_s, end_s=event.end_s + by_s)
+                for event in self.events
+            ),
+            held=tuple(replace(held, time_s=held.time_s + by_s) for held in self.held),
+            phases=tuple(
+                replace(span, start_s=span.start_s + by_s, end_s=span.end_s + by_s)
+                for span in self.phases
+            ),
+        )
 
 
 def merged(points: Iterable[tuple[float, float]]) -> StepFunction:

@@ -119,6 +119,7 @@ class Options:
         verbose: Whether rank 0 prints tables.
         details: Whether they also say how the plan was solved.
         kept_bytes: Memory of its host that each rank keeps for a restart, on average.
+        records_step: Whether to keep what ranks hold before each instruction of one step.
     """
 
     plan: Plan | str | PathLike[str] | None = None
@@ -142,6 +143,7 @@ class Options:
     verbose: bool = True
     details: bool = False
     kept_bytes: float = 0.0
+    records_step: bool = False
 
     def recovering(self, global_batch_size: int | None, kept_bytes: float) -> Options:
         """Return the options of a training that can go on after a restart.

@@ -26,6 +26,7 @@ from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_mib
+from lightning_cephalo.common.texts import printable
 from lightning_cephalo.data import (
     BatchLayout,
     agreed_seed,
@@ -42,7 +43,9 @@ from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
+from lightning_cephalo.observe.run_record import RankRecord, RunRecord
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
+from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation.host_state import HostState
 from lightning_cephalo.preparation.limits import (
     check_plan,
@@ -442,7 +445,9 @@ class Session:
     def start_training(self, optimizers: Sequence[Optimizer]) -> None:
         """Measure this rank's memory from now on, its optimizers' included."""
         self.optimizers = list(optimizers)
-        self.memory = TrainingMemory(self.model, self.optimizers, self.moved)
+        self.memory = TrainingMemory(
+            self.model, self.optimizers, self.moved, keeps_looks=self._job.options.records_step
+        )
 
     def measured_memory(self) -> tuple[RankMemory, ...] | None:
         """Return the memory of every rank in training; None before two steps; collective."""
@@ -458,17 +463,49 @@ class Session:
             for unit in self.model.units
         ]
 
+    @property
+    def _updates(self) -> str:
+        """When updates run, in a few words; empty if nobody has asked for another way."""
+        if not self._job.options.early_update:
+            return ""
+        return f"after the backward: {self.late}" if self.late else "inside the backward"
+
     def plan_table(self, details: bool) -> Any:
         """Return the plan as a table that also says when updates run.
 
         Args:
             details: Whether to say how the plan was solved.
         """
-        late = f"after the backward: {self.late}" if self.late else "inside the backward"
-        if not self._job.options.early_update:
-            late = ""  # nobody has asked for another way
+        model = self.unit_sizes()
         return report.plan_table(
-            self.plan, model=self.unit_sizes(), updates=late, notes=self.notes, details=details
+            self.plan, model=model, updates=self._updates, notes=self.notes, details=details
+        )
+
+    def record(self, measured: Sequence[RankMemory] | None, changes: Sequence[Replan]) -> RunRecord:
+        """Return what the run's record says of the plan and of memory.
+
+        Args:
+            measured: The measured memory of every rank; None: the run has not ended.
+            changes: The changes of the plan so far.
+        """
+        predicted = self.predicted_memory or tuple(RankMemory() for _ in self.plan.ranks)
+        found = tuple(measured or ()) or (None,) * self.plan.world_size
+        ranks = tuple(
+            RankRecord(rank, part.name, predicted_memory=before, measured_memory=after)
+            for rank, (part, before, after) in enumerate(
+                zip(self.plan.ranks, predicted, found, strict=True)
+            )
+        )
+        return RunRecord(
+            plan=self.plan,
+            ranks=ranks,
+            model=printable(report.units_text(self.unit_sizes())),
+            updates=self._updates,
+            notes=self.notes,
+            changes=tuple(
+                f"behind step {change.step}: {change.cause}, rank {change.rank}"
+                for change in changes
+            ),
         )
 
     def report(self, step_s: float | None, memory: Sequence[RankMemory] | None) -> None:

@@ -1,0 +1,93 @@
+"""One recorded step of a real training: memory by kind, phases, traffic, and the run's record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from common import Net, RankFailure, in_ranks, loader, trainer
+from lightning.pytorch import Callback
+
+from lightning_cephalo.observe.run_record import RECORD_NAME, RunRecord, read_record
+from lightning_cephalo.plan.timeline import Kind, Phase
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+
+
+class Early(Callback):
+    """Reads the record before the first step."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.found = Path(folder), None
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.found is None and trainer.is_global_zero:
+            self.found = read_record(self.folder)
+
+
+def fit(folder: str, steps: int) -> tuple[Any, Any, RunRecord | None]:
+    options = {"record": folder, "trace": f"{folder}/trace.json"} if folder else {}
+    early = Early(folder)
+    made = trainer("3:1", options, max_epochs=-1, max_steps=steps, callbacks=[early])
+    made.fit(Net(), loader(32))
+    return made.strategy.memory_timeline, made.strategy.measured_memory, early.found
+
+
+def test_a_recorded_step_has_the_measured_peak_phases_and_traffic(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "today"
+    (timelines, measured, early), (others, *_) = in_ranks(2, fit, str(folder), 7)
+    assert timelines == others  # every rank knows every rank's
+    assert [timeline.ranks for timeline in timelines] == [(0,), (1,)]
+    for timeline, memory in zip(timelines, measured, strict=True):
+        assert timeline.peak_bytes == memory.peak_bytes
+        assert [span.phase for span in timeline.phases] == list(Phase)
+        at = {kind: index for index, kind in enumerate(timeline.kinds)}
+        first = timeline.held[0].sizes
+        assert first[at[Kind.PARAMETER_ROWS]] == 4 * memory.parameters
+        assert first[at[Kind.GRADIENT_ROWS]] == 0  # early updates have given them back
+        resting = first[at[Kind.PARAMETER_ROWS]] + first[at[Kind.OPTIMIZER_STATE]]
+        assert memory.resting_state_bytes == resting
+        assert memory.bytes_per_parameter == (
+            resting / memory.parameters,
+            memory.state_bytes / memory.parameters,
+        )
+        most = max(held.sizes[at[Kind.GRADIENT_ROWS]] for held in timeline.held)
+        assert 0 < most <= memory.state_bytes - resting
+        forward, backward, update = timeline.summary()
+        assert update.gathered_bytes == update.reduced_bytes == 0
+        assert forward.to_host_bytes == backward.to_device_bytes == 0
+        assert 0 < forward.compute_busy <= 1
+    # what one rank lacks the other has; the 0-d parameter is on both
+    parameters = [p for p in Net().parameters() if p.ndim]
+    full = 4 * sum(parameter.numel() for parameter in parameters)
+    assert sum(timeline.summary()[0].gathered_bytes for timeline in timelines) == full
+    trained = 4 * sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    reduced = sum(timeline.summary()[1].reduced_bytes for timeline in timelines)
+    assert reduced == trained
+
+    entries = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    for timeline in timelines:
+        counters = [e for e in entries if e["ph"] == "C" and e["pid"] == timeline.ranks[0]]
+        sizes = [sum(e["args"].values()) for e in counters if e["name"] == "memory by kind"]
+        assert max(sizes) == timeline.peak_bytes
+        assert {"gathered from ranks", "reduced to ranks"} <= {e["name"] for e in counters}
+
+    assert early is not None and not early.is_finished and not early.timelines()
+    record = RunRecord.load(folder / RECORD_NAME)
+    assert record.is_finished and record.is_given and len(record.steps_s) == 6  # one is counted
+    assert [rank.measured_memory for rank in record.ranks] == list(measured)
+    assert all(rank.busy_s and rank.step_s and rank.between_s for rank in record.ranks)
+    for read, timeline in zip(record.timelines(), timelines, strict=True):
+        assert (read.peak_bytes, len(read.events)) == (timeline.peak_bytes, len(timeline.events))
+        assert read.end_s == pytest.approx(timeline.end_s, abs=1e-9)
+
+
+def test_without_a_folder_nothing_is_recorded_and_one_that_cannot_be_made_is_refused(
+    tmp_path: Path,
+) -> None:
+    assert in_ranks(2, fit, "", 3)[0][0] == ()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RankFailure, match="the folder cannot be made"):
+        in_ranks(2, fit, str(tmp_path / "file"), 3)

@@ -1,0 +1,84 @@
+"""The record of a run: what is written is what is read, and damage is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_cephalo.observe.memory import RankMemory
+from lightning_cephalo.observe.run_record import (
+    RECORD_NAME,
+    RankRecord,
+    RunRecord,
+    read_record,
+)
+from lightning_cephalo.plan import Plan, PlanError, RankPlan
+from lightning_cephalo.plan.program import Instruction, Operation
+from lightning_cephalo.plan.timeline import MEASURED_KINDS, Event, Held, Phase, Span, Stream
+
+PLAN = Plan((RankPlan((2, 1), 0.75, memory_bytes=100.0), RankPlan((1,), 0.25)), step_s=1.0)
+
+
+def record() -> RunRecord:
+    instruction = Instruction(Operation.FORWARD, 1, 0, 1)
+    first = RankRecord(
+        0,
+        "A <b>",
+        step_s=1.5,
+        busy_s=1.0,
+        waiting_s=0.25,
+        between_s=0.125,
+        predicted_memory=RankMemory(peak_bytes=100.0),
+        measured_memory=RankMemory(peak_bytes=90.0, step=2, parameters=7),
+        events=(Event(0, Stream.COMPUTE, instruction, 0.0, 0.5, 3.0),),
+        held=(Held(0.0, tuple(map(float, range(len(MEASURED_KINDS)))), 5.0),),
+        phases=(Span(Phase.FORWARD, -0.25, 0.5),),
+    )
+    return RunRecord(PLAN, (first, RankRecord(1)), is_finished=True, notes=("why",), steps_s=(1, 2))
+
+
+def test_what_is_written_is_what_is_read(tmp_path):
+    written = record()
+    written.save(tmp_path / RECORD_NAME)
+    read = read_record(tmp_path)
+    assert read == written
+    assert [timeline.ranks for timeline in read.timelines()] == [(0,)]
+    assert read.timelines()[0].planned_bytes == 100.0
+    assert (tmp_path / RECORD_NAME).read_text().count("\n") == 0
+
+
+def test_a_folder_without_a_record_has_none(tmp_path):
+    assert read_record(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("ranks", 0, "events", 0, 0), "computed", "expected one of compute, communication"),
+        (("ranks", 0, "events", 0), [1, 2], "expected 8 entries, but got 2"),
+        (("ranks", 0, "events", 0, 5), "soon", "events\\[0\\]: start: expected a finite number"),
+        (("ranks", 0, "held", 0, 1), -1, "host bytes: expected a finite number at least 0"),
+        (("ranks", 0, "phases", 0, 0), "back", "expected one of forward, backward, update"),
+        (("ranks", 0, "measured_memory"), {"peaks": 1}, "unknown key 'peaks'"),
+        (("ranks", 1, "rank"), 5, "expected ranks 0 to 1"),
+        (("plan", "ranks"), [], "expected at least one RankPlan"),
+        (("notes",), "why", "expected a list of texts"),
+    ],
+)
+def test_damage_is_named_with_its_file(tmp_path, place, value, said):
+    data = json.loads(record().to_json())
+    entry = data
+    for key in place[:-1]:
+        entry = entry[key]
+    entry[place[-1]] = value
+    (tmp_path / RECORD_NAME).write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=rf"{RECORD_NAME}.*{said}"):
+        read_record(tmp_path)
+
+
+def test_a_file_that_is_no_record_is_named(tmp_path):
+    for content, said in (("{", "the text is not JSON"), ("[]", "missing 'plan', 'ranks'")):
+        (tmp_path / RECORD_NAME).write_text(content)
+        with pytest.raises(PlanError, match=rf"{RECORD_NAME}.*{said}"):
+            read_record(tmp_path)
