@@ -43,7 +43,8 @@ class RunRecord(Callback):
         self._since = now
         self.train_loss.append(float(trainer.callback_metrics["train_loss"]))
 
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        # later than on_train_end, in which the strategy shares what all ranks have measured
         if trainer.is_global_zero:
             figures = json.dumps(self.metrics(trainer), indent=2)
             (self.folder / "metrics.json").write_text(figures + "\n")
@@ -65,6 +66,24 @@ class RunRecord(Callback):
             "first_train_loss": self.train_loss[0],
             "last_train_loss": self.train_loss[-1],
             "val_loss": None if validation is None else float(validation),
+            "bytes_per_parameter": bytes_per_parameter(trainer),
             "step_s": self.step_s,
             "train_loss": self.train_loss,
         }
+
+
+def bytes_per_parameter(trainer: Trainer) -> list[dict[str, float]] | None:
+    """Return what each rank holds for a parameter, as measured; None if it was not."""
+    found = []
+    for memory in getattr(trainer.strategy, "measured_memory", None) or ():
+        if memory.bytes_per_parameter is None:
+            return None
+        between_steps, within_a_step = memory.bytes_per_parameter
+        found.append(
+            {
+                "parameters": memory.parameters,
+                "between_steps": between_steps,
+                "within_a_step": within_a_step,
+            }
+        )
+    return found or None

@@ -42,7 +42,11 @@ def main(config: DictConfig) -> float:
         comparison = compare(config, ours, theirs)
         (folder / "comparison.json").write_text(json.dumps(comparison, indent=2) + "\n")
         console.print(comparison_table(ours, theirs, comparison))
+    if ours["bytes_per_parameter"] is not None:
+        console.print(memory_table(ours))
     console.print(f"This run's folder: {folder}", soft_wrap=True)
+    if (folder / "cephalo-run.json").exists():
+        console.print(f"See it: cephalo report {folder}", soft_wrap=True)
     return ours["last_train_loss"]
 
 
@@ -52,6 +56,7 @@ def train(config: DictConfig, folder: Path) -> dict[str, Any]:
     Raises SystemExit with the training's exit status if it failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    config = with_record(config, folder)
     OmegaConf.save(config, folder / "job.yaml", resolve=True)
     job = Path(__file__).with_name("job.py")
     with subprocess.Popen([sys.executable, job, folder / "job.yaml"]) as process:
@@ -62,6 +67,14 @@ def train(config: DictConfig, folder: Path) -> dict[str, Any]:
     if status:
         raise SystemExit(status)
     return json.loads((folder / "metrics.json").read_text())
+
+
+def with_record(config: DictConfig, folder: Path) -> DictConfig:
+    """Return the job with its folder as the one for `cephalo report`, unless another is chosen."""
+    config = config.copy()
+    if config.strategy.get("record", "") is None:
+        config.strategy.record = str(folder)
+    return config
 
 
 def even_sharding(config: DictConfig) -> DictConfig:
@@ -104,6 +117,24 @@ def comparison_table(
             f"{run['median_step_s']:.3f}",
             f"{run['samples_per_s']:.2f}",
             f"{ratio:.2f}",
+        )
+    return table
+
+
+def memory_table(run: dict[str, Any]) -> Table:
+    table = Table(
+        title="Parameters, gradients and optimizer state of each rank",
+        caption="measured bytes for each parameter whose rows the rank holds",
+    )
+    table.add_column("rank", justify="right")
+    for name in ("parameters", "between steps", "at most in a step"):
+        table.add_column(name, justify="right")
+    for rank, held in enumerate(run["bytes_per_parameter"]):
+        table.add_row(
+            str(rank),
+            f"{held['parameters']:,}",
+            f"{held['between_steps']:.2f}",
+            f"{held['within_a_step']:.2f}",
         )
     return table
 

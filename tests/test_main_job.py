@@ -6,14 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from common import in_ranks
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 from launch import port_to_meet
 from omegaconf import DictConfig, OmegaConf
+from plans import plan_of
+
+from lightning_cephalo.offline.run_report import RunFolder, page
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -98,6 +103,52 @@ def test_training_and_validation_text_come_from_different_files() -> None:
     assert 0.01 < len(data.validation.text) / total < 0.15
     tokens, following = next(iter(data.train_dataloader()))
     assert tokens.shape == following.shape == (2, 16)
+
+
+def test_a_run_of_cephalo_leaves_a_full_report_and_measured_bytes_per_parameter(
+    tmp_path: Path,
+) -> None:
+    from job import main
+    from train import with_record
+
+    plan = plan_of(((3, 3), 0.75), ((2,), 0.25), forward_s=0.1, backward_s=0.1, tail_s=0.1)
+    replace(plan, step_s=0.5).save(tmp_path / "given.yaml")
+    config = with_record(
+        composed(
+            "experiment=quick",
+            "cluster=this_machine",
+            "cluster.accelerator=cpu",
+            "cluster.devices=2",
+            "global_batch_size=8",
+            f"+strategy.plan={tmp_path / 'given.yaml'}",
+            "strategy.recompute=true",
+            "+trainer.enable_progress_bar=false",
+            "+trainer.enable_model_summary=false",
+        ),
+        tmp_path / "run",
+    )
+    (tmp_path / "run").mkdir()
+    OmegaConf.save(config, tmp_path / "run" / "job.yaml", resolve=True)
+    in_ranks(2, main, tmp_path / "run" / "job.yaml")
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    held = metrics["bytes_per_parameter"]
+    # Adam's two moments and the parameter: gradients are given back early
+    assert [round(rank["between_steps"], 2) for rank in held] == [12.0, 12.0]
+    assert all(12 < rank["within_a_step"] < 16 for rank in held)
+    run = RunFolder.read(tmp_path / "run")
+    assert run.missing == ()
+    said = page(run)
+    for part in ("Where the time went", "A step, rank by rank", "Memory over the step"):
+        assert part in said
+
+
+def test_the_folder_of_a_record_may_be_another_one_and_other_strategies_have_none() -> None:
+    from train import with_record
+
+    folder = Path("outputs")
+    assert with_record(composed(), folder).strategy.record == "outputs"
+    assert with_record(composed("strategy.record=runs"), folder).strategy.record == "runs"
+    assert "record" not in with_record(composed("strategy=ddp"), folder).strategy
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The command line: ``cephalo plan``, ``simulate``, ``memory-timeline``, ``compare``.
+"""The command line: ``cephalo plan``, ``simulate``, ``memory-timeline``, ``report``, ...
 
 It needs no GPU, so it can answer questions before one is rented.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe import report
@@ -24,6 +25,7 @@ from lightning_cephalo.observe.trace import write_timelines, write_trace
 from lightning_cephalo.offline import answers, figures, memory_timelines, scenario
 from lightning_cephalo.offline.pipeline.figure import pipeline_figure
 from lightning_cephalo.offline.pipeline.text import advice_lines, pipeline_table
+from lightning_cephalo.offline.run_report import RunFolder, page
 from lightning_cephalo.offline.scenario import Scenario
 from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, solve
@@ -37,6 +39,7 @@ examples:
   cephalo plan --cluster cluster.yaml --model llama/config.json --batch-size 64 -o plan.yaml
   cephalo simulate --problem problem.yaml --plan plan.yaml --trace trace.json
   cephalo memory-timeline runs/today --figure memory.png
+  cephalo report runs/today
   cephalo compare --devices "2x RTX 4090, RTX 3090" --model gpt2 --batch-size 48 --add "RTX 3090"
 
 exit codes: 0 done; 1 nothing fits (the message says what would help); 2 wrong input;
@@ -149,6 +152,13 @@ def _memory_timeline(options: argparse.Namespace, notes: Console) -> None:
         return
     for table in memory_timelines.tables(timelines):
         report.show(table)
+
+
+def _report(options: argparse.Namespace, notes: Console) -> None:
+    content = page(RunFolder.read(options.run_folder))
+    path = options.output or options.run_folder / "report.html"
+    files.write_text(path, content)
+    notes.print(f"Wrote {path}.")
 
 
 def _recorded(folder: Path) -> tuple[MemoryTimeline, ...]:
@@ -321,6 +331,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--figure", type=Path, metavar="FILE", help="draw memory, traffic and busy shares"
     )
+    _report_command(commands)
     compare = _command(
         commands, "compare", _compare, "this plan against what people do without a planner"
     )
@@ -333,6 +344,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--figure", type=Path, metavar="FILE", help="draw it (.png or .svg)")
     return parser
+
+
+def _report_command(commands: Any) -> None:
+    summary = "where a run's time and memory went: one HTML file, without outside resources"
+    command = commands.add_parser(
+        "report",
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=_report)
+    command.add_argument(
+        "run_folder",
+        type=Path,
+        metavar="RUN_FOLDER",
+        help="the folder of a run with CephaloStrategy(record=RUN_FOLDER)",
+    )
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write it (default: RUN_FOLDER/report.html)",
+    )
 
 
 def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:

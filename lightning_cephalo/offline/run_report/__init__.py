@@ -1,0 +1,10 @@
+"""``cephalo report``: one HTML file about a run, without outside resources.
+
+``folder.py`` reads a run's folder, ``lost_time.py`` finds what was lost where, ``findings.py`` says
+it in sentences, ``drawing.py`` draws, and ``page.py`` writes the page.
+"""
+
+from lightning_cephalo.offline.run_report.folder import RunFolder
+from lightning_cephalo.offline.run_report.page import page
+
+__all__ = ["RunFolder", "page"]
