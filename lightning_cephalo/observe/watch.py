@@ -331,7 +331,7 @@ def _moved_bytes(model: Callable[[], ShardedModel | None], instruction: Instruct
     if instruction.operation is Operation.GATHER:
         return float(sum((f.numel - f.shard.numel()) * f.dtype.itemsize for f in flats))
     trained = [flat for flat in flats if flat.trainable]
-    return float(sum((f.numel - f.shard.numel()) * f.master_dtype.itemsize for f in trained))
+    return float(sum((f.numel - f.shard.numel()) * f.sent_dtype.itemsize for f in trained))
 
 
 def aligned(said: list[tuple[str, float | None, Recording]]) -> list[Recording]:
