@@ -93,8 +93,8 @@ class Executor:
         early: Updates units inside the backward.
         state_moves: Moves optimizer state that lives in host memory.
         arena: Host memory for boundaries; None: they stay on the device.
-        on_user_collective: Called with the name of a collective of torch.distributed before the
-            user's step runs it, while the order of units is traced; None: nothing is watched.
+        user_collectives: Reports collectives of torch.distributed in the user's step; None: they
+            run as they are.
         gave_up: Whether all ranks have raised at the same place of the last pass.
     """
 
@@ -119,7 +119,7 @@ class Executor:
         self.early = EarlyUpdates(units)
         self.state_moves = StateMoves()
         self.arena: HostArena | None = None
-        self.on_user_collective: Callable[[str], None] | None = None
+        self.user_collectives: UserCollectives | None = None
         self.gave_up = False
         self._visits = Visits()
         self._throttle = Throttle(accelerator)
@@ -312,7 +312,6 @@ class Executor:
         ]
         step = self._step = self._new_step(calls, microbatches)
         step.trainable, step.checks_leaks = trainable, checks
-        step.on_user_collective = self.on_user_collective if checks else None
         self.failure.begin(microbatches, "beginning of the root unit")
         self.hooks.begin_step()
         if visits is not None:
@@ -460,7 +459,6 @@ class Executor:
         call: MicrobatchCall | None,
         doing: str,
         note: Callable[[], Sequence[float]] = tuple,
-        on_user_collective: Callable[[str], None] | None = None,
     ) -> ForwardOutcome:
         """Run one step without gradients, gathering units as ranks request them.
 
@@ -471,15 +469,13 @@ class Executor:
             call: This rank's step; None on a rank without samples.
             doing: Description of the step for messages.
             note: As in :meth:`forward`.
-            on_user_collective: As the attribute, for this step.
 
         Returns:
             The result, if this rank had a step, and the notes; the weights are empty.
         """
         calls = [] if call is None else [call]
         microbatches = [Microbatch(call.step, self.accelerator, recompute=False) for call in calls]
-        step = self._step = self._new_step(calls, microbatches)
-        step.on_user_collective = on_user_collective
+        self._step = step = self._new_step(calls, microbatches)
         self.failure.begin(microbatches, "evaluation of the root unit")
         self.hooks.begin_step()
         self.execute(Instruction(Operation.GATHER, ROOT))
@@ -585,10 +581,10 @@ class Executor:
         self.state.resume(index)
         microbatch = self._step.microbatches[index]
         try:
-            if self._step.on_user_collective is None:
+            if self.user_collectives is None:
                 self.hooks.advance(microbatch)
             else:
-                with UserCollectives(self._step.on_user_collective):
+                with self.user_collectives.watched():
                     self.hooks.advance(microbatch)
         except RuntimeError as error:
             raise explained(error) from error.__cause__

@@ -80,8 +80,6 @@ class Step:
             have waited for one another while it was traced.
         checks_leaks: Whether the step looks for tensors that leave units other than as outputs.
         program: This rank's program; its forward is unused while the step is traced.
-        on_user_collective: Called with the name of a collective of torch.distributed before the
-            user's step runs it; None: nothing is watched.
         gradient_scale: Factor of all gradients when they are reduced.
         with_loss: Microbatches whose loss has been computed, or skipped.
         written_buffers: What the other ranks need to learn of this rank's buffers.
@@ -98,7 +96,6 @@ class Step:
     is_traced: bool = False
     is_apart: bool = False
     checks_leaks: bool = False
-    on_user_collective: Callable[[str], None] | None = None
     program: Program = field(default_factory=lambda: Program((), ()))
     gradient_scale: float = 1.0
     with_loss: set[int] = field(default_factory=set)

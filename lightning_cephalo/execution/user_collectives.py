@@ -2,47 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,  # private, but documented for subclassing
-)
+import torch
 
-from lightning_cephalo.accelerator.versions import count_foreach_writes
-
-_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+# The dispatcher looks here for every operator, whatever its tensors and the modes they are in.
+_KEY = torch._C.DispatchKey.BackendSelect
 
 
-class UserCollectives(TorchDispatchMode):
-    """Reports each collective that runs inside, before it runs.
+class UserCollectives:
+    """Reports each collective that the user's code starts, before it runs.
 
     ::
 
-        with UserCollectives(report):
-            dist.all_reduce(loss)      # report("all_reduce")
+        collectives = UserCollectives(report)
+        with collectives.watched():
+            dist.all_reduce(loss)      # report("allreduce")
+        collectives.close()
 
-    It sees every operator and so takes time. The executor uses it while it traces the order of
-    units: in the first step, and when the order changes.
+    torch's dispatcher calls it for collectives only: other operators take no time. Collectives
+    outside of ``watched()`` and of other threads run as they are.
+
+    Private API: the key and its removal from a set of keys.
 
     Args:
-        report: Called with the name of the collective; may raise.
+        report: Called with the name of the collective; may raise. Its own collectives run as they
+            are.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        super().__init__()
-        self._report = report
+        self._watch = _Watch(report)
+        self._library = torch.library.Library("c10d", "IMPL")
+        for operator in _collectives():
+            run = partial(_run, self._watch, operator)
+            self._library.impl(operator, run, _KEY.name, with_keyset=True)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let ``torch.compile`` work inside, which otherwise leaves such frames alone for good."""
-        return True
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Report the collectives of this thread in a ``with`` block."""
+        self._watch.thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._watch.thread = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace in _NAMESPACES:
-            self._report(func.overloadpacket.__name__.rstrip("_"))
-        result = func(*args, **kwargs or {})
-        count_foreach_writes(func, args)
-        return result
+    def close(self) -> None:
+        """Let torch run collectives as before."""
+        self._library._destroy()
+
+
+@dataclass
+class _Watch:
+    """Whose collectives are reported, and to whom.
+
+    Attributes:
+        report: The user's function.
+        thread: The thread that is watched now; None: none is.
+    """
+
+    report: Callable[[str], None]
+    thread: int | None = None
+
+
+def _run(watch: _Watch, operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    thread = watch.thread
+    if thread is not None and thread == threading.get_ident():
+        watch.thread = None
+        try:
+            watch.report(operator.overloadpacket.__name__.rstrip("_"))
+        finally:
+            watch.thread = thread
+    return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
+
+
+def _collectives() -> list[Any]:
+    found = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    names = {name.split(".")[0] for space, name in found if space == "c10d"}
+    packets = [getattr(torch.ops.c10d, name) for name in names]
+    operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return [each for each in operators if "ProcessGroup" in str(each._schema)]

@@ -144,9 +144,8 @@ def _compare(
     control = model.control
     is_first = control.rank == 0
     refused: AbstractContextManager[None] = nullcontext()
-    on_user_collective = None
     if gathers is not None and control.world_size > 1:
-        refused, on_user_collective = gathers.refused(), partial(gathers.called, True)
+        refused = gathers.refused()
     failure = ""  # the error itself would keep activations
     with ExitStack() as undo:
         try:
@@ -157,7 +156,7 @@ def _compare(
                 own = control.together("cutting a batch", parted)
                 context = trainer.precision_plugin.train_step_context
                 batch, parts = own or (None, [])
-                found = additivity.compared(model, step, context, batch, parts, on_user_collective)
+                found = additivity.compared(model, step, context, batch, parts)
         except Exception as error:  # on every rank
             failure = f"{type(error).__name__}: {error}"
         control.together("putting back what modules hold", undo.close)

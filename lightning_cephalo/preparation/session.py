@@ -41,6 +41,7 @@ from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.execution.user_collectives import UserCollectives
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
 from lightning_cephalo.observe.run_record import RankRecord, RunRecord
@@ -137,9 +138,9 @@ class Session:
         if job.trains and not module.automatic_optimization:
             self.manual = ManualSteps(self.model.executor)
         elif groups.control.world_size > 1:
-            # evaluation steps are not traced
-            called = partial(self.user_gathers.called, True)
-            self.model.executor.on_user_collective = called
+            collectives = UserCollectives(self._on_user_collective)
+            self._at_end.callback(collectives.close)
+            self.model.executor.user_collectives = collectives
         self.predictions = EmptyPredictions()
         self.optimizers: list[Optimizer] = []
         self.updates = OptimizerUpdates(self.model, options.optimizer_scope)
@@ -151,6 +152,10 @@ class Session:
         host = job.limits[groups.control.rank].host
         self._host_state = HostState(self.model, host.capacity_bytes, groups.control)
         self._at_end.callback(self._host_state.close)
+
+    def _on_user_collective(self, name: str) -> None:
+        module: Any = self.model.module
+        self.user_gathers.called(module.trainer.training, name)
 
     @property
     def own_plan(self) -> RankPlan:

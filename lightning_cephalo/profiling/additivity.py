@@ -65,7 +65,6 @@ def compared(
     context: Callable[[], AbstractContextManager[Any]],
     batch: Any,
     parts: Sequence[tuple[Any, int]],
-    on_user_collective: Callable[[str], None] | None = None,
 ) -> LossOfParts | None:
     """Return the loss of a batch and that of its two parts; collective.
 
@@ -79,8 +78,6 @@ def compared(
         context: The precision plugin's context of a training step.
         batch: A few samples; ranks may have different ones.
         parts: The same samples in two parts, and how many each has. Empty: this rank has none.
-        on_user_collective: Called with the name of a collective of torch.distributed before the
-            step runs it; may raise.
 
     Raises:
         Exception: On every rank, if the step fails so on any.
@@ -95,7 +92,7 @@ def compared(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(context())
         stack.enter_context(torch.no_grad())
-        losses = [_loss_of(model, step, piece, on_user_collective) for piece in pieces]
+        losses = [_loss_of(model, step, piece) for piece in pieces]
     if not parts:
         return None
     (whole, _), (again, _), *of_parts = losses
@@ -138,7 +135,6 @@ def _loss_of(
     model: ShardedModel,
     step: Callable[[Any], Any],
     piece: tuple[Any, int] | None,
-    on_user_collective: Callable[[str], None] | None,
 ) -> tuple[float, float]:
     call = None
     if piece is not None:
@@ -153,9 +149,7 @@ def _loss_of(
 
         # an error in the step is known to all ranks, one behind it would not be
         call = MicrobatchCall(loss_of_step, lambda _: (torch.zeros(()), 0.0), samples=samples)
-    outcome = model.executor.evaluate(
-        call, "checking the loss of training_step", on_user_collective=on_user_collective
-    )
+    outcome = model.executor.evaluate(call, "checking the loss of training_step")
     return outcome.results[0] if outcome.results else (math.nan, math.nan)
 
 

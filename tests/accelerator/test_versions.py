@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lightning_cephalo.accelerator.emulated.memory_tracker import MemoryTracker
-from lightning_cephalo.execution.user_collectives import UserCollectives
 
 
 def _raised(write):
@@ -27,7 +26,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_modes_change_no_version(write):
-    modes = [nullcontext(), UserCollectives(pytest.fail), MemoryTracker()]
+    modes = [nullcontext(), MemoryTracker()]
     found = []
     for mode in modes:
         with torch.no_grad(), mode:

@@ -492,19 +492,27 @@ def test_gathering_in_a_step_with_unequal_counts(tmp_path: Path) -> None:
 
 
 class Reduces(Recorder):
-    """Uses torch.distributed itself inside the step."""
+    """Uses torch.distributed itself inside the step, from one of the steps on."""
+
+    first = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
-        self.record.note("reduced", float(total))
+        if batch_idx >= self.first:
+            total = loss.detach().clone()
+            with torch.inference_mode():
+                torch.distributed.all_reduce(total)
+            self.record.note("reduced", float(total))
         return loss
 
 
+class ReducesLater(Reduces):
+    first = 1
+
+
 def test_collectives_of_torch_in_a_step_are_treated_like_gathers(tmp_path: Path) -> None:
-    for plan in ("3:1", "idle first"):
-        found = failures(lambda plan=plan: trainer_of(plan).fit(Reduces(tmp_path), loader(plan)))
+    for plan, kind in (("3:1", Reduces), ("idle first", ReducesLater)):
+        found = failures(lambda p=plan, k=kind: trainer_of(p).fit(k(tmp_path), loader(p)))
         assert_everywhere(found, UnsupportedError, "allreduce()", "equal_microbatches=True")
 
     def fit(count: int) -> None:
