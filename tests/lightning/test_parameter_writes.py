@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from common import assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
+from common import (
+    assert_same_tensors,
+    by_plan,
+    in_ranks,
+    loader,
+    look_soon,
+    trainer,
+    values_of,
+)
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -292,6 +300,7 @@ INSIDE = {
 
 def _refusals(plan, write, places):
     """Per place, how fit ended on this rank."""
+    look_soon()
     ends = []
     for place in places:
         module = _Student(write, place)
