@@ -1017,8 +1017,9 @@ class CephaloStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
         self._recovering.resume_loops()
         self._resumption = Resumption(self._module.trainer, checkpoint_)
-        states = checkpoint_["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        states = list(checkpoint_["optimizer_states"])
+        supported.warn_of_other_optimizers(len(states), len(self.optimizers))
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             owned = moved = None
             if self._session is not None:
                 owned, moved = self._session.updates.of(optimizer), self._session.moved

@@ -176,6 +176,22 @@ def refuse_synchronising_metrics(metrics: Sequence[tuple[str, Any]]) -> None:
         )
 
 
+def warn_of_other_optimizers(saved: int, present: int) -> None:
+    """Warn if a checkpoint is of another number of optimizers; Lightning pairs those that it can.
+
+    Args:
+        saved: Number of optimizers whose state the checkpoint has.
+        present: Number of optimizers of this training.
+    """
+    if saved != present:
+        paired = min(saved, present)
+        rank_zero_warn(
+            f"The checkpoint has the state of {saved} optimizers, and configure_optimizers returned"
+            f" {present}. {paired} of them are restored, in this order, as on one device;"
+            f" {present - paired} start anew."
+        )
+
+
 def check_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> None:
     """Raise if an optimizer cannot work on shards or holds parameters other than the model's.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -340,3 +342,23 @@ def test_a_module_without_optimizer_is_saved_and_resumed(tmp_path):
     assert found == (pytest.approx(wanted[0], rel=TOLERANCE), wanted[1])
     states = [torch.load(tmp_path / f"{name}.ckpt") for name in ("cephalo", "one")]
     assert states[0]["optimizer_states"] == states[1]["optimizer_states"] == [{}]
+
+
+def _fit_with_new_optimizers(plan: str | None, path: Path) -> tuple[list[float], list[str]]:
+    model = Net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(plan, max_epochs=4).fit(model, loader(14), loader(8), ckpt_path=path)
+    said = [str(each.message) for each in caught if "start anew" in str(each.message)]
+    return model.losses, said
+
+
+def test_a_checkpoint_without_states_of_optimizers_is_resumed_with_new_ones(tmp_path, one_device):
+    checkpoint = torch.load(one_device["adamw"][0], weights_only=True)
+    path = tmp_path / "without.ckpt"
+    torch.save({**checkpoint, "optimizer_states": {}}, path)
+    wanted, _ = by_plan(None, _fit_with_new_optimizers, path)
+    losses, said = by_plan("3:1", _fit_with_new_optimizers, path)
+    assert losses == pytest.approx(wanted, rel=1e-5) and len(losses) > 0
+    (message,) = said
+    assert "state of 0 optimizers" in message and "1 start anew" in message
