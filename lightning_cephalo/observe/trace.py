@@ -30,6 +30,7 @@ RANKS_IN_FULL = 64
 _MICROSECONDS = 1e6
 _LANES = 100
 _SIMULATED = (Stream.COMPUTE, Stream.COMMUNICATION, Stream.COPY)
+_OF_STATE = (Stream.TO_DEVICE, Stream.TO_HOST, Stream.HOST)
 _THREADS = {stream: number for number, stream in enumerate(Stream)}
 
 
@@ -141,7 +142,8 @@ def _process(simulation: Simulation, problem: Problem, rank: int) -> Iterator[di
     if simulation.world_size > RANKS_IN_FULL:
         label = f"{alike} × {name} (rank {rank} and alike)" if alike > 1 else label
     yield from _head(rank, label)
-    for stream in _SIMULATED:
+    used = {event.stream for event in simulation.timeline(rank).events}
+    for stream in (*_SIMULATED, *(each for each in _OF_STATE if each in used)):
         yield from _thread(rank, _THREADS[stream], stream.value)
     for event in simulation.events_of(rank):
         yield _complete(event)

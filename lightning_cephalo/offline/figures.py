@@ -50,6 +50,9 @@ _COLOURS = {
     Operation.OVERHEAD: GREY,
     Operation.OFFLOAD: YELLOW,
     Operation.FETCH: OLIVE,
+    Operation.FETCH_STATE: OLIVE,
+    Operation.STORE_STATE: YELLOW,
+    Operation.HOST_UPDATE: GREEN,
 }
 _LINES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK, GREY)
 _MEMORY_PARTS = (
@@ -61,6 +64,11 @@ _MEMORY_PARTS = (
 # Top and height of each stream's bar in a row of height 1, measured from the row's top.
 _PLACES = {Stream.COMPUTE: (0.08, 0.44), Stream.COMMUNICATION: (0.54, 0.2)}
 _COPY_PLACE = (0.76, 0.16)
+_STATE_PLACES = {
+    Stream.TO_DEVICE: (0.76, 0.05),
+    Stream.TO_HOST: (0.82, 0.05),
+    Stream.HOST: (0.88, 0.05),
+}
 
 
 @dataclass(frozen=True)
@@ -239,6 +247,8 @@ def _draw_streams(
     places = dict(_PLACES)
     if timeline.copy_s:
         places[Stream.COPY] = _COPY_PLACE
+    if any(event.stream in _STATE_PLACES for event in timeline.events):
+        places |= _STATE_PLACES
     spans: dict[tuple[Stream, Operation], list[tuple[float, float]]] = {}
     for event in timeline.events:
         span = (event.start_s * scale, (event.end_s - event.start_s) * scale)

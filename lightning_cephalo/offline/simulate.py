@@ -39,8 +39,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_cephalo.common import records
-from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, cost
+from lightning_cephalo.offline.state_lanes import StateLanes, homes_of
+from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, cost
 from lightning_cephalo.plan.check import check
+from lightning_cephalo.plan.moving import more_update, moved_by
 from lightning_cephalo.plan.program import (
     NONE,
     ROOT,
@@ -66,6 +68,7 @@ from lightning_cephalo.plan.timeline import (
 # indices of Problem.states_bytes
 _FORWARD, _REDUCING, _UPDATING = range(3)
 _LINKED = frozenset({Operation.GATHER, Operation.REDUCE})
+_OF_STATE = frozenset({Operation.FETCH_STATE, Operation.STORE_STATE, Operation.HOST_UPDATE})
 
 
 def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
@@ -81,24 +84,28 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
     Raises:
         PlanError: ``steps`` is not a positive whole number, the plan is for another number of
             ranks, it uses a microbatch size or a mode that was not profiled, or it keeps optimizer
-            state in host memory, whose ways are not timed yet.
+            state in host memory, of which the problem says nothing.
     """
     steps = records.whole("steps", steps, minimum=1)
-    if plan.moves_state:
-        raise PlanError(
-            "The plan keeps optimizer state in host memory (resident_fraction), which is not"
-            " simulated yet. Leave resident_fraction out of the plan."
-        )
     cost.predict(problem, plan)  # raises the PlanError for plans that do not match the problem
     problem = cost.as_planned(problem, plan)
     kinds: dict[tuple[object, ...], list[int]] = {}
     for rank, (profile, part) in enumerate(zip(problem.ranks, plan.ranks, strict=True)):
-        doing = (part.microbatch_sizes, part.recompute, part.offload, part.state_fraction)
+        doing: tuple[object, ...] = (part.microbatch_sizes, part.recompute, part.offload)
+        doing += part.state_fraction, part.resident_fraction, part.host_update_fraction
         kinds.setdefault((profile, *doing), []).append(rank)
     programs = programs_of(problem, plan)
     check([programs[ranks[0]] for ranks in kinds.values()])
+    # a share's own update counts where state moves, as in the closed form
     lanes = [
-        _Lane(problem, problem.ranks[ranks[0]], plan.ranks[ranks[0]], programs[ranks[0]], ranks)
+        _Lane(
+            problem,
+            problem.ranks[ranks[0]],
+            plan.ranks[ranks[0]],
+            programs[ranks[0]],
+            ranks,
+            counts_updates=plan.moves_state,
+        )
         for ranks in kinds.values()
     ]
     step_s = _play(problem, lanes)
@@ -123,6 +130,7 @@ def programs_of(problem: Problem, plan: Plan) -> list[Program]:
             reshard_after_forward=bool(problem.reshard_after_forward),
             offload_boundaries=part.offload,
             updates_early=problem.early_update,
+            homes=homes_of(problem, part),
         )
         for part in plan.ranks
     ]
@@ -196,6 +204,8 @@ class _Lane:
         part: RankPlan,
         program: Program,
         ranks: Sequence[int],
+        *,
+        counts_updates: bool,
     ) -> None:
         mode = cost.Mode.of(part)
         reducing = cost.reducing_need(problem, profile, mode)
@@ -211,12 +221,26 @@ class _Lane:
         self._problem = problem
         self._ranks = tuple(ranks)
         self._rest = iter((*program.forward, *program.backward))
+        self._updates_last = program.update
         self._keeps = not mode.recompute
         resting = problem.fixed_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
         if part.offload and problem.units > UNITS_THAT_STAY:
             resting += problem.boundary_bytes * part.batch_size  # gradients between units
         self._resting_bytes = resting
-        self._states_bytes = [part.state_fraction * size for size in problem.states_bytes]
+        moved_bytes, self._state_host_bytes = 0.0, 0.0
+        self._state: StateLanes | None = None
+        if part.moves_state:
+            moved = moved_by(problem, part)
+            moved_bytes = moved.device_bytes(problem)
+            self._state_host_bytes = part.state_fraction * moved.host_bytes(problem)
+            self._state = StateLanes(problem, profile, part, self.record)
+        self._more_update_s = 0.0
+        if counts_updates:
+            own = more_update(problem, profile, moved_by(problem, part))
+            self._more_update_s = max(0.0, part.state_fraction * own[0] - own[1])
+        self._states_bytes = [
+            part.state_fraction * (size + moved_bytes) for size in problem.states_bytes
+        ]
         self._is_reducing = False
         self._events: list[Event] = []
         self._changes: list[_Change] = []
@@ -244,6 +268,7 @@ class _Lane:
                 return instruction
             if instruction.operation is Operation.AGREE and self._forward_end_s is None:
                 self._forward_end_s = max(self.free_s, *self._gathered_s.values())
+            self._move(instruction)
             if instruction.operation is Operation.UPDATE:
                 self._update(instruction, self._reduced_s[instruction.unit], self._unit_update_s)
             if instruction.microbatch != NONE:
@@ -287,16 +312,33 @@ class _Lane:
     def run_update(self, start_s: float) -> float:
         """Simulate the optimizer's step and return when it ends."""
         rest_s = self._problem.optimizer_s - self._updates * self._unit_update_s
+        rest_s = max(0.0, rest_s) + self._more_update_s
         self._update_start_s = max(self.free_s, start_s)
-        self._update(Instruction(Operation.UPDATE), start_s, max(0.0, rest_s))
+        self.free_s = self._update_start_s if self._state is not None else self.free_s
+        for instruction in self._updates_last:
+            self._move(instruction)
+            if instruction.operation is Operation.UPDATE:  # the last one takes all of the time
+                self._update(instruction, start_s, rest_s * (instruction.unit == NONE))
         self._changes.append(_Change(self.free_s, moment=_FORWARD))
-        return self.free_s
+        return self.free_s if self._state is None else max(self.free_s, self._state.done_s)
+
+    def _move(self, instruction: Instruction) -> None:
+        """Let optimizer state go its way, if the instruction says so."""
+        if self._state is not None and instruction.operation in _OF_STATE:
+            self._state.run(instruction, max(self.free_s, self._ready_s(instruction)))
+
+    def _ready_s(self, instruction: Instruction) -> float:
+        is_update = instruction.operation is Operation.HOST_UPDATE
+        return self._reduced_s[instruction.unit] if is_update else 0.0
 
     def _update(self, instruction: Instruction, ready_s: float, seconds: float) -> None:
         start_s = max(self.free_s, ready_s)
+        if self._state is not None and instruction.unit != NONE:
+            start_s = max(start_s, self._state.arrival_s(instruction.unit))
         self.free_s = start_s + seconds
-        if instruction.unit != NONE:
+        if instruction.unit != NONE and seconds:
             self._updates += 1
+        if instruction.unit != NONE:
             self._changes.append(_Change(start_s, moment=_UPDATING))
             self._changes.append(_Change(self.free_s, moment=_REDUCING))
         self.record(Stream.COMPUTE, instruction, start_s, self.free_s)
@@ -379,10 +421,12 @@ class _Lane:
         """Return device and host memory over time, and both by kind."""
         problem = self._problem
         state_bytes, gathered_bytes = self._states_bytes[_FORWARD], self._resting_bytes
-        device, host = [(0.0, state_bytes + gathered_bytes)], [(0.0, 0.0)]
+        device = [(0.0, state_bytes + gathered_bytes)]
+        host = [(0.0, self._state_host_bytes)]
         buffer_bytes = problem.fixed_bytes
         retained_bytes = gathered_bytes - buffer_bytes
-        held = [Held(0.0, (state_bytes, buffer_bytes, retained_bytes, 0.0))]
+        sizes = (state_bytes, buffer_bytes, retained_bytes, 0.0)
+        held = [Held(0.0, sizes, self._state_host_bytes)]
         boundaries = kept = on_host = 0
         peak_bytes = 0.0
         # The sort is stable: of changes at the same time, a cause stays before its effect.
@@ -396,7 +440,7 @@ class _Lane:
             held_bytes = boundaries * problem.boundary_bytes + kept * problem.kept_bytes
             used_bytes = state_bytes + (gathered_bytes + peak_bytes + held_bytes)
             device.append((change.time_s, used_bytes))
-            host_bytes = on_host * problem.boundary_bytes
+            host_bytes = on_host * problem.boundary_bytes + self._state_host_bytes
             host.append((change.time_s, host_bytes))
             sizes = (state_bytes, buffer_bytes, retained_bytes + held_bytes, peak_bytes)
             if held[-1].time_s == change.time_s:  # as `merged` does

@@ -35,16 +35,20 @@ A rank that offloads holds the boundaries of only three units: the values of the
 values of the unit being copied, and the gradients that pass between units. Copies run at the same
 time as the compute, so such a rank needs at least the time of its copies. A rank that does not
 recompute cannot offload: the retained activations inside its units hold the boundaries.
+
+Optimizer state that lives in host memory leaves the device, takes the host's memory beside the
+boundaries, and makes a step longer by what no compute hides (``plan/moving.py``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.plan.moving import exposure, moved_by
 from lightning_cephalo.plan.plan import Plan, RankPlan, fractions_are_even
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.program import UNITS_THAT_STAY
@@ -57,8 +61,9 @@ _UNITS_HELD = UNITS_THAT_STAY + 1
 class RankPrediction:
     """Predicted times and memory of one rank in a step.
 
-    Times are sums over the rank's microbatches, in seconds per unit (``tail_s``: per step). Memory
-    is the peak on the device and the total on the host, in bytes.
+    Times are sums over the rank's microbatches, in seconds per unit (``tail_s``: per step).
+    ``exposed_s`` is what state in host memory adds to the step. Memory is the peak on the device
+    and the totals on the host, of boundaries and of optimizer state, in bytes.
     """
 
     forward_s: float
@@ -66,6 +71,8 @@ class RankPrediction:
     tail_s: float
     memory_bytes: float
     host_bytes: float = 0.0
+    state_host_bytes: float = 0.0
+    exposed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,8 @@ def modes(problem: Problem, profile: RankProfile) -> tuple[Mode, ...]:
     """Return the modes that a rank may choose between; the fastest without offload comes first."""
     found = [Mode(recompute=False)] if chooses_recompute(profile) else []
     found.append(PLAIN)
-    if profile.host_capacity_bytes > 0 and problem.boundary_bytes > 0:
+    has_host = profile.host_capacity_bytes > 0 and problem.offloads_boundaries
+    if has_host and problem.boundary_bytes > 0:
         found.append(Mode(offload=True))
     return tuple(found)
 
@@ -257,10 +265,16 @@ def device_bytes(
     microbatch_sizes: Sequence[int],
     mode: Mode = PLAIN,
     state_fraction: float = 0.0,
+    moved_bytes: float = 0.0,
 ) -> float:
-    """Return the most bytes that a rank holds on its device at the same time."""
+    """Return the most bytes that a rank holds on its device at the same time.
+
+    ``moved_bytes`` are those that state in host memory adds, less than none, for all of the state.
+    """
     needs = [need(problem, profile, mode) for need in DEVICE_NEEDS]
-    return max(state_fraction * need.state + need.of(microbatch_sizes) for need in needs)
+    return max(
+        state_fraction * (need.state + moved_bytes) + need.of(microbatch_sizes) for need in needs
+    )
 
 
 def idle_bytes(problem: Problem) -> float:
@@ -292,8 +306,8 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
             slices of even shares are padded if that is faster.
 
     Raises:
-        PlanError: the number of ranks differs, a microbatch size was not profiled, or a rank's
-            profile lacks the mode.
+        PlanError: the number of ranks differs, a microbatch size was not profiled, a rank's
+            profile lacks the mode, or the problem does not say what optimizer state moves.
     """
     if isinstance(ranks, Plan):
         problem, ranks = as_planned(problem, ranks), ranks.ranks
@@ -319,18 +333,63 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
                 f"{where}: the plan says recompute: false, but the profile has no "
                 f"kept_backward_s. Profile it, or leave recompute out of the plan."
             )
+        if rank.moves_state and not sum(problem.unit_parameters):
+            raise PlanError(
+                f"{where}: the plan keeps optimizer state in host memory (resident_fraction), but "
+                f"the problem has no unit_parameters, which say how much that is. Profile it, or "
+                f"leave resident_fraction out of the plan."
+            )
+        if rank.host_update_fraction and not profile.host_updated_parameters_per_s:
+            raise PlanError(
+                f"{where}: the plan lets the host update (host_update_fraction), but the profile "
+                f"has no host_updated_parameters_per_s. Profile it, or leave host_update_fraction "
+                f"out of the plan."
+            )
         mode = Mode.of(rank)
         work = rank_work(problem, profile, rank.microbatch_sizes, mode)
-        memory = device_bytes(problem, profile, rank.microbatch_sizes, mode, rank.state_fraction)
+        moved_bytes = state_host_bytes = 0.0
+        if rank.moves_state:
+            moved = moved_by(problem, rank)
+            moved_bytes = moved.device_bytes(problem)
+            state_host_bytes = rank.state_fraction * moved.host_bytes(problem)
+        memory = device_bytes(
+            problem, profile, rank.microbatch_sizes, mode, rank.state_fraction, moved_bytes
+        )
         host = host_need(problem, profile, mode).of(rank.microbatch_sizes)
-        predictions.append(RankPrediction(*work, memory_bytes=memory, host_bytes=host))
-    step_s = step_time(
-        problem,
-        max(rank.forward_s for rank in predictions),
-        max(rank.backward_s for rank in predictions),
-        max(rank.tail_s for rank in predictions),
-    )
+        predictions.append(
+            RankPrediction(
+                *work, memory_bytes=memory, host_bytes=host, state_host_bytes=state_host_bytes
+            )
+        )
+    slowest = [max(getattr(rank, name) for rank in predictions) for name in _TIMES]
+    step_s = step_time(problem, *slowest)
+    if any(rank.moves_state for rank in ranks):
+        backward_s = paced_backward_s(problem, slowest[1])
+        predictions = [
+            replace(
+                found,
+                exposed_s=exposure(problem, profile, moved_by(problem, rank), backward_s).of(
+                    rank.state_fraction
+                ),
+            )
+            for profile, rank, found in zip(problem.ranks, ranks, predictions, strict=True)
+        ]
+        step_s += max(rank.exposed_s for rank in predictions)
     return StepPrediction(step_s=step_s, ranks=tuple(predictions))
+
+
+_TIMES = ("forward_s", "backward_s", "tail_s")
+
+
+def paced_backward_s(problem: Problem, backward_s: float) -> float:
+    """Return the seconds of one unit's backward with its collectives and its update.
+
+    Args:
+        problem: Ranks and work of the step.
+        backward_s: The slowest rank's backward of one unit.
+    """
+    update_s = problem.unit_update_s * problem.early_update
+    return max(backward_collectives_s(problem), backward_s) + update_s
 
 
 def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: float) -> float:

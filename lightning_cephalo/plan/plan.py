@@ -66,6 +66,7 @@ class RankPlan(Record):
             (:func:`~lightning_cephalo.plan.state_homes.state_homes`).
         host_update_fraction: share of it that the host's processors update; what is left is copied
             to the device for its update, and back.
+        state_host_bytes: predicted host memory of the optimizer state.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -88,6 +89,7 @@ class RankPlan(Record):
     host_bytes: Amount | None = None
     resident_fraction: Annotated[float, _fraction] = 1.0
     host_update_fraction: Annotated[float, _fraction] = 0.0
+    state_host_bytes: Amount | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

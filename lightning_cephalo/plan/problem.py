@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.records import (
     Amount,
@@ -29,6 +30,13 @@ from lightning_cephalo.common.records import (
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
 _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
 _REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
+
+
+def _parameters(field: str, value: Any) -> tuple[int, ...]:
+    return tuple(
+        records.whole(f"{field}[{unit}]", size, minimum=0)
+        for unit, size in enumerate(records.items(field, value, of="whole numbers"))
+    )
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,16 @@ class RankProfile(Record):
         reducing_compute_bytes: ``compute_bytes`` from the first reduce of the backward on, when
             the last unit's work is done. Empty: the same.
         kept_reducing_compute_bytes: the same without recomputation. Empty: ``kept_compute_bytes``.
-        host_capacity_bytes: host memory for boundary activations; 0: they stay on the device.
+        host_capacity_bytes: host memory for boundary activations and optimizer state; 0: they stay
+            on the device.
         offload_bytes_per_s: copy rate between device and host, in each direction.
+        updated_parameters_per_s: parameters that the device updates per second;
+            ``math.inf``: not known, and all shares of the state take ``Problem.optimizer_s``.
+        host_updated_parameters_per_s: the same of the host's processors, while all ranks of the
+            host use theirs; 0: they update none.
+        to_device_bytes_per_s: rate of copies to the device while others go to the host, on all
+            ranks of the host at once.
+        to_host_bytes_per_s: the same in the other direction.
 
     Raises:
         PlanError: entries are NaN, infinite or negative, curves differ in length, or the capacity
@@ -83,6 +99,10 @@ class RankProfile(Record):
     kept_reducing_compute_bytes: Curve = ()
     host_capacity_bytes: AmountOrInfinite = 0.0
     offload_bytes_per_s: PositiveOrInfinite = math.inf
+    updated_parameters_per_s: PositiveOrInfinite = math.inf
+    host_updated_parameters_per_s: Amount = 0.0
+    to_device_bytes_per_s: PositiveOrInfinite = math.inf
+    to_host_bytes_per_s: PositiveOrInfinite = math.inf
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,6 +182,14 @@ class Problem(FileRecord):
             choose, and counts with the bytes that each rank holds whatever its samples.
         unit_update_s: time of one unit's update, a part of ``optimizer_s``. An early update hides
             behind the collectives of the backward.
+        optimizer_offload: whether optimizer state may live in host memory. False: it stays on the
+            devices. True: all of it lives there, on ranks with ``host_capacity_bytes``. "auto": the
+            plan moves what makes it fit, or the step shorter.
+        unit_parameters: trained parameters of each unit of the model, the root unit first. Empty:
+            optimizer state cannot move.
+        moment_bytes: bytes of optimizer state for each, a part of ``state_bytes``.
+        element_bytes: bytes of a parameter, and of its gradient.
+        offloads_boundaries: whether boundaries may live in host memory, too.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -207,6 +235,13 @@ class Problem(FileRecord):
     updating_state_bytes: Amount = 0.0
     reducing_retained_bytes: Amount | None = None
     kept_reducing_retained_bytes: Amount | None = None
+    optimizer_offload: Annotated[
+        bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")
+    ] = False
+    unit_parameters: Annotated[tuple[int, ...], _parameters] = ()
+    moment_bytes: Amount = 0.0
+    element_bytes: Amount = 4.0
+    offloads_boundaries: Annotated[bool, OneOf((True, False), "True or False")] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,6 +250,12 @@ class Problem(FileRecord):
                 "single_microbatch: True needs equal_microbatches: True, as all ranks then run one."
                 " Set both, or neither."
             )
+
+    @property
+    def can_move_state(self) -> bool:
+        """Whether a plan may keep optimizer state in host memory."""
+        movable = self.moment_bytes * sum(self.unit_parameters)
+        return self.optimizer_offload is not False and movable > 0 and not self.has_even_state
 
     @property
     def fixed_bytes(self) -> float:

@@ -17,13 +17,17 @@ class Stream(str, enum.Enum):
     """Streams of one rank, which run at the same time.
 
     Recorded steps have a separate stream for reduces, because reduces have their own process group.
-    The simulator plays reduces on the stream of the gathers, one after the other.
+    The simulator plays reduces on the stream of the gathers, one after the other. Optimizer state
+    that lives in host memory has a stream in each direction, and one of the host's processors.
     """
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
     COPY = "copy"
     REDUCTION = "reduction"
+    TO_DEVICE = "state to device"
+    TO_HOST = "state to host"
+    HOST = "host updates"
 
 
 class Phase(str, enum.Enum):
@@ -142,8 +146,8 @@ class Timeline:
             lower by at most one unit's boundaries and retained activations of the batch. It is
             lower when a microbatch in the middle has the highest peak: some others then do not hold
             those of the last unit. Work that takes no time does not appear in it.
-        host_memory: Bytes of offloaded boundaries over time; less than ``predict`` returns by the
-            two units that stay on the device.
+        host_memory: Bytes of offloaded boundaries and optimizer state over time; less than
+            ``predict`` returns by the boundaries of the two units that stay on the device.
         compute_s: Time that the compute stream was busy.
         communication_s: Time that the communication stream was busy, without waiting for other
             ranks.

@@ -18,12 +18,15 @@ from typing import Any
 from torch import Tensor
 
 from lightning_cephalo.accelerator.emulated.device import EmulatedDevice
+from lightning_cephalo.common.lanes import Lane as Jobs
 
 __all__ = ["Lane", "LaneCopies", "LaneWorker"]
 
 
 class Lane:
-    """Does jobs in their order, so many units per second.
+    """Does one job at a time, so many units per second.
+
+    A job that waits for other work lets later ones go before it, as on a link that is idle.
 
     Args:
         rate: Bytes, or elements, per second; None: jobs take no time.
@@ -31,15 +34,23 @@ class Lane:
 
     def __init__(self, rate: float | None) -> None:
         self._rate = math.inf if rate is None else rate
-        self._free_s = -math.inf
-        self.busy_s = 0.0
+        self._jobs = Jobs()
 
-    def issue(self, amount: float, start_s: float) -> float:
-        """Return when a job is done that may begin at ``start_s``."""
-        took_s = amount / self._rate
-        self.busy_s += took_s
-        self._free_s = max(self._free_s, start_s) + took_s
-        return self._free_s
+    @property
+    def busy_s(self) -> float:
+        """Seconds of all jobs."""
+        return self._jobs.busy_s
+
+    def issue(self, amount: float, start_s: float, now_s: float = -math.inf) -> float:
+        """Return when a job is done that may begin at ``start_s``.
+
+        Args:
+            amount: Bytes, or elements.
+            start_s: When what it waits for is done.
+            now_s: The present time; no later job can begin before it.
+        """
+        self._jobs.forget(now_s)
+        return self._jobs.place(start_s, amount / self._rate)
 
 
 def _start_s(device: EmulatedDevice, after: Sequence[float | None] | None) -> float:
@@ -74,7 +85,8 @@ class LaneCopies:
         with self._device.paused():  # the link works, not the device
             target.copy_(source)
         lane = self._to_device if self._is_on_device(target) else self._to_host
-        return lane.issue(source.numel() * source.element_size(), start_s)
+        nbytes = source.numel() * source.element_size()
+        return lane.issue(nbytes, start_s, self._device.now_s)
 
     def wait(self, arrival: float | None) -> None:
         if arrival is not None:
@@ -108,7 +120,7 @@ class LaneWorker:
             start_s = _start_s(self._device, after)
             with self._device.paused():
                 work()
-            future.set_result(then([self._lane.issue(elements, start_s)]))
+            future.set_result(then([self._lane.issue(elements, start_s, self._device.now_s)]))
         except Exception as failure:
             future.set_exception(failure)
         return future

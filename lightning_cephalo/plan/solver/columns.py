@@ -27,11 +27,10 @@ from lightning_cephalo.plan.cost import (
     time_curves,
 )
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.room import Room
 from lightning_cephalo.plan.solver.state import kept_from_state
+from lightning_cephalo.plan.solver.unbeaten import unbeaten
 
-# Sums of the same numbers in another order differ by rounding: without a tolerance every order
-# would remain.
-_SAME = 1e-11
 _FEW_COMBINATIONS = 256
 _FEW_COLUMNS = 600
 
@@ -167,7 +166,10 @@ def joined(parts: Sequence[Columns]) -> Columns:
 
 
 def build_columns(
-    problem: Problem, types: Sequence[RankType], limits: Sequence[ColumnLimits]
+    problem: Problem,
+    types: Sequence[RankType],
+    limits: Sequence[ColumnLimits],
+    room: Room | None = None,
 ) -> Columns:
     """Return the columns of all types that no other column of the same batch beats.
 
@@ -178,6 +180,12 @@ def build_columns(
     measured curves are noisy and thousands of mixtures differ by less than the noise. Then two
     forms remain: one size with a smaller last one, as in (4, 4, 2), and even splits, as in (4, 3,
     3).
+
+    Args:
+        problem: ranks and work of the step.
+        types: the types of its ranks.
+        limits: limits of the columns, by type.
+        room: what shares of the state ranks can hold if it moves; None: it stays on the devices.
     """
     longest = max(kind.profile.largest_microbatch_size for kind in types)
     parts = []
@@ -185,12 +193,12 @@ def build_columns(
         known = modes(problem, kind.profile)
         found = joined(
             [
-                _Builder(problem, kind.profile, limit, index, place, mode, longest).columns()
+                _Builder(problem, kind.profile, limit, index, place, mode, longest, room).columns()
                 for place, mode in enumerate(known)
             ]
         )
         grown = len(known) > 1 or min(problem.states_bytes) < problem.full_state_bytes
-        if grown and len(found):
+        if (grown or room is not None) and len(found):
             found = found.take(_unbeaten_columns(problem, found))
         parts.append(found)
     return joined(parts)
@@ -223,36 +231,6 @@ def step_seconds(
     return problem.units * (raised[..., 0] + raised[..., 1]) + raised[..., 2]
 
 
-def unbeaten(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """Return a mask of the rows that no other row of the same group beats in all costs.
-
-    ``group`` has shape (rows,), ``costs`` has shape (rows, kinds). Of equal rows the first
-    survives.
-    """
-    scale = costs.max(axis=0, initial=0.0)
-    total = (costs / np.where(scale > 0, scale, 1.0)).sum(axis=1)
-    # Only a row with a lower total, or an earlier one with an equal total, can beat a row.
-    order = np.lexsort((total, group))
-    ordered = group[order]
-    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-    lengths = np.diff(np.r_[starts, len(order)])
-    place = np.arange(len(order)) - np.repeat(starts, lengths)
-    member = np.repeat(np.arange(len(starts)), lengths)
-
-    table = np.full((costs.shape[1], len(starts), int(lengths.max(initial=0))), np.inf)
-    table[:, member, place] = costs[order].T
-    beaten = np.zeros(table.shape[1:], dtype=bool)
-    for rival in range(table.shape[2] - 1):
-        rows = np.flatnonzero(~beaten[:, rival] & np.isfinite(table[0, :, rival]))
-        if len(rows):
-            later = table[:, rows, rival + 1 :]
-            own = table[:, rows, rival, None]
-            beaten[rows, rival + 1 :] |= (own <= later * (1 + _SAME)).all(axis=0)
-    mask = np.zeros(len(order), dtype=bool)
-    mask[order] = ~beaten[member, place]
-    return mask
-
-
 def batch_groups(problem: Problem, columns: Columns) -> np.ndarray:
     """Return group numbers, of shape (columns,).
 
@@ -281,6 +259,7 @@ class _Builder:
     mode_index: int
     mode: Mode
     longest: int
+    room: Room | None = None
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -458,6 +437,9 @@ class _Builder:
             own = list(itertools.islice(rest, len(resource.needs)))
             amounts = [total for total, _ in own]
             used.append(resource.use(self.problem, own[0][1].capacity, *amounts))
+        if self.room is not None:
+            on_device, on_host = totals[: len(DEVICE_NEEDS)], totals[len(DEVICE_NEEDS)]
+            used[DEVICE] = self.room.used(self.profile, on_device, on_host)
         return {"needed": np.column_stack(totals), "used": np.column_stack(used)}
 
     def _within(self, columns: Columns) -> np.ndarray:

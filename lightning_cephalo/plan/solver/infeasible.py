@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -80,13 +80,57 @@ def _least_used(problem: Problem, types: Sequence[RankType], resource: Resource)
     return float(resource.use(problem, capacity, *least))
 
 
-def refuse(problem: Problem, types: Sequence[RankType]) -> NoReturn:
-    """Raise InfeasibleError with the reason why there is no plan."""
-    raise InfeasibleError(
+def refuse(
+    problem: Problem, types: Sequence[RankType], fits: Callable[[Problem], bool] | None = None
+) -> NoReturn:
+    """Raise InfeasibleError with the reason why there is no plan.
+
+    Args:
+        problem: ranks and work of the step.
+        types: the types of its ranks.
+        fits: returns whether there is a plan, if only memory counts.
+    """
+    said = (
         _rank_too_small(problem, types)
         or _no_rank_for_samples(problem, types)
-        or _too_little_for_all(problem, types)
+        or f"{_too_little_for_all(problem, types)}{_state_on_hosts(problem, types, fits)}"
     )
+    raise InfeasibleError(said)
+
+
+def _state_on_hosts(
+    problem: Problem, types: Sequence[RankType], fits: Callable[[Problem], bool] | None
+) -> str:
+    """Say whether optimizer state in host memory would do, or why it does not."""
+    moments = problem.moment_bytes * sum(problem.unit_parameters)
+    if fits is None or not moments:
+        return ""
+    timeless = dataclasses.replace(problem, ranks=tuple(map(_timeless, problem.ranks)))
+    if problem.optimizer_offload is False:
+        has_hosts = any(rank.host_capacity_bytes for rank in problem.ranks)
+        offered = dataclasses.replace(timeless, optimizer_offload="auto")
+        if not has_hosts or not fits(offered):
+            return ""
+        return (
+            f" Or keep a part of the {_bytes(moments)} of optimizer state in host memory,"
+            f" optimizer_offload='auto'."
+        )
+    on = ", ".join(
+        f"rank {_members(kind)} {_bytes(kind.profile.host_capacity_bytes)}"
+        f"{' each' if kind.count > 1 else ''}"
+        for kind in types[:8]
+    )
+    most = math.fsum(rank.host_capacity_bytes for rank in problem.ranks)
+    said = (
+        f" Of the state, {_bytes(moments)} may live in host memory (optimizer_offload), of which "
+        f"ranks may use {on}"
+    )
+    unlimited = [dataclasses.replace(rank, host_capacity_bytes=math.inf) for rank in timeless.ranks]
+    if not fits(dataclasses.replace(timeless, ranks=tuple(unlimited))):
+        return f"{said}: more of it would not do."
+    less = max(moments - most, 0.0)
+    amount = f", {_bytes(less)} in all for all of it" if less else ""
+    return f"{said}. More host memory would do (host_memory_cap{amount})."
 
 
 def _rank_too_small(problem: Problem, types: Sequence[RankType]) -> str | None:
@@ -391,4 +435,8 @@ def _timeless(rank: RankProfile) -> RankProfile:
         tail_s=none,
         kept_backward_s=none if rank.kept_backward_s else (),
         offload_bytes_per_s=math.inf,
+        updated_parameters_per_s=math.inf,
+        host_updated_parameters_per_s=0.0,
+        to_device_bytes_per_s=math.inf,
+        to_host_bytes_per_s=math.inf,
     )

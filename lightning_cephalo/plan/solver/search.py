@@ -29,9 +29,10 @@ from lightning_cephalo.plan.solver.columns import (
     batch_groups,
     build_columns,
     step_seconds,
-    unbeaten,
 )
 from lightning_cephalo.plan.solver.milp import Budget, Maximum, Needs, choose
+from lightning_cephalo.plan.solver.room import Room
+from lightning_cephalo.plan.solver.unbeaten import unbeaten
 
 _EXACT = 1e-9
 # Plans whose step is longer by at most this fraction count as equally fast.
@@ -79,11 +80,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """Search of one problem until ``deadline`` (of time.perf_counter)."""
+    """Search of one problem until ``deadline`` (of time.perf_counter).
+
+    With ``room``, optimizer state may move within its limits.
+    """
 
     problem: Problem
     types: Sequence[RankType]
     deadline: float
+    room: Room | None = None
 
     @property
     def bound_s(self) -> float:
@@ -109,12 +114,12 @@ class Search:
         Among the plans within a thousandth of that step, the result is one with the most room.
         Raises SolverError when time is up without any plan.
         """
-        found = self._fastest()
+        found = self.fastest()
         if found is None or self._left_s() <= 0:
             return found
-        return self._roomiest(found)
+        return self.roomiest(found)
 
-    def _fastest(self) -> Found | None:
+    def fastest(self) -> Found | None:
         """Return the fastest choice of columns, found under a rising limit on the step.
 
         The limit starts just above the bound and is raised until the optimum lies within it. So
@@ -227,7 +232,7 @@ class Search:
                 )
         return best
 
-    def _roomiest(self, fastest: Found) -> Found:
+    def roomiest(self, fastest: Found) -> Found:
         """Return the plan with the most room among those within a thousandth of the fastest.
 
         It offloads the least, and of those plans leaves the fullest rank the most room. The slowest
@@ -281,7 +286,7 @@ class Search:
         # A rank takes at least what all others leave when each takes its largest batch.
         rest = self.problem.global_batch_size - total
         limits = [ColumnLimits(limit_s, bounds.floors_s, batch, rest + batch) for batch in largest]
-        columns = build_columns(self.problem, self.types, limits)
+        columns = build_columns(self.problem, self.types, limits, self.room)
         return columns.take(columns.count > 0) if self.problem.equal_microbatches else columns
 
     def _unbeaten(self, columns: Columns, costs: Sequence[np.ndarray]) -> Columns:
@@ -295,6 +300,8 @@ class Search:
         worst = np.zeros((len(ranks), len(RESOURCES)))
         np.maximum.at(worst, columns.kind, columns.used)
         shared = np.array([resource.shared(self.problem) for resource in RESOURCES])
+        if self.room is not None:
+            shared[DEVICE] = self.room.shared(self.problem.ranks)
         return Needs(
             ranks=ranks,
             batch=self.problem.global_batch_size,
@@ -319,12 +326,11 @@ class Search:
 
     def _fullness(self, columns: Columns) -> np.ndarray:
         """Return the fraction of a rank's capacity that each column fills, without state."""
-        capacity = np.array([kind.profile.capacity_bytes for kind in self.types])
-        return columns.used[:, DEVICE] / capacity[columns.kind]
+        return columns.used[:, DEVICE] / self._capacities[columns.kind]
 
     def _price(self, columns: Columns) -> np.ndarray:
         """Return the price of each column, which decides between plans that are fast enough."""
-        capacity = np.array([kind.profile.capacity_bytes for kind in self.types])[columns.kind]
+        capacity = self._capacities[columns.kind]
         used, on_host = columns.used[:, DEVICE], columns.used[:, HOST]
         # without a limit on the device, offloading gains nothing: it must keep a price
         on_host = on_host / np.minimum(capacity, on_host.max(initial=0.0) or 1.0)
@@ -334,8 +340,17 @@ class Search:
         return used / self._capacity + _OFFLOAD * on_host + _BALANCE * work**2 / ranks
 
     @property
+    def _capacities(self) -> np.ndarray:
+        """Capacity of a rank of each type, in bytes."""
+        if self.room is not None:
+            return np.array([self.room.capacity(kind.profile) for kind in self.types])
+        return np.array([kind.profile.capacity_bytes for kind in self.types])
+
+    @property
     def _capacity(self) -> float:
         """Capacity of all ranks together, in bytes."""
+        if self.room is not None:
+            return math.fsum(map(self.room.capacity, self.problem.ranks))
         return math.fsum(rank.capacity_bytes for rank in self.problem.ranks)
 
     def _covering(self, bounds: TimeBounds, step_s: float) -> TimeBounds:

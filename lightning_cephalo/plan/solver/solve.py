@@ -7,6 +7,9 @@
    offloads the least, and leaves the fullest rank the most room.
 5. The state, in proportion to the memory that is then free (``state``).
 
+Where optimizer state may live in host memory, plans that move it are searched, too (``offload``).
+They count if nothing fits without, or if the step is shorter.
+
 If even shares travel faster than uneven ones, all of this runs a second time, with an equal share
 of the state on every rank. The better plan is taken. Likewise, if units may stay gathered from the
 forward to the backward, all of this runs once with resharding and once without.
@@ -15,6 +18,7 @@ forward to the backward, all of this runs once with resharding and once without.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -35,12 +39,19 @@ from lightning_cephalo.plan.cost import (
 )
 from lightning_cephalo.plan.plan import Plan, RankPlan, fractions_are_even
 from lightning_cephalo.plan.problem import Problem
-from lightning_cephalo.plan.solver.columns import group_types
+from lightning_cephalo.plan.solver.columns import Columns, RankType, group_types
 from lightning_cephalo.plan.solver.infeasible import certainly_infeasible, refuse
+from lightning_cephalo.plan.solver.offload import (
+    fastest_moving,
+    least_step_s,
+    with_moved_state,
+)
 from lightning_cephalo.plan.solver.search import EQUAL, ROOMIER, Found, Search
 from lightning_cephalo.plan.solver.state import with_state
 
 _EXACT = 1e-9
+# Seconds in which to find out whether state in host memory would do.
+_REASON_S = 3.0
 
 
 def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
@@ -77,8 +88,17 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
     """
     plan = solve_if_possible(problem, time_limit_s=time_limit_s)
     if plan is None:
-        refuse(problem, group_types(problem))
+        deadline = time.perf_counter() + _REASON_S
+        refuse(problem, group_types(problem), functools.partial(_moving_fits, deadline=deadline))
     return plan
+
+
+def _moving_fits(problem: Problem, deadline: float) -> bool:
+    """Return whether there is a plan with state in host memory; False if that is not known."""
+    try:
+        return fastest_moving(problem, deadline, math.inf)[0] is not None
+    except SolverError:
+        return False
 
 
 def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan | None:
@@ -90,13 +110,58 @@ def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan |
     if not isinstance(problem, Problem):
         raise PlanError(f"solve: expected a Problem, but got {records.shortened(problem)}.")
     limit = records.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
+    plan = None
+    if problem.optimizer_offload is not True or not problem.can_move_state:
+        plan = _resident(problem, started + limit)
+    if problem.can_move_state:
+        plan = _or_moving(problem, plan, started + limit)
+    if plan is None:
+        return None
+    return dataclasses.replace(plan, solve_s=time.perf_counter() - started)
+
+
+def _resident(problem: Problem, deadline: float) -> Plan | None:
+    """Return the plan with all optimizer state on the devices."""
     if certainly_infeasible(problem, group_types(problem)):
         return None
-    found, bound_s = _searched(problem, started + limit)
-    if not found:
-        return None
-    plan = _best_plan(problem, found, bound_s)
-    return dataclasses.replace(plan, solve_s=time.perf_counter() - started)
+    found, bound_s = _searched(problem, deadline)
+    return _best_plan(problem, found, bound_s) if found else None
+
+
+def _or_moving(problem: Problem, plan: Plan | None, deadline: float) -> Plan | None:
+    """Return the plan, or one that keeps state in host memory and is faster."""
+    limit_s = math.inf if plan is None else _step_s(plan) * (1 - EQUAL)
+    if least_step_s(problem) >= limit_s:
+        return plan
+    try:
+        moving, bound_s = fastest_moving(problem, deadline, limit_s)
+    except SolverError:
+        if plan is None:
+            raise
+        return plan
+    if plan is not None:
+        bound_s = min(bound_s, plan.bound_s or 0.0)
+    if moving is None or moving.step_s > limit_s:
+        return None if plan is None else _proven(plan, bound_s)
+    types, columns = moving.types, moving.found.columns
+    runs = _runs(moving.problem, types, columns, moving.found.chosen)
+    bare = with_moved_state(
+        moving,
+        [rank_plan(profile, *run) for profile, run in zip(problem.ranks, runs, strict=True)],
+    )
+    asked = problem.resharding(moving.problem.reshard_after_forward is True)
+    padded = moving.even and problem.padded_bytes > 0
+    even = fractions_are_even([rank.state_fraction for rank in bare])
+    found = priced(asked, bare, backend="cvxpy/HiGHS", padded=padded if even else None)
+    return found if plan is not None and _step_s(found) > limit_s else _proven(found, bound_s)
+
+
+def _proven(plan: Plan, bound_s: float) -> Plan:
+    """Return a plan with this bound of all plans, and how far that is."""
+    step_s = _step_s(plan)
+    bound_s = min(bound_s, step_s)
+    gap = (step_s - bound_s) / step_s if step_s > 0 else 0.0
+    return dataclasses.replace(plan, bound_s=bound_s, gap=0.0 if gap <= EQUAL else gap)
 
 
 @dataclass(frozen=True)
@@ -214,14 +279,7 @@ def _headroom(plan: Plan) -> float:
 
 def _as_plan(problem: Problem, variant: _Variant, found: Found) -> Plan:
     problem = problem.resharding(variant.problem.reshard_after_forward is True)
-    types, columns = variant.search.types, found.columns
-    runs: list[tuple[tuple[int, ...], Mode]] = [((), PLAIN)] * len(problem.ranks)
-    members = [iter(kind.members) for kind in types]
-    for row in np.lexsort((columns.count, -columns.batch)).tolist():
-        kind = int(columns.kind[row])
-        mode = modes(problem, types[kind].profile)[int(columns.mode[row])]
-        for _ in range(int(found.chosen[row])):
-            runs[next(members[kind])] = (columns.sizes(row), mode)
+    runs = _runs(problem, variant.search.types, found.columns, found.chosen)
     bare = [
         rank_plan(profile, sizes, mode, 1 / len(runs) if variant.even else 0.0)
         for profile, (sizes, mode) in zip(problem.ranks, runs, strict=True)
@@ -233,6 +291,20 @@ def _as_plan(problem: Problem, variant: _Variant, found: Found) -> Plan:
     # shares that are even by chance may leave no room for padding
     padded = variant.even and problem.padded_bytes > 0 if fractions_are_even(fractions) else None
     return priced(problem, bare, backend="cvxpy/HiGHS", padded=padded)
+
+
+def _runs(
+    problem: Problem, types: Sequence[RankType], columns: Columns, chosen: np.ndarray
+) -> list[tuple[tuple[int, ...], Mode]]:
+    """Return the microbatches and the mode of every rank, in rank order."""
+    runs: list[tuple[tuple[int, ...], Mode]] = [((), PLAIN)] * len(problem.ranks)
+    members = [iter(kind.members) for kind in types]
+    for row in np.lexsort((columns.count, -columns.batch)).tolist():
+        kind = int(columns.kind[row])
+        mode = modes(problem, types[kind].profile)[int(columns.mode[row])]
+        for _ in range(int(chosen[row])):
+            runs[next(members[kind])] = (columns.sizes(row), mode)
+    return runs
 
 
 def priced(
@@ -272,6 +344,7 @@ def priced(
             memory_bytes=part.memory_bytes,
             capacity_bytes=profile.capacity_bytes,
             host_bytes=part.host_bytes if rank.offload else None,
+            state_host_bytes=part.state_host_bytes if rank.moves_state else None,
         )
         for rank, profile, part in zip(ranks, problem.ranks, prediction.ranks, strict=True)
     )

@@ -1,0 +1,272 @@
+"""Prices optimizer state that lives in host memory: bytes on both sides, and seconds.
+
+A rank's share of the optimizer state is resident, streamed or updated by the host
+(:mod:`~lightning_cephalo.plan.state_homes`). Let a share s of P parameters be that of a rank, of
+which g are streamed and c are updated by the host. A parameter has ``moment_bytes`` of state and
+``element_bytes`` of its own. The rank's links and the host's processors are then busy for::
+
+    link = s (moment_bytes g + element_bytes c) / (the slower direction's rate)
+    host = s c / (parameters that the host updates per second)
+
+With updates inside the backward, the first k units of the backward have state that moves, of U. A
+backward of one unit takes ``pace``. What no compute hides, makes the step longer by::
+
+    max(0, link - k pace, fetches - f pace, host + last - (U - 2) pace)
+      + max(0, last - (U - k - 1) pace) + root
+
+A streamed unit's state starts on its way one unit ahead, so that each of the f streamed units has a
+pace of its own to hide behind. ``fetches`` are their ways in one direction, each behind those of a
+unit that the host updates, if there are any. Updates come one unit behind the reduce. Where there
+are both kinds, their copies wait for each other, and ``link`` has those of the second kind twice.
+
+``last`` is the way of one unit's state there and back: behind the last of them only the backward of
+the other units hides it. ``root`` is that of the root unit's, which nothing hides. With updates
+behind the backward the pace is 0, and the root unit is one like the others::
+
+    max(link, host) + last
+
+A share that is larger than an even one takes the device longer to update. That counts too, where
+state moves: without, ``Problem.optimizer_s`` stands for all shares.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_cephalo.plan.plan import RankPlan
+from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome, state_homes
+
+# A planned share lies between two whole units, so that rows that are cut elsewhere change nothing.
+_BETWEEN = 0.25
+# Numbers of units and of parts for the host that a plan chooses among.
+_LEVELS, _PARTS = 32, 4
+
+
+@dataclass(frozen=True)
+class MovedState:
+    """Which of the model's optimizer state lives in host memory, as shares of a rank's part.
+
+    ::
+
+        moved = moved_state(problem.unit_parameters, rank.resident_fraction, 0.0)
+        rank.state_fraction * moved.host_bytes(problem)
+
+    Attributes:
+        resident_fraction: As in a :class:`RankPlan`.
+        host_update_fraction: As in a :class:`RankPlan`.
+        sizes: Parameters of every unit, the root unit first.
+        homes: Where the state of every unit lives.
+    """
+
+    resident_fraction: float
+    host_update_fraction: float
+    sizes: tuple[int, ...]
+    homes: tuple[StateHome, ...]
+
+    def count(self, home: StateHome) -> int:
+        """Return the parameters whose state lives there."""
+        return self._counts[home]
+
+    def largest(self, home: StateHome) -> int:
+        """Return the parameters of the largest such unit; 0 if there is none."""
+        return self._largest[home]
+
+    @functools.cached_property
+    def units_away(self) -> int:
+        """Units but the root whose state is in host memory."""
+        return sum(self.is_away(unit) for unit in range(1, len(self.sizes)))
+
+    @functools.cached_property
+    def units_streamed(self) -> int:
+        """Units but the root whose state is streamed."""
+        return sum(
+            size > 0 and home is StateHome.STREAMED
+            for size, home in zip(self.sizes[1:], self.homes[1:], strict=True)
+        )
+
+    @functools.cached_property
+    def units(self) -> int:
+        """Units but the root that have state."""
+        return sum(size > 0 for size in self.sizes[1:])
+
+    def is_away(self, unit: int) -> bool:
+        """Return whether a unit's state is in host memory."""
+        return self.sizes[unit] > 0 and self.homes[unit] is not StateHome.RESIDENT
+
+    def device_bytes(self, problem: Problem) -> float:
+        """Return what a rank with all of the state holds more on its device; negative for less.
+
+        Streamed state passes through two buffers, and a gradient stays until it is copied.
+        """
+        away = self.count(StateHome.STREAMED) + self.count(StateHome.HOST)
+        staged = STAGED_UNITS * self.largest(StateHome.STREAMED)
+        leaving = self.largest(StateHome.HOST) if problem.early_update else 0
+        return problem.moment_bytes * (staged - away) + problem.element_bytes * leaving
+
+    def host_bytes(self, problem: Problem) -> float:
+        """Return what a rank with all of the state holds in host memory."""
+        on_host = self.count(StateHome.HOST)
+        away = self.count(StateHome.STREAMED) + on_host
+        return problem.moment_bytes * away + 2 * problem.element_bytes * on_host
+
+    @functools.cached_property
+    def _counts(self) -> dict[StateHome, int]:
+        return {home: sum(self._of(home)) for home in StateHome}
+
+    @functools.cached_property
+    def _largest(self) -> dict[StateHome, int]:
+        return {home: max(self._of(home), default=0) for home in StateHome}
+
+    def _of(self, home: StateHome) -> Iterator[int]:
+        return (size for size, own in zip(self.sizes, self.homes, strict=True) if own is home)
+
+
+@functools.lru_cache(maxsize=4096)
+def moved_state(
+    sizes: tuple[int, ...], resident_fraction: float, host_update_fraction: float
+) -> MovedState:
+    """Return which units' state is where.
+
+    Args:
+        sizes: Parameters of every unit, the root unit first.
+        resident_fraction: As in a :class:`RankPlan`.
+        host_update_fraction: As in a :class:`RankPlan`.
+    """
+    homes = state_homes(sizes, resident_fraction, host_update_fraction)
+    return MovedState(resident_fraction, host_update_fraction, sizes, homes)
+
+
+def moved_by(problem: Problem, rank: RankPlan) -> MovedState:
+    """Return which units' state is where under a rank's part of a plan."""
+    resident, on_host = rank.resident_fraction, rank.host_update_fraction
+    return moved_state(problem.unit_parameters, resident, on_host)
+
+
+def choices(problem: Problem, profile: RankProfile) -> list[MovedState]:
+    """Return the ways in which a rank may keep its state, those that move the least first.
+
+    Units that the backward finishes last, and the root unit, stay on the device before others.
+    With ``optimizer_offload=True`` all state moves.
+    """
+    sizes = problem.unit_parameters
+    total, found = sum(sizes), []
+    can_move = problem.can_move_state and profile.host_capacity_bytes > 0
+    if problem.optimizer_offload is not True or not can_move:
+        found.append(moved_state(sizes, 1.0, 0.0))
+    if not can_move:
+        return found
+    trained = [unit for unit, size in enumerate(sizes) if size]
+    counts: Sequence[int] = range(1, len(trained) + 1)
+    if len(counts) > _LEVELS:
+        counts = sorted({math.ceil(len(trained) * (n + 1) / _LEVELS) for n in range(_LEVELS)})
+    if problem.optimizer_offload is True:
+        counts = [len(trained)]
+    parts = range(_PARTS + 1) if profile.host_updated_parameters_per_s > 0 else (0,)
+    for count in counts:
+        away = [sizes[unit] for unit in trained[-count:]]
+        between = 0.0 if count == len(trained) else _BETWEEN * min(away)
+        resident = (total - sum(away) + between) / total
+        known = set()
+        for part in parts:
+            moved = moved_state(sizes, resident, (1 - resident) * part / _PARTS)
+            if moved.homes not in known:
+                known.add(moved.homes)
+                found.append(moved)
+    return found
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Seconds that a step takes longer, as a function of a rank's share of the state.
+
+    The seconds are ``sum(max(0, share * slope - hidden))`` over the parts, of each of which the
+    worst pair counts, and ``always * share`` in addition.
+    """
+
+    parts: tuple[tuple[tuple[float, float], ...], ...]
+    always: float = 0.0
+
+    def of(self, share: float) -> float:
+        """Return the seconds of a share."""
+        return share * self.always + math.fsum(
+            max(0.0, *(share * slope - hidden for slope, hidden in part)) for part in self.parts
+        )
+
+    @functools.cached_property
+    def lines(self) -> list[tuple[float, float]]:
+        """Slopes and hidden seconds, whose largest ``share * slope - hidden`` are the seconds."""
+        return [
+            (self.always + math.fsum(s for s, _ in pairs), math.fsum(h for _, h in pairs))
+            for pairs in itertools.product(*(((0.0, 0.0), *part) for part in self.parts))
+        ]
+
+
+def exposure(
+    problem: Problem, profile: RankProfile, moved: MovedState, backward_s: float
+) -> Exposure:
+    """Return the seconds that no compute hides, as a function of the rank's share.
+
+    Args:
+        problem: Ranks and work of the step.
+        profile: The rank.
+        moved: Where its state lives.
+        backward_s: Seconds of one unit's backward on all ranks, with its collectives and update.
+    """
+    update = (more_update(problem, profile, moved),)
+    ways = [
+        _way_s(problem, profile, size, home)
+        for size, home in zip(moved.sizes, moved.homes, strict=True)
+    ]
+    is_early = problem.early_update
+    streamed, on_host = moved.count(StateHome.STREAMED), moved.count(StateHome.HOST)
+    if is_early:  # nothing hides the root unit
+        streamed -= moved.sizes[0] * (moved.homes[0] is StateHome.STREAMED)
+        on_host -= moved.sizes[0] * (moved.homes[0] is StateHome.HOST)
+    rate = min(profile.to_device_bytes_per_s, profile.to_host_bytes_per_s)
+    state_s = problem.moment_bytes * streamed / rate
+    copies_s = problem.element_bytes * on_host / rate
+    host_s = on_host / profile.host_updated_parameters_per_s if on_host else 0.0
+    link_s = state_s + (2 if streamed else 1) * copies_s
+    last_s = max(ways[1:], default=0.0)
+    if not is_early:  # a root unit of another size fits no gap
+        return Exposure((update, ((link_s, 0.0), (host_s, 0.0)), ((last_s, 0.0),)), ways[0])
+    pace_s = backward_s * problem.units / max(moved.units, 1)
+    away, units = moved.units_away, moved.units
+    behind_s = 2 * problem.element_bytes * min(streamed, on_host) / rate
+    moving = (
+        (link_s, away * pace_s),
+        (state_s + behind_s, moved.units_streamed * pace_s),
+        (host_s + last_s * (on_host > 0), max(units - 2, 0) * pace_s),
+    )
+    last = ((last_s, max(units - away - 1, 0) * pace_s),)
+    return Exposure((update, moving, last), ways[0])
+
+
+def more_update(problem: Problem, profile: RankProfile, moved: MovedState) -> tuple[float, float]:
+    """Return the seconds of the device's updates for all of the state, and those of an even share.
+
+    The latter are a part of ``Problem.optimizer_s``.
+    """
+    on_device = moved.count(StateHome.RESIDENT) + moved.count(StateHome.STREAMED)
+    return on_device / profile.updated_parameters_per_s, _even_update_s(problem)
+
+
+def _way_s(problem: Problem, profile: RankProfile, size: int, home: StateHome) -> float:
+    """Return the seconds in which one unit's state goes its way and back, for all of the state."""
+    if home is StateHome.RESIDENT or not size:
+        return 0.0
+    nbytes = problem.moment_bytes if home is StateHome.STREAMED else problem.element_bytes
+    both = 1 / profile.to_device_bytes_per_s + 1 / profile.to_host_bytes_per_s
+    update_s = size / profile.host_updated_parameters_per_s if home is StateHome.HOST else 0.0
+    return size * nbytes * both + update_s
+
+
+def _even_update_s(problem: Problem) -> float:
+    """Return the part of ``Problem.optimizer_s`` that is the update of an even share."""
+    slowest = min(rank.updated_parameters_per_s for rank in problem.ranks)
+    return sum(problem.unit_parameters) / len(problem.ranks) / slowest

@@ -1,0 +1,281 @@
+"""Finds the fastest plan that keeps optimizer state in host memory where that helps.
+
+How much state a rank can hold depends on the seconds that moving it may add to a step, and on the
+pace of the backward that hides moves. For given limits on both, the search is that of a problem
+whose state stays on the devices, with other rooms (``room``). So all limits are searched: boxes of
+seconds and paces are halved where the bound is the least, until no box can hold a faster plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_cephalo.common.errors import SolverError
+from lightning_cephalo.plan.cost import (
+    DEVICE_NEEDS,
+    Mode,
+    backward_collectives_s,
+    fixed_time,
+    host_need,
+    idle_bytes,
+    paced_backward_s,
+    step_time,
+)
+from lightning_cephalo.plan.plan import RankPlan
+from lightning_cephalo.plan.problem import Problem
+from lightning_cephalo.plan.solver.columns import RankType, group_types
+from lightning_cephalo.plan.solver.room import Room
+from lightning_cephalo.plan.solver.search import EQUAL, Found, Search
+
+_MOST_BOXES = 48
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Limits: plans in it expose ``exposed_s``, and their backward takes ``backward_s`` a unit."""
+
+    exposed_s: tuple[float, float]
+    backward_s: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class MovingPlan:
+    """What ranks run and hold, with state in host memory.
+
+    Attributes:
+        problem: The problem, with the choices for all ranks made.
+        even: Whether all ranks hold equal shares, which travel as such.
+        types: Types of ranks.
+        found: Which columns they run.
+        exposed_s: What moving adds to the step.
+        step_s: Seconds of the step.
+    """
+
+    problem: Problem
+    even: bool
+    types: Sequence[RankType]
+    found: Found
+    exposed_s: float
+    step_s: float
+
+
+def least_step_s(problem: Problem) -> float:
+    """Return a lower bound of the step of all plans that move state, without a search."""
+    steps = [
+        Search(variant, group_types(variant), 0.0).bound_s + fixed_time(variant)
+        for variant, _ in _variants(problem)
+    ]
+    return min(steps, default=math.inf)
+
+
+def fastest_moving(
+    problem: Problem, deadline: float, limit_s: float
+) -> tuple[MovingPlan | None, float]:
+    """Return the fastest plan with state in host memory, and a lower bound of all of them.
+
+    Args:
+        problem: Ranks and work of the step.
+        deadline: When to stop, of ``time.perf_counter``.
+        limit_s: The step that is known already: slower ones do not matter.
+
+    Raises:
+        SolverError: If the solver failed before any plan was found.
+    """
+    count, best = itertools.count(), None
+    queue: list[tuple[float, int, _Variant, _Box]] = []
+    for each, even in _variants(problem):
+        variant = _Variant(each, even, deadline)
+        if math.isfinite(variant.bound_s):
+            box = _Box((0.0, math.inf), (variant.least_backward_s, math.inf))
+            heapq.heappush(queue, (variant.bound_s, next(count), variant, box))
+    bound_s, failure = math.inf, None
+    for _ in range(_MOST_BOXES):
+        # a plan that is slower than this by less is as good
+        enough_s = limit_s if best is None else min(limit_s, best.step_s * (1 - EQUAL / 2))
+        while queue and queue[0][0] >= enough_s:
+            bound_s = min(bound_s, heapq.heappop(queue)[0])
+        if not queue or (best is not None and time.perf_counter() > deadline):
+            break
+        least_s, _, variant, box = heapq.heappop(queue)
+        try:
+            found = variant.search(box).fastest()
+        except SolverError as error:
+            bound_s, failure = min(bound_s, least_s), error
+            continue
+        if found is None:
+            continue
+        least_s = max(least_s, found.bound_s + fixed_time(variant.problem) + box.exposed_s[0])
+        plan = variant.priced(found)
+        if plan is not None and (best is None or plan.step_s < best.step_s):
+            best = plan
+        for half in variant.halves(box, (best.step_s if best else limit_s) - least_s):
+            heapq.heappush(queue, (least_s, next(count), variant, half))
+    bound_s = min([bound_s, *(each[0] for each in queue)])
+    if best is None:
+        if failure is not None:
+            raise failure
+        return None, bound_s
+    roomier = _Variant(best.problem, best.even, deadline).roomiest(best)
+    return roomier, min(bound_s, best.step_s)
+
+
+def _variants(problem: Problem) -> Iterator[tuple[Problem, bool]]:
+    for reshard in problem.reshard_choices:
+        asked = problem.resharding(reshard)
+        even = asked.with_even_shares()
+        is_faster = even.gather_s < asked.gather_s or even.reduce_s < asked.reduce_s
+        for variant, is_even in ((asked, False), *([(even, True)] if is_faster else [])):
+            if all(rank.capacity_bytes >= idle_bytes(variant) for rank in variant.ranks):
+                yield variant, is_even
+
+
+class _Variant:
+    """A problem in which all choices for all ranks together are made."""
+
+    def __init__(self, problem: Problem, even: bool, deadline: float) -> None:
+        self.problem, self.even, self.deadline = problem, even, deadline
+        self.types = group_types(problem)
+        bounds = Search(problem, self.types, deadline)
+        self.bound_s = bounds.bound_s + fixed_time(problem)
+        self.least_backward_s = paced_backward_s(problem, bounds.backward_floor_s)
+
+    @property
+    def _most_share(self) -> float:
+        return (1 + _ROUNDING) / len(self.problem.ranks) if self.even else 1.0
+
+    def room(self, exposed_s: float, backward_s: float) -> Room:
+        return Room(self.problem, exposed_s, backward_s, self._most_share)
+
+    def search(self, box: _Box) -> Search:
+        """Return the search whose plans are no slower than any in the box."""
+        floor_s = box.backward_s[0] - self.problem.unit_update_s * self.problem.early_update
+        more_s = max(0.0, floor_s - backward_collectives_s(self.problem))
+        floored = replace(self.problem, reduce_s=self.problem.reduce_s + more_s)
+        room = self.room(box.exposed_s[1], box.backward_s[1])
+        return Search(floored, self.types, self.deadline, room)
+
+    def halves(self, box: _Box, slack_s: float) -> list[_Box]:
+        """Return the two halves of a box, whose plans may be slower by ``slack_s`` at most."""
+        (least, most), (slow, slowest) = box.exposed_s, box.backward_s
+        if not math.isfinite(slack_s):
+            slack_s = max(1.0, 4 * self.bound_s)
+        units = self.problem.units
+        most = min(most, least + slack_s)
+        slowest = min(slowest, slow + slack_s / units)
+        if self.problem.early_update and units * (slowest - slow) > most - least:
+            middle = (slow + slowest) / 2
+            return [_Box((least, most), pair) for pair in ((slow, middle), (middle, slowest))]
+        if most <= least:
+            return []
+        middle = (least + most) / 2
+        return [_Box(pair, (slow, slowest)) for pair in ((least, middle), (middle, most))]
+
+    def priced(self, found: Found) -> MovingPlan | None:
+        """Return the plan of these columns that exposes the least; None if it cannot be."""
+        times_s = found.columns.times_s.max(axis=0)
+        backward_s = paced_backward_s(self.problem, float(times_s[1]))
+        exposed_s = self._least_exposed_s(found, backward_s)
+        if exposed_s is None:
+            return None
+        step_s = step_time(self.problem, *map(float, times_s)) + exposed_s
+        return MovingPlan(self.problem, self.even, self.types, found, exposed_s, step_s)
+
+    def roomiest(self, plan: MovingPlan) -> MovingPlan:
+        """Return the plan with the most room among those that are as fast."""
+        backward_s = paced_backward_s(
+            self.problem, float(plan.found.columns.times_s[:, 1].max(initial=0.0))
+        )
+        room = self.room(plan.exposed_s, backward_s)
+        search = Search(self.problem, self.types, self.deadline, room)
+        step_s = plan.step_s - plan.exposed_s - fixed_time(self.problem)
+        try:
+            other = self.priced(search.roomiest(replace(plan.found, step_s=step_s)))
+        except SolverError:
+            return plan
+        return plan if other is None or other.step_s > plan.step_s * (1 + EQUAL) else other
+
+    def _least_exposed_s(self, found: Found, backward_s: float) -> float | None:
+        columns, rows = found.columns, np.flatnonzero(found.chosen)
+        any_room = self.room(math.inf, backward_s)
+
+        def holds(exposed_s: float) -> bool:
+            room, shares = any_room.exposing(exposed_s), []
+            for row in rows:
+                needed = columns.needed[row]
+                profile = self.types[int(columns.kind[row])].profile
+                on_device, on_host = needed[: len(DEVICE_NEEDS)], needed[len(DEVICE_NEEDS)]
+                share = float(room.most(profile, on_device, on_host))
+                shares.append(int(found.chosen[row]) * share)
+            return math.fsum(shares) >= 1.0
+
+        if holds(0.0):
+            return 0.0
+        if not holds(math.inf):
+            return None
+        low, high = 0.0, self.bound_s or 1.0
+        while not holds(high):
+            low, high = high, 4 * high
+        while high - low > _ROUNDING * self.bound_s:
+            middle = (low + high) / 2
+            if holds(middle):
+                high = middle
+            else:
+                low = middle
+        return high
+
+
+def with_moved_state(plan: MovingPlan, runs: Sequence[RankPlan]) -> list[RankPlan]:
+    """Return what ranks run, each with its share of the state, and where that lives.
+
+    Devices are filled first. What does not fit there is shared in proportion to what ranks can
+    hold with state in host memory, and each rank moves as little as its share allows.
+
+    Args:
+        plan: The plan.
+        runs: What each rank runs, in rank order.
+    """
+    problem = plan.problem
+    backward_s = paced_backward_s(problem, float(plan.found.columns.times_s[:, 1].max(initial=0.0)))
+    most_share = (1 + _ROUNDING) / len(runs) if plan.even else 1.0
+    room = Room(problem, plan.exposed_s, backward_s, most_share)
+    resident = Room(replace(problem, optimizer_offload=False), plan.exposed_s, backward_s)
+    least, most, needs = [], [], []
+    for profile, run in zip(problem.ranks, runs, strict=True):
+        mode = Mode.of(run)
+        on_device = [need(problem, profile, mode).of(run.microbatch_sizes) for need in DEVICE_NEEDS]
+        on_host = host_need(problem, profile, mode).of(run.microbatch_sizes)
+        needs.append((on_device, on_host))
+        most.append(float(room.most(profile, on_device, on_host)))
+        stays = problem.optimizer_offload is not True
+        least.append(float(resident.most(profile, on_device, on_host)) if stays else 0.0)
+    shares = [1 / len(runs)] * len(runs) if plan.even else _between(least, most)
+    found = []
+    for profile, run, share, needed in zip(problem.ranks, runs, shares, needs, strict=True):
+        moved = room.least_moved(profile, *needed, share)
+        found.append(
+            replace(
+                run,
+                state_fraction=share,
+                resident_fraction=moved.resident_fraction,
+                host_update_fraction=moved.host_update_fraction,
+            )
+        )
+    return found
+
+
+def _between(least: Sequence[float], most: Sequence[float]) -> list[float]:
+    """Return shares that sum to 1, from the least on in proportion to what may come."""
+    most = [max(pair) for pair in zip(least, most, strict=True)]
+    held, total = math.fsum(least), math.fsum(most)
+    if held >= 1:
+        return [share / held for share in least]
+    part = min(1.0, (1 - held) / (total - held)) if total > held else 0.0
+    return [low + part * (high - low) for low, high in zip(least, most, strict=True)]

@@ -1,0 +1,303 @@
+"""Optimizer state in host memory: its price by hand, and the solver against every plan."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from plan_brute_force import partitions
+
+from lightning_cephalo.common.lanes import Lane
+from lightning_cephalo.plan import (
+    InfeasibleError,
+    Plan,
+    PlanError,
+    Problem,
+    RankPlan,
+    RankProfile,
+    cost,
+    moving,
+    predict,
+    solve,
+)
+
+RANK = RankProfile(
+    "a",
+    [1.0],
+    [2.0],
+    [0.5],
+    [10.0],
+    10_000.0,
+    host_capacity_bytes=10_000.0,
+    updated_parameters_per_s=math.inf,
+    host_updated_parameters_per_s=10.0,
+    to_device_bytes_per_s=100.0,
+    to_host_bytes_per_s=50.0,
+)
+# a root unit of 10 parameters and four of 25
+PROBLEM = Problem(
+    [RANK, RANK],
+    units=4,
+    state_bytes=1600,
+    early_state_bytes=1200,
+    global_batch_size=2,
+    gathered_bytes=7.0,
+    optimizer_s=0.0,
+    optimizer_offload="auto",
+    unit_parameters=(10, 25, 25, 25, 25),
+    moment_bytes=8.0,
+)
+
+
+def halves(**changes) -> Plan:
+    return Plan((RankPlan((1,), 0.5, **changes), RankPlan((1,), 0.5)))
+
+
+def test_the_examples_of_the_documentation_hold():
+    assert doctest.testmod(moving).failed == 0
+
+
+def test_streamed_state_leaves_the_device_and_takes_the_links():
+    # the last two of the four units: 50 of 110 parameters
+    plan = halves(resident_fraction=0.6)
+    late, early = predict(PROBLEM, plan), predict(PROBLEM.with_early_update(), plan)
+    before = predict(PROBLEM, halves()).ranks[0]
+    assert late.ranks[0].memory_bytes == before.memory_bytes - 0.5 * 8 * (50 - 2 * 25)
+    assert late.ranks[0].state_host_bytes == 0.5 * 8 * 50
+    # the slower direction takes 400 bytes / 2 / 50; one unit's way there and back comes behind
+    assert late.ranks[0].exposed_s == 200 / 50 + 0.5 * 200 * (1 / 100 + 1 / 50)
+    assert late.step_s == predict(PROBLEM, halves()).step_s + late.ranks[0].exposed_s
+    assert late.ranks[1].exposed_s == 0
+    # inside the backward two units hide 2 s each; one more hides the last unit's way
+    assert early.ranks[0].exposed_s == pytest.approx(max(0, 4 - 2 * 2) + max(0, 3 - 1 * 2))
+    root = predict(PROBLEM.with_early_update(), halves(resident_fraction=0.0)).ranks[0]
+    assert root.exposed_s == pytest.approx((8 - 4 * 2) + 3 + 0.5 * 80 * (1 / 100 + 1 / 50))
+    assert root.memory_bytes == 0.5 * (1200 - 8 * 110 + 16 * 25) + 7 + 10
+
+
+def test_what_the_host_updates_takes_its_processors_and_more_of_its_memory():
+    plan = halves(resident_fraction=0.6, host_update_fraction=0.4)
+    late = predict(PROBLEM, plan).ranks[0]
+    assert late.state_host_bytes == 0.5 * 16 * 50
+    assert late.memory_bytes == predict(PROBLEM, halves()).ranks[0].memory_bytes - 0.5 * 8 * 50
+    way_s = 0.5 * 25 * (4 / 100 + 4 / 50 + 1 / 10)
+    assert late.exposed_s == pytest.approx(0.5 * 50 / 10 + way_s)
+    # updates come two units into the backward, and one unit's gradient is on its way
+    early = predict(PROBLEM.with_early_update(), plan).ranks[0]
+    hidden = 0.5 * 50 / 10 + way_s - 2 * 2
+    assert early.exposed_s == pytest.approx(max(0.0, hidden) + max(0.0, way_s - 2))
+    slow = replace(RANK, updated_parameters_per_s=50.0)
+    uneven = replace(PROBLEM, ranks=[slow, slow], optimizer_s=2.0)
+    moved = Plan((RankPlan((1,), 0.75), RankPlan((1,), 0.25, resident_fraction=0.6)))
+    found = predict(uneven, moved).ranks
+    assert found[0].exposed_s == pytest.approx(0.25 * 110 / 50)  # a larger share than an even one
+
+
+def test_what_the_problem_does_not_say_is_refused_by_name():
+    with pytest.raises(PlanError, match=r"rank 0 \('a'\): .*no unit_parameters"):
+        predict(replace(PROBLEM, unit_parameters=()), halves(resident_fraction=0.5))
+    ranks = [replace(RANK, host_updated_parameters_per_s=0.0)] * 2
+    with pytest.raises(PlanError, match="no host_updated_parameters_per_s"):
+        plan = halves(resident_fraction=0.5, host_update_fraction=0.5)
+        predict(replace(PROBLEM, ranks=ranks), plan)
+
+
+def test_a_job_takes_the_first_gap_that_holds_it():
+    lane = Lane()
+    assert [lane.place(2, 1), lane.place(0, 1.5), lane.place(0, 1), lane.place(0, 0.5)] == [
+        3,
+        1.5,
+        4,
+        2,
+    ]
+    assert lane.busy_s == 4 and lane.done_s == 4
+    lane.forget(2)
+    assert lane.place(0, 0.25) == 0.25 and Lane().done_s == -math.inf
+
+
+# -- the solver -------------------------------------------------------------------------------
+
+
+def random_problem(seed: int) -> Problem:
+    draw = random.Random(seed)
+
+    def profile() -> RankProfile:
+        longest = draw.randint(1, 2)
+        curves = [[draw.uniform(0, 3) for _ in range(longest)] for _ in range(4)]
+        return RankProfile(
+            "r",
+            *curves,
+            draw.uniform(12, 60),
+            host_capacity_bytes=draw.choice([0.0, 20.0, 60.0]),
+            updated_parameters_per_s=draw.choice([math.inf, 2.0]),
+            host_updated_parameters_per_s=draw.choice([0.0, 0.5, 4.0]),
+            to_device_bytes_per_s=draw.choice([math.inf, 20.0, 3.0]),
+            to_host_bytes_per_s=draw.choice([math.inf, 20.0, 3.0]),
+        )
+
+    ranks = [profile() for _ in range(draw.randint(1, 2))]
+    units = draw.randint(1, 3)
+    sizes = (draw.randint(0, 2), *(draw.randint(1, 2) for _ in range(units)))
+    problem = Problem(
+        ranks,
+        units,
+        gather_s=draw.choice([0.0, 2.0]),
+        reduce_s=draw.choice([0.0, 1.0]),
+        state_bytes=16 * sum(sizes),
+        early_state_bytes=12 * sum(sizes),
+        early_updating_state_bytes=4 * max(sizes),
+        global_batch_size=draw.randint(1, 4),
+        boundary_bytes=draw.choice([0.0, 1.0]),
+        gathered_bytes=2.0,
+        optimizer_s=1.0,
+        unit_update_s=0.1,
+        optimizer_offload=draw.choice(["auto", "auto", True]),
+        unit_parameters=sizes,
+        moment_bytes=8.0,
+        offloads_boundaries=draw.choice([True, False]),
+        even_gather_s=draw.choice([None, 0.5]),
+    )
+    return problem.with_early_update() if draw.random() < 0.7 else problem
+
+
+def least_moving_step(problem: Problem) -> float | None:
+    """The shortest step of all plans that may move state: every batch, mode and home is tried."""
+    shares = [(problem, 1.0)]
+    even = problem.with_even_shares()
+    if even.gather_s < problem.gather_s:
+        shares.append((even, 1 / len(problem.ranks)))
+    steps = [_least(one, most) for one, most in shares]
+    return min((step for step in steps if step is not None), default=None)
+
+
+def _least(problem: Problem, most_share: float) -> float | None:
+    ways = []
+    for profile in problem.ranks:
+        own = []
+        sizes = list(range(1, profile.largest_microbatch_size + 1))
+        for batch in range(problem.global_batch_size + 1):
+            for run in partitions(batch, sizes):
+                own += [(profile, batch, run, mode) for mode in cost.modes(problem, profile)]
+        ways.append(own)
+    best = None
+    for choice in itertools.product(*ways):
+        if sum(batch for _, batch, _, _ in choice) != problem.global_batch_size:
+            continue
+        work = [cost.rank_work(problem, profile, run, mode) for profile, _, run, mode in choice]
+        slowest = [max(part) for part in zip(*work, strict=True)]
+        step_s = cost.step_time(problem, *slowest)
+        if best is not None and step_s >= best:
+            continue
+        backward_s = cost.paced_backward_s(problem, slowest[1])
+        homes = [_homes(problem, backward_s, *each) for each in choice]
+        exposed_s = _least_exposed(homes, most_share)
+        if exposed_s is not None:
+            best = min(step_s + exposed_s, math.inf if best is None else best)
+    return best
+
+
+def _homes(problem, backward_s, profile, _, run, mode) -> list:
+    """By way to keep the state, the largest share by bytes, and the seconds of a share."""
+    found = []
+    needs = [need(problem, profile, mode) for need in cost.DEVICE_NEEDS]
+    on_host = cost.host_need(problem, profile, mode).of(run)
+    for moved in moving.choices(problem, profile):
+        room = 1.0
+        limits = [
+            (need.state + moved.device_bytes(problem), need.of(run), profile.capacity_bytes)
+            for need in needs
+        ]
+        limits.append((moved.host_bytes(problem), on_host, profile.host_capacity_bytes))
+        for slope, used, capacity in limits:
+            room = min(room, (capacity - used) / slope if slope > 0 else 1.0)
+            if used > capacity:
+                room = -math.inf
+        found.append((room, moving.exposure(problem, profile, moved, backward_s)))
+    return found
+
+
+def _least_exposed(homes: list, most_share: float) -> float | None:
+    def held(exposed_s: float) -> float:
+        total = 0.0
+        for own in homes:
+            shares = [min(room, _share(seconds, exposed_s)) for room, seconds in own]
+            if max(room for room, _ in own) < 0:
+                return -math.inf
+            total += min(max(0.0, *shares), most_share)
+        return total
+
+    if held(1e6) < 1 - 1e-9:
+        return None
+    low, high = 0.0, 1e6
+    if held(0.0) >= 1 - 1e-9:
+        return 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if held(middle) >= 1 - 1e-9 else (middle, high)
+    return high
+
+
+def _share(seconds: moving.Exposure, exposed_s: float) -> float:
+    low, high = 0.0, 1.0
+    if seconds.of(1.0) <= exposed_s:
+        return 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds.of(middle) <= exposed_s else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("seeds", [range(11, 31), range(60, 79)])
+def test_no_plan_is_faster_and_none_is_missed(seeds):
+    moved = 0
+    for seed in seeds:
+        problem = random_problem(seed)
+        expected = least_moving_step(problem)
+        if problem.optimizer_offload == "auto":
+            still = replace(problem, optimizer_offload=False)
+            try:
+                resident = solve(still)
+            except InfeasibleError:
+                resident = None
+            if resident is not None:
+                least_s = min(expected or math.inf, resident.step_s)
+                expected = least_s
+        if expected is None:
+            with pytest.raises(InfeasibleError):
+                solve(problem)
+            continue
+        plan = solve(problem)
+        prediction = predict(problem, plan)
+        assert plan.step_s == prediction.step_s
+        assert plan.bound_s <= expected * (1 + 1e-9), seed
+        assert expected * (1 - 1e-9) <= plan.step_s <= expected * (1.003 + 1e-9), seed
+        for rank, part, profile in zip(plan.ranks, prediction.ranks, problem.ranks, strict=True):
+            assert part.memory_bytes <= profile.capacity_bytes * (1 + 1e-9)
+            held = part.host_bytes + part.state_host_bytes
+            assert held <= profile.host_capacity_bytes * (1 + 1e-9)
+            assert rank.state_host_bytes == (part.state_host_bytes if rank.moves_state else None)
+        moved += plan.moves_state
+    assert moved > 1
+
+
+def test_state_moves_only_where_it_has_to_or_makes_steps_shorter():
+    roomy = replace(PROBLEM.with_early_update(), optimizer_offload=False)
+    wanted = solve(roomy)
+    assert replace(solve(replace(roomy, optimizer_offload="auto")), solve_s=0) == replace(
+        wanted, solve_s=0
+    )
+    everything = solve(replace(roomy, optimizer_offload=True))
+    assert {rank.resident_fraction for rank in everything.ranks} == {0.0}
+    small = [replace(RANK, capacity_bytes=capacity) for capacity in (500.0, 400.0)]
+    tight = replace(roomy, ranks=small)
+    with pytest.raises(InfeasibleError, match=r"optimizer_offload='auto'\.$"):
+        solve(tight)
+    plan = solve(replace(tight, optimizer_offload="auto"))
+    assert plan.moves_state and Plan.from_dict(plan.to_dict()) == plan
+    none = [replace(rank, host_capacity_bytes=60.0) for rank in small]
+    with pytest.raises(InfeasibleError, match=r"may live in host memory .* More host memory would"):
+        solve(replace(tight, ranks=none, optimizer_offload="auto"))
