@@ -33,6 +33,7 @@ class Device:
         total_bytes: All memory of the device. For a CPU: this rank's part of the host's memory.
         cap_bytes: The user's limit; ``capacity_bytes`` does not exceed it.
         speed_lasts: Whether measured times are still valid after a restart.
+        limited_by: What allows less than the host has, where its memory is the host's.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Device:
     total_bytes: float = math.inf
     cap_bytes: float = math.inf
     speed_lasts: bool = True
+    limited_by: str = ""
 
 
 class MemoryFigures(Protocol):

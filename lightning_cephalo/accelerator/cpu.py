@@ -17,7 +17,7 @@ from lightning_cephalo.accelerator.base import (
     MemoryFigures,
     Readback,
 )
-from lightning_cephalo.accelerator.host import host_share_bytes
+from lightning_cephalo.accelerator.host import host_share
 from lightning_cephalo.accelerator.marks import HostMarks, Marks
 
 
@@ -63,7 +63,8 @@ class Cpu(Accelerator):
         return "cpu"
 
     def describe(self, processes_on_host: int) -> Device:
-        return Device(self.name, *host_share_bytes(processes_on_host))
+        host = host_share(processes_on_host)
+        return Device(self.name, host.free_bytes, host.total_bytes, limited_by=host.limited_by)
 
     def synchronize(self) -> None:
         """Do nothing: there is no work to wait for."""

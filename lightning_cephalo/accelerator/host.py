@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
-from lightning_cephalo.common.quantities import USABLE_SHARE
+from lightning_cephalo.accelerator.cgroup import MemoryLimit, memory_limit
+from lightning_cephalo.common.quantities import USABLE_SHARE, format_bytes
 
 
 def processes_on_this_host(fallback: int) -> int:
@@ -32,14 +36,43 @@ def tasks_per_node() -> list[int] | None:
     return [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
 
 
-def host_share_bytes(processes_on_host: int) -> tuple[float, float]:
-    """Return a rank's part of the host's memory in bytes: what a plan may fill, and the total.
+@dataclass(frozen=True)
+class HostShare:
+    """A rank's part of its host's memory.
 
-    Free and total memory are divided evenly among the ranks of the host.
+    Attributes:
+        free_bytes: What a plan may fill.
+        total_bytes: All of it.
+        limited_by: What allows less than the host has, such as "its control group (FILE: 16.0
+            GiB)"; empty: nothing does.
     """
-    try:
-        page = os.sysconf("SC_PAGE_SIZE") / max(processes_on_host, 1)
+
+    free_bytes: float
+    total_bytes: float
+    limited_by: str = ""
+
+
+def host_share(
+    processes_on_host: int, limit_of: Callable[[], MemoryLimit | None] = memory_limit
+) -> HostShare:
+    """Return a rank's part of the host's memory.
+
+    Free and total memory are divided evenly among the ranks of the host. Both are those of the
+    control group where it allows less.
+
+    Args:
+        processes_on_host: Number of ranks that share the host.
+        limit_of: Returns the limit of the control group; None: there is none.
+    """
+    ranks = max(processes_on_host, 1)
+    free = total = math.inf
+    with suppress(ValueError, OSError):
+        page = float(os.sysconf("SC_PAGE_SIZE"))
         free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
-    except (ValueError, OSError):
-        return math.inf, math.inf
-    return free * USABLE_SHARE, total
+    limit, limited_by = limit_of(), ""
+    if limit is not None and limit.total_bytes < total:
+        total = limit.total_bytes
+        limited_by = f"its control group ({limit.file}: {format_bytes(total)})"
+    if limit is not None:
+        free = min(free, limit.free_bytes)
+    return HostShare(free * USABLE_SHARE / ranks, total / ranks, limited_by)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_cephalo.accelerator import Accelerator, Device
-from lightning_cephalo.accelerator.host import host_share_bytes
+from lightning_cephalo.accelerator.host import host_share
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import BYTES, format_mib
 from lightning_cephalo.execution.offload import HostArena, HostMemoryError
@@ -143,12 +143,14 @@ class HostMemory:
         is_apart: Whether it is separate from the device's memory. On the CPU it is not: offloading
             would free nothing.
         is_pinned: Whether it comes in pieces whose ends may stay empty.
+        limited_by: What allows less than the host has; empty: nothing does, or the user's cap.
     """
 
     capacity_bytes: float
     copy_bytes_per_s: float = math.inf
     is_apart: bool = True
     is_pinned: bool = False
+    limited_by: str = ""
 
     @property
     def planned_bytes(self) -> float:
@@ -213,21 +215,27 @@ class Limits:
 def _host_memory(
     accelerator: Accelerator, processes_on_host: int, cap: float | int | None, kept_bytes: float
 ) -> HostMemory:
-    free, total = host_share_bytes(processes_on_host)
+    host = host_share(processes_on_host)
+    total = host.total_bytes
+    limited_by = host.limited_by if cap is None or isinstance(cap, float) else ""
     if cap is None:
-        capacity = free * _FREE_SHARE
+        capacity = host.free_bytes * _FREE_SHARE
     else:
         capacity = float(cap) if isinstance(cap, int) else cap * total
         if capacity > total * max(processes_on_host, 1):
             raise PlanError(
                 f"host_memory_cap allows {format_mib(capacity)} for a rank, but its host has"
-                f" {format_mib(total * max(processes_on_host, 1))}. Lower the cap to that, or"
-                " leave it out."
+                f" {format_mib(total * max(processes_on_host, 1))}{_by(host.limited_by)}. Lower the"
+                " cap to that, or leave it out."
             )
     capacity = max(capacity - kept_bytes, 0.0)
     is_apart = accelerator.host_is_apart
     rate = _copy_rate(accelerator) if capacity and is_apart else math.inf
-    return HostMemory(capacity, rate, is_apart, is_pinned=accelerator.pins_host_memory)
+    return HostMemory(capacity, rate, is_apart, accelerator.pins_host_memory, limited_by)
+
+
+def _by(limited_by: str) -> str:
+    return f", by {limited_by}" if limited_by else ""
 
 
 def _copy_rate(accelerator: Accelerator) -> float:
@@ -289,10 +297,36 @@ def named_where_nothing_fits(limits: Sequence[Limits]) -> Iterator[None]:
             for rank, own in enumerate(limits)
             if not math.isinf(own.device.cap_bytes)
         ]
-        if not allowed:
+        hints = [f"memory_cap allows {', '.join(allowed)}: a larger one may do."] if allowed else []
+        # only a solver counts on memory of hosts that is apart
+        limited = limit_note(limits, uses_host=isinstance(error, InfeasibleError))
+        if limited:
+            hints.append(f"{limited} A larger limit may do.")
+        if not hints:
             raise
-        hint = f"memory_cap allows {', '.join(allowed)}: a larger one may do."
-        raise type(error)(f"{error} {hint}") from error
+        raise type(error)(" ".join([str(error), *hints])) from error
+
+
+def limit_note(limits: Sequence[Limits], uses_host: bool = True) -> str:
+    """Return a sentence on ranks whose memory is less than what their hosts have; empty if none.
+
+    Args:
+        limits: Of every rank.
+        uses_host: Whether memory of hosts counts that is apart from the devices.
+    """
+    by_limit: dict[str, list[int]] = {}
+    for rank, own in enumerate(limits):
+        found = own.device.limited_by if math.isinf(own.device.cap_bytes) else ""
+        if not found and uses_host and own.host.is_apart:
+            found = own.host.limited_by
+        if found:
+            by_limit.setdefault(found, []).append(rank)
+    sentences = [
+        f"The memory of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} on the"
+        f" host is limited by {limit}."
+        for limit, ranks in by_limit.items()
+    ]
+    return " ".join(sentences)
 
 
 def with_host_memory(problem: Problem, hosts: Sequence[HostMemory]) -> Problem:
@@ -326,6 +360,7 @@ def _equal_hosts(problem: Problem, hosts: Sequence[HostMemory]) -> list[HostMemo
                 min(host.copy_bytes_per_s for host in group),
                 all(host.is_apart for host in group),
                 any(host.is_pinned for host in group),
+                next((host.limited_by for host in group if host.limited_by), ""),
             )
         )
     return found
@@ -349,8 +384,8 @@ def reserve_host_memory(
     if needed > host.capacity_bytes:
         raise HostMemoryError(
             f"The plan offloads {format_mib(needed)}, but this rank may use"
-            f" {format_mib(host.capacity_bytes)} of its host's memory. Raise host_memory_cap=,"
-            " or leave the plan out (plan=None) to have one made that fits."
+            f" {format_mib(host.capacity_bytes)} of its host's memory{_by(host.limited_by)}. Raise"
+            " host_memory_cap=, or leave the plan out (plan=None) to have one made that fits."
         )
     arena.reserve(math.ceil(needed))
     return arena

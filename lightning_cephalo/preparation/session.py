@@ -50,6 +50,7 @@ from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation.host_state import HostState
 from lightning_cephalo.preparation.limits import (
     check_plan,
+    limit_note,
     named_where_nothing_fits,
     reserve_host_memory,
 )
@@ -481,10 +482,14 @@ class Session:
         Args:
             details: Whether to say how the plan was solved.
         """
-        model = self.unit_sizes()
+        model, notes = self.unit_sizes(), self._all_notes()
         return report.plan_table(
-            self.plan, model=model, updates=self._updates, notes=self.notes, details=details
+            self.plan, model=model, updates=self._updates, notes=notes, details=details
         )
+
+    def _all_notes(self) -> tuple[str, ...]:
+        uses_host = self.plan.moves_state or any(rank.offload for rank in self.plan.ranks)
+        return tuple(filter(None, (*self.notes, limit_note(self._job.limits, uses_host))))
 
     def record(self, measured: Sequence[RankMemory] | None, changes: Sequence[Replan]) -> RunRecord:
         """Return what the run's record says of the plan and of memory.
@@ -506,7 +511,7 @@ class Session:
             ranks=ranks,
             model=printable(report.units_text(self.unit_sizes())),
             updates=self._updates,
-            notes=self.notes,
+            notes=self._all_notes(),
             changes=tuple(
                 f"behind step {change.step}: {change.cause}, rank {change.rank}"
                 for change in changes

@@ -22,7 +22,7 @@ from lightning_cephalo.accelerator.backends import (
 )
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.accelerator.emulated.accelerator import Emulated
-from lightning_cephalo.accelerator.host import USABLE_SHARE, host_share_bytes
+from lightning_cephalo.accelerator.host import USABLE_SHARE, host_share
 from lightning_cephalo.accelerator.marks import HostMarks, StreamMarks
 from lightning_cephalo.accelerator.torch_device import TorchDevice, distinct_bytes
 from lightning_cephalo.emulation import EmulatedDevice
@@ -128,7 +128,7 @@ def test_an_emulated_device_tells_its_own_name_and_memory():
 def test_an_emulated_device_without_a_capacity_has_its_share_of_the_host():
     with EmulatedDevice():
         device = accelerator_of(CPU).describe(processes_on_host=3)
-    assert device.total_bytes == host_share_bytes(3)[1]
+    assert device.total_bytes == host_share(3).total_bytes
 
 
 def test_what_is_made_on_the_host_takes_no_room_on_an_emulated_device():

@@ -3,10 +3,20 @@
 import math
 
 import pytest
+import torch
 
 from lightning_cephalo import CephaloStrategy
-from lightning_cephalo.plan import PlanError
-from lightning_cephalo.preparation.limits import Cap
+from lightning_cephalo.accelerator import Device, accelerator_of
+from lightning_cephalo.common.errors import HostMemoryError, TooLittleMemoryError
+from lightning_cephalo.plan import PlanError, RankPlan
+from lightning_cephalo.preparation.limits import (
+    Cap,
+    HostMemory,
+    Limits,
+    limit_note,
+    named_where_nothing_fits,
+    reserve_host_memory,
+)
 
 
 @pytest.mark.parametrize(
@@ -44,3 +54,51 @@ def test_a_fraction_of_an_unknown_memory_is_refused():
     with pytest.raises(PlanError, match="Give bytes"):
         Cap.parse("memory_cap", 0.5).bytes_of(0, math.inf)
     assert Cap.parse("memory_cap", 40).bytes_of(0, math.inf) == 40.0
+
+
+GROUP = "its control group (/sys/fs/cgroup/memory.max: 4.0 GiB)"
+
+
+def limited(cap_bytes: float = math.inf, *, device: str = "", host: str = "") -> Limits:
+    return Limits(
+        Device("cpu", 10.0, 20.0, cap_bytes, limited_by=device), HostMemory(8.0, limited_by=host)
+    )
+
+
+def test_ranks_whose_memory_a_control_group_limits_are_named():
+    on_cpu = [limited(device=GROUP), limited(device=GROUP)]
+    assert limit_note(on_cpu, uses_host=False) == (
+        f"The memory of ranks 0, 1 on the host is limited by {GROUP}."
+    )
+    apart = [limited(), limited(host=GROUP)]
+    assert limit_note(apart, uses_host=False) == ""  # the plan takes nothing of the host
+    assert limit_note(apart) == f"The memory of rank 1 on the host is limited by {GROUP}."
+    assert limit_note([limited(5.0, device=GROUP)]) == ""  # the user's own cap is below it
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ([limited(device=GROUP)], f"limited by {GROUP}. A larger limit may do."),
+        ([limited(2.0**20)], "memory_cap allows rank 0 1.0 MiB: a larger one may do."),
+    ],
+)
+def test_an_error_about_memory_names_the_limit_that_binds(limits, said):
+    with (
+        pytest.raises(TooLittleMemoryError) as raised,
+        named_where_nothing_fits(limits),
+    ):
+        raise TooLittleMemoryError("Too little.")
+    assert str(raised.value).startswith("Too little. ") and str(raised.value).endswith(said)
+    with (
+        pytest.raises(TooLittleMemoryError, match=r"^Too little\.$"),
+        named_where_nothing_fits([limited()]),
+    ):
+        raise TooLittleMemoryError("Too little.")
+
+
+def test_a_plan_that_offloads_more_than_the_control_group_allows_names_it():
+    host = HostMemory(2.0**20, limited_by=GROUP)
+    plan = RankPlan((1,), 1.0, offload=True, host_bytes=2.0**21)
+    with pytest.raises(HostMemoryError, match=r"1\.0 MiB of its host's memory, by its control"):
+        reserve_host_memory(accelerator_of(torch.device("cpu")), host, plan)

@@ -14,7 +14,7 @@ from lightning_cephalo.accelerator.base import Copies, Device, HostWorker, Memor
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.accelerator.emulated.device import EmulatedDevice
 from lightning_cephalo.accelerator.emulated.lanes import Lane, LaneCopies, LaneWorker
-from lightning_cephalo.accelerator.host import host_share_bytes
+from lightning_cephalo.accelerator.host import host_share
 from lightning_cephalo.accelerator.marks import HostMarks, Marks
 
 
@@ -42,12 +42,17 @@ class Emulated(Cpu):
 
     def describe(self, processes_on_host: int) -> Device:
         given = self.emulated.capacity_bytes
-        if given is None:
-            capacity, total = host_share_bytes(processes_on_host)
-        else:
-            capacity = total = float(given)
         # its speed depends on the other work of this machine during the measurement
-        return Device(self.name, capacity, total, speed_lasts=False)
+        if given is not None:
+            return Device(self.name, float(given), float(given), speed_lasts=False)
+        host = host_share(processes_on_host)
+        return Device(
+            self.name,
+            host.free_bytes,
+            host.total_bytes,
+            speed_lasts=False,
+            limited_by=host.limited_by,
+        )
 
     def now_s(self) -> float:
         return self.emulated.now_s
