@@ -58,7 +58,8 @@ class UnitHooks:
         self.norms = SynchronisedNorms(units[ROOT].module, lambda: self._running)
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[_UnitForward] = []
-        self._watched: set[int] = set()
+        self._unwatched: set[int] = set()
+        self._watching: dict[int, RemovableHandle] = {}
 
     def install(self) -> None:
         """Replace the units' forwards, and gather the root unit before its modules are called."""
@@ -68,7 +69,7 @@ class UnitHooks:
         root = self._units[ROOT]
         # the top module too, so that one call of it outside of a step gathers the root once
         modules = {id(module): module for module in [root.module, *root.owning_modules()]}
-        self._watched = set(modules)  # our own hooks take nothing
+        self._unwatched = set(modules)  # our own hooks take nothing
         for module in modules.values():
             self._hooks.append(module.register_forward_pre_hook(self._before_root))
             self._hooks.append(module.register_forward_hook(self._after_root, always_call=True))
@@ -77,9 +78,9 @@ class UnitHooks:
         """Undo :meth:`install`."""
         for forward in self._forwards:
             forward.remove()
-        for hook in self._hooks:
+        for hook in [*self._hooks, *self._watching.values()]:
             hook.remove()
-        self._hooks, self._forwards, self._watched = [], [], set()
+        self._hooks, self._forwards, self._watching = [], [], {}
         self.norms.uninstall()
 
     @property
@@ -104,9 +105,13 @@ class UnitHooks:
     def _watch(self, modules: Sequence[nn.Module]) -> None:
         """See the outputs of modules in a unit before hooks, which may take them out of it."""
         for module in modules:
-            if module._forward_hooks and id(module) not in self._watched:
-                self._watched.add(id(module))
-                self._hooks.append(module.register_forward_hook(self._captured, prepend=True))
+            hooks = module._forward_hooks
+            if not hooks or id(module) in self._unwatched:
+                continue
+            own = self._watching.get(id(module))
+            if own is None or own.id not in hooks:  # measuring puts back the hooks of before
+                own = module.register_forward_hook(self._captured, prepend=True)
+                self._watching[id(module)] = own
 
     def _captured(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
