@@ -140,6 +140,19 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         # the agent takes a rank that has not returned for one that still works
 
 
+def preload() -> None:
+    """Import what ranks need, in the process that they will be forked from.
+
+    The agent joins the others only then: they stop their ranks for it, which wait for its ranks.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    # its first process begins when all is imported
+    first = context.Process(target=os.getpid)
+    first.start()
+    first.join()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent until all ranks have ended well; return the exit status.
 
@@ -150,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ[AGENT] = str(os.getpid())
     os.environ[MOST_HOSTS] = str(given.nnodes.most)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    if not given.new_interpreters:
+        preload()
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -29,7 +29,7 @@ from lightning_cephalo.profiling.memory_model import (
     unresharded_peak_bytes,
     updating_state_bytes,
 )
-from lightning_cephalo.profiling.network import measure_network
+from lightning_cephalo.profiling.network import NetworkTimes, measure_network
 from lightning_cephalo.profiling.no_recompute import measure_no_recompute, with_no_recompute
 from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
 from lightning_cephalo.profiling.progress import Progress
@@ -41,6 +41,7 @@ from lightning_cephalo.profiling.sweep import (
     ladder,
     measure_memory,
     measure_times,
+    run_smallest,
 )
 from lightning_cephalo.ranks.control import ControlGroup
 
@@ -89,6 +90,7 @@ def measure(
     options: ProfileOptions,
     manual: ManualSteps | None = None,
     layouts: Sequence[BatchLayout] = (),
+    known: Problem | None = None,
 ) -> Problem:
     """Run the user's step on growing microbatches of real samples; collective.
 
@@ -108,6 +110,8 @@ def measure(
         options: Budget and limits.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
         layouts: How the batches of each loader are cut, if they are ready.
+        known: A problem with the measurements of these devices, equal on every rank: only their
+            network and the update are measured. None: everything is.
 
     Returns:
         The same problem on every rank.
@@ -146,12 +150,15 @@ def measure(
             manual is not None,
             report,
         )
-        measured = measure_times(prober, sweep)
-        pause()
-        progress.say("profiling: memory")
-        own_kept = measure_memory(prober, measured, sweep)
         no_recompute = None
-        if options.choose_recompute:
+        if known is None:
+            measured = measure_times(prober, sweep)
+            pause()
+            progress.say("profiling: memory")
+            own_kept = measure_memory(prober, measured, sweep)
+        else:
+            run_smallest(prober, sweep)  # it traces the visits of units
+        if options.choose_recompute and known is None:
             pause()
             progress.say("profiling: without recomputation")
             no_recompute = measure_no_recompute(prober, measured, sweep)
@@ -170,6 +177,13 @@ def measure(
     model.accelerator.empty_cache()
     visits = [visit for visit in model.executor.visits if not visit.is_meeting]
     units = max(1, sum(visit.differentiable for visit in visits))
+    if known is not None:
+        resting = control.max(float(resting_bytes(model)))
+        problem = _in_this_world(known, model, network, optimizer_s, resting)
+        seconds = model.accelerator.now_s() - started_s
+        largest = [profile.largest_microbatch_size for profile in problem.ranks]
+        progress.done(largest, seconds, seconds / balanced_step_s(problem))
+        return problem
     own_inside = RetainedBytes(0.0, 0.0) if no_recompute is None else no_recompute.kept
     per_microbatch = max(own_kept.microbatch_bytes, own_inside.microbatch_bytes)
     rows = control.gather(
@@ -192,15 +206,9 @@ def measure(
         all_kept = RetainedBytes(max(inside_too, per_sample), per_microbatch, reducing_inside)
         own = with_no_recompute(own, no_recompute, all_kept, units, gathered_bytes)
     profiles = merge_equal_ranks(_exchanged(control, own))
-    reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
-    even_reduce_s = network.even_reduce_s
-    if even_reduce_s is not None:
-        even_reduce_s *= reduced / units
-    problem = Problem(
+    alone = Problem(
         ranks=tuple(profiles),
         units=units,
-        gather_s=network.gather_s if visits else 0.0,
-        reduce_s=network.reduce_s * reduced / units,
         state_bytes=float(state_bytes(model)),
         early_state_bytes=float(state_bytes(model, early=True)),
         early_reducing_state_bytes=float(reducing_state_bytes(model)),
@@ -211,23 +219,13 @@ def measure(
         boundary_bytes=kept.sample_bytes / units,
         kept_bytes=max(0.0, inside_too - per_sample) / units,
         microbatch_bytes=kept.microbatch_bytes,
-        optimizer_s=optimizer_s,
-        unit_update_s=optimizer_s * _share_of_units(model) / units,
-        gathered_bytes=model.gathered_bytes + resting,
         minimum_microbatch_size=smallest,
         equal_microbatches=options.equal_microbatches,
         single_microbatch=manual is not None,
-        step_overhead_s=network.step_overhead_s,
-        even_gather_s=network.even_gather_s if visits else None,
-        even_reduce_s=even_reduce_s,
-        padded_bytes=network.padded_bytes,
-        by_node=network.by_node,
-        root_gather_s=network.root_gather_s,
-        root_reduce_s=network.root_reduce_s,
-        fill_s=network.fill_s,
         unresharded_bytes=float(model.unresharded_bytes),
         unresharded_peak_bytes=float(unresharded_peak_bytes(model)),
     )
+    problem = _in_this_world(alone, model, network, optimizer_s, resting)
     if control.rank == 0 and device.speed_lasts:
         lost = remember(
             problem,
@@ -243,6 +241,45 @@ def measure(
     seconds = model.accelerator.now_s() - started_s
     progress.done(largest, seconds, seconds / balanced_step_s(problem))
     return problem
+
+
+def _in_this_world(
+    alone: Problem,
+    model: ShardedModel,
+    network: NetworkTimes,
+    optimizer_s: float,
+    resting: float,
+) -> Problem:
+    """Return a problem with what depends on all ranks together.
+
+    Args:
+        alone: What each device does alone.
+        model: The sharded model, whose visits are traced.
+        network: Times of communication.
+        optimizer_s: Time of the update.
+        resting: Bytes that the rank with the most of them holds besides full buffers.
+    """
+    visits = [visit for visit in model.executor.visits if not visit.is_meeting]
+    reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
+    units, even_reduce_s = alone.units, network.even_reduce_s
+    if even_reduce_s is not None:
+        even_reduce_s *= reduced / units
+    return replace(
+        alone,
+        gather_s=network.gather_s if visits else 0.0,
+        reduce_s=network.reduce_s * reduced / units,
+        optimizer_s=optimizer_s,
+        unit_update_s=optimizer_s * _share_of_units(model) / units,
+        gathered_bytes=model.gathered_bytes + resting,
+        step_overhead_s=network.step_overhead_s,
+        even_gather_s=network.even_gather_s if visits else None,
+        even_reduce_s=even_reduce_s,
+        padded_bytes=network.padded_bytes,
+        by_node=network.by_node,
+        root_gather_s=network.root_gather_s,
+        root_reduce_s=network.root_reduce_s,
+        fill_s=network.fill_s,
+    )
 
 
 def _share_of_units(model: ShardedModel) -> float:
