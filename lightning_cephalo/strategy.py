@@ -71,6 +71,7 @@ from lightning_cephalo.preparation.options import (
     Choice,
     Options,
     parse_early_update,
+    parse_optimizer_offload,
     parse_reduce_dtype,
     verbosity,
 )
@@ -134,12 +135,16 @@ class CephaloStrategy(ParallelStrategy):
             ranks, ranks that it does not name have no cap. The plan obeys the cap; an emulated
             device enforces it.
         host_memory_cap: How much of its host's memory each rank may use for activations that the
-            plan offloads because a device is too small for them. A fraction or bytes, as in
-            ``memory_cap``, or 0 for none; None: an equal part of half of the free memory.
+            plan offloads because a device is too small for them, and for optimizer state. A
+            fraction or bytes, as in ``memory_cap``, or 0 for none; None: an equal part of half of
+            the free memory.
         early_update: Update each unit's rows inside the backward, as soon as their gradients are
             reduced, so that gradients are never held whole. "auto": where the result is the same to
             the last bit and no code of the user's reads gradients; the plan's table says why not.
             False: all updates follow the backward.
+        optimizer_offload: Keep optimizer state in host memory. "auto": the part that does not fit
+            on the devices, or whose room makes steps shorter. True: all of it. Only torch's
+            element-wise optimizers, and devices with memory apart from the host's.
         optimizer_scope: What an optimizer's update of one element depends on, for optimizers that
             are not torch's: "element", "parameter" or "model". "auto": a trial on a copy decides
             between the last two. A dict gives one for each class, or name of a class.
@@ -191,6 +196,7 @@ class CephaloStrategy(ParallelStrategy):
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         host_memory_cap: float | int | str | None = None,
         early_update: Literal["auto", False] = "auto",
+        optimizer_offload: bool | Literal["auto"] = False,
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         reduce_dtype: torch.dtype | str | None = None,
         profile_budget_s: float = 20.0,
@@ -227,6 +233,7 @@ class CephaloStrategy(ParallelStrategy):
             memory_cap=Cap.parse("memory_cap", memory_cap, by_rank=True),
             host_memory_cap=Cap.parse("host_memory_cap", host_memory_cap, zero=True),
             early_update=parse_early_update(early_update),
+            optimizer_offload=parse_optimizer_offload(optimizer_offload),
             optimizer_scope=optimizer_scope,
             reduce_dtype=parse_reduce_dtype(reduce_dtype),
             profile_budget_s=profile_budget_s,

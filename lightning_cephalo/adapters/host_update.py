@@ -100,6 +100,10 @@ class HostUpdates:
         Raises:
             HostMemoryError: If the host has no memory for rows and gradients.
         """
+        for job in self._jobs.values():  # what was copied before need not be kept
+            for _, arrival in job.sources:
+                self._out.wait(arrival)
+            job.sources = []
         if clip is not None:
             clip_by_value([parameter for group in chosen for parameter in group], clip)
         parameters: list[tuple[Tensor, _OnHost]] = []

@@ -5,14 +5,17 @@ Pure: everything follows from the problem and the plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
 from lightning_cephalo.common.quantities import format_seconds
 from lightning_cephalo.plan.cost import as_planned, backward_collectives_s, predict
 from lightning_cephalo.plan.even import even_step_s, fastest_run
+from lightning_cephalo.plan.moving import moved_by
 from lightning_cephalo.plan.plan import Plan
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.state_homes import StateHome
 
 # A rank counts as busy all the time if its work takes this part of the slowest rank's; its memory
 # counts as full from this part of its capacity on.
@@ -24,6 +27,8 @@ _ALIKE = 1.25
 # A rank without samples is a surprise if it is less than this many times slower than the fastest.
 _MUCH_SLOWER = 8.0
 _RANKS_IN_FULL = 4
+# What moving state adds to a step shows from this part of it on.
+_HIDDEN = 1e-3
 
 
 def reasons(problem: Problem, plan: Plan) -> list[str]:
@@ -38,7 +43,32 @@ def reasons(problem: Problem, plan: Plan) -> list[str]:
         problem: What the plan was made from.
         plan: The plan.
     """
-    return [*_gain(problem, plan), *_division(problem, plan)]
+    return [*_gain(problem, plan), *_division(problem, plan), *_moving(problem, plan)]
+
+
+def _moving(problem: Problem, plan: Plan) -> list[str]:
+    """Say how much optimizer state is in host memory, and what that costs."""
+    if not plan.moves_state:
+        return []
+    found = predict(problem, plan).ranks
+    kinds: dict[str, list[int]] = {}
+    for index, rank in enumerate(plan.ranks):
+        moved = moved_by(problem, rank)
+        if rank.moves_state and rank.state_fraction:
+            units = [unit for unit, size in enumerate(moved.sizes) if size]
+            away = [unit for unit in units if moved.is_away(unit)]
+            on_host = sum(moved.homes[unit] is StateHome.HOST for unit in away)
+            how = f", which updates {on_host} of them" if on_host else ""
+            text = f"optimizer state of {len(away)} of {len(units)} units in host memory{how}"
+            kinds.setdefault(text, []).append(index)
+    said = [f"{_named(own)} {_verb(own, 'keeps', 'keep')} {text}" for text, own in kinds.items()]
+    exposed_s = max(rank.exposed_s for rank in found)
+    cost = "hides behind the backward"
+    if exposed_s > _HIDDEN * (plan.step_s or math.inf):
+        cost = f"adds {format_seconds(exposed_s)} to the step"
+    asked = problem.optimizer_offload is True
+    why = "as optimizer_offload=True says" if asked else "whose devices need the room"
+    return [f"{'; '.join(said)}, {why}. It {cost}."]
 
 
 def surprises(problem: Problem, plan: Plan) -> list[str]:

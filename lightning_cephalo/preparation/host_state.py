@@ -83,7 +83,7 @@ class HostState:
             raise PlanError(
                 "The plan keeps optimizer state in host memory (resident_fraction), but it has to"
                 f" stay on the devices: {self._needs_device}. Leave resident_fraction out of the"
-                " plan."
+                " plan, or optimizer_offload= out of the strategy."
             )
         if any(rank.host_update_fraction for rank in plan.ranks) and self._scales_loss:
             raise PlanError(

@@ -26,6 +26,8 @@ _EXPECTED = (
 _FREE_SHARE = 0.5
 # Part of pinned host memory that a plan may use: it comes in pieces whose ends may stay empty.
 _PLANNED_SHARE = 0.9
+# The same of any host memory where optimizer state moves: rows are cut and aligned.
+_STATE_SHARE = 0.95
 _COPIED_BYTES, _REPEATS = 2**24, 3
 
 
@@ -329,24 +331,29 @@ def limit_note(limits: Sequence[Limits], uses_host: bool = True) -> str:
     return " ".join(sentences)
 
 
-def with_host_memory(problem: Problem, hosts: Sequence[HostMemory]) -> Problem:
-    """Let the plan offload boundaries on ranks whose host has separate memory for them.
+def with_host_memory(
+    problem: Problem, hosts: Sequence[HostMemory], boundaries: bool = True
+) -> Problem:
+    """Let the plan use the memory of hosts that have some apart from the device.
 
     Args:
-        problem: The problem, measured with recomputation.
+        problem: The problem.
         hosts: Host memory of every rank.
+        boundaries: Whether boundaries may go there, which needs a problem that was measured with
+            recomputation. Optimizer state may by ``Problem.optimizer_offload``.
     """
+    share = _STATE_SHARE if problem.optimizer_offload is not False else 1.0
     ranks = tuple(
         replace(
             rank,
-            host_capacity_bytes=host.planned_bytes,
+            host_capacity_bytes=min(host.planned_bytes, share * host.capacity_bytes),
             offload_bytes_per_s=host.copy_bytes_per_s,
         )
         if host.is_apart
         else rank
         for rank, host in zip(problem.ranks, _equal_hosts(problem, hosts), strict=True)
     )
-    return replace(problem, ranks=ranks)
+    return replace(problem, ranks=ranks, offloads_boundaries=boundaries)
 
 
 def _equal_hosts(problem: Problem, hosts: Sequence[HostMemory]) -> list[HostMemory]:

@@ -93,6 +93,15 @@ def parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     )
 
 
+def parse_optimizer_offload(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
+    """Read the option ``optimizer_offload``.
+
+    Raises:
+        ValueError: If it is none of True, False and "auto".
+    """
+    return Choice.parse("optimizer_offload", value).as_given
+
+
 @dataclass(frozen=True)
 class Options:
     """The user's options for batches, units, memory and planning; see ``CephaloStrategy``.
@@ -110,6 +119,8 @@ class Options:
         memory_cap: Cap of every rank's device.
         host_memory_cap: Cap of every rank's part of its host.
         early_update: Whether units are updated inside the backward where that is exact.
+        optimizer_offload: Whether plans keep optimizer state in host memory; "auto": where it does
+            not fit otherwise, or steps get shorter.
         optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         reduce_dtype: Dtype that gradients travel in; None: their own.
         profile_budget_s: Seconds that measuring may take, approximately.
@@ -134,6 +145,7 @@ class Options:
     memory_cap: Cap = field(default_factory=lambda: Cap("memory_cap"))
     host_memory_cap: Cap = field(default_factory=lambda: Cap("host_memory_cap"))
     early_update: bool = True
+    optimizer_offload: bool | Literal["auto"] = False
     optimizer_scope: str | Mapping[Any, str] = "auto"
     reduce_dtype: torch.dtype | None = None
     profile_budget_s: float = 20.0

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -24,6 +24,7 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
 from lightning_cephalo.adapters.batch_norm import smallest_microbatch
 from lightning_cephalo.adapters.early_update import late_by_job
+from lightning_cephalo.adapters.precision import loss_scaler
 from lightning_cephalo.adapters.user_module import step_on
 from lightning_cephalo.data import BatchLayout, agreed_seed, global_batch_size, learn_layout
 from lightning_cephalo.data.loaders import share_generator_states
@@ -43,6 +44,12 @@ from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.profiling import job_cache
 from lightning_cephalo.profiling.measure import ProfileOptions, measure, read_batch
 from lightning_cephalo.profiling.progress import Progress
+from lightning_cephalo.profiling.state_rates import (
+    has_state_rates,
+    measure_state_rates,
+    with_state_rates,
+    with_unit_parameters,
+)
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
@@ -365,6 +372,7 @@ def measure_or_load(
         TooLittleMemoryError: If no rank can run the smallest microbatch.
     """
     options, control = job.options, model.control
+    offload = _optimizer_offload(job, manual)
     device, smallest = job.limits[control.rank].device, smallest_microbatch(model.module)
     found = job_cache.look_up(
         control,
@@ -410,15 +418,51 @@ def measure_or_load(
         if manual is None:
             check(problem)
         _keep(problem, found, options, control)
+    if offload is not False and not has_state_rates(problem):
+        pause()
+        scales = loss_scaler(trainer.precision_plugin) is not None
+        rates = measure_state_rates(model, device.capacity_bytes, with_host_updates=not scales)
+        problem = with_state_rates(problem, rates)
+        _keep(problem, found, options, control)
     model.release_buffers()
     problem = replace(problem, reshard_after_forward=options.reshard_after_forward.as_given)
     if manual is not None:
         return replace(problem, reshard_after_forward=True)
     if not job.late:
         problem = problem.with_early_update()
-    if not options.recompute.default:
-        return problem  # retained activations hold the boundaries: there is nothing to offload
-    return with_host_memory(problem, [own.host for own in job.limits])
+    problem = replace(with_unit_parameters(problem, model), optimizer_offload=offload)
+    # retained activations hold the boundaries: there is only state to offload
+    boundaries = options.recompute.default
+    if not boundaries and offload is False:
+        return problem
+    return with_host_memory(problem, [own.host for own in job.limits], boundaries)
+
+
+def _optimizer_offload(job: Job, manual: ManualSteps | None) -> bool | Literal["auto"]:
+    """Return whether the plan may keep optimizer state in host memory, or has to.
+
+    Raises:
+        PlanError: If it has to, but no rank's host has memory apart from its device.
+    """
+    asked = job.options.optimizer_offload
+    if asked is False:
+        return False
+    has_room = any(own.host.is_apart and own.host.capacity_bytes for own in job.limits)
+    if has_room and manual is None:
+        return asked
+    if asked is True:
+        why = "manual optimization" if manual is not None else _NO_HOST
+        raise PlanError(
+            f"optimizer_offload=True, but optimizer state has to stay on the devices: {why}. Use"
+            " optimizer_offload='auto', which moves it only where that can be."
+        )
+    return False
+
+
+_NO_HOST = (
+    "no rank has host memory apart from its device (a CPU's is the same memory, and host_memory_cap"
+    " may be 0)"
+)
 
 
 def _step_of_user(module: LightningModule, batch: Any) -> torch.Tensor:

@@ -38,6 +38,7 @@ from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import MemoryMeter, RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
+from lightning_cephalo.plan.moving import moved_by
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.sharding.unit import Unit
 
@@ -205,8 +206,9 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
     found = []
     for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
         need = cost.device_need(planned, profile, cost.Mode.of(rank))
+        moved = moved_by(planned, rank).device_bytes(planned) if rank.moves_state else 0.0
         kinds = {
-            "state_bytes": rank.state_fraction * (planned.state_bytes + beside),
+            "state_bytes": rank.state_fraction * (planned.state_bytes + beside + moved),
             "gathered_bytes": gathered,
             "gradients_bytes": gradients + rank.state_fraction * received,
             "boundaries_bytes": need.kept(rank.batch_size, len(rank.microbatch_sizes)),
@@ -214,7 +216,7 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
         }
         peak = rank.memory_bytes
         inside = None if peak is None else max(0.0, peak - sum(kinds.values()))
-        host = rank.host_bytes or 0.0
+        host = (rank.host_bytes or 0.0) + (rank.state_host_bytes or 0.0)
         found.append(RankMemory(peak_bytes=peak, inside_bytes=inside, host_bytes=host, **kinds))
     return tuple(found)
 

@@ -101,19 +101,19 @@ def _adamw_time(model: ShardedModel, flats: Sequence[Flat], clock: Callable[[], 
         return 0.0
     most = max(1, _ROWS_NUMEL // len(rows))
     stand_ins = [min(numel, most) for numel in rows]
-    own_s = _update_time(stand_ins, model.device, clock)
+    own_s = update_time(stand_ins, model.device, clock)
     share = sum(flat.numel for flat in flats) / model.control.world_size
     beyond = share - sum(stand_ins)
     if beyond > 0:
         on_host = model.accelerator.computes_on_host
         limit = _LARGE_NUMEL if on_host else _LAUNCHED_LARGE_NUMEL
         large = max(2, min(int(beyond), limit))
-        more_s = _update_time([large], model.device, clock) - _update_time([1], model.device, clock)
+        more_s = update_time([large], model.device, clock) - update_time([1], model.device, clock)
         own_s += max(0.0, more_s) / (large - 1) * beyond
     return own_s
 
 
-def _update_time(numels: Sequence[int], device: torch.device, clock: Callable[[], float]) -> float:
+def update_time(numels: Sequence[int], device: torch.device, clock: Callable[[], float]) -> float:
     """Return the median seconds of AdamW over tensors of these sizes."""
     parameters = [nn.Parameter(torch.zeros(numel, device=device)) for numel in numels]
     for parameter in parameters:

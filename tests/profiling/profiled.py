@@ -98,6 +98,7 @@ def fit(
     total_flops_per_s: float = 1e13,
     is_time_shared: bool = True,
     strategy: dict[str, Any] | None = None,
+    emulation: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trainer:
     """Train in this rank with a quiet Trainer; every rank calls it.
@@ -110,7 +111,10 @@ def fit(
     is_emulated = speeds is not None or capacity_bytes is not None
     if is_emulated:
         speeds = speeds or (1.0,) * world_size
-        callbacks.insert(0, Emulation(speeds, capacity_bytes, total_flops_per_s, host.clock))
+        emulated = Emulation(
+            speeds, capacity_bytes, total_flops_per_s, host.clock, **emulation or {}
+        )
+        callbacks.insert(0, emulated)
     chosen = {"verbose": False, "timeout": timedelta(minutes=30), **(strategy or {})}
     options = {"max_steps": 1, "logger": False, "num_sanity_val_steps": 0, **options}
     trainer = Trainer(

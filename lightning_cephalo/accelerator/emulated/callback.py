@@ -48,6 +48,9 @@ class Emulation(Callback):
             ``accelerator/emulated/rate.py``). Set it to make a run repeatable to the millisecond.
             A rate that is too high breaks the ratios without an error.
         clock: Makes the clock of this rank's device; see :class:`EmulatedDevice`.
+        link_bytes_per_s: Rate of every rank's copies between device and host, as for
+            :class:`EmulatedDevice`.
+        host_updates_per_s: Parameters per second that every rank's host updates; the same.
 
     Raises:
         ValueError: On construction, for a speed, capacity or total that is not a positive number,
@@ -62,8 +65,11 @@ class Emulation(Callback):
         capacity_bytes: Sequence[int | None] | None = None,
         total_flops_per_s: float | None = None,
         clock: Callable[[], VirtualClock] = VirtualClock,
+        link_bytes_per_s: float | None = None,
+        host_updates_per_s: float | None = None,
     ) -> None:
         super().__init__()
+        self.link_bytes_per_s, self.host_updates_per_s = link_bytes_per_s, host_updates_per_s
         self.speeds = tuple(float(speed) for speed in speeds)
         if not self.speeds or not all(speed > 0 and math.isfinite(speed) for speed in self.speeds):
             raise ValueError(f"speeds: expected a positive number per rank, got {speeds!r}.")
@@ -109,6 +115,8 @@ class Emulation(Callback):
         device = EmulatedDevice(
             flops_per_s=flops_per_s,
             capacity_bytes=self.capacity_bytes[trainer.global_rank],
+            link_bytes_per_s=self.link_bytes_per_s,
+            host_updates_per_s=self.host_updates_per_s,
             name=f"cpu x{self.speeds[trainer.global_rank]:g}",
             clock=self._clock,
         )

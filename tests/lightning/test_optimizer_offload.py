@@ -1,0 +1,133 @@
+"""The plan chooses where optimizer state lives: what fits nowhere else trains as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from profiled import GPT, fit, in_ranks, loader
+from torch import Tensor
+
+from lightning_cephalo import CephaloStrategy
+from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.preparation.options import parse_optimizer_offload
+from lightning_cephalo.profiling.state_rates import (
+    StateRates,
+    has_state_rates,
+    with_state_rates,
+)
+
+MODEL = {"width": 64, "depth": 8}
+STEPS = 3
+# Ranks hold gathered units and 12 bytes of each of 417,536 parameters, 3.3 MB of them moments.
+CAPACITIES = (3_700_000, 2_500_000)
+
+
+class Model(GPT):
+    """Its update divides by no number near zero, which would show rounding a hundredfold."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
+
+
+class Watch(Callback):
+    """What training leaves, and what it held."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        session = trainer.strategy.session
+        self.predicted, self.notes = session.predicted_memory, session.notes
+
+
+def one_device() -> dict[str, Tensor]:
+    module = Model(**MODEL)
+    optimizer = module.configure_optimizers()
+    module.log = lambda *_, **__: None
+    for index, batch in zip(range(STEPS), loader(samples=8 * STEPS, batch_size=8), strict=True):
+        optimizer.zero_grad()
+        module.training_step(batch, index).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def _trained(offload: Any, capacities: Any = CAPACITIES, **strategy: Any) -> Any:
+    watch, module = Watch(), Model(**MODEL)
+    runs = fit(
+        module,
+        loader(samples=8 * STEPS, batch_size=4),
+        capacity_bytes=capacities,
+        callbacks=[watch],
+        max_steps=STEPS,
+        strategy={
+            "optimizer_offload": offload,
+            "replan": False,
+            "profile_budget_s": 1.0,
+            **strategy,
+        },
+    )
+    values = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return runs.strategy.plan, runs.strategy.measured_memory, watch, values
+
+
+def _refused(offload: Any, **strategy: Any) -> str:
+    try:
+        _trained(offload, **strategy)
+    except Exception as failure:
+        return str(failure)
+    return ""
+
+
+def _offloaded() -> Any:
+    refused = [
+        _refused(False),
+        _refused("auto", host_memory_cap=200_000),
+        _refused(True, host_memory_cap=0),
+    ]
+    plan, measured, watch, values = _trained("auto")
+    return refused, plan, measured, watch.predicted, watch.notes, values
+
+
+def test_a_model_that_fits_nowhere_trains_as_on_one_device():
+    wanted = one_device()
+    for refused, plan, measured, predicted, notes, values in in_ranks(2, _offloaded):
+        without, capped, none = refused
+        assert "Memory binds" in without and "optimizer_offload='auto'" in without
+        assert "may live in host memory" in capped and "More host memory would do" in capped
+        assert "optimizer_offload=True, but optimizer state has to stay" in none
+        assert plan.moves_state
+        assert any("of optimizer state" in note or "units in host memory" in note for note in notes)
+        for name, value in wanted.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
+        for rank, held, expected, capacity in zip(
+            plan.ranks, measured, predicted, CAPACITIES, strict=True
+        ):
+            assert held.peak_bytes <= rank.memory_bytes * 1.001 <= capacity * 1.001
+            assert held.peak_bytes >= 0.8 * rank.memory_bytes
+            assert held.host_bytes == pytest.approx(expected.host_bytes, rel=0.05)
+            planned = (rank.host_bytes or 0) + (rank.state_host_bytes or 0)
+            assert expected.host_bytes == pytest.approx(planned, rel=0.1, abs=2000)
+
+
+def test_the_option_is_one_of_three():
+    assert [parse_optimizer_offload(value) for value in (True, False, "auto")] == [
+        True,
+        False,
+        "auto",
+    ]
+    with pytest.raises(ValueError, match="optimizer_offload: expected True, False or 'auto'"):
+        CephaloStrategy(optimizer_offload="yes")
+
+
+def test_ranks_that_are_alike_get_the_slowest_rates_and_an_older_file_has_none():
+    rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
+    other = RankProfile("b", [1.0], [1.0], [1.0], [1.0], 1000.0)
+    problem = Problem([rank, rank, other], 1, state_bytes=1, global_batch_size=1)
+    assert not has_state_rates(Problem.from_dict(problem.to_dict()))
+    rates = [StateRates(5.0, 3.0, 8.0, 9.0), StateRates(6.0, 2.0, 9.0, 8.0), StateRates()]
+    found = with_state_rates(problem, rates)
+    assert has_state_rates(Problem.from_dict(found.to_dict()))
+    one, two, three = found.ranks
+    assert one == two and three == other
+    assert (one.updated_parameters_per_s, one.host_updated_parameters_per_s) == (5.0, 2.0)
+    assert (one.to_device_bytes_per_s, one.to_host_bytes_per_s) == (8.0, 8.0)
