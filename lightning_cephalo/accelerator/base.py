@@ -97,6 +97,35 @@ class Copies(Protocol):
         """Block the calling thread until the copy is done; return at once for None."""
 
 
+class TransferListener(Protocol):
+    """Is told of copies between device and host, and of updates by the host."""
+
+    def device_s(self) -> float:
+        """Return when work begins that is submitted now, in seconds of the host's clock."""
+
+    def copied(self, nbytes: int, to_host: bool | None, start_s: float, end_s: float) -> None:
+        """Learn of a copy.
+
+        Args:
+            nbytes: Its bytes.
+            to_host: Whether it leaves the device; None: the instruction says so.
+            start_s: When it begins.
+            end_s: When it is done.
+        """
+
+    def running(self) -> Any:
+        """Return what runs now, for :meth:`updated`."""
+
+    def updated(self, by: Any, start_s: float, end_s: float) -> None:
+        """Learn of an update by the host; may be called in another thread.
+
+        Args:
+            by: What :meth:`running` returned when the update was submitted.
+            start_s: When it begins.
+            end_s: When it is done.
+        """
+
+
 class HostWorker(Protocol):
     """A thread of the host that updates parameters."""
 
@@ -195,6 +224,9 @@ class Accelerator(ABC):
     computes_on_host: ClassVar[bool]
     host_is_apart: ClassVar[bool]
     pins_host_memory: ClassVar[bool]
+
+    listener: TransferListener | None = None
+    """Told of copies and of updates by the host; see ``transfers.py``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

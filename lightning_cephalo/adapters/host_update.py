@@ -23,6 +23,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.base import Copies
+from lightning_cephalo.accelerator.transfers import ToldWorker
 from lightning_cephalo.adapters.optimizer import clip_by_value
 from lightning_cephalo.execution.host_room import HostRoom
 from lightning_cephalo.sharding.placement import local_part
@@ -80,7 +81,7 @@ class HostUpdates:
         self._in, self._out = to_device, to_host
         self._held: dict[int, _OnHost] = {}
         self._jobs: dict[int, _Job] = {}
-        self._worker = accelerator.host_worker()
+        self._worker = ToldWorker(accelerator)
 
     def has_begun(self, unit: int) -> bool:
         """Return whether an update of a unit has begun that is not finished."""

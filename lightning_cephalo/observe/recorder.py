@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from lightning_cephalo.accelerator.marks import Mark, Marks
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.memory_timeline import phases_of
-from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
+from lightning_cephalo.plan.program import COMPUTE, NONE, Instruction, Operation
 from lightning_cephalo.plan.timeline import Event, Held, Recording, Stream
 
 # Waiting for work that is already done takes a microsecond or two: that is no event.
@@ -75,6 +77,10 @@ class Recorder(Observer):
         self._takes_time = COMPUTE | {Operation.UPDATE} | (_COPIES if records_copies else set())
         self._spans: list[_Span] = []
         self._finished: list[_Span] = []
+        self._copied: list[Event] = []
+        self._finished_copied: list[Event] = []
+        self._instruction = Instruction(Operation.AGREE)
+        self._thread = threading.get_ident()
         # the moment before every instruction, and that of the end
         self._order: list[tuple[Mark, Instruction]] = []
         self._finished_order: list[tuple[Mark, Instruction]] = []
@@ -85,11 +91,13 @@ class Recorder(Observer):
 
     def restart(self) -> None:
         """Begin a step."""
-        self._spans, self._order = [], []
+        self._spans, self._order, self._copied = [], [], []
+        self._thread = threading.get_ident()
 
     def before(self, instruction: Instruction) -> None:
         self._began = self._now()
         self._order.append((self._began, instruction))
+        self._instruction = instruction
 
     def after(self, instruction: Instruction) -> None:
         if instruction.operation in self._takes_time:
@@ -108,6 +116,37 @@ class Recorder(Observer):
         if works:
             self._spans.append(span)
 
+    # -- of accelerator.base.TransferListener ---------------------------------------------------
+
+    def device_s(self) -> float:
+        """Return when work begins that is submitted now; only where marks are seconds."""
+        mark = self._marks.now()
+        return mark if isinstance(mark, float) else time.perf_counter()
+
+    def copied(self, nbytes: int, to_host: bool | None, start_s: float, end_s: float) -> None:
+        """Record a copy between device and host, of boundaries or of optimizer state."""
+        instruction, stream = self._here(), Stream.COPY
+        if instruction.operation not in _COPIES:
+            stream = Stream.TO_HOST if to_host else Stream.TO_DEVICE
+        self._copied.append(Event(0, stream, instruction, start_s, end_s, float(nbytes)))
+
+    def running(self) -> Instruction:
+        """Return the running instruction."""
+        return self._instruction
+
+    def updated(self, by: Any, start_s: float, end_s: float) -> None:
+        """Record an update by the host."""
+        instruction = Instruction(Operation.HOST_UPDATE, by.unit)
+        self._copied.append(Event(0, Stream.HOST, instruction, start_s, end_s))
+
+    def _here(self) -> Instruction:
+        """Return the running instruction; another thread serves an earlier one."""
+        if threading.get_ident() != self._thread:
+            return Instruction(Operation.HOST_UPDATE)
+        return self._instruction
+
+    # -- of Observer ----------------------------------------------------------------------------
+
     def before_wait(self, instruction: Instruction) -> None:
         self._waits_since = self._marks.now()
 
@@ -124,6 +163,7 @@ class Recorder(Observer):
         self._marks.tie()
         self._finished, self._spans = self._spans, []
         self._finished_order, self._order = self._order, []
+        self._finished_copied, self._copied = self._copied, []
 
     def events(self, rank: int) -> tuple[Event, ...]:
         """Return the last finished step, by start, in seconds of this host's ``perf_counter``."""
@@ -138,6 +178,11 @@ class Recorder(Observer):
                 found.append(
                     Event(rank, span.stream, span.instruction, start_s, end_s, moved_bytes)
                 )
+        found += [
+            replace(event, rank=rank)
+            for event in _joined(self._finished_copied)
+            if event.end_s > event.start_s
+        ]
         return tuple(sorted(found, key=lambda event: event.start_s))
 
     def recording(self, rank: int, name: str, looks: Sequence[Look] = ()) -> Recording:
@@ -167,3 +212,25 @@ class Recorder(Observer):
     def met_s(self) -> float | None:
         """When all ranks last met in that step: the same moment for all, whatever their clocks."""
         return None if self._met is None else self._marks.host_s(self._met)
+
+
+def _joined(events: Sequence[Event]) -> list[Event]:
+    """Return one event for all copies of an instruction."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and event.stream is not Stream.HOST
+            and (last.stream, last.instruction) == (event.stream, event.instruction)
+            and event.unit != NONE
+        ):
+            found[-1] = replace(
+                last,
+                start_s=min(last.start_s, event.start_s),
+                end_s=max(last.end_s, event.end_s),
+                moved_bytes=last.moved_bytes + event.moved_bytes,
+            )
+        else:
+            found.append(event)
+    return found

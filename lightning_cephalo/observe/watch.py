@@ -142,7 +142,8 @@ class Watch:
             now = self._clock if on_host else None
             # not a bound method, which would keep the model
             moved = partial(_moved_bytes, self._reference)
-            self._recorder = Recorder(marks, now, records_copies=on_host, bytes_of=moved)
+            # copies tell it themselves
+            self._recorder = Recorder(marks, now, records_copies=False, bytes_of=moved)
 
     @property
     def records(self) -> bool:
@@ -168,11 +169,14 @@ class Watch:
         if self._recorder is not None and recorded < RECORDED_STEP:
             self._recorder.restart()
             executor.attach(self._recorder)
+            if self._model.accelerator.computes_on_host:
+                self._model.accelerator.listener = self._recorder
 
     def _detach(self) -> None:
         self._model.executor.detach(self._timing)
         if self._recorder is not None:
             self._model.executor.detach(self._recorder)
+            self._model.accelerator.listener = None
 
     def finish_step(self, counts: bool = True) -> None:
         """End a step, after the optimizer's update.

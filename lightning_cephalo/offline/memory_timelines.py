@@ -126,13 +126,15 @@ def _table(timeline: MemoryTimeline) -> Table:
     ):
         table.add_row(heading, *map(_moved, sizes))
     table.add_section()
-    for heading, shares in (
-        ("device computes", [phase.compute_busy for phase in phases]),
-        ("link in use", [phase.link_busy for phase in phases]),
-        ("copies to and from the host", [phase.copy_busy for phase in phases]),
-        ("host updates", [phase.host_busy for phase in phases]),
+    device, link, copies, host = timeline.lanes()
+    for heading, events, shares in (
+        ("device computes", device, [phase.compute_busy for phase in phases]),
+        ("link in use", link, [phase.link_busy for phase in phases]),
+        ("copies to and from the host", copies, [phase.copy_busy for phase in phases]),
+        ("host updates", host, [phase.host_busy for phase in phases]),
     ):
-        table.add_row(heading, *(f"{share:.0%}" for share in shares))
+        # nothing of the kind was seen, which does not say that there was nothing
+        table.add_row(heading, *(f"{share:.0%}" if events else ABSENT for share in shares))
     return table
 
 

@@ -17,7 +17,7 @@ from lightning_cephalo.plan.program import ROOT, Instruction, Operation
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.plan.timeline import Stream
 
-_Record = Callable[[Stream, Instruction, float, float], None]
+_Record = Callable[[Stream, Instruction, float, float, float], None]
 
 
 def homes_of(problem: Problem, rank: RankPlan) -> tuple[StateHome, ...]:
@@ -41,7 +41,7 @@ class StateLanes:
         problem: The simulated problem.
         profile: The rank.
         rank: Its part of the plan, which moves state.
-        record: Called with each piece of work: its stream, instruction, start and end.
+        record: Called with each piece of work: its stream, instruction, start, end and bytes.
     """
 
     def __init__(
@@ -97,11 +97,17 @@ class StateLanes:
         each = problem.moment_bytes if is_streamed else problem.element_bytes
         to_device = stream is Stream.TO_DEVICE
         rate = profile.to_device_bytes_per_s if to_device else profile.to_host_bytes_per_s
-        return self._work(instruction, stream, start_s, each * self._sizes[unit] / rate)
+        moved_bytes = each * self._sizes[unit]
+        return self._work(instruction, stream, start_s, moved_bytes / rate, moved_bytes)
 
     def _work(
-        self, instruction: Instruction, stream: Stream, start_s: float, took_s: float
+        self,
+        instruction: Instruction,
+        stream: Stream,
+        start_s: float,
+        took_s: float,
+        moved_bytes: float = 0.0,
     ) -> float:
         end_s = self._lanes[stream].place(start_s, took_s)
-        self._record(stream, instruction, end_s - took_s, end_s)
+        self._record(stream, instruction, end_s - took_s, end_s, moved_bytes)
         return end_s

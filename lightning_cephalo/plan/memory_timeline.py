@@ -29,6 +29,7 @@ from lightning_cephalo.plan.timeline import (
 )
 
 _LINKS = frozenset({Stream.COMMUNICATION, Stream.REDUCTION})
+_COPIES = frozenset({Stream.COPY, Stream.TO_HOST, Stream.TO_DEVICE})
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,9 @@ class MemoryTimeline:
         """Return the events that make device, link, copies and host busy."""
         device, link, copies, host = [], [], [], []
         for event in self.events:
-            if event.operation is Operation.HOST_UPDATE:
+            if event.stream is Stream.HOST:
                 host.append(event)
-            elif event.stream is Stream.COPY:
+            elif event.stream in _COPIES:
                 copies.append(event)
             elif event.stream in _LINKS:
                 link.append(event)
@@ -206,12 +207,18 @@ class Way(str, enum.Enum):
     TO_DEVICE = "to the device"
 
 
-_WAYS = {
-    Way.GATHERED: frozenset({Operation.GATHER}),
-    Way.REDUCED: frozenset({Operation.REDUCE}),
-    Way.TO_HOST: frozenset({Operation.OFFLOAD, Operation.STORE_STATE}),
-    Way.TO_DEVICE: frozenset({Operation.FETCH, Operation.FETCH_STATE}),
+_OPERATIONS = {
+    Operation.GATHER: Way.GATHERED,
+    Operation.REDUCE: Way.REDUCED,
+    Operation.OFFLOAD: Way.TO_HOST,
+    Operation.FETCH: Way.TO_DEVICE,
 }
+_STREAMS = {Stream.TO_HOST: Way.TO_HOST, Stream.TO_DEVICE: Way.TO_DEVICE}
+
+
+def _way(event: Event) -> Way | None:
+    """Return which way an event's bytes move."""
+    return _STREAMS.get(event.stream) or _OPERATIONS.get(event.operation)
 
 
 def rate(events: Iterable[Event], way: Way) -> StepFunction:
@@ -221,7 +228,7 @@ def rate(events: Iterable[Event], way: Way) -> StepFunction:
     """
     changes: list[tuple[float, float]] = []
     for event in events:
-        if event.moved_bytes and event.operation in _WAYS[way]:
+        if event.moved_bytes and _way(event) is way:
             per_s = event.moved_bytes / (event.end_s - event.start_s)
             changes += [(event.start_s, per_s), (event.end_s, -per_s)]
     points, now = [], 0.0
@@ -264,4 +271,4 @@ def phases_of(marks: Sequence[tuple[float, Instruction]], end_s: float) -> tuple
 
 
 def _moved(events: Iterable[Event], way: Way) -> float:
-    return sum((event.moved_bytes for event in events if event.operation in _WAYS[way]), 0.0)
+    return sum((event.moved_bytes for event in events if _way(event) is way), 0.0)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from common import Net, RankFailure, in_ranks, loader, trainer
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
+from plans import PLANS, QUIET
 
+from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.observe.run_record import RECORD_NAME, RunRecord, read_record
+from lightning_cephalo.plan.program import NONE, Operation
 from lightning_cephalo.plan.timeline import Kind, Phase
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
@@ -82,6 +86,43 @@ def test_a_recorded_step_has_the_measured_peak_phases_and_traffic(tmp_path: Path
     for read, timeline in zip(record.timelines(), timelines, strict=True):
         assert (read.peak_bytes, len(read.events)) == (timeline.peak_bytes, len(timeline.events))
         assert read.end_s == pytest.approx(timeline.end_s, abs=1e-9)
+
+
+def fit_with_state_on_the_host(folder: str) -> Any:
+    plan = PLANS["3:1"]
+    moved = {"resident_fraction": 0.4, "host_update_fraction": 0.3}
+    plan = replace(plan, ranks=tuple(replace(rank, **moved) for rank in plan.ranks))
+    chosen = CephaloStrategy(plan=plan, global_batch_size=8, verbose=False, record=folder)
+    options = {**QUIET, "max_epochs": -1, "max_steps": 4}
+    made = Trainer(accelerator="cpu", devices=2, strategy=chosen, **options)
+    made.fit(Net(), loader(32))
+    return made.strategy.memory_timeline
+
+
+def test_state_that_moves_is_traffic_and_updates_by_the_host_keep_it_busy(tmp_path: Path) -> None:
+    timelines, _ = in_ranks(2, fit_with_state_on_the_host, str(tmp_path))
+    for timeline in timelines:
+        *_, copies, host = timeline.lanes()
+        # of three blocks one streams its state, and one is updated by the host
+        (updated,) = {event.unit for event in host}
+        (streamed,) = {e.unit for e in copies} - {updated, NONE}
+        there, back, gradients = (
+            sum(e.moved_bytes for e in copies if (e.operation, e.unit) == (operation, unit))
+            for operation, unit in (
+                (Operation.FETCH_STATE, streamed),
+                (Operation.STORE_STATE, streamed),
+                (Operation.HOST_UPDATE, updated),
+            )
+        )
+        # two moments each way; of the other unit gradients leave and rows come back
+        assert there == back > 0 and gradients > 0
+        phases = timeline.summary()
+        assert sum(phase.to_host_bytes for phase in phases) == back + gradients
+        assert sum(phase.to_device_bytes for phase in phases) == there + gradients
+        assert all(held.host_bytes > there + 2 * gradients for held in timeline.held)
+        assert any(phase.host_busy for phase in phases)
+    read = RunRecord.load(tmp_path / RECORD_NAME).timelines()
+    assert [len(one.events) for one in read] == [len(one.events) for one in timelines]
 
 
 def test_without_a_folder_nothing_is_recorded_and_one_that_cannot_be_made_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,7 @@ from lightning_cephalo.offline.memory_timelines import (
     simulated,
     tables,
 )
+from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import PlanError, predict
 from lightning_cephalo.plan.timeline import Phase
 
@@ -50,6 +52,29 @@ def test_phases_follow_each_other_through_the_whole_step():
         assert copied == {Phase.FORWARD: 2 * 2 * 2, Phase.BACKWARD: 0, Phase.UPDATE: 0}
         back = sum(phase.to_device_bytes for phase in timeline.summary())
         assert back == 2 * 2 * 2
+
+
+def test_state_that_moves_is_traffic_of_the_simulated_step():
+    _, problem, plan = case("AB")
+    rates = {"to_device_bytes_per_s": 16.0, "to_host_bytes_per_s": 8.0}
+    ranks = [replace(rank, **rates, host_updated_parameters_per_s=4.0) for rank in problem.ranks]
+    sizes = (0, 2, 2, 2, 2)
+    problem = replace(problem, ranks=ranks, unit_parameters=sizes, moment_bytes=8.0)
+    moved = {"resident_fraction": 0.5, "host_update_fraction": 0.25}
+    plan = replace(plan, ranks=[replace(rank, **moved) for rank in plan.ranks])
+    simulation = simulate(problem, plan)
+    for timeline in simulated(simulation, problem, plan):
+        own = predict(problem, plan).ranks[timeline.ranks[0]]
+        assert timeline.peak_bytes == pytest.approx(own.memory_bytes)
+        assert max(held.host_bytes for held in timeline.held) == own.state_host_bytes > 0
+        device, link, copies, host = timeline.lanes()
+        assert device and link and len(host) == 1
+        # half of two parameters: one unit's moments each way, one's gradients and rows
+        phases = timeline.summary()
+        assert sum(phase.to_host_bytes for phase in phases) == 8 + 4
+        assert sum(phase.to_device_bytes for phase in phases) == 8 + 4
+        assert sum(event.moved_bytes for event in copies) == 2 * (8 + 4)
+        assert max(phase.host_busy for phase in phases) > 0
 
 
 def shown(table) -> str:

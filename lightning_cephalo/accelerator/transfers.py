@@ -1,0 +1,112 @@
+"""Tells a listener of copies between device and host, and of updates by the host.
+
+Without a listener a copy costs one comparison more. Copies of a device that runs behind the host
+are not told: their ends are events of the device, which have no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cephalo.accelerator.base import Accelerator, Copies, HostWorker
+
+
+class Told:
+    """Copies that a listener is told of.
+
+    Args:
+        accelerator: The device, which has the listener.
+        to_host: Whether all of them leave the device; None: the listener knows.
+    """
+
+    def __init__(self, accelerator: Accelerator, to_host: bool | None = None) -> None:
+        self._accelerator, self._to_host = accelerator, to_host
+        self._copies = accelerator.copies()
+        self._free_s = 0.0
+
+    def start(self, target: Tensor, source: Tensor, after: Sequence[Any] | None = None) -> Any:
+        """Start a copy; see :meth:`~.base.Copies.start`."""
+        listener = self._accelerator.listener
+        if listener is None or not target.numel():
+            return self._copies.start(target, source, after)
+        begun_s = _begun_s(listener.device_s(), self._accelerator.now_s(), after)
+        arrival = self._copies.start(target, source, after)
+        end_s = listener.device_s() if arrival is None else arrival
+        if isinstance(end_s, float):
+            # an emulated link does one copy after the other
+            start_s = begun_s if arrival is None else min(max(begun_s, self._free_s), end_s)
+            self._free_s = end_s
+            listener.copied(target.numel() * target.element_size(), self._to_host, start_s, end_s)
+        return arrival
+
+    def wait(self, arrival: Any) -> None:
+        """Make later work run after a copy."""
+        self._copies.wait(arrival)
+
+    def finish(self, arrival: Any) -> None:
+        """Block until a copy is done."""
+        self._copies.finish(arrival)
+
+
+class ToldWorker:
+    """A thread of the host whose updates a listener is told of.
+
+    Args:
+        accelerator: The device, which has the listener.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._worker: HostWorker = accelerator.host_worker()
+        self._free_s = 0.0
+
+    def submit(
+        self,
+        work: Callable[[], Any],
+        elements: int,
+        after: Sequence[Any],
+        then: Callable[[Sequence[Any]], list[Any]],
+    ) -> Future[list[Any]]:
+        """Do some work behind all that was submitted before; see :class:`~.base.HostWorker`."""
+        listener = self._accelerator.listener
+        if listener is None:
+            return self._worker.submit(work, elements, after, then)
+        begun_s = _begun_s(listener.device_s(), self._accelerator.now_s(), after)
+        running, clock, worked_s = listener.running(), self._accelerator.now_s, []
+
+        def told_work() -> None:
+            worked_s.append(clock())
+            work()
+            worked_s.append(clock())
+
+        def told_then(done: Sequence[Any]) -> list[Any]:
+            start_s, end_s = worked_s
+            ends_s = [end for end in done if isinstance(end, float)]
+            if ends_s:  # of an emulated host, whose threads have a clock of their own
+                end_s = max(ends_s)
+                start_s = min(max(begun_s, self._free_s), end_s)
+                self._free_s = end_s
+            listener.updated(running, start_s, end_s)
+            return then(done)
+
+        return self._worker.submit(told_work, elements, after, told_then)
+
+    def close(self) -> None:
+        """End the thread, when its work is done."""
+        self._worker.close()
+
+
+def _begun_s(device_s: float, now_s: float, after: Sequence[Any] | None) -> float:
+    """Return when work may begin: behind the device's own, or behind what it waits for."""
+    if after is None:
+        return device_s
+    return max([now_s, *(each for each in after if isinstance(each, float))])
+
+
+def told(accelerator: Accelerator, to_host: bool | None = None) -> Copies:
+    """Return copies of a device, of which its listener is told."""
+    return Told(accelerator, to_host)
