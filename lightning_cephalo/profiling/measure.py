@@ -210,9 +210,6 @@ def measure(
         ranks=tuple(profiles),
         units=units,
         state_bytes=float(state_bytes(model)),
-        early_state_bytes=float(state_bytes(model, early=True)),
-        early_reducing_state_bytes=float(reducing_state_bytes(model)),
-        early_updating_state_bytes=float(updating_state_bytes(model)),
         reducing_retained_bytes=kept.reducing_sample_bytes,
         kept_reducing_retained_bytes=None if no_recompute is None else reducing_inside,
         global_batch_size=global_batch_size,
@@ -266,6 +263,11 @@ def _in_this_world(
         even_reduce_s *= reduced / units
     return replace(
         alone,
+        # what a reduce receives into grows with the number of ranks
+        state_bytes=float(state_bytes(model)),
+        early_state_bytes=float(state_bytes(model, early=True)),
+        early_reducing_state_bytes=float(reducing_state_bytes(model)),
+        early_updating_state_bytes=float(updating_state_bytes(model)),
         gather_s=network.gather_s if visits else 0.0,
         reduce_s=network.reduce_s * reduced / units,
         optimizer_s=optimizer_s,
