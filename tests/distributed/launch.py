@@ -16,6 +16,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ SOON_S = 300.0
 """When ranks must have ended that wait for none that has failed: before :func:`run_ranks` ends
 them, long before the half hour after which collectives give up, and late enough for a machine that
 does much else."""
+
+AFTER_FAILURE_S = 60.0
+"""How long ranks may go on after one has raised what nobody expects."""
 
 
 class RankFailure(AssertionError):
@@ -51,9 +56,7 @@ def run_ranks(
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + timeout_s
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        waited = _wait_for(processes, folder, timeout_s)
         hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for rank in hung:
             processes[rank].kill()
@@ -61,10 +64,33 @@ def run_ranks(
         outcomes = [_outcome(folder, rank) for rank in range(world_size)]
     failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(outcomes) if not ok]
     if hung:
-        failures.append(f"ranks {hung} were still running after {timeout_s} s")
+        failures.append(f"ranks {hung} were still running {waited}")
     if failures:
         raise RankFailure("\n".join(failures))
     return [value for _, value in outcomes]
+
+
+def _wait_for(processes: Sequence[BaseProcess], folder: str, timeout_s: float) -> str:
+    """Wait until all have ended, or have had their time; returns a description of that time.
+
+    Ranks seldom end by themselves after another one has raised. One that dies, they find out about.
+    """
+    end_s, told = time.monotonic() + timeout_s, f"after {timeout_s} s"
+    running = dict(enumerate(processes))
+    while running and (left_s := end_s - time.monotonic()) > 0:
+        # what a rank has started keeps the sentinel of a rank that is gone
+        ended = wait([process.sentinel for process in running.values()], min(left_s, 1.0))
+        for rank, process in list(running.items()):
+            if process.sentinel in ended:
+                process.join()
+            if process.is_alive():
+                continue
+            del running[rank]
+            raised = os.path.exists(_path(folder, rank)) and not _outcome(folder, rank)[0]
+            if raised and time.monotonic() + AFTER_FAILURE_S < end_s:
+                end_s = time.monotonic() + AFTER_FAILURE_S
+                told = f"{AFTER_FAILURE_S} s after rank {rank} had failed"
+    return told
 
 
 def run_script(
@@ -126,11 +152,15 @@ def _let_no_message_interrupt() -> None:
 
 
 def _outcome(folder: str, rank: int) -> tuple[bool, Any]:
-    path = os.path.join(folder, f"result{rank}")
+    path = _path(folder, rank)
     if not os.path.exists(path):
         return False, "died without a result"
     with open(path, "rb") as file:
         return pickle.load(file)
+
+
+def _path(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"result{rank}")
 
 
 def _rank_main(
@@ -164,6 +194,7 @@ def _rank_main(
             dist.destroy_process_group()
     except BaseException:
         payload = pickle.dumps((False, traceback.format_exc()))
-    with open(os.path.join(folder, f"result{rank}.partial"), "wb") as file:
+    partial = _path(folder, rank) + ".partial"
+    with open(partial, "wb") as file:
         file.write(payload)
-    os.replace(os.path.join(folder, f"result{rank}.partial"), os.path.join(folder, f"result{rank}"))
+    os.replace(partial, _path(folder, rank))
