@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.over_batch import was_asked
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.profiling.isolation import preserved_state
 
 SAMPLES = 4
 # Relative: of sums in another order, by the dtype of computing; and of the same sums again.
@@ -92,7 +94,7 @@ def compared(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(context())
         stack.enter_context(torch.no_grad())
-        losses = [_loss_of(model, step, piece) for piece in pieces]
+        losses = [_loss_from_here(model, step, piece) for piece in pieces]
     if not parts:
         return None
     (whole, _), (again, _), *of_parts = losses
@@ -129,6 +131,16 @@ def _told(found: LossOfParts, sizes: Sequence[int]) -> str:
         " compares samples with each other, or has a term about the whole batch, let"
         " lightning_cephalo.loss_over_batch(function, *tensors) compute that."
     )
+
+
+def _loss_from_here(
+    model: ShardedModel, step: Callable[[Any], Any], piece: tuple[Any, int] | None
+) -> tuple[float, float]:
+    """Return a loss and its weight; the next step finds the buffers as this one has found them."""
+    with ExitStack() as undo:
+        kept = preserved_state(model.module, model.accelerator)
+        model.control.together("copying what modules hold", partial(undo.enter_context, kept))
+        return _loss_of(model, step, piece)
 
 
 def _loss_of(
