@@ -6,9 +6,21 @@ Each rank prints its process. Kill one from another terminal, or all of them: `k
 about two seconds the ranks go on at the last step that each has kept in the host's memory. Steps
 since then are repeated: with ``recover=True`` one at most. Losses are those of a run that nobody
 interrupts. No line of a script is needed for it.
+
+With a storage the training outlives all hosts. Give a folder or a URL for fsspec, kill the launcher
+and all ranks, and start it again, on this host or another:
+
+python -m lightning_cephalo.run --nproc-per-node 2 examples/spot.py s3://bucket/run
+
+Hosts may come and go. Start this on each; the host of the endpoint must stay. ``copies=1`` keeps
+rows of a host on another one, so that nothing is read from the storage if it is taken away:
+
+python -m lightning_cephalo.run --nnodes 1:4 --nproc-per-node 2 --rdzv-endpoint na:29400 \\
+    --rdzv-id spot examples/spot.py s3://bucket/run
 """
 
 import os
+import sys
 import time
 from typing import Any
 
@@ -17,6 +29,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cephalo import CephaloStrategy, Recovery
 
 WIDTH = 32
 
@@ -58,14 +72,23 @@ class Shows(Callback):
             )
 
 
-def main(samples: int = 2048, pause_s: float = 0.05, **options: Any) -> LightningModule:
+def main(
+    storage: str | None = None, samples: int = 2048, pause_s: float = 0.05, **options: Any
+) -> LightningModule:
     seed_everything(1, verbose=False)
     x = torch.randn(samples, WIDTH)
     data = TensorDataset(x, torch.sin(x).sum(1, keepdim=True))
     model = Regressor()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    strategy: Any = "cephalo"
+    if storage is not None:
+        strategy = CephaloStrategy(
+            recover=Recovery(copies=int(hosts > 1), storage=storage, storage_every_s=10.0)
+        )
     callbacks = [Shows(pause_s), *options.pop("callbacks", [])]
-    defaults = {"strategy": "cephalo", "accelerator": "cpu", "devices": ranks, "max_epochs": 60}
+    defaults = {"strategy": strategy, "accelerator": "cpu", "devices": ranks, "max_epochs": 60}
+    defaults["num_nodes"] = hosts
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = Trainer(**{**defaults, **quiet, **options}, callbacks=callbacks)
     trainer.fit(model, DataLoader(data, batch_size=64, shuffle=False))
@@ -73,4 +96,4 @@ def main(samples: int = 2048, pause_s: float = 0.05, **options: Any) -> Lightnin
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:2])

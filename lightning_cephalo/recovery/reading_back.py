@@ -64,10 +64,16 @@ class ReadingBack:
         def look() -> tuple[Sequence[Committed], int]:
             if self._control.rank != 0:
                 return (), -1
-            steps = self._storage.committed()
-            if not steps and not is_whole:
-                self._storage.check_writable()
-            return steps, self._storage.last_attempt()
+            try:
+                steps = self._storage.committed()
+                if not steps and not is_whole:
+                    self._storage.check_writable()
+                return steps, self._storage.last_attempt()
+            except RecoveryError as error:
+                raise RecoveryError(
+                    f"{error} Steps may lie there. Training does not begin anew before it answers:"
+                    " start again then, or give another storage=."
+                ) from error
 
         found = self._control.together("looking for steps in the storage", look)
         asked: tuple[Sequence[Committed], int] = self._control.broadcast(found)

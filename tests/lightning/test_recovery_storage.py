@@ -126,5 +126,7 @@ def test_a_storage_that_is_away_is_told_and_never_makes_training_begin_anew(
     assert told_by(tmp_path)[-1][0] == 15
     assert any("could not send a step: storage=" in one and "goes on" in one for one in said)
     # at a start without memory: an error on every rank, before training
-    with pytest.raises(RankFailure, match=r"RecoveryError: storage='.*sent': writing to it"):
+    with pytest.raises(
+        RankFailure, match=r"RecoveryError: storage='.*sent': writing to it.* start again"
+    ):
         _start(2, tmp_path, [])
