@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class LateCopies:
         self._queue: deque[tuple[int, Tensor, weakref.ref, tuple]] = deque()
         self._issued = 0
 
-    def start(self, target: Tensor, source: Tensor) -> int:
+    def start(self, target: Tensor, source: Tensor, after: Sequence[int] | None = None) -> int:
         storage = source.untyped_storage()
         layout = (source.dtype, source.storage_offset(), source.shape, source.stride())
         self._issued += 1

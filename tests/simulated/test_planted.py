@@ -26,7 +26,7 @@ pytestmark = pytest.mark.simulated
 def copies_do_not_wait_for_earlier_work():
     from lightning_cephalo.accelerator.torch_device import StreamCopies
 
-    def start(self, target, source):
+    def start(self, target, source, after=None):
         with self._stream:
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
