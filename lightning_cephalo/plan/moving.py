@@ -236,14 +236,18 @@ def exposure(
     if not is_early:  # a root unit of another size fits no gap
         return Exposure((update, ((link_s, 0.0), (host_s, 0.0)), ((last_s, 0.0),)), ways[0])
     pace_s = backward_s * problem.units / max(moved.units, 1)
+
+    def hidden_s(units: int) -> float:
+        return units * pace_s if units > 0 else 0.0  # the pace may be infinite
+
     away, units = moved.units_away, moved.units
     behind_s = 2 * problem.element_bytes * min(streamed, on_host) / rate
     moving = (
-        (link_s, away * pace_s),
-        (state_s + behind_s, moved.units_streamed * pace_s),
-        (host_s + last_s * (on_host > 0), max(units - 2, 0) * pace_s),
+        (link_s, hidden_s(away)),
+        (state_s + behind_s, hidden_s(moved.units_streamed)),
+        (host_s + last_s * (on_host > 0), hidden_s(units - 2)),
     )
-    last = ((last_s, max(units - away - 1, 0) * pace_s),)
+    last = ((last_s, hidden_s(units - away - 1)),)
     return Exposure((update, moving, last), ways[0])
 
 

@@ -284,6 +284,78 @@ def test_no_plan_is_faster_and_none_is_missed(seeds):
     assert moved > 1
 
 
+def _tight_problem(seed: int) -> Problem:
+    """A rank that holds no state by its shortest backward, which keeps activations."""
+    draw = random.Random(seed)
+    units = draw.randint(6, 10)
+    sizes = (draw.choice([2, 10, 20]), *[10] * units)
+    capacity = 4 * sum(sizes) + draw.uniform(180, 12 * sum(sizes) * 0.8)
+    least = draw.uniform(5, 60)
+    rank = RankProfile(
+        "r",
+        [0.01, 0.015],
+        [draw.uniform(3, 5), draw.uniform(5, 7)],
+        [0.1, 0.1],
+        [least, least + draw.uniform(20, 300)],
+        capacity,
+        kept_backward_s=[0.5, 0.8],
+        kept_compute_bytes=[capacity - 20, capacity - 10],
+        host_capacity_bytes=1e9,
+        to_device_bytes_per_s=draw.uniform(2, 40),
+        to_host_bytes_per_s=40.0,
+        host_updated_parameters_per_s=draw.choice([0.0, 0.0, 3.0]),
+    )
+    problem = Problem(
+        [rank],
+        units,
+        state_bytes=16 * sum(sizes),
+        early_state_bytes=12 * sum(sizes),
+        global_batch_size=2,
+        gathered_bytes=2.0,
+        optimizer_offload="auto",
+        unit_parameters=sizes,
+        moment_bytes=8.0,
+    )
+    return problem.with_early_update()
+
+
+def test_plans_are_found_whose_backward_is_far_from_the_shortest():
+    moved = 0
+    for seed in range(12):
+        problem = _tight_problem(seed)
+        known = [least_moving_step(problem)]
+        for offload in (False, "auto"):
+            try:
+                plan = solve(replace(problem, optimizer_offload=offload))
+            except InfeasibleError:
+                plan = None
+            known.append(None if plan is None else plan.step_s)
+        if plan is None:
+            assert known == [None] * 3, seed
+            continue
+        expected_s = min(step_s for step_s in known[:2] if step_s is not None)
+        assert plan.step_s <= expected_s * 1.003, seed
+        assert plan.bound_s <= expected_s * (1 + 1e-9), seed
+        moved += plan.moves_state
+    assert moved > 2
+
+
+def test_an_endless_backward_hides_all_that_moves_and_nothing_that_does_not():
+    problem = PROBLEM.with_early_update()
+    for moved in moving.choices(problem, RANK):
+        endless = moving.exposure(problem, RANK, moved, math.inf)
+        assert not any(math.isnan(hidden) for _, hidden in endless.lines)
+        assert endless.of(1.0) <= moving.exposure(problem, RANK, moved, 1e6).of(1.0) < math.inf
+
+
+def test_a_link_that_is_far_too_slow_ends_the_search():
+    crawling = replace(RANK, to_device_bytes_per_s=1e-6, to_host_bytes_per_s=1e-6)
+    idle = replace(crawling, forward_s=[0.0], backward_s=[0.0], tail_s=[0.0], capacity_bytes=600.0)
+    for rank in (replace(crawling, capacity_bytes=600.0), idle):
+        plan = solve(replace(PROBLEM, ranks=[rank, rank], optimizer_offload=True))
+        assert plan.moves_state and math.isfinite(plan.step_s)
+
+
 def test_state_moves_only_where_it_has_to_or_makes_steps_shorter():
     roomy = replace(PROBLEM.with_early_update(), optimizer_offload=False)
     wanted = solve(roomy)

@@ -116,12 +116,14 @@ def fastest_moving(
         plan = variant.priced(found)
         if plan is not None and (best is None or plan.step_s < best.step_s):
             best = plan
-        for half in variant.halves(box, (best.step_s if best else limit_s) - least_s):
+        for half in variant.halves(box, least_s, best.step_s if best else limit_s):
             heapq.heappush(queue, (least_s, next(count), variant, half))
     bound_s = min([bound_s, *(each[0] for each in queue)])
     if best is None:
         if failure is not None:
             raise failure
+        if math.isinf(limit_s) and queue:
+            raise SolverError("No plan with state in host memory was found, and none is excluded.")
         return None, bound_s
     roomier = _Variant(best.problem, best.even, deadline).roomiest(best)
     return roomier, min(bound_s, best.step_s)
@@ -145,7 +147,8 @@ class _Variant:
         self.types = group_types(problem)
         bounds = Search(problem, self.types, deadline)
         self.bound_s = bounds.bound_s + fixed_time(problem)
-        self.least_backward_s = paced_backward_s(problem, bounds.backward_floor_s)
+        self.least_backward_s = paced_backward_s(problem, bounds.floors_s[1])
+        self._floor_s = step_time(problem, *bounds.floors_s)
 
     @property
     def _most_share(self) -> float:
@@ -162,21 +165,35 @@ class _Variant:
         room = self.room(box.exposed_s[1], box.backward_s[1])
         return Search(floored, self.types, self.deadline, room)
 
-    def halves(self, box: _Box, slack_s: float) -> list[_Box]:
-        """Return the two halves of a box, whose plans may be slower by ``slack_s`` at most."""
+    def halves(self, box: _Box, least_s: float, limit_s: float) -> list[_Box]:
+        """Return the two halves of a box, without what is slower than a limit for certain.
+
+        Args:
+            box: The box.
+            least_s: Lower bound of the step of its plans.
+            limit_s: The limit; infinite: there is none.
+        """
         (least, most), (slow, slowest) = box.exposed_s, box.backward_s
-        if not math.isfinite(slack_s):
-            slack_s = max(1.0, 4 * self.bound_s)
         units = self.problem.units
-        most = min(most, least + slack_s)
-        slowest = min(slowest, slow + slack_s / units)
-        if self.problem.early_update and units * (slowest - slow) > most - least:
-            middle = (slow + slowest) / 2
-            return [_Box((least, most), pair) for pair in ((slow, middle), (middle, slowest))]
-        if most <= least:
+        most = min(most, least + limit_s - least_s)
+        # only the floors say what a slower backward adds: other bounds contain one already
+        more_s = limit_s - self._floor_s - least
+        slowest = min(slowest, self.least_backward_s + more_s / units)
+        if most < least or slowest < slow:
             return []
-        middle = (least + most) / 2
+        wide_s, long_s = most - least, units * (slowest - slow)
+        if self.problem.early_update and long_s > 0 and long_s >= wide_s:
+            middle = self._middle(slow, slowest, units)
+            return [_Box((least, most), pair) for pair in ((slow, middle), (middle, slowest))]
+        if wide_s <= 0:
+            return []
+        middle = self._middle(least, most, 1)
         return [_Box(pair, (slow, slowest)) for pair in ((least, middle), (middle, most))]
+
+    def _middle(self, low: float, high: float, units: int) -> float:
+        if math.isfinite(high):
+            return (low + high) / 2
+        return low + max(low, (4 * self.bound_s or 1.0) / units)
 
     def priced(self, found: Found) -> MovingPlan | None:
         """Return the plan of these columns that exposes the least; None if it cannot be."""
@@ -223,7 +240,7 @@ class _Variant:
         low, high = 0.0, self.bound_s or 1.0
         while not holds(high):
             low, high = high, 4 * high
-        while high - low > _ROUNDING * self.bound_s:
+        while high - low > _ROUNDING * max(high, self.bound_s):
             middle = (low + high) / 2
             if holds(middle):
                 high = middle

@@ -96,9 +96,9 @@ class Search:
         return self._bounds.step_s
 
     @property
-    def backward_floor_s(self) -> float:
-        """Lower bound of the seconds of a unit's backward, or of its collectives, for all plans."""
-        return self._bounds.floors_s[1]
+    def floors_s(self) -> tuple[float, float, float]:
+        """Lower bounds of a unit's forward and backward, or of their collectives, and of tails."""
+        return self._bounds.floors_s
 
     @cached_property
     def _bounds(self) -> TimeBounds:

@@ -138,7 +138,7 @@ def _or_moving(problem: Problem, plan: Plan | None, deadline: float) -> Plan | N
     except SolverError:
         if plan is None:
             raise
-        return plan
+        return _proven(plan, min(plan.bound_s or 0.0, least_step_s(problem)))
     if plan is not None:
         bound_s = min(bound_s, plan.bound_s or 0.0)
     if moving is None or moving.step_s > limit_s:
@@ -224,7 +224,7 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
             search = Search(variant, group_types(variant), deadline)
             # if every plan's backward hides a gather too, keeping units gathered gains nothing
             both_s = variant.gather_s + variant.reduce_s
-            if reshard != problem.reshard_choices[0] and search.backward_floor_s >= both_s:
+            if reshard != problem.reshard_choices[0] and search.floors_s[1] >= both_s:
                 continue
             yield _Variant(search, even)
 
