@@ -8,7 +8,7 @@ the table is a fault: how often it was made, how many steps were repeated at mos
 step's loss and samples are those of a run that nobody interrupted, to the last bit, and the seconds
 from the fault to the next new step. The last row is Lightning's DDP under torchrun, with a
 checkpoint every 10 steps and ``ckpt_path="last"``. Seconds hold for a machine that does nothing
-else.
+else. A second table is of hosts that go and come (``host_faults.py``).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import host_faults
+
 ROOT = Path(__file__).resolve().parent.parent
 RANKS, GLOBAL_BATCH, SAMPLES, PAUSE_S = 2, 8, 512, 0.01
 STEPS_OF_EPOCH = SAMPLES // GLOBAL_BATCH
@@ -38,25 +40,34 @@ _WAIT_S = 300.0
 # -- a rank ---------------------------------------------------------------------------------------
 
 
-def train(folder: Path, steps: int, way: str) -> None:
+def train(folder: Path, steps: int, way: str, storage: str | None = None, copies: int = 0) -> None:
     """Run one rank's training, and tell what it does in files of the folder."""
     _tell(folder / "started", [int(os.environ["RANK"]), os.getpid()])
+    if way == "hosts":  # the agent ends these ranks when another host comes
+        wanted = folder / "wanted"
+        while wanted.exists() and int(os.environ["WORLD_SIZE"]) < int(wanted.read_text() or 0):
+            time.sleep(0.05)
     import torch
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+    from lightning_cephalo import CephaloStrategy, Plan, RankPlan, Recovery
+    from lightning_cephalo.recovery import storage as storages
     from lightning_cephalo.recovery import store
+
+    # under another number of ranks dropout has other masks
+    width, dropout = (256, 0.0) if way == "hosts" else (64, 0.1)
 
     class Net(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             blocks = (
-                nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)
+                nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(dropout))
+                for _ in range(4)
             )
-            self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(64, 1)
+            self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(width, 1)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x = batch[0]
@@ -76,28 +87,44 @@ def train(folder: Path, steps: int, way: str) -> None:
             time.sleep(PAUSE_S)
             told = [trainer.global_step, float(trainer.callback_metrics["loss"])]
             name = folder / f"steps{trainer.global_rank}"
-            _tell(name, [*told, batch[0][:, 0].tolist(), time.time(), os.getpid()])
+            line = [*told, batch[0][:, 0].tolist(), time.time(), os.getpid(), trainer.world_size]
+            _tell(name, line)
             # a mark of the benchmark: this rank dies in the middle of its next copy
             mark = folder / f"dies_in_copy{trainer.global_rank}"
             if mark.exists():
                 mark.unlink()
                 vars(store)["_HEAD"] = _Dies(store._HEAD)
+            # and this one when it has sent all of a step but the list of what it has sent
+            mark = folder / f"dies_in_upload{trainer.global_rank}"
+            if mark.exists():
+                mark.unlink()
+                vars(storages)["_packed"] = _Dies(store._HEAD).pack
 
     torch.set_num_threads(1)
     torch.manual_seed(7)
-    x = torch.randn(SAMPLES, 64)
+    x = torch.randn(SAMPLES, width)
     # shuffled anew in every epoch, from a generator that a script makes alike at every start
     data = DataLoader(
         TensorDataset(x, torch.sin(x).sum(1, keepdim=True)),
-        batch_size=GLOBAL_BATCH if way == "cephalo" else GLOBAL_BATCH // RANKS,
+        batch_size=GLOBAL_BATCH // RANKS if way == "ddp" else GLOBAL_BATCH,
         shuffle=True,
     )
-    plan = Plan((RankPlan((3, 2), 0.7), RankPlan((3,), 0.3)))
+    plans = {
+        1: Plan((RankPlan((4, 4), 1.0),)),
+        2: Plan((RankPlan((3, 2), 0.7), RankPlan((3,), 0.3))),
+        3: Plan((RankPlan((3,), 0.5), RankPlan((3,), 0.3), RankPlan((2,), 0.2))),
+    }
+    plan = plans[int(os.environ["WORLD_SIZE"])]
     is_ddp = way == "ddp"
+    recover: Any = True
+    if way == "hosts":
+        recover = Recovery(every=1, copies=copies, storage=storage, storage_every_s=0.5)
     strategy: Any = (
         "ddp"
         if is_ddp
-        else CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, recover=True, verbose=False)
+        else CephaloStrategy(
+            plan=plan, global_batch_size=GLOBAL_BATCH, recover=recover, verbose=False
+        )
     )
     callbacks: list[Any] = [Tells()]
     if is_ddp:
@@ -105,7 +132,8 @@ def train(folder: Path, steps: int, way: str) -> None:
         callbacks.append(ModelCheckpoint(**saved))
     trainer = Trainer(
         accelerator="cpu",
-        devices=RANKS,
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy=strategy,
         max_epochs=-(-steps // STEPS_OF_EPOCH),
         callbacks=callbacks,
@@ -144,31 +172,23 @@ class Run:
         self.folder, self.way = folder, way
         self.log = (folder / "log").open("w")
         agent = (
-            ["lightning_cephalo.run"]
-            if way == "cephalo"
-            else ["torch.distributed.run", "--standalone", "--max-restarts=100"]
+            ["torch.distributed.run", "--standalone", "--max-restarts=100"]
+            if way == "ddp"
+            else ["lightning_cephalo.run"]
         )
         self.agent = subprocess.Popen(
             [
                 *(sys.executable, "-m", *agent, f"--nproc-per-node={RANKS}"),
                 *(__file__, "--train", way, "--folder", str(folder), "--steps", str(steps)),
             ],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONWARNINGS": "ignore",
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            },
+            env=environment(),
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
 
     def told(self, name: str) -> list[Any]:
         """Return what ranks have told so far."""
-        path = self.folder / name
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("]")]
+        return told_in(self.folder / name)
 
     def steps(self) -> int:
         """Return the last step that rank 0 has told."""
@@ -200,6 +220,25 @@ class Run:
         """End the agent and its ranks."""
         self.agent.terminate()
         self.end()
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of an agent."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **more,
+    }
+
+
+def told_in(path: Path) -> list[Any]:
+    """Return the lines that ranks have told."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("]")]
 
 
 def _kill(processes: Sequence[int], number: int = signal.SIGKILL) -> None:
@@ -313,11 +352,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the random moments (1)")
     parser.add_argument("--folder", type=Path, help="for logs (a temporary one)")
     parser.add_argument("--only", default="", help="the faults that contain this text")
-    parser.add_argument("--train", choices=["cephalo", "ddp"], help=argparse.SUPPRESS)
+    parser.add_argument("--train", choices=["cephalo", "ddp", "hosts"], help=argparse.SUPPRESS)
+    parser.add_argument("--storage", help=argparse.SUPPRESS)
+    parser.add_argument("--copies", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.train is not None:
-        train(given.folder, given.steps, given.train)
+        train(given.folder, given.steps, given.train, given.storage, given.copies)
         return
     random.seed(given.seed)
     with tempfile.TemporaryDirectory() as temporary:
@@ -332,6 +373,8 @@ def main() -> None:
                 (folder / str(index)).mkdir()
                 count = given.kills if index == 0 else given.others
                 print(_measure(name, fault, count, folder / str(index), way).line(), flush=True)
+        print(flush=True)
+        host_faults.report(folder, given.only)
 
 
 if __name__ == "__main__":
