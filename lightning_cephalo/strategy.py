@@ -791,9 +791,11 @@ class CephaloStrategy(ParallelStrategy):
 
     def _record(self, is_finished: bool) -> None:
         if self.is_global_zero and self._watch.writes_record:
-            record = self.session.record(self._measured_memory, self.replans)
-            is_given = self._options.plan is not None
-            self._watch.write_record(replace(record, is_finished=is_finished), is_given)
+            session, measured, replans = self.session, self._measured_memory, self.replans
+            self._watch.write_record(
+                lambda: replace(session.record(measured, replans), is_finished=is_finished),
+                is_given=self._options.plan is not None,
+            )
 
     # -- evaluation ---------------------------------------------------------------------------
 

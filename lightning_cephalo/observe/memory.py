@@ -234,13 +234,15 @@ class TrainingMemory(Observer):
         resting = self._meter.bytes_without(*tensors)
         self._look()
         self._resting_state = self._state_bytes()
-        self._other = resting - self._resting_state - self._buffers()
+        self._other = max(0, resting - self._resting_state - self._buffers())
 
     def after_forward(self) -> None:
         """Read the boundaries; called between the forward and the backward, when all exist."""
         if self._is_counting:
             held = self._meter.current_bytes
-            self._boundaries = held - self._state_bytes() - self._other - self._buffers()
+            # what rested before may be gone by now
+            known = self._state_bytes() + self._other + self._buffers()
+            self._boundaries = max(0, held - known)
 
     def measured(self) -> RankMemory | None:
         """Return the measured memory; None before the counted step."""

@@ -247,15 +247,18 @@ class Watch:
         """Whether a record of the run is written."""
         return self._folder is not None
 
-    def write_record(self, record: RunRecord, is_given: bool) -> None:
-        """Write the record of the run with what was measured so far; on rank 0.
+    def write_record(self, known: Callable[[], RunRecord], is_given: bool) -> None:
+        """Write the record of the run with what was measured so far, or warn; on rank 0.
 
         Args:
-            record: What the session knows.
+            known: Returns what the session knows.
             is_given: Whether the user gave the plan.
         """
-        if self._folder is None:
-            return
+        if self._folder is not None:
+            path = self._folder / RECORD_NAME
+            _write(lambda: self._record(known(), is_given).save(path), "record of the run")
+
+    def _record(self, record: RunRecord, is_given: bool) -> RunRecord:
         measured = {one.rank: one for one in self.ranks}
         recorded = {one.rank: one for one in self.recordings}
         ranks = []
@@ -274,14 +277,13 @@ class Watch:
             if step is not None:
                 rank = replace(rank, events=step.events, held=step.held, phases=step.phases)
             ranks.append(rank)
-        record = replace(
+        return replace(
             record,
             ranks=tuple(ranks),
             is_given=is_given,
             remarks=tuple(remarks(self.ranks, is_given=is_given)),
             steps_s=_thinned(self._steps_s),
         )
-        _write(partial(record.save, self._folder / RECORD_NAME), "record of the run")
 
     def _measured(self, rank: int, name: str, plan: Plan | None) -> MeasuredRank | None:
         step_s = self.step_s
@@ -315,9 +317,9 @@ class Watch:
 def _write(write: Callable[[], None], what: str) -> None:
     try:
         write()
-    except PlanError as error:
-        # the training is done: its result must not be lost because of a file of times
-        rank_zero_warn(f"The {what} was not written. {error}")
+    except Exception as error:
+        # only rank 0 writes: others would wait for it, and training be lost for a file of times
+        rank_zero_warn(f"The {what} was not written. {type(error).__name__}: {error}")
 
 
 def _thinned(values: Sequence[float]) -> tuple[float, ...]:

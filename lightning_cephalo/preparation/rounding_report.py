@@ -41,6 +41,9 @@ class RoundingReport:
         changed, whole = (math.fsum(squares) for squares in zip(*parts, strict=True))
         if whole == 0.0:  # no step yet, or one without a gradient
             return
+        if not math.isfinite(changed + whole):  # a step that is skipped, as scaled ones may be
+            self._rounding.measure()
+            return
         self._rounding.stop()
         self.share = math.sqrt(changed / whole)
         if changed == 0.0:  # nothing is wider than what travels

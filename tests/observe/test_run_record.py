@@ -13,6 +13,7 @@ from lightning_cephalo.observe.run_record import (
     RunRecord,
     read_record,
 )
+from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.plan.timeline import MEASURED_KINDS, Event, Held, Phase, Span, Stream
@@ -82,3 +83,15 @@ def test_a_file_that_is_no_record_is_named(tmp_path):
         (tmp_path / RECORD_NAME).write_text(content)
         with pytest.raises(PlanError, match=rf"{RECORD_NAME}.*{said}"):
             read_record(tmp_path)
+
+
+@pytest.mark.parametrize("error", [PlanError("a rank waits nan s"), ValueError("nan"), OSError(28)])
+def test_a_record_that_cannot_be_made_ends_no_training(tmp_path, error):
+    def known():
+        raise error
+
+    with pytest.warns(
+        UserWarning, match=f"record of the run was not written. {type(error).__name__}"
+    ):
+        Watch(folder=tmp_path).write_record(known, is_given=True)
+    assert not list(tmp_path.iterdir())

@@ -23,6 +23,11 @@ def test_one_line_tells_of_the_first_step_and_nothing_is_measured_behind_it(caps
     report = RoundingReport(SimpleNamespace(control=_Two(), rounding=rounding), verbose=True)
     report.between_steps()
     assert report.share is None and rounding.is_measured
+    overflown = torch.tensor([1.0, torch.inf])
+    rounding.rounded(overflown, 1.0)
+    rounding.summed(overflown)
+    report.between_steps()
+    assert report.share is None and rounding.is_measured
     gradient = torch.tensor([1.0, 1.0 + 2**-9])  # between two numbers of bfloat16
     sent = rounding.rounded(gradient, 0.5)
     assert sent.tolist() == [1.0, 1.0]
