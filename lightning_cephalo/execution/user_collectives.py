@@ -10,13 +10,18 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # The dispatcher looks here for every operator, whatever its tensors and the modes they are in.
 _KEY = torch._C.DispatchKey.BackendSelect
 
 
+# These need no third rank.
+_BETWEEN_TWO = {"send", "recv_", "recv_any_source_", "check_for_nan"}
+
+
 class UserCollectives:
-    """Reports each collective that the user's code starts, before it runs.
+    """Reports each collective of all ranks that the user's code starts, before it runs.
 
     ::
 
@@ -26,7 +31,8 @@ class UserCollectives:
         collectives.close()
 
     torch's dispatcher calls it for collectives only: other operators take no time. Collectives
-    outside of ``watched()`` and of other threads run as they are.
+    outside of ``watched()`` and of other threads run as they are. So do those of a part of the
+    ranks: the others do not come to them, and could not be asked whether all do.
 
     Private API: the key and its removal from a set of keys.
 
@@ -39,7 +45,7 @@ class UserCollectives:
         self._watch = _Watch(report)
         self._library = torch.library.Library("c10d", "IMPL")
         for operator in _collectives():
-            run = partial(_run, self._watch, operator)
+            run = partial(_run, self._watch, operator, _place_of_group(operator))
             self._library.impl(operator, run, _KEY.name, with_keyset=True)
 
     @contextmanager
@@ -69,9 +75,10 @@ class _Watch:
     thread: int | None = None
 
 
-def _run(watch: _Watch, operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(watch: _Watch, operator: Any, place: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
     thread = watch.thread
-    if thread is not None and thread == threading.get_ident():
+    is_watched = thread is not None and thread == threading.get_ident()
+    if is_watched and dist.ProcessGroup.unbox(args[place]).size() == dist.get_world_size():
         watch.thread = None
         try:
             watch.report(operator.overloadpacket.__name__.rstrip("_"))
@@ -82,7 +89,12 @@ def _run(watch: _Watch, operator: Any, keys: Any, *args: Any, **kwargs: Any) -> 
 
 def _collectives() -> list[Any]:
     found = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
-    names = {name.split(".")[0] for space, name in found if space == "c10d"}
+    names = {name.split(".")[0] for space, name in found if space == "c10d"} - _BETWEEN_TWO
     packets = [getattr(torch.ops.c10d, name) for name in names]
     operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     return [each for each in operators if "ProcessGroup" in str(each._schema)]
+
+
+def _place_of_group(operator: Any) -> int:
+    types = [str(argument.type) for argument in operator._schema.arguments]
+    return next(place for place, name in enumerate(types) if "ProcessGroup" in name)

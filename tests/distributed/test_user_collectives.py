@@ -1,0 +1,33 @@
+"""Collectives of the user's step are seen, whoever else communicates."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+
+from lightning_cephalo.execution.user_collectives import UserCollectives
+
+
+def _seen(rank):
+    alone = dist.new_group([0])
+    seen = []
+    collectives = UserCollectives(seen.append)
+    dist.all_reduce(torch.ones(2))  # the strategy's own
+    with collectives.watched():
+        dist.all_reduce(torch.ones(2))
+        if rank == 0:  # the other rank does not come
+            dist.all_reduce(torch.ones(2), group=alone)
+            dist.send(torch.ones(2), 1)
+        else:
+            dist.recv(torch.ones(2), 0)
+        with torch.inference_mode():
+            dist.broadcast(torch.ones(2), 0)
+    collectives.close()
+    with collectives.watched():
+        dist.all_reduce(torch.ones(2))
+    return seen
+
+
+def test_collectives_of_all_ranks_are_reported_and_those_of_some_are_left_alone():
+    assert run_ranks(2, _seen) == [["allreduce", "broadcast"]] * 2
