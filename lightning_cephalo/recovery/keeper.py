@@ -151,15 +151,15 @@ class Keeper:
         vars(self._loop)["on_advance_end"] = self._after_batch
         vars(self._trainer.fit_loop)["on_advance_end"] = self._after_epoch
 
-    def end(self) -> None:
-        """Keep no more steps."""
+    def end(self) -> bool:
+        """Keep no more steps; return whether this rank does nothing to the storage any more."""
         self.settle()
-        if self._uploading is not None:
-            self._uploading.cancel(_ENDING_S)
+        has_stopped = self._uploading is None or self._uploading.cancel(_ENDING_S)
         for loop in (self._loop, self._trainer.fit_loop):
             vars(loop).pop("on_advance_end", None)
         with suppress(Exception):  # the run ends: what is whole is found by the next start
             self._copying.finish(_ENDING_S)
+        return has_stopped
 
     def note(self) -> tuple[float, float, float, float]:
         """Return what the exchange of a step carries to all ranks.

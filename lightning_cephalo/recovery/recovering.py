@@ -468,17 +468,26 @@ class Recovering:
         """Remove what is kept, as training has ended well; collective."""
         # a training that had ended before the restart begins no steps, and has no keeper
         if self._control is not None and self._store is not None:
-            if self._keeper is not None:
-                self._keeper.end()
-            self._control.barrier()
+            has_stopped = self._keeper is None or self._keeper.end()
+            # all ranks wait here before any removes what others read
+            stopped = self._control.gather(float(has_stopped))
             os.environ[_FITS] = str(_fits() + 1)
             self._store.remove()
             if self._storage is not None and self._control.rank == 0:
-                self._clear(self._storage)
-        self.end()
+                self._clear(self._storage, [r for r, flag in enumerate(stopped) if not flag])
+        self._forget()
 
-    def _clear(self, storage: Storage) -> None:
+    def _clear(self, storage: Storage, writing: Sequence[int]) -> None:
+        """Remove all steps from the storage, unless some ranks still write to it.
+
+        What they write could come behind the removal: a step that looks whole and is not.
+        """
         try:
+            if writing:
+                ranks = ", ".join(map(str, writing))
+                raise RecoveryError(
+                    f"storage={storage.url!r}: what rank {ranks} writes to it has not ended."
+                )
             storage.remove()
         except RecoveryError as error:
             warnings.warn(

@@ -184,11 +184,12 @@ class Storage:
             self._files.pipe_file(f"{folder}/rank{piece.rank}.json", _packed(asdict(sent)))
         return sent
 
-    def commit(self, piece: Piece) -> None:
+    def commit(self, piece: Piece, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         """Declare a step whole that all ranks have sent, and remove older ones.
 
         Args:
             piece: A piece of the step.
+            is_cancelled: Returns whether to declare nothing any more.
 
         Raises:
             RecoveryError: The storage is away or denies it, an object is not there as it was sent,
@@ -205,6 +206,8 @@ class Storage:
                 )
             sent = tuple(self._sent(folder, rank) for rank in range(piece.world_size))
             self._check_sizes(folder, sent)
+            if is_cancelled():
+                return
             data = {"format": _FORMAT, "pieces": [asdict(one) for one in sent]}
             self._files.pipe_file(f"{folder}/{_COMMIT}", _packed(data))
             self._remove_older(piece)

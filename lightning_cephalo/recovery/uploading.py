@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -84,7 +85,9 @@ class Uploading:
         elif self._phase is _Phase.SENDING:
             self._phase = _Phase.COMMITTING
             if self._control.rank == 0:
-                self._start("committing a step", self._storage.commit, self.pinned)
+                self._start(
+                    "committing a step", self._storage.commit, self.pinned, self._must_stop
+                )
         else:
             self._phase = _Phase.IDLE
             self.uploads += 1
@@ -121,20 +124,23 @@ class Uploading:
         self._start("sending a step", self._send, piece, sizes, content)
 
     def _send(self, piece: Piece, sizes: Sizes, content: Tensor) -> None:
-        self._storage.send(piece, sizes, content, lambda: self._is_cancelled)
+        self._storage.send(piece, sizes, content, self._must_stop)
+
+    def _must_stop(self) -> bool:
+        return self._is_cancelled
 
     def _start(self, name: str, function: Callable[..., Any], *args: Any) -> None:
         self._task = Task(name, lambda: function(*args))
 
-    def cancel(self, timeout_s: float) -> None:
-        """Send no more; wait until what is under way has stopped.
+    def cancel(self, timeout_s: float) -> bool:
+        """Send no more; wait until what is under way has stopped, and return whether it has.
 
         Args:
             timeout_s: The longest wait.
         """
         self._is_cancelled = True
-        if self._task is not None:
-            try:
-                self._task.wait(timeout_s)
-            except Exception:  # nobody needs it any more
-                return
+        if self._task is None:
+            return True
+        with suppress(Exception):  # nobody needs it any more
+            self._task.wait(timeout_s)
+        return self._task.is_done

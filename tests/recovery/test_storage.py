@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import uuid
 import warnings
@@ -14,7 +15,9 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_cephalo.common.errors import RecoveryError
-from lightning_cephalo.recovery import storage, uploading
+from lightning_cephalo.recovery import recovering, storage, uploading
+from lightning_cephalo.recovery.options import Wish
+from lightning_cephalo.recovery.recovering import Recovering
 from lightning_cephalo.recovery.storage import KEPT, Storage
 from lightning_cephalo.recovery.store import Piece, Slot
 from lightning_cephalo.recovery.uploading import Uploading
@@ -277,3 +280,46 @@ def test_an_upload_that_is_cancelled_stops_and_commits_nothing(tmp_path):
     assert len(list((tmp_path / "run").rglob("rank1.*"))) == 2
     with pytest.raises(ValueError, match="1 objects do not hold 502 bytes"):
         storage.Sent(500, 2, 3, 100, (4,)).lengths()
+
+
+def test_a_commit_that_is_slow_at_the_end_of_training_declares_nothing(tmp_path, monkeypatch):
+    kept = Storage(str(tmp_path / "run"))
+    _send(kept, tmp_path, _piece(1))
+    is_checked, may_go_on = threading.Event(), threading.Event()
+    check = Storage._check_sizes
+
+    def slow_check(*args):
+        check(*args)
+        is_checked.set()
+        assert may_go_on.wait(60)
+
+    monkeypatch.setattr(Storage, "_check_sizes", slow_check)
+    one = Uploading(kept, 0.0, SimpleNamespace(rank=0), None)
+    one._phase, one.pinned = uploading._Phase.SENDING, _piece(1)
+    one.learn([uploading._DONE, uploading._DONE])
+    assert is_checked.wait(60)
+    assert not one.cancel(0.0)
+    may_go_on.set()
+    assert one.cancel(60)
+    assert kept.committed() == []
+
+
+@pytest.mark.parametrize("has_stopped", [(True, True), (True, False), (False, True)])
+def test_what_a_rank_still_writes_to_is_not_removed(tmp_path, monkeypatch, has_stopped):
+    monkeypatch.setenv(recovering._FITS, "0")
+    kept = Storage(str(tmp_path / "run"))
+    _send(kept, tmp_path, _piece(1))
+    kept.commit(_piece(1))
+    one = Recovering(Wish(None))
+    one._storage = kept
+    one._store = SimpleNamespace(remove=lambda: None)
+    one._keeper = SimpleNamespace(end=lambda: has_stopped[0])
+    one._control = SimpleNamespace(rank=0, gather=lambda own: [own, float(has_stopped[1])])
+    if all(has_stopped):
+        one.finish()
+        assert kept.committed() == []
+        return
+    writing = has_stopped.index(False)
+    with pytest.warns(UserWarning, match=f"stay in the storage.* rank {writing} writes.* Remove"):
+        one.finish()
+    assert [step.piece for step in kept.committed()] == [_piece(1)]
