@@ -43,7 +43,7 @@ class ReadingBack:
             RecoveryError: On every rank: no step is whole in memory, and the storage cannot be
                 used, or has only damaged ones.
         """
-        whole = inventory.whole()
+        whole, last = inventory.whole(), -1
         try:
             self.steps, last = self._ask(is_whole=bool(whole))
             found = self._complete(inventory, whole[0][0] if whole else None)
@@ -56,7 +56,8 @@ class ReadingBack:
                     f"Training goes on from hosts' memory, without the storage: {error}",
                     stacklevel=4,
                 )
-            return inventory
+            # what was read has taken the place of what lay in files of older copies
+            return replace(Inventory.take(self._store, self._control), last_sent=last)
 
     def _ask(self, is_whole: bool) -> tuple[Sequence[Committed], int]:
         """Let rank 0 look into the storage; it must be writable where training may begin."""
@@ -89,6 +90,8 @@ class ReadingBack:
                 nbytes: float = self._control.together("reading back a step", read)
             except Exception as error:
                 fault = fault or error
+                # a file that was written to may have held a piece of an older step
+                inventory = Inventory.take(self._store, self._control)
                 continue
             if fault is not None and self._control.rank == 0:
                 warnings.warn(f"Training goes on from an older step: {fault}", stacklevel=5)

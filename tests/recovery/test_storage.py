@@ -15,11 +15,14 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_cephalo.common.errors import RecoveryError
+from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery import recovering, storage, uploading
+from lightning_cephalo.recovery.lookup import Inventory
 from lightning_cephalo.recovery.options import Wish
+from lightning_cephalo.recovery.reading_back import ReadingBack
 from lightning_cephalo.recovery.recovering import Recovering
 from lightning_cephalo.recovery.storage import KEPT, Storage
-from lightning_cephalo.recovery.store import Piece, Slot
+from lightning_cephalo.recovery.store import Piece, Slot, Store
 from lightning_cephalo.recovery.uploading import Uploading
 
 RANKS = 2
@@ -199,6 +202,50 @@ def test_what_cannot_be_opened_written_or_listed_is_named(denies, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RecoveryError, match="writing to it"):
         Storage(str(tmp_path / "file" / "run")).check_writable()
+
+
+class Alone(ControlGroup):
+    """One rank, which has nobody to exchange with."""
+
+    def __init__(self):
+        self.rank, self.world_size, self.raised = 0, 1, None
+
+
+def _damaged_behind(kept, tmp_path, older, newer):
+    """Send two steps, of which the newer is damaged in rank 1's piece."""
+    for piece in (older, newer):
+        _send(kept, tmp_path, piece)
+        kept.commit(piece)
+    name = f"{kept._folder(newer)}/rank1.000001"
+    kept._files.pipe_file(name, bytes(len(kept._files.cat_file(name))))
+
+
+def test_a_piece_that_a_damaged_step_has_overwritten_is_read_again(tmp_path):
+    kept, store = Storage(str(tmp_path / "run")), Store(tmp_path / "memory", "job")
+    _damaged_behind(kept, tmp_path, _piece(1), _piece(2))
+    # memory alone has kept rank 1's piece of the older step, where the newer one's goes
+    slot = store.slot(1, None, is_copy=True)
+    slot.write(_piece(1).of(1), b"meta of 1", [torch.arange(85) + 1])
+    wanted = slot.read()
+    with pytest.warns(UserWarning, match=r"from an older step: .*rank1\.000001 is damaged"):
+        found = ReadingBack(kept, store, Alone()).look(Inventory.take(store, Alone()))
+    assert found.whole() == [(_piece(1), _piece(1).of(1))]
+    meta, payload = store.pieces()[_piece(1).of(1)].read()
+    assert meta == wanted[0] and torch.equal(payload[: 85 * 8], wanted[1][: 85 * 8])
+
+
+def test_what_a_damaged_step_has_overwritten_is_not_taken_to_be_in_memory(tmp_path):
+    kept, store = Storage(str(tmp_path / "run")), Store(tmp_path / "memory", "job")
+    _damaged_behind(kept, tmp_path, _piece(2), _piece(4))
+    for serial in (1, 3):  # the newest whole step in memory, 3, stays; the older one may go
+        for rank in range(RANKS):
+            store.slot(rank, _piece(1).of(rank), is_copy=True).write(
+                _piece(serial).of(rank), b"meta", [torch.arange(9)]
+            )
+    with pytest.warns(UserWarning, match=r"hosts' memory, .*rank1\.000001 is damaged"):
+        found = ReadingBack(kept, store, Alone()).look(Inventory.take(store, Alone()))
+    assert found.whole() == [(_piece(3), _piece(3).of(1))]
+    assert found.whole() == Inventory.take(store, Alone()).whole() and found.last_sent == 0
 
 
 # -- beside training ------------------------------------------------------------------------------
