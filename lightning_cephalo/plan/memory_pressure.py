@@ -3,7 +3,8 @@
 A rank that runs out needs more than its profile says. How much more, nobody knows. So it is planned
 with four fifths of what it held, or of what its plan predicted if that is less: every further time
 it gets less. Batches that are loaded already keep their sizes. For them
-:func:`plan_for_batches` gives other microbatches, shares and modes.
+:func:`plan_for_batches` gives other microbatches, shares and modes. Optimizer state moves to hosts
+where the problem allows it and devices lack the room.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lightning_cephalo.plan.cost import (
 )
 from lightning_cephalo.plan.plan import Plan
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.room import Room
 from lightning_cephalo.plan.solver.solve import priced
 
 _ROOM = 0.8
@@ -81,41 +83,52 @@ class _Run:
         sizes: Its microbatches.
         mode: What happens to their activations.
         rooms: For each moment of a step, the bytes that it leaves, and those of the whole state.
+        host_bytes: What it needs of the host's memory.
         busy_s: Seconds of work.
+        most_moving: The largest share of the state that there is room for if state may move; None:
+            it may not.
     """
 
     sizes: tuple[int, ...]
     mode: Mode
     rooms: tuple[tuple[float, float], ...]
+    host_bytes: float
     busy_s: float
+    most_moving: float | None = None
 
     @property
     def most_share(self) -> float:
         """The largest share of the state that it leaves room for."""
+        if self.most_moving is not None:
+            return self.most_moving
         return min(left / state if state else math.inf for left, state in self.rooms)
 
     def fits(self, share: float, rounding_bytes: float) -> bool:
         """Return whether it leaves room for a share of the state."""
+        if self.most_moving is not None:
+            return share <= self.most_moving * (1 + _ROUNDING)
         return all(share * state <= left + rounding_bytes for left, state in self.rooms)
 
 
 def _plan_by(problem: Problem, plan: Plan, batch_sizes: Sequence[int]) -> Plan | None:
+    # how long moves take does not matter: the step has to fit
+    room = Room(problem, math.inf, math.inf) if problem.can_move_state else None
     ways = [
-        list(_runs(problem, profile, batch))
+        list(_runs(problem, profile, batch, room))
         for profile, batch in zip(problem.ranks, batch_sizes, strict=True)
     ]
     if not problem.equal_microbatches:
-        return _best(problem, plan, ways)
+        return _best(problem, plan, ways, room)
     for count in range(1, max(batch_sizes) + 1):
         found = _best(
-            problem, plan, [[run for run in own if len(run.sizes) == count] for own in ways]
+            problem, plan, [[run for run in own if len(run.sizes) == count] for own in ways], room
         )
         if found is not None:
             return found
     return None
 
 
-def _runs(problem: Problem, profile: RankProfile, batch: int) -> Iterator[_Run]:
+def _runs(problem: Problem, profile: RankProfile, batch: int, room: Room | None) -> Iterator[_Run]:
     """Yield the ways of a rank to run a batch in microbatches that are as equal as can be."""
     least = problem.minimum_microbatch_size
     for mode in modes(problem, profile):
@@ -129,10 +142,16 @@ def _runs(problem: Problem, profile: RankProfile, batch: int) -> Iterator[_Run]:
             if min(rooms)[0] >= 0.0 and host.of(sizes) <= host.capacity:
                 forward_s, backward_s, tail_s = rank_work(problem, profile, sizes, mode)
                 busy_s = problem.units * (forward_s + backward_s) + tail_s
-                yield _Run(sizes, mode, rooms, busy_s)
+                own, most = host.of(sizes), None
+                if room is not None:
+                    on_device = [need.of(sizes) for need in needs]
+                    most = float(room.most(profile, on_device, own))
+                yield _Run(sizes, mode, rooms, own, busy_s, most)
 
 
-def _best(problem: Problem, plan: Plan, ways: Sequence[Sequence[_Run]]) -> Plan | None:
+def _best(
+    problem: Problem, plan: Plan, ways: Sequence[Sequence[_Run]], room: Room | None
+) -> Plan | None:
     if not all(ways):
         return None
     most = [max(run.most_share for run in own) for own in ways]
@@ -143,7 +162,13 @@ def _best(problem: Problem, plan: Plan, ways: Sequence[Sequence[_Run]]) -> Plan 
     for profile, own, share in zip(problem.ranks, ways, shares, strict=True):
         rounding = profile.capacity_bytes * _ROUNDING
         run = min((run for run in own if run.fits(share, rounding)), key=lambda run: run.busy_s)
-        ranks.append(rank_plan(profile, run.sizes, run.mode, share))
+        rank = rank_plan(profile, run.sizes, run.mode, share)
+        if room is not None:
+            on_device = [profile.capacity_bytes - left for left, _ in run.rooms]
+            moved = room.least_moved(profile, on_device, run.host_bytes, share)
+            resident, on_host = moved.resident_fraction, moved.host_update_fraction
+            rank = replace(rank, resident_fraction=resident, host_update_fraction=on_host)
+        ranks.append(rank)
     # even shares are not padded, which would take memory that is not counted here
     return priced(problem, ranks, backend=plan.backend or "", padded=False)
 

@@ -85,9 +85,7 @@ class Uploading:
         elif self._phase is _Phase.SENDING:
             self._phase = _Phase.COMMITTING
             if self._control.rank == 0:
-                self._start(
-                    "committing a step", self._storage.commit, self.pinned, self._must_stop
-                )
+                self._start("committing a step", self._storage.commit, self.pinned, self._must_stop)
         else:
             self._phase = _Phase.IDLE
             self.uploads += 1

@@ -117,3 +117,43 @@ def test_shares_go_where_there_is_room():
     assert other.ranks[0].microbatch_sizes == (1, 1, 1, 1)
     assert other.ranks[0].state_fraction <= 0.08 + 1e-6
     assert plan_for_batches(problem, plan, [6, 0]) is None
+
+
+@pytest.mark.parametrize("offload", ["auto", True])
+def test_state_moves_for_batches_that_are_loaded_where_devices_lack_room(offload):
+    sizes = [1.0, 1.5, 2.0, 2.5]
+    rank = RankProfile(
+        "r",
+        sizes,
+        [2 * seconds for seconds in sizes],
+        [0.1] * 4,
+        [10.0, 20.0, 30.0, 40.0],
+        450.0,
+        host_capacity_bytes=1e5,
+        to_device_bytes_per_s=1e4,
+        to_host_bytes_per_s=1e4,
+    )
+    problem = Problem(
+        [rank, rank],
+        units=4,
+        state_bytes=1320.0,
+        global_batch_size=4,
+        early_update=True,
+        optimizer_offload=offload,
+        unit_parameters=(10, 25, 25, 25, 25),
+        moment_bytes=8.0,
+    )
+    plan = solve(problem)
+    others = [other for other in ([3, 1], [2, 2], [1, 3]) if other != _batches(plan)]
+    assert len(others) == 2 and plan.moves_state
+    for batches in others:
+        found = plan_for_batches(problem, plan, batches)
+        assert found is not None and _batches(found) == batches and found.moves_state
+        for part in predict(problem, found).ranks:
+            assert part.memory_bytes <= rank.capacity_bytes * (1 + 1e-9)
+        if offload is True:
+            assert {rank.resident_fraction for rank in found.ranks} == {0.0}
+
+
+def _batches(plan):
+    return [rank.batch_size for rank in plan.ranks]
