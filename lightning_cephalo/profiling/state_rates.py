@@ -18,7 +18,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.profiling.optimizer_time import update_time
 
-_REPEATS = 3
+_REPEATS = 4
 _COPIED_BYTES, _LEAST_BYTES = 2**24, 2**16
 # Part of the device that may be filled while measuring: a rank may be full of its share.
 _PART = 1 / 64
@@ -111,7 +111,8 @@ def _copy_rates(model: ShardedModel, nbytes: int) -> tuple[float, float]:
             (0, to_device, to_device.start(device[0], host[0])),
             (1, to_host, to_host.start(host[1], device[1], after=())),
         ]
-        for way, copies, arrival in arrivals:
+        # the wait for the first hides how long the second took, if it is done before
+        for way, copies, arrival in arrivals if repeat % 2 else reversed(arrivals):
             copies.finish(arrival)
             took_s = accelerator.now_s() - start_s
             if repeat:  # the first one is not warm

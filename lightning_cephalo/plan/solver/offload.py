@@ -33,6 +33,7 @@ from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.columns import RankType, group_types
 from lightning_cephalo.plan.solver.room import Room
 from lightning_cephalo.plan.solver.search import EQUAL, Found, Search
+from lightning_cephalo.plan.solver.state import to_the_byte
 
 _MOST_BOXES = 48
 _ROUNDING = 1e-9
@@ -277,6 +278,8 @@ def with_moved_state(plan: MovingPlan, runs: Sequence[RankPlan]) -> list[RankPla
     found = []
     for profile, run, share, needed in zip(problem.ranks, runs, shares, needs, strict=True):
         moved = room.least_moved(profile, *needed, share)
+        more = moved.device_bytes(problem)
+        share = to_the_byte(problem, profile, run, share, profile.capacity_bytes, more)
         found.append(
             replace(
                 run,

@@ -64,19 +64,34 @@ def with_state(
     used = kept_by_runs(problem, runs, capacity_bytes)
     fractions = share_state(problem.full_state_bytes, used, capacity_bytes)
     return [
-        replace(run, state_fraction=_to_the_byte(problem, profile, run, fraction, capacity))
+        replace(run, state_fraction=to_the_byte(problem, profile, run, fraction, capacity))
         for profile, run, fraction, capacity in zip(
             problem.ranks, runs, fractions, capacity_bytes, strict=True
         )
     ]
 
 
-def _to_the_byte(
-    problem: Problem, profile: RankProfile, run: RankPlan, fraction: float, capacity: float
+def to_the_byte(
+    problem: Problem,
+    profile: RankProfile,
+    run: RankPlan,
+    fraction: float,
+    capacity: float,
+    moved_bytes: float = 0.0,
 ) -> float:
-    """Return the fraction, less what rounding has added to it."""
+    """Return the fraction, less what rounding has added to it.
+
+    Args:
+        problem: ranks and work of the step.
+        profile: the rank.
+        run: what it runs.
+        fraction: its share of the state.
+        capacity: the bytes that it may hold.
+        moved_bytes: as for :func:`device_bytes`.
+    """
+    mode = Mode.of(run)
     for _ in range(64):
-        held = device_bytes(problem, profile, run.microbatch_sizes, Mode.of(run), fraction)
+        held = device_bytes(problem, profile, run.microbatch_sizes, mode, fraction, moved_bytes)
         if held <= capacity or not fraction:
             break
         less = fraction - (held - capacity) / problem.full_state_bytes
