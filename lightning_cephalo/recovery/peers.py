@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cephalo.common.errors import CephaloError
+from lightning_cephalo.common.errors import CephaloError, RecoveryError
 from lightning_cephalo.recovery.placing import Placement
 from lightning_cephalo.recovery.store import Piece, Sizes, Slot, Store
 
@@ -81,15 +81,23 @@ class Peers:
 
         Raises:
             OSError: There is no room for a copy; the others have arrived.
+            RecoveryError: The file of this rank's piece is gone; the others know, and have theirs.
             RuntimeError: Another rank is lost.
         """
         receivers, senders = placement.receivers[self._rank], placement.senders(self._rank)
-        sizes, content = (Sizes(0, 0, 0), None) if slot is None else slot.content()
-        numbers = [int(slot is not None), *_numbers(piece), *sizes]
+        sizes = Sizes(0, 0, 0)
+        content: Tensor | None = None
+        lack: Exception | None = None
+        try:
+            if slot is not None:
+                sizes, content = slot.content()
+        except RecoveryError as error:  # the receivers wait for a head
+            lack = error
+        numbers = [int(content is not None), *_numbers(piece), *sizes]
         head = torch.tensor(numbers, dtype=torch.int64)
         heads = [torch.empty_like(head) for _ in senders]
         self._transfer([([head], receivers)], dict(zip(senders, [[h] for h in heads], strict=True)))
-        coming, lack = [], None
+        coming = []
         for sender, found in zip(senders, heads, strict=True):
             is_whole, *rest = (int(number) for number in found.tolist())
             if is_whole:

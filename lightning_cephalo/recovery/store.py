@@ -176,9 +176,17 @@ class Slot:
         self._sync(_PAGE)
 
     def content(self) -> tuple[Sizes, Tensor]:
-        """Return the sizes and the bytes of a file that this process has written."""
+        """Return the sizes and the bytes of a file that this process has written.
+
+        Raises:
+            RecoveryError: The file is not there any more, or void.
+        """
         head = _read_head(self.path)
-        assert self._bytes is not None and head is not None
+        if self._bytes is None or head is None:
+            raise RecoveryError(
+                f"{self.path}: expected a piece that this process has written, but it is gone or"
+                " void. Leave the folder as it is while training runs."
+            )
         *_, payload_bytes, _, meta_bytes, checksum = head
         whole = self._bytes[_PAGE : _PAGE + payload_bytes + meta_bytes]
         return Sizes(payload_bytes, meta_bytes, checksum), whole

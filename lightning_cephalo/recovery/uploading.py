@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.drafts import Task
 from lightning_cephalo.recovery.storage import Storage
@@ -116,10 +117,14 @@ class Uploading:
         self._is_due = False
         self._next_s = time.monotonic() + self._every_s
         self._phase, self.pinned = _Phase.SENDING, piece
-        slot = slot_of(piece)
-        assert slot is not None
-        sizes, content = slot.content()
-        self._start("sending a step", self._send, piece, sizes, content)
+        try:
+            slot = slot_of(piece)
+            if slot is None:
+                raise RecoveryError("the files of kept steps were removed while training runs.")
+            sizes, content = slot.content()
+            self._start("sending a step", self._send, piece, sizes, content)
+        except Exception as error:  # other ranks send, and wait for this one's next note
+            self._failure = error
 
     def _send(self, piece: Piece, sizes: Sizes, content: Tensor) -> None:
         self._storage.send(piece, sizes, content, self._must_stop)

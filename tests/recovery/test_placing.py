@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from lightning_cephalo.accelerator import accelerator_of
+from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.recovery.drafts import Draft, Task
-from lightning_cephalo.recovery.peers import DOMAIN, own_domain
+from lightning_cephalo.recovery.peers import DOMAIN, Peers, own_domain
 from lightning_cephalo.recovery.placing import Holder, Placement, placed
 from lightning_cephalo.recovery.store import Piece, Slot, Store
 
@@ -103,3 +104,24 @@ def test_pieces_and_copies_of_one_rank_number_do_not_meet(tmp_path):
     assert set(store.pieces()) == {own}
     store.remove()
     assert store.is_empty and not any(tmp_path.iterdir())
+
+
+class Recorded(Peers):
+    """Rank 0's part of an exchange, of which nothing leaves the process."""
+
+    def __init__(self):
+        self._rank, self.sent = 0, []
+
+    def _transfer(self, sent, received):
+        self.sent.append([[chunk.tolist() for chunk in chunks] for chunks, _ in sent])
+
+
+def test_a_piece_that_is_gone_is_told_behind_the_exchange(tmp_path):
+    slot, piece = Slot(tmp_path / "slot"), Piece(1, 0, 0, 2)
+    slot.write(piece, b"meta", [torch.arange(8)])
+    slot.path.unlink()
+    peers = Recorded()
+    with pytest.raises(RecoveryError, match=r"slot: .* is gone or void"):
+        peers.exchange(Placement(((1,), ())), piece, slot, None)
+    ((head,),), content = peers.sent
+    assert head == [0, 1, 0, 0, 2, 0, 0, 0, 0] and content == []

@@ -370,3 +370,27 @@ def test_what_a_rank_still_writes_to_is_not_removed(tmp_path, monkeypatch, has_s
     with pytest.warns(UserWarning, match=f"stay in the storage.* rank {writing} writes.* Remove"):
         one.finish()
     assert [step.piece for step in kept.committed()] == [_piece(1)]
+
+
+@pytest.mark.parametrize("seen", ["before", "behind"])
+def test_files_that_are_removed_while_training_runs_fail_one_upload(tmp_path, seen):
+    """They go before or behind the look that the offer takes at them."""
+    ranks = Ranks(str(tmp_path / "run"), tmp_path)
+    slots = _slots(tmp_path, _piece(1))
+    notes = [one.note() for one in ranks.each]
+    slots[1].path.unlink()
+    for rank, (one, slot) in enumerate(zip(ranks.each, slots, strict=True)):
+        one.learn(notes)
+        is_found = rank == 0 or seen == "behind"
+        one.offer(_piece(1).of(rank), {_piece(1).of(rank): slot}.get if is_found else {}.get)
+    why = (
+        "the files of kept steps were removed" if seen == "before" else "slot1: .* is gone or void"
+    )
+    with pytest.warns(UserWarning, match=f"Rank 1 could not send a step: .*{why}"):
+        ranks.rest()
+    assert ranks.storage.committed() == []
+    for one in ranks.each:
+        one._next_s = 0.0
+    assert ranks.step(2)
+    ranks.rest()
+    assert [step.piece for step in ranks.storage.committed()] == [_piece(2)]
