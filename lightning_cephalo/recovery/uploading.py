@@ -25,6 +25,8 @@ from lightning_cephalo.recovery.store import Piece, Sizes, Slot
 _IDLE, _DUE, _BUSY, _DONE, _FAILED = (float(number) for number in range(5))
 # seconds from one failure to the next try, at least
 _AGAIN_S = 10.0
+# seconds after which an upload counts as hanging, at least; or so many times its distance
+_HANGS_S, _HANGS = 600.0, 3.0
 
 
 class _Phase(Enum):
@@ -41,6 +43,7 @@ class Uploading:
         every_s: Seconds from the beginning of one upload to that of the next.
         control: Messages between ranks.
         pinned: This rank's piece of the newest step in the storage; None: there is none.
+        now_s: Returns the time.
 
     Attributes:
         pinned: The piece that is under way, or was last: it stays in memory, so that a restart
@@ -49,7 +52,12 @@ class Uploading:
     """
 
     def __init__(
-        self, storage: Storage, every_s: float, control: ControlGroup, pinned: Piece | None
+        self,
+        storage: Storage,
+        every_s: float,
+        control: ControlGroup,
+        pinned: Piece | None,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._storage, self._every_s, self._control = storage, every_s, control
         self.pinned = pinned
@@ -59,12 +67,14 @@ class Uploading:
         self._failure: Exception | None = None
         self._said = ""
         self._is_due = self._is_cancelled = False
-        self._next_s = time.monotonic()
+        self._now_s = now_s
+        self._next_s = self._phase_began_s = now_s()
+        self._has_told_hanging = False
 
     def note(self) -> float:
         """Return what the exchange of a step carries to all ranks."""
         if self._phase is _Phase.IDLE:
-            return _DUE if time.monotonic() >= self._next_s else _IDLE
+            return _DUE if self._now_s() >= self._next_s else _IDLE
         task = self._task
         if task is not None and not task.is_done:
             return _BUSY
@@ -79,23 +89,44 @@ class Uploading:
     def learn(self, notes: Sequence[float]) -> None:
         """Read the notes of all ranks."""
         self._is_due = self._phase is _Phase.IDLE and notes[0] == _DUE
-        if self._phase is _Phase.IDLE or _BUSY in notes:
+        if self._phase is _Phase.IDLE:
+            return
+        if _BUSY in notes:
+            if self._control.rank == 0:
+                self._tell_hanging([r for r, note in enumerate(notes) if note == _BUSY])
             return
         if _FAILED in notes:
             self._fail(notes.index(_FAILED) == self._control.rank)
         elif self._phase is _Phase.SENDING:
-            self._phase = _Phase.COMMITTING
+            self._enter(_Phase.COMMITTING)
             if self._control.rank == 0:
                 self._start("committing a step", self._storage.commit, self.pinned, self._must_stop)
         else:
-            self._phase = _Phase.IDLE
+            self._enter(_Phase.IDLE)
             self.uploads += 1
             self._said = ""
 
+    def _enter(self, phase: _Phase) -> None:
+        self._phase, self._phase_began_s, self._has_told_hanging = phase, self._now_s(), False
+
+    def _tell_hanging(self, busy: Sequence[int]) -> None:
+        """Warn once where a storage neither answers nor fails, as a network's disk may."""
+        lasted_s = self._now_s() - self._phase_began_s
+        if self._has_told_hanging or lasted_s <= max(_HANGS * self._every_s, _HANGS_S):
+            return
+        self._has_told_hanging = True
+        doing = "send a step to" if self._phase is _Phase.SENDING else "commit a step in"
+        warnings.warn(
+            f"Rank {', '.join(map(str, busy))} has begun to {doing} storage={self._storage.url!r}"
+            f" {lasted_s:.0f} s ago, and has not ended. Training goes on, but no later step is sent"
+            " until it has. See whether the storage answers there.",
+            stacklevel=4,
+        )
+
     def _fail(self, tells: bool) -> None:
-        self._phase = _Phase.IDLE
+        self._enter(_Phase.IDLE)
         failure, self._failure = self._failure, None
-        self._next_s = max(self._next_s, time.monotonic() + _AGAIN_S)
+        self._next_s = max(self._next_s, self._now_s() + _AGAIN_S)
         if tells and str(failure) != self._said:
             self._said = str(failure)
             warnings.warn(
@@ -115,8 +146,9 @@ class Uploading:
         if not self._is_due or piece is None:
             return
         self._is_due = False
-        self._next_s = time.monotonic() + self._every_s
-        self._phase, self.pinned = _Phase.SENDING, piece
+        self._next_s = self._now_s() + self._every_s
+        self._enter(_Phase.SENDING)
+        self.pinned = piece
         try:
             slot = slot_of(piece)
             if slot is None:

@@ -394,3 +394,51 @@ def test_files_that_are_removed_while_training_runs_fail_one_upload(tmp_path, se
     assert ranks.step(2)
     ranks.rest()
     assert [step.piece for step in ranks.storage.committed()] == [_piece(2)]
+
+
+class Blocked:
+    """A storage that neither answers nor fails until it is let go."""
+
+    url = "mount/run"
+
+    def __init__(self):
+        self.sends, self.commits = threading.Event(), threading.Event()
+
+    def send(self, piece, *_):
+        assert piece.rank == 0 or self.sends.wait(60)
+
+    def commit(self, *_):
+        assert self.commits.wait(60)
+
+
+@pytest.mark.parametrize(("every_s", "limit_s"), [(5.0, 600.0), (300.0, 900.0)])
+def test_a_storage_that_hangs_is_told_of_once_with_the_ranks_that_wait(tmp_path, every_s, limit_s):
+    clock, blocked = [0.0], Blocked()
+    each = [
+        Uploading(blocked, every_s, SimpleNamespace(rank=rank), None, lambda: clock[0])
+        for rank in range(RANKS)
+    ]
+
+    def learn():
+        notes = [one.note() for one in each]
+        for one in each:
+            one.learn(notes)
+
+    learn()
+    for one, slot in zip(each, _slots(tmp_path, _piece(1)), strict=True):
+        one.offer(_piece(1).of(one._control.rank), lambda _, slot=slot: slot)
+    each[0]._task.wait(60)
+    for released, busy, doing in ((blocked.sends, 1, "send"), (blocked.commits, 0, "commit")):
+        clock[0] += limit_s
+        learn()  # says nothing yet: warnings are errors
+        clock[0] += 1.0
+        told = rf"^Rank {busy} has begun to {doing} .*'mount/run' {limit_s + 1:.0f} s ago"
+        with pytest.warns(UserWarning, match=told) as caught:
+            learn()
+        assert len(caught) == 1  # of rank 0 alone
+        clock[0] += limit_s
+        learn()  # once
+        released.set()
+        each[busy]._task.wait(60)
+        learn()
+    assert [one.uploads for one in each] == [1, 1]
