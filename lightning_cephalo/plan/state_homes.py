@@ -40,8 +40,9 @@ def state_homes(
     ['resident', 'resident', 'streamed', 'host', 'streamed']
 
     Args:
-        sizes: By unit, elements of the parameters that this rank trains; the root unit first, the
-            others in the order of the forward.
+        sizes: By unit, elements of the trained parameters on all ranks together; the root unit
+            first, the others in the order of the forward. A rank's rows would make other homes
+            where they are cut differently.
         resident: Share of their state that stays on the device, 0 to 1.
         host_updated: Share that the host updates; the rest is streamed.
     """
@@ -88,8 +89,8 @@ def home_bytes(
     HomeBytes(device=400.0, host=480.0)
 
     Args:
-        sizes: As for :func:`state_homes`.
-        homes: What it has returned.
+        sizes: By unit, elements of the trained parameters that the rank holds.
+        homes: What :func:`state_homes` has returned.
         state: Bytes of state per element: 8 for Adam in fp32.
         parameter: Bytes of a parameter's element, and of its gradient's.
     """

@@ -18,6 +18,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
+from lightning_cephalo.profiling.state_rates import trained_sizes
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
@@ -163,9 +164,16 @@ class HostState:
         self._at_end.close()
 
     def _homes(self, plan: Plan, rank: int) -> tuple[StateHome, ...]:
-        """Return where the state of each unit lives on a rank."""
+        """Return where the state of each unit lives on a rank; as the planner has it."""
         part = plan.ranks[rank]
-        return state_homes(self._sizes(rank), part.resident_fraction, part.host_update_fraction)
+        # rows are cut differently in each unit: shares of them would make other homes
+        sizes = trained_sizes(self._model)
+        homes = state_homes(sizes, part.resident_fraction, part.host_update_fraction)
+        # nothing moves of a unit of which the rank holds no rows
+        return tuple(
+            home if held else StateHome.RESIDENT
+            for home, held in zip(homes, self._sizes(rank), strict=True)
+        )
 
     def _sizes(self, rank: int) -> list[int]:
         """Return, by unit, the elements that a rank trains."""

@@ -53,14 +53,18 @@ def has_state_rates(problem: Problem) -> bool:
     )
 
 
+def trained_sizes(model: ShardedModel) -> tuple[int, ...]:
+    """Return the trained parameters of each unit, the root unit first; the same on all ranks."""
+    return tuple(sum(flat.numel for flat in unit.flats if flat.trainable) for unit in model.units)
+
+
 def with_unit_parameters(problem: Problem, model: ShardedModel) -> Problem:
     """Return a problem that says how much optimizer state each unit has."""
     trained = [[flat for flat in unit.flats if flat.trainable] for unit in model.units]
-    sizes = tuple(sum(flat.numel for flat in flats) for flats in trained)
     element = max((f.master_dtype.itemsize for flats in trained for f in flats), default=4)
     return replace(
         problem,
-        unit_parameters=sizes,
+        unit_parameters=trained_sizes(model),
         moment_bytes=float(MOMENTS * element),
         element_bytes=float(element),
     )
