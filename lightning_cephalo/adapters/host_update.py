@@ -112,7 +112,7 @@ class HostUpdates:
         groups: list[dict[str, Any]] = []
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         for options, members in zip(optimizer.param_groups, chosen, strict=True):
-            held = [self._on_host(parameter) for parameter in members]
+            held = [self._on_host(unit, parameter) for parameter in members]
             for parameter, own in zip(members, held, strict=True):
                 rows = local_part(parameter).detach()
                 if own.version != rows._version:
@@ -176,16 +176,16 @@ class HostUpdates:
         """End the thread, when its updates are done."""
         self._worker.close()
 
-    def _on_host(self, parameter: Tensor) -> _OnHost:
+    def _on_host(self, unit: int, parameter: Tensor) -> _OnHost:
         rows = local_part(parameter)
         found = self._held.get(id(parameter))
         if found is None or found.rows.shape != rows.shape:
-            found = _OnHost(self._like(rows), self._like(rows))
+            found = _OnHost(self._like(unit, rows), self._like(unit, rows))
             self._held[id(parameter)] = found
         return found
 
-    def _like(self, rows: Tensor) -> Tensor:
-        return self._room.take(rows.numel(), rows.dtype).view(rows.shape)
+    def _like(self, unit: int, rows: Tensor) -> Tensor:
+        return self._room.take(rows.numel(), rows.dtype, unit).view(rows.shape)
 
 
 def _step(optimizer: Optimizer) -> None:

@@ -30,7 +30,7 @@ from lightning_cephalo.adapters.optimizer import (
     step_is_replaced,
     update_rows,
 )
-from lightning_cephalo.adapters.scope import Scope, known_scope
+from lightning_cephalo.adapters.scope import Scope, known_scope, state_bytes_per_element
 from lightning_cephalo.execution.host_room import HostRoom, aligned_bytes
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.sharding.placement import local_part
@@ -168,29 +168,29 @@ class MovedState:
         """Return whether a plain tensor is state in host memory that is apart from the device."""
         return self._accelerator.host_is_apart and self._room.holds(tensor)
 
-    def reserve(self, optimizer: Optimizer, bytes_per_element: Sequence[int]) -> None:
-        """Take the host memory that the optimizer's state will need.
+    def reserve(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take the host memory that the optimizers' state will need.
 
         Args:
-            optimizer: The optimizer.
-            bytes_per_element: Bytes of its state per element of a parameter, by group.
+            optimizers: The optimizers.
 
         Raises:
             HostMemoryError: If there is less; the message says how much is needed.
         """
-        groups = _groups_of(optimizer)
-        needed = 0
-        for unit, parameters in self._away():
-            for parameter in parameters:
-                group = groups.get(id(parameter))
-                if group is None or not parameter.requires_grad:
-                    continue
-                rows = local_part(parameter)
-                needed += rows.numel() * bytes_per_element[group]
-                if self._homes[unit] is StateHome.HOST:
-                    needed += 2 * aligned_bytes(rows.nbytes)
-            needed += aligned_bytes(1) * 4  # the ends of shelves
-        self._room.reserve(max(0, needed - self._room.held_bytes))
+        needed = [0] * len(self._units)
+        for optimizer in optimizers:
+            groups, each = _groups_of(optimizer), state_bytes_per_element(optimizer)
+            for unit, parameters in self._away():
+                for parameter in parameters:
+                    group = groups.get(id(parameter))
+                    if group is None or not parameter.requires_grad:
+                        continue
+                    rows = local_part(parameter)
+                    # parameters that are used later have pieces of their own
+                    needed[unit] += aligned_bytes(rows.numel() * each[group])
+                    if self._homes[unit] is StateHome.HOST:
+                        needed[unit] += 2 * aligned_bytes(rows.nbytes)
+        self._room.reserve(needed)
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -326,6 +326,7 @@ class MovedState:
         self._shelves, self._staging, self.staged = [[] for _ in self._units], [], {}
         self._next = 0
         self._fetched, self._updated = {}, set()  # of a step that is repeated by another plan
+        self.reserve(optimizers)
         for optimizer in optimizers:
             self._optimizer = optimizer
             self.settle(optimizer)
@@ -413,7 +414,7 @@ class MovedState:
     def _shelve(
         self, unit: int, strangers: Sequence[tuple[nn.Parameter, str, Tensor]], dtype: torch.dtype
     ) -> None:
-        memory = self._room.take(sum(rows.numel() for _, _, rows in strangers), dtype)
+        memory = self._room.take(sum(rows.numel() for _, _, rows in strangers), dtype, unit)
         shelf, start = _Shelf(memory), 0
         for parameter, name, rows in strangers:
             key = id(parameter), name

@@ -81,7 +81,7 @@ class HomeBytes:
 
 
 def home_bytes(
-    sizes: Sequence[int], homes: Sequence[StateHome], state: float, parameter: float = 4.0
+    sizes: Sequence[float], homes: Sequence[StateHome], state: float, parameter: float = 4.0
 ) -> HomeBytes:
     """Return the bytes that a rank's optimizer state takes on the device and on the host.
 
@@ -94,11 +94,11 @@ def home_bytes(
         state: Bytes of state per element: 8 for Adam in fp32.
         parameter: Bytes of a parameter's element, and of its gradient's.
     """
-    held = dict.fromkeys(StateHome, 0)
-    largest = 0
+    held = dict.fromkeys(StateHome, 0.0)
+    largest = 0.0
     for size, home in zip(sizes, homes, strict=True):
         held[home] += size
-        largest = max(largest, size if home is StateHome.STREAMED else 0)
+        largest = max(largest, size if home is StateHome.STREAMED else 0.0)
     away = held[StateHome.STREAMED] + held[StateHome.HOST]
     return HomeBytes(
         device=state * (held[StateHome.RESIDENT] + STAGED_UNITS * largest),

@@ -14,6 +14,7 @@ from lightning_cephalo.adapters.moved_state import MovedState, needs_device
 from lightning_cephalo.adapters.scope import state_bytes_per_element
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
+from lightning_cephalo.execution.host_room import taken_bytes
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
@@ -23,9 +24,6 @@ from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-# What the host holds of a parameter that it updates, beside its state: the parameter, its gradient.
-_HOST_UPDATE_BYTES = 8
 
 
 class HostState:
@@ -105,10 +103,10 @@ class HostState:
         """
         if not own.moves_state or not optimizers:
             return
-        trained = sum(flat.numel for flat in self._model.flats if flat.trainable)
-        elements = trained * own.state_fraction
-        needed = elements * (1 - own.resident_fraction) * _most_bytes(optimizers)
-        needed += elements * own.host_update_fraction * _HOST_UPDATE_BYTES + (own.host_bytes or 0.0)
+        whole = trained_sizes(self._model)
+        homes = state_homes(whole, own.resident_fraction, own.host_update_fraction)
+        rows = [own.state_fraction * size for size in whole]
+        needed = self._taken_bytes(rows, homes, optimizers) + (own.host_bytes or 0.0)
         if needed > self._capacity_bytes:
             raise HostMemoryError(
                 f"The plan keeps {format_mib(needed)} of optimizer state and boundaries in host"
@@ -136,8 +134,8 @@ class HostState:
             units, accelerator = self._model.units, self._model.accelerator
             self.moved = MovedState(units, accelerator, capacity_bytes, homes)
             self._at_end.callback(self.moved.close)
+            self.moved.reserve(optimizers)
             for optimizer in optimizers:
-                self.moved.reserve(optimizer, state_bytes_per_element(optimizer))
                 self.moved.settle(optimizer)
             executor.state_moves.mover = self.moved
 
@@ -153,10 +151,11 @@ class HostState:
         """
         if not plan.moves_state or not optimizers:
             return tuple(memory)
-        each, found = _most_bytes(optimizers), []
+        found = []
         for index, (rank, kinds) in enumerate(zip(plan.ranks, memory, strict=True)):
-            held = home_bytes(self._sizes(index), self._homes(plan, index), each)
-            found.append(replace(kinds, host_bytes=held.host + (rank.host_bytes or 0.0)))
+            homes = self._homes(plan, index)
+            taken = self._taken_bytes(self._sizes(index), homes, optimizers)
+            found.append(replace(kinds, host_bytes=taken + (rank.host_bytes or 0.0)))
         return tuple(found)
 
     def close(self) -> None:
@@ -175,14 +174,18 @@ class HostState:
             for home, held in zip(homes, self._sizes(rank), strict=True)
         )
 
+    def _taken_bytes(
+        self, rows: Sequence[float], homes: Sequence[StateHome], optimizers: Sequence[Optimizer]
+    ) -> float:
+        """Return the bytes of the host that rows of each unit take, with the ends of pieces."""
+        each = max(map(max, map(state_bytes_per_element, optimizers)))
+        pairs = zip(rows, homes, strict=True)
+        needed = [home_bytes([size], [home], each).host for size, home in pairs]
+        return taken_bytes(needed, self._model.accelerator.pins_host_memory)
+
     def _sizes(self, rank: int) -> list[int]:
         """Return, by unit, the elements that a rank trains."""
         return [
             sum(flat.sizes[rank] for flat in unit.flats if flat.trainable and flat.layout)
             for unit in self._model.units
         ]
-
-
-def _most_bytes(optimizers: Sequence[Optimizer]) -> float:
-    """Return the most bytes of state for one element of a parameter."""
-    return max(map(max, map(state_bytes_per_element, optimizers)))

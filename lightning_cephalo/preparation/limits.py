@@ -28,6 +28,9 @@ _FREE_SHARE = 0.5
 _PLANNED_SHARE = 0.9
 # The same of any host memory where optimizer state moves: rows are cut and aligned.
 _STATE_SHARE = 0.95
+# The same of pinned memory: each unit's state lies in one piece, and pieces in powers of two. That
+# takes less than the double (``execution/host_room.py``).
+_PINNED_STATE_SHARE = _STATE_SHARE / 2
 _COPIED_BYTES, _REPEATS = 2**24, 3
 
 
@@ -342,11 +345,16 @@ def with_host_memory(
         boundaries: Whether boundaries may go there, which needs a problem that was measured with
             recomputation. Optimizer state may by ``Problem.optimizer_offload``.
     """
-    share = _STATE_SHARE if problem.optimizer_offload is not False else 1.0
+    moves = problem.optimizer_offload is not False
+
+    def planned_bytes(host: HostMemory) -> float:
+        share = _PINNED_STATE_SHARE if host.is_pinned else _STATE_SHARE
+        return share * host.capacity_bytes if moves else host.planned_bytes
+
     ranks = tuple(
         replace(
             rank,
-            host_capacity_bytes=min(host.planned_bytes, share * host.capacity_bytes),
+            host_capacity_bytes=planned_bytes(host),
             offload_bytes_per_s=host.copy_bytes_per_s,
         )
         if host.is_apart

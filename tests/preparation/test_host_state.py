@@ -48,7 +48,7 @@ def _cut(rows: int, width: int, trainable: bool = True) -> Any:
 
 def test_ranks_whose_rows_are_cut_differently_move_the_units_that_the_planner_has():
     units = [*(_cut(*shape) for shape in SHAPES), _cut(16, 64, False)]
-    model: Any = SimpleNamespace(units=units)
+    model: Any = SimpleNamespace(units=units, accelerator=SimpleNamespace(pins_host_memory=False))
     whole = (*(rows * width for rows, width in SHAPES), 0)
     problem = Problem(
         [RANK],
