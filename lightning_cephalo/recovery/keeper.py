@@ -37,6 +37,7 @@ from lightning_cephalo.recovery.drafts import Draft, versions_of
 from lightning_cephalo.recovery.lookup import Inventory
 from lightning_cephalo.recovery.options import Wish, fitting_every
 from lightning_cephalo.recovery.pieces import taken_apart
+from lightning_cephalo.recovery.placing import Needed, on_hosts
 from lightning_cephalo.recovery.snapshot import Facts, Kind, Snapshot
 from lightning_cephalo.recovery.store import Piece, Slot, Store
 from lightning_cephalo.recovery.uploading import Uploading
@@ -416,10 +417,14 @@ class Keeper:
         # most optimizers make two tensors of state for each parameter, at their first step
         has_state = any(optimizer.state for optimizer in self._trainer.optimizers)
         grown = held_bytes * (1 if has_state else 3)
-        needed = slots_of_rank(self._uploading is not None) * grown
-        rows = self._control.gather((self._store.place, needed, self._store.free_bytes))
-        together = [sum(n for other, n, _ in rows if other == place) for place, *_ in rows]
-        for rank, (_, _, free) in enumerate(rows):
+        slots = slots_of_rank(self._uploading is not None)
+        store, own = self._store, self._control.rank
+        first = grown + min(store.bytes_of({own}), (slots - 1) * grown)
+        left = store.held_bytes - store.bytes_of(self._inventory.neighbours(own))
+        needed = Needed(store.place, slots * grown, first, left)
+        rows = self._control.gather((needed, store.free_bytes))
+        together = on_hosts([each for each, _ in rows])
+        for rank, (_, free) in enumerate(rows):
             if together[rank] > free:
                 raise RecoveryError(
                     f"Keeping steps takes about {format_mib(together[rank])} on the host of rank"
@@ -427,7 +432,7 @@ class Keeper:
                     " larger (in containers: docker run --shm-size=..., an emptyDir of medium"
                     " Memory), or keep steps on a local disk: recover=Recovery(folder=...)."
                 )
-        self._copying.place(SLOTS * grown, together[self._control.rank])
+        self._copying.place(SLOTS * grown, together[own])
 
 
 def _is_counted(value: Any) -> bool:

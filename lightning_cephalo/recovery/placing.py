@@ -1,4 +1,4 @@
-"""Chooses the hosts that hold copies of other hosts' pieces."""
+"""Chooses the hosts that hold copies of other hosts' pieces, and counts the room on each."""
 
 from __future__ import annotations
 
@@ -79,3 +79,31 @@ def placed(
             received[holder] += nbytes
             receivers[rank] = (*receivers[rank], holder)
     return Placement(tuple(receivers), tuple(sorted(lacking)))
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What a rank needs of its host's room.
+
+    Attributes:
+        place: Equal for ranks that see the same files.
+        slots_bytes: All its slots.
+        first_bytes: Its slots when it has kept the first step.
+        left_bytes: Files of none of the host's ranks, which stay until all ranks have that step,
+            such as copies that were read back; equal for the ranks of a host.
+    """
+
+    place: Hashable
+    slots_bytes: float
+    first_bytes: float
+    left_bytes: float
+
+
+def on_hosts(ranks: Sequence[Needed]) -> list[float]:
+    """Return the bytes that each rank's host needs at most, over all its ranks."""
+    found = []
+    for rank in ranks:
+        host = [other for other in ranks if other.place == rank.place]
+        first = rank.left_bytes + sum(other.first_bytes for other in host)
+        found.append(max(first, sum(other.slots_bytes for other in host)))
+    return found

@@ -325,7 +325,12 @@ class Store:
     @property
     def held_bytes(self) -> int:
         """Bytes of this job's files."""
-        return sum(path.stat().st_blocks * 512 for path in self._paths())
+        return _bytes_of(self._paths())
+
+    def bytes_of(self, ranks: Iterable[int]) -> int:
+        """Return the bytes of the files of some ranks of this host."""
+        names = {f"rank{rank}" for rank in ranks}
+        return _bytes_of(path for path in self._paths() if path.name.partition(".")[0] in names)
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -415,6 +420,10 @@ class Store:
             f"Removed {format_mib(freed)} from {self.base}, which jobs that have ended had kept:"
             f" {', '.join(names)}."
         )
+
+
+def _bytes_of(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_blocks * 512 for path in paths)
 
 
 def folder_of(folder: Path | None, job: str) -> Path:

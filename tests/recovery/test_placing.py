@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.recovery.drafts import Draft, Task
+from lightning_cephalo.recovery.keeper import Keeper
+from lightning_cephalo.recovery.lookup import Inventory
 from lightning_cephalo.recovery.peers import DOMAIN, Peers, own_domain
-from lightning_cephalo.recovery.placing import Holder, Placement, placed
+from lightning_cephalo.recovery.placing import Holder, Needed, Placement, on_hosts, placed
 from lightning_cephalo.recovery.store import Piece, Slot, Store
 
 
@@ -125,3 +128,34 @@ def test_a_piece_that_is_gone_is_told_behind_the_exchange(tmp_path):
         peers.exchange(Placement(((1,), ())), piece, slot, None)
     ((head,),), content = peers.sent
     assert head == [0, 1, 0, 0, 2, 0, 0, 0, 0] and content == []
+
+
+class Tight(Store):
+    """A host's memory with room for some files of a MiB, those that lie there included."""
+
+    free_bytes = 0
+
+
+@pytest.mark.parametrize(("copies", "wanted_mib"), [(0, 2), (1, 2), (3, 4)])
+def test_the_first_step_must_fit_beside_copies_that_were_read_back(tmp_path, copies, wanted_mib):
+    mib = 1 << 20
+    store = Tight(tmp_path, "job")
+    for rank in range(1, copies + 1):
+        piece = Piece(1, 0, rank, copies + 1)
+        store.slot(rank, None, is_copy=True).write(piece, b"", [torch.zeros(mib, dtype=torch.int8)])
+    keeper = object.__new__(Keeper)
+    keeper._trainer = SimpleNamespace(optimizers=[SimpleNamespace(state={"is": "there"})])
+    keeper._control = SimpleNamespace(rank=0, gather=lambda own: [own])
+    keeper._copying = SimpleNamespace(place=lambda *_: None)
+    keeper._uploading, keeper._store = None, store
+    keeper._inventory = Inventory.take(store, keeper._control)
+    store.free_bytes = wanted_mib * mib + mib // 2
+    keeper._check_room(mib)
+    store.free_bytes = wanted_mib * mib - mib // 2
+    with pytest.raises(RecoveryError, match=rf"about {wanted_mib}\.\d MiB .* rank 0, .* room for"):
+        keeper._check_room(mib)
+
+
+def test_files_that_are_left_count_once_for_all_ranks_of_a_host():
+    ranks = [Needed("a", 4, 3, 5), Needed("b", 4, 2, 1), Needed("a", 6, 3, 5)]
+    assert on_hosts(ranks) == [11, 4, 11]
