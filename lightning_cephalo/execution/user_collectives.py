@@ -60,6 +60,7 @@ class UserCollectives:
     def close(self) -> None:
         """Let torch run collectives as before."""
         self._library._destroy()
+        self._watch.report = None
 
 
 @dataclass
@@ -67,21 +68,23 @@ class _Watch:
     """Whose collectives are reported, and to whom.
 
     Attributes:
-        report: The user's function.
+        report: The user's function; None once it is closed: torch keeps kernels that have been
+            removed, and what they refer to, process groups among them.
         thread: The thread that is watched now; None: none is.
     """
 
-    report: Callable[[str], None]
+    report: Callable[[str], None] | None
     thread: int | None = None
 
 
 def _run(watch: _Watch, operator: Any, place: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
     thread = watch.thread
     is_watched = thread is not None and thread == threading.get_ident()
-    if is_watched and dist.ProcessGroup.unbox(args[place]).size() == dist.get_world_size():
+    report = watch.report
+    if report is not None and is_watched and dist.ProcessGroup.unbox(args[place]).size() == dist.get_world_size():
         watch.thread = None
         try:
-            watch.report(operator.overloadpacket.__name__.rstrip("_"))
+            report(operator.overloadpacket.__name__.rstrip("_"))
         finally:
             watch.thread = thread
     return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
