@@ -81,7 +81,11 @@ def _run(watch: _Watch, operator: Any, place: int, keys: Any, *args: Any, **kwar
     thread = watch.thread
     is_watched = thread is not None and thread == threading.get_ident()
     report = watch.report
-    if report is not None and is_watched and dist.ProcessGroup.unbox(args[place]).size() == dist.get_world_size():
+    if (
+        report is not None
+        and is_watched
+        and dist.ProcessGroup.unbox(args[place]).size() == dist.get_world_size()
+    ):
         watch.thread = None
         try:
             report(operator.overloadpacket.__name__.rstrip("_"))
