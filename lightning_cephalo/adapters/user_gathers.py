@@ -66,18 +66,21 @@ class UserGathers:
         if stage in self._stages:
             self._compare()
 
-    def called(self, training: bool, name: str = "all_gather") -> None:
+    def called(self, training: bool, name: str = "all_gather", *, takes_all: bool = True) -> None:
         """Reject a collective in a microbatch that some rank would not join; collective.
 
         Args:
             training: Whether this is a training step; else an evaluation step.
             name: The collective, for messages.
+            takes_all: Whether all ranks take part. Others would not come here, and cannot be asked.
 
         Raises:
             UnsupportedError: If some rank would not join; the message gives the way out.
         """
         if self._all_refused:
             raise UnsupportedError(f"{name}() inside a step that some ranks do not run.")
+        if not takes_all:
+            return
         if not training:
             # an evaluation step is one call on each rank with samples, and none on others
             self._stages.add("evaluation")

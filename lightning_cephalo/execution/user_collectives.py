@@ -21,27 +21,27 @@ _BETWEEN_TWO = {"send", "recv_", "recv_any_source_", "check_for_nan"}
 
 
 class UserCollectives:
-    """Reports each collective of all ranks that the user's code starts, before it runs.
+    """Reports each collective that the user's code starts, before it runs.
 
     ::
 
         collectives = UserCollectives(report)
         with collectives.watched():
-            dist.all_reduce(loss)      # report("allreduce")
+            dist.all_reduce(loss)      # report("allreduce", True)
+            dist.send(loss, 1)         # report("send", False)
         collectives.close()
 
     torch's dispatcher calls it for collectives only: other operators take no time. Collectives
-    outside of ``watched()`` and of other threads run as they are. So do those of a part of the
-    ranks: the others do not come to them, and could not be asked whether all do.
+    outside of ``watched()`` and of other threads run as they are.
 
     Private API: the key and its removal from a set of keys.
 
     Args:
-        report: Called with the name of the collective; may raise. Its own collectives run as they
-            are.
+        report: Called with the name of the collective, and whether all ranks take part; may raise.
+            Its own collectives run as they are.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str, bool], None]) -> None:
         self._watch = _Watch(report)
         self._library = torch.library.Library("c10d", "IMPL")
         for operator in _collectives():
@@ -73,22 +73,20 @@ class _Watch:
         thread: The thread that is watched now; None: none is.
     """
 
-    report: Callable[[str], None] | None
+    report: Callable[[str, bool], None] | None
     thread: int | None = None
 
 
 def _run(watch: _Watch, operator: Any, place: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
     thread = watch.thread
-    is_watched = thread is not None and thread == threading.get_ident()
     report = watch.report
-    if (
-        report is not None
-        and is_watched
-        and dist.ProcessGroup.unbox(args[place]).size() == dist.get_world_size()
-    ):
+    if report is not None and thread is not None and thread == threading.get_ident():
+        name = operator.overloadpacket.__name__
+        group = dist.ProcessGroup.unbox(args[place])
+        takes_all = name not in _BETWEEN_TWO and group.size() == dist.get_world_size()
         watch.thread = None
         try:
-            report(operator.overloadpacket.__name__.rstrip("_"))
+            report(name.rstrip("_"), takes_all)
         finally:
             watch.thread = thread
     return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
@@ -96,7 +94,7 @@ def _run(watch: _Watch, operator: Any, place: int, keys: Any, *args: Any, **kwar
 
 def _collectives() -> list[Any]:
     found = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
-    names = {name.split(".")[0] for space, name in found if space == "c10d"} - _BETWEEN_TWO
+    names = {name.split(".")[0] for space, name in found if space == "c10d"}
     packets = [getattr(torch.ops.c10d, name) for name in names]
     operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     return [each for each in operators if "ProcessGroup" in str(each._schema)]

@@ -154,9 +154,9 @@ class Session:
         self._host_state = HostState(self.model, host.capacity_bytes, groups.control)
         self._at_end.callback(self._host_state.close)
 
-    def _on_user_collective(self, name: str) -> None:
+    def _on_user_collective(self, name: str, takes_all: bool) -> None:
         module: Any = self.model.module
-        self.user_gathers.called(module.trainer.training, name)
+        self.user_gathers.called(module.trainer.training, name, takes_all=takes_all)
 
     @property
     def own_plan(self) -> RankPlan:

@@ -12,7 +12,7 @@ from lightning_cephalo.execution.user_collectives import UserCollectives
 def _seen(rank):
     alone = dist.new_group([0])
     seen = []
-    collectives = UserCollectives(seen.append)
+    collectives = UserCollectives(lambda *call: seen.append(call))
     dist.all_reduce(torch.ones(2))  # the strategy's own
     with collectives.watched():
         dist.all_reduce(torch.ones(2))
@@ -29,5 +29,8 @@ def _seen(rank):
     return seen
 
 
-def test_collectives_of_all_ranks_are_reported_and_those_of_some_are_left_alone():
-    assert run_ranks(2, _seen) == [["allreduce", "broadcast"]] * 2
+def test_collectives_are_reported_with_whether_all_ranks_take_part():
+    first, second = run_ranks(2, _seen)
+    of_all = [("allreduce", True), ("broadcast", True)]
+    assert first == [of_all[0], ("allreduce", False), ("send", False), of_all[1]]
+    assert second == [of_all[0], ("recv", False), of_all[1]]

@@ -96,7 +96,7 @@ def test_bf16_mixed_keeps_full_precision_weights_and_follows_one_device():
 def _fit_rounding(plan, dtype):
     model = Watched()
     runs = trainer(plan, {"reduce_dtype": dtype}, max_epochs=1, accumulate_grad_batches=2)
-    runs.fit(model, loader(30))
+    runs.fit(model, loader(30), loader(8))
     return model.losses, model.seen["gradient"], runs.strategy.reduce_rounding
 
 
