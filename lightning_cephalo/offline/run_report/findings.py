@@ -67,7 +67,7 @@ def _between_steps(record: RunRecord) -> list[Finding]:
 
 
 def _waiting_for_others(record: RunRecord, lost: Sequence[LostTime]) -> list[Finding]:
-    share = fmean(one.others_s / one.step_s if one.step_s else 0.0 for one in lost)
+    share = _mean_share(lost, [one.others_s for one in lost])
     if share < _SHARE:
         return []
     awaited = min(lost, key=lambda one: one.others_s / one.step_s if one.step_s else math.inf)
@@ -80,8 +80,14 @@ def _waiting_for_others(record: RunRecord, lost: Sequence[LostTime]) -> list[Fin
     return [Finding(share, text)]
 
 
+def _mean_share(lost: Sequence[LostTime], parts_s: Sequence[float]) -> float:
+    """Return which part of a step these seconds of every rank are, on average."""
+    pairs = zip(lost, parts_s, strict=True)
+    return fmean(part_s / one.step_s if one.step_s else 0.0 for one, part_s in pairs)
+
+
 def _rest(lost: Sequence[LostTime]) -> list[Finding]:
-    share = fmean(one.rest_s / one.step_s if one.step_s else 0.0 for one in lost)
+    share = _mean_share(lost, [one.rest_s for one in lost])
     if share < _UNLIKE:
         return []
     text = (
@@ -107,7 +113,7 @@ def _pace(rank: RankRecord, record: RunRecord) -> str:
 
 
 def _network(record: RunRecord, lost: Sequence[LostTime]) -> list[Finding]:
-    share = fmean(one.network_s / one.step_s if one.step_s else 0.0 for one in lost)
+    share = _mean_share(lost, [one.network_s for one in lost])
     if share < _SHARE:
         return []
     text = (
@@ -120,7 +126,7 @@ def _network(record: RunRecord, lost: Sequence[LostTime]) -> list[Finding]:
 
 
 def _update(lost: Sequence[LostTime]) -> list[Finding]:
-    share = fmean(one.update_s / one.step_s if one.step_s else 0.0 for one in lost)
+    share = _mean_share(lost, [one.update_s for one in lost])
     if share < _UNLIKE:
         return []
     text = (
