@@ -140,19 +140,37 @@ def trainer_of(folder, emulation, **options):
     )
 
 
+def fit_in_two_ranks(make):
+    """Fit in two ranks that end their groups themselves.
+
+    "ddp_fork" leaves them to the end of the process, where a thread of gloo may still release
+    tensors (pytorch#190489): such a rank has ended with SIGSEGV.
+    """
+    # scripts of tests below import this file where its neighbours' helpers cannot be found
+    from common import in_ranks
+
+    def fit():
+        make().fit(Perceptron())
+        return active_device() is None
+
+    assert in_ranks(2, fit) == [True, True]
+
+
 @pytest.mark.processes
 def test_ddp_runs_at_the_pace_of_its_slowest_rank(tmp_path):
-    strategy = DDPStrategy(start_method="fork", ddp_comm_hook=reduce)
-    trainer = trainer_of(tmp_path, None, strategy=strategy, devices=2,
-                         callbacks=on_virtual_ranks(tmp_path, (2, 1)))  # fmt: skip
-    trainer.fit(Perceptron())
+    callbacks = on_virtual_ranks(tmp_path, (2, 1))
+
+    def make():
+        strategy = DDPStrategy(ddp_comm_hook=reduce)
+        return trainer_of(tmp_path, None, strategy=strategy, devices=2, callbacks=callbacks)
+
+    fit_in_two_ranks(make)
     fast, slow = records(tmp_path)
     assert (fast["name"], slow["name"]) == ("cpu x2", "cpu x1")
     assert fast["flops_per_s"] == pytest.approx(2 * slow["flops_per_s"])
     assert fast["flops"] == slow["flops"]
     assert fast["threads"] == slow["threads"] == 1
     assert_in_lock_step(fast, slow)
-    assert active_device() is None
 
 
 def test_single_rank_is_slowed_and_released(tmp_path):
@@ -210,10 +228,8 @@ def test_an_exception_in_training_releases_the_device(tmp_path):
 
 @pytest.mark.processes
 def test_all_ranks_share_the_rate_that_rank_zero_measured(tmp_path):
-    trainer = trainer_of(
-        tmp_path, Emulation(speeds=(3, 1)), strategy="ddp_fork", devices=2, max_steps=1
-    )
-    trainer.fit(Perceptron())
+    options = {"strategy": "ddp", "max_steps": 1}
+    fit_in_two_ranks(lambda: trainer_of(tmp_path, Emulation(speeds=(3, 1)), devices=2, **options))
     fast, slow = records(tmp_path)
     assert fast["flops_per_s"] == pytest.approx(3 * slow["flops_per_s"], rel=1e-12)
 
