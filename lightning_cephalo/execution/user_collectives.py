@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ class UserCollectives:
     def __init__(self, report: Callable[[str, bool], None]) -> None:
         self._watch = _Watch(report)
         self._library = torch.library.Library("c10d", "IMPL")
-        for operator in _collectives():
-            run = partial(_run, self._watch, operator, _place_of_group(operator))
+        for operator, place_of_group in _collectives():
+            run = partial(_run, self._watch, operator, place_of_group)
             self._library.impl(operator, run, _KEY.name, with_keyset=True)
 
     @contextmanager
@@ -92,14 +92,19 @@ def _run(watch: _Watch, operator: Any, place: int, keys: Any, *args: Any, **kwar
     return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
 
 
-def _collectives() -> list[Any]:
+@cache
+def _collectives() -> tuple[tuple[Any, int], ...]:
+    """Return the operators of torch.distributed, and which argument of each is the group.
+
+    torch has thousands of operators: one search (12 ms) serves a process.
+    """
     found = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
     names = {name.split(".")[0] for space, name in found if space == "c10d"}
     packets = [getattr(torch.ops.c10d, name) for name in names]
     operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    return [each for each in operators if "ProcessGroup" in str(each._schema)]
+    return tuple((each, place) for each in operators for place in _places_of_groups(each)[:1])
 
 
-def _place_of_group(operator: Any) -> int:
+def _places_of_groups(operator: Any) -> list[int]:
     types = [str(argument.type) for argument in operator._schema.arguments]
-    return next(place for place, name in enumerate(types) if "ProcessGroup" in name)
+    return [place for place, name in enumerate(types) if "ProcessGroup" in name]

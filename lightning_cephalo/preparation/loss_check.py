@@ -19,7 +19,6 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.profiling import additivity
-from lightning_cephalo.profiling.additivity import LossOfParts
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.measure import read_batch
 from lightning_cephalo.profiling.progress import Progress
@@ -146,6 +145,7 @@ def _compare(
     refused: AbstractContextManager[None] = nullcontext()
     if gathers is not None and control.world_size > 1:
         refused = gathers.refused()
+    in_half = "16" in str(trainer.precision)
     failure = ""  # the error itself would keep activations
     with ExitStack() as undo:
         try:
@@ -156,7 +156,7 @@ def _compare(
                 own = control.together("cutting a batch", parted)
                 context = trainer.precision_plugin.train_step_context
                 batch, parts = own or (None, [])
-                found = additivity.compared(model, step, context, batch, parts)
+                found = additivity.compared(model, step, context, batch, parts, in_half)
         except Exception as error:  # on every rank
             failure = f"{type(error).__name__}: {error}"
         control.together("putting back what modules hold", undo.close)
@@ -165,7 +165,6 @@ def _compare(
             f"{_UNKNOWN} (steps without gradients, in evaluation mode). {failure}"
         )
         return
-    sizes = [size for _, size in parts]
-    rows: list[tuple[LossOfParts | None, list[int]]] = control.gather((found, sizes))
+    sizes: list[list[int]] = control.gather(tuple(size for _, size in parts))
     if is_first:
-        additivity.warn_if_any_differs(rows, in_half="16" in str(trainer.precision))
+        additivity.warn_if_any_differs(list(zip(found, sizes, strict=True)), in_half)

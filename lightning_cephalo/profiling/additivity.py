@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,27 +36,33 @@ class LossOfParts:
     """The loss of a batch, and that of its parts.
 
     Attributes:
-        again: The loss of the batch, a second time.
         whole: The loss of the batch.
         parts: The weighted mean of the losses of its parts.
+        again: The loss of the batch, a second time; None: it was run once.
     """
 
     whole: float
-    again: float
     parts: float
+    again: float | None = None
 
     @property
     def is_random(self) -> bool:
         """Whether the loss changes from call to call, so that nothing can be said of it."""
+        if self.again is None:
+            return False
         return not math.isclose(self.whole, self.again, rel_tol=_NOISE, abs_tol=_TINY)
 
-    def differs(self, tolerance: float) -> bool:
+    def differs(self, in_half: bool = False) -> bool:
         """Whether the loss is no weighted mean, as far as can be said.
 
         ::
 
-            LossOfParts(whole=1.386, again=1.386, parts=0.693).differs(1e-4)    # True
+            LossOfParts(whole=1.386, parts=0.693).differs()    # True
+
+        Args:
+            in_half: Whether the model computes in half precision.
         """
+        tolerance = _ROUNDING_IN_HALF if in_half else _ROUNDING
         alike = math.isclose(self.whole, self.parts, rel_tol=tolerance, abs_tol=_TINY)
         return not self.is_random and not alike and not math.isnan(self.parts)
 
@@ -67,12 +73,14 @@ def compared(
     context: Callable[[], AbstractContextManager[Any]],
     batch: Any,
     parts: Sequence[tuple[Any, int]],
-) -> LossOfParts | None:
-    """Return the loss of a batch and that of its two parts; collective.
+    in_half: bool = False,
+) -> list[LossOfParts | None]:
+    """Return every rank's loss of a batch and that of its two parts; collective.
 
     Runs the step without gradients and in evaluation mode, where dropout and batch normalisation
     change nothing. Code under ``torch.compile`` runs eagerly: it would be compiled again for these
-    sizes.
+    sizes. Where losses differ on any rank, each rank's batch is run again, as the step may be
+    random.
 
     Args:
         model: The sharded model.
@@ -80,29 +88,46 @@ def compared(
         context: The precision plugin's context of a training step.
         batch: A few samples; ranks may have different ones.
         parts: The same samples in two parts, and how many each has. Empty: this rank has none.
+        in_half: Whether the model computes in half precision.
 
     Raises:
         Exception: On every rank, if the step fails so on any.
 
     Returns:
-        The losses; None on a rank without samples.
+        The losses of each rank, in rank order; None for a rank without samples.
     """
     count = sum(size for _, size in parts)
-    pieces = [(batch, count), (batch, count), *parts] if parts else [None] * 4
+    whole, *pieces = [(batch, count), *parts] if parts else [None] * 3
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model.module))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(context())
         stack.enter_context(torch.no_grad())
-        losses = [_loss_from_here(model, step, piece) for piece in pieces]
-    if not parts:
-        return None
-    (whole, _), (again, _), *of_parts = losses
+        kept = preserved_state(model.module, model.accelerator)
+        put_back = model.control.together(
+            "copying what modules hold", partial(stack.enter_context, kept)
+        )
+
+        def loss_of(piece: tuple[Any, int] | None) -> tuple[float, float]:
+            put_back()  # each finds the buffers as the first one has found them
+            return _loss_of(model, step, piece)
+
+        losses = [loss_of(piece) for piece in (whole, *pieces)]
+        found = _weighed(losses) if parts else None
+        rows: list[LossOfParts | None] = model.control.gather(found)
+        if any(row is not None and row.differs(in_half) for row in rows):
+            again, _ = loss_of(whole)
+            rows = model.control.gather(found and replace(found, again=again))
+    return rows
+
+
+def _weighed(losses: Sequence[tuple[float, float]]) -> LossOfParts:
+    (whole, _), *of_parts = losses
     if any(weight < 0 for _, weight in of_parts):
-        return LossOfParts(whole, again, math.nan)  # the step itself refuses it by name
+        return LossOfParts(whole, math.nan)  # the step itself refuses it by name
     weight = sum(weight for _, weight in of_parts)
     total = sum(loss * weight for loss, weight in of_parts if weight)
-    return LossOfParts(whole, again, total / weight if weight else math.nan)
+    return LossOfParts(whole, total / weight if weight else math.nan)
 
 
 def warn_if_any_differs(
@@ -114,9 +139,8 @@ def warn_if_any_differs(
         rows: Each rank's losses, None if it has none, and the samples of its parts.
         in_half: Whether the model computes in half precision.
     """
-    tolerance = _ROUNDING_IN_HALF if in_half else _ROUNDING
     for found, sizes in rows:
-        if found is not None and found.differs(tolerance):
+        if found is not None and found.differs(in_half):
             warnings.warn(_told(found, sizes), stacklevel=2)
             return
 
@@ -131,16 +155,6 @@ def _told(found: LossOfParts, sizes: Sequence[int]) -> str:
         " compares samples with each other, or has a term about the whole batch, let"
         " lightning_cephalo.loss_over_batch(function, *tensors) compute that."
     )
-
-
-def _loss_from_here(
-    model: ShardedModel, step: Callable[[Any], Any], piece: tuple[Any, int] | None
-) -> tuple[float, float]:
-    """Return a loss and its weight; the next step finds the buffers as this one has found them."""
-    with ExitStack() as undo:
-        kept = preserved_state(model.module, model.accelerator)
-        model.control.together("copying what modules hold", partial(undo.enter_context, kept))
-        return _loss_of(model, step, piece)
 
 
 def _loss_of(

@@ -77,12 +77,20 @@ def forget_gradients(module: nn.Module) -> None:
 
 
 @contextmanager
-def preserved_state(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Put back the attributes of all submodules afterwards; see the note in this module."""
+def preserved_state(module: nn.Module, accelerator: Accelerator) -> Iterator[Callable[[], None]]:
+    """Put back the attributes of all submodules afterwards; see the note in this module.
+
+    ::
+
+        with preserved_state(module, accelerator) as put_back:
+            step(batch)
+            put_back()
+            step(batch)    # finds what the first one has found
+    """
     snapshot = _Snapshot(accelerator)
     snapshot.take(module)
     try:
-        yield
+        yield snapshot.restore
     finally:
         snapshot.restore()
 

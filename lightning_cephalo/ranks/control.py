@@ -142,6 +142,8 @@ class ControlGroup:
             BaseException: This rank's own failure as it is.
             RemoteRankError: If only other ranks have failed.
         """
+        if not self.any(failure is not None):  # quicker than messages
+            return
         message = None
         if failure is not None:
             message = printable(f"{doing}: {type(failure).__name__}: {failure}")
