@@ -58,6 +58,26 @@ def started(make=GPT, data=loader, **options):
     return bool(measured), plan, [*steps, "trains"].index("trains")
 
 
+class _Measures(Exception):
+    """A start has found nothing that it could plan with."""
+
+
+def measures(make=GPT, data=loader, **options):
+    """Whether a start would measure; it ends there."""
+
+    def ends(**arguments):
+        raise _Measures
+
+    measure, planning.measure = planning.measure, ends
+    try:
+        fit(make(), data(), max_steps=0, **options)
+    except _Measures:
+        return True
+    finally:
+        planning.measure = measure
+    return False
+
+
 def files():
     return list((Path(os.environ["LIGHTNING_CEPHALO_CACHE"]) / "jobs").glob("*"))
 
@@ -158,7 +178,7 @@ def measured_again(cache_of_a_start, tmp_path_factory):
         found = {}
         for (job, options), folder in zip(jobs.items(), folders, strict=True):
             os.environ["LIGHTNING_CEPHALO_CACHE"] = str(folder)
-            found[job] = started(max_steps=0, **options)[0]
+            found[job] = measures(**options)
         return found
 
     return in_ranks(2, each)
@@ -176,8 +196,8 @@ def test_a_learning_rate_makes_no_other_job(same, measured_again):
 
 def test_strides_make_another_job():
     def each():
-        makers = [functools.partial(with_stride, stride) for stride in (1, 1, 2)]
-        return [started(make, max_steps=0)[0] for make in makers]
+        one, two = (functools.partial(with_stride, stride) for stride in (1, 2))
+        return [started(one, max_steps=0)[0], measures(one), measures(two)]
 
     assert in_ranks(2, each) == [[True, False, True]] * 2
 
@@ -208,19 +228,21 @@ def test_classes_typed_at_a_prompt_are_told_apart():
 def test_a_change_of_the_file_with_the_training_step_is_measured(tmp_path):
     path = tmp_path / "written.py"
 
-    def start():
+    def start(is_first):
         spec = importlib.util.spec_from_file_location("written", path)
         module = importlib.util.module_from_spec(spec)
         sys.modules["written"] = module  # as `import` does: sources are found by it
         spec.loader.exec_module(module)
-        return started(module.Written, max_steps=0)[0]
+        if is_first:
+            return started(module.Written, max_steps=0)[0]
+        return measures(module.Written)
 
     found = []
     sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
     try:
         for factor in (1.0, 1.0, 2.0):
             path.write_text(STEP.format(factor=factor))
-            found.append(in_ranks(2, start))
+            found.append(in_ranks(2, start, not found))
     finally:
         sys.dont_write_bytecode = before
     assert found == [[True, True], [False, False], [True, True]]
@@ -228,29 +250,30 @@ def test_a_change_of_the_file_with_the_training_step_is_measured(tmp_path):
 
 def test_a_broken_file_is_told_of_and_replaced(capfd, second_start):
     (path,) = files()
-    broken = ("{", "[]", '{"measured": "today", "problem": {"ranks": 5}}')
     process = multiprocessing.get_context("fork").Process(target=dies_writing, args=(path,))
     process.start()
     process.join()
     assert len(files()) == 2
-
-    def starts():
-        found = []
-        for content in broken:
-            if int(os.environ["RANK"]) == 0:
-                path.write_text(content)
-            found += [started(strategy={"verbose": True}, max_steps=0)[0] for _ in range(2)]
-        return found
-
+    path.write_text('{"measured": "today", "problem": {"ranks": 5}}')
+    verbose = {"strategy": {"verbose": True}}
     capfd.readouterr()
-    assert in_ranks(2, starts) == [[True, False] * len(broken)] * 2
-    assert capfd.readouterr().out.count("Measuring again") == len(broken)
+    found = in_ranks(2, lambda: [started(**verbose, max_steps=0)[0], measures(**verbose)])
+    assert found == [[True, False]] * 2
+    assert capfd.readouterr().out.count("Measuring again") == 1
     assert files() == [path]
     day = "\x1b[2Jtoday [red]"
     path.write_text(json.dumps({**json.loads(path.read_text()), "measured": day}))
-    in_ranks(2, lambda: started(strategy={"verbose": True}, max_steps=0))
+    in_ranks(2, lambda: measures(**verbose))
     said = capfd.readouterr().out
     assert "\\x1b[2Jtoday [red]" in said and "\x1b" not in said
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"problem": {}}', "null"])
+def test_whatever_a_file_holds_is_no_problem_to_plan_with(tmp_path, content):
+    path = tmp_path / "job.json"
+    path.write_text(content)
+    found = job_cache._read(path, [100.0])
+    assert found.problem is None and found.said.startswith("Measuring again")
 
 
 def dies_writing(path):
@@ -370,8 +393,8 @@ def test_kinds_of_devices_are_kept_apart_and_put_together(tmp_path):
 
 def test_emulated_devices_are_measured_at_every_start():
     def twice():
-        options = {"speeds": (2.0, 1.0), "is_time_shared": False, "max_steps": 0}
-        return [started(**options)[0] for _ in range(2)]
+        options = {"speeds": (2.0, 1.0), "is_time_shared": False}
+        return [started(max_steps=0, **options)[0], measures(**options)]
 
     assert in_ranks(2, twice) == [[True, True]] * 2
     assert not files()
