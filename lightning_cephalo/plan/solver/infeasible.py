@@ -46,7 +46,7 @@ def certainly_infeasible(problem: Problem, types: Sequence[RankType]) -> bool:
     They do if a rank cannot hold the buffers, or if there is too little of a resource for the
     samples. A search would consider every batch first.
     """
-    if any(kind.profile.capacity_bytes < idle_bytes(problem) for kind in types):
+    if min(kind.profile.capacity_bytes for kind in types) < idle_bytes(problem):
         return True
     batch = problem.global_batch_size
     if sum(kind.count * _most_samples(problem, kind.profile) for kind in types) < batch:
@@ -134,13 +134,14 @@ def _state_on_hosts(
 
 
 def _rank_too_small(problem: Problem, types: Sequence[RankType]) -> str | None:
+    needed = idle_bytes(problem)
     for kind in types:
-        missing = idle_bytes(problem) - kind.profile.capacity_bytes
+        missing = needed - kind.profile.capacity_bytes
         if missing > 0:
             stay = problem.reshard_after_forward is False
             return (
                 f"Memory binds on rank {_members(kind)}: the gathered buffers that every rank "
-                f"holds need {_bytes(idle_bytes(problem))}, its capacity is "
+                f"holds need {_bytes(needed)}, its capacity is "
                 f"{_bytes(kind.profile.capacity_bytes)}, {_bytes(missing)} are missing. Use "
                 f"smaller units, {'reshard_after_forward=True, ' if stay else ''}raise its "
                 f"capacity_bytes, or leave this rank out."

@@ -136,7 +136,7 @@ def _variants(problem: Problem) -> Iterator[tuple[Problem, bool]]:
         even = asked.with_even_shares()
         is_faster = even.gather_s < asked.gather_s or even.reduce_s < asked.reduce_s
         for variant, is_even in ((asked, False), *([(even, True)] if is_faster else [])):
-            if all(rank.capacity_bytes >= idle_bytes(variant) for rank in variant.ranks):
+            if min(rank.capacity_bytes for rank in variant.ranks) >= idle_bytes(variant):
                 yield variant, is_even
 
 

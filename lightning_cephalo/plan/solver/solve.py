@@ -216,7 +216,7 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
     for reshard in problem.reshard_choices:
         asked = problem.resharding(reshard)
         # a rank without samples holds these bytes too, and no column says so
-        if any(rank.capacity_bytes < idle_bytes(asked) for rank in problem.ranks):
+        if min(rank.capacity_bytes for rank in problem.ranks) < idle_bytes(asked):
             continue
         for variant, even in ((asked, False), (_with_even_state(asked), True)):
             if variant is None:
