@@ -242,13 +242,17 @@ def _least_exposed(homes: list, most_share: float) -> float | None:
 
 
 def _share(seconds: moving.Exposure, exposed_s: float) -> float:
-    low, high = 0.0, 1.0
-    if seconds.of(1.0) <= exposed_s:
-        return 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if seconds.of(middle) <= exposed_s else (low, middle)
-    return low
+    """The largest share that takes so long: Newton's steps, exact as the pieces are straight."""
+    share = 1.0
+    while True:
+        parts = [max((share * slope - hidden, slope) for slope, hidden in p) for p in seconds.parts]
+        counted = [(late_s, slope) for late_s, slope in parts if late_s > 0]
+        total_s = share * seconds.always + sum(late_s for late_s, _ in counted)
+        slope = seconds.always + sum(slope for _, slope in counted)
+        less = share - (total_s - exposed_s) / slope if slope else share
+        if not 0 < less < share:
+            return max(0.0, min(share, less))
+        share = less
 
 
 @pytest.mark.parametrize("seeds", [range(11, 31), range(60, 79)])
