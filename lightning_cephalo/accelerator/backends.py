@@ -26,6 +26,7 @@ class Backend:
         barrier_names_device: Whether a barrier needs the device on which it runs as an argument.
         must_be_aborted: Whether groups must be aborted if a single rank fails. Destroying them
             would wait for kernels that wait for that rank.
+        changes_timeout: Whether the timeout of a group's collectives can be changed later.
         signs_of_loss: Parts of the error messages on the remaining ranks after a rank is lost.
     """
 
@@ -33,19 +34,21 @@ class Backend:
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     barrier_names_device: bool = False
     must_be_aborted: bool = False
+    changes_timeout: bool = False
     signs_of_loss: tuple[str, ...] = ()
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
         "gloo": Backend(
+            changes_timeout=True,
             signs_of_loss=(
                 "Connection closed by peer",
                 "Connection reset",
                 "Broken pipe",
                 "Timed out waiting",
                 "Socket",
-            )
+            ),
         ),
         "nccl": Backend(
             runs_on_device=True,
@@ -55,6 +58,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             environment=MappingProxyType({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}),
             barrier_names_device=True,
             must_be_aborted=True,
+            changes_timeout=True,
             signs_of_loss=(
                 "remote process exited",
                 "ncclRemoteError",

@@ -8,10 +8,39 @@ import socket
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from lightning_cephalo.accelerator.backends import backend_named, backend_of
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.meeting import Meeting
 from lightning_cephalo.ranks.switchboard import Switchboard
+
+# [Note: private name of torch] A group's one timeout is for making it and for its collectives. Only
+# this file changes it afterwards; tests/distributed/test_roll_call.py fails when it cannot.
+
+
+def while_connecting(
+    backend: str, wait: datetime.timedelta, timeout: datetime.timedelta
+) -> datetime.timedelta:
+    """Return how long a group may be made, whose collectives wait for ``timeout`` later.
+
+    Args:
+        backend: The group's backend.
+        wait: How long it should take at most.
+        timeout: Timeout of its collectives.
+    """
+    return wait if backend_named(backend).changes_timeout else timeout
+
+
+def set_timeout(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> None:
+    """Set how long a group's collectives wait, now that it is made.
+
+    Args:
+        group: The group; None: the default one.
+        timeout: Timeout of its collectives.
+    """
+    if backend_of(group).changes_timeout:
+        _set_pg_timeout(timeout, group)
 
 
 @dataclass(frozen=True)
@@ -33,24 +62,32 @@ class Groups:
     meeting: Meeting
 
     @classmethod
-    def create(cls, timeout: datetime.timedelta, node_rank: int = 0) -> Groups:
+    def create(
+        cls,
+        timeout: datetime.timedelta,
+        node_rank: int = 0,
+        wait: datetime.timedelta | None = None,
+    ) -> Groups:
         """Create the groups; collective.
 
         Args:
             timeout: Timeout of collectives.
             node_rank: This rank's node as the launcher counts them. Ranks of one number are on
                 several nodes if their hosts or network namespaces differ.
+            wait: How long ranks wait for each other here; None: as long as in collectives.
         """
-        control = ControlGroup(dist.new_group(backend="gloo", timeout=timeout))
+        wait = timeout if wait is None else wait
+        of_default = while_connecting(dist.get_backend(), wait, timeout)
+        messages = dist.new_group(backend="gloo", timeout=wait)
+        control = ControlGroup(messages)
         named = control.gather((node_rank, socket.gethostname(), _network()))
         nodes = tuple(named.index(name) for name in named)
-        return cls(
-            dist.new_group(timeout=timeout),
-            dist.new_group(timeout=timeout),
-            control,
-            nodes,
-            Meeting(Switchboard.create(control, nodes), timeout),
-        )
+        gather, reduce = (dist.new_group(timeout=of_default) for _ in range(2))
+        switchboard = Switchboard.create(control, nodes)
+        if wait != timeout:
+            for group in (messages, gather, reduce):
+                set_timeout(group, timeout)
+        return cls(gather, reduce, control, nodes, Meeting(switchboard, timeout))
 
 
 def _network() -> int | None:

@@ -10,7 +10,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -38,7 +37,13 @@ from lightning_cephalo.accelerator.backends import backend_named, backend_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.crash_report import CrashReport
-from lightning_cephalo.ranks.groups import Groups
+from lightning_cephalo.ranks.groups import Groups, set_timeout, while_connecting
+from lightning_cephalo.ranks.roll_call import (
+    patience,
+    restarts_left,
+    shares_agents_store,
+    store_of_all,
+)
 
 # [Note: private names of Lightning] The launchers, the connection and the number of threads are
 # those of Lightning's own strategies. Lightning has no public names for them. Only this file uses
@@ -46,7 +51,6 @@ from lightning_cephalo.ranks.groups import Groups
 
 _LEAVING_S = 0.02
 _ABORT_S = 10.0
-_REFUSING = timedelta(seconds=10)
 
 
 class HoldsGroups(Protocol):
@@ -80,7 +84,7 @@ class Ranks:
     @classmethod
     def create(cls, timeout: timedelta, node_rank: int) -> Ranks:
         """Create the groups over connected processes; collective."""
-        groups = Groups.create(timeout, node_rank)
+        groups = Groups.create(timeout, node_rank, patience(timeout))
         return cls(groups, CrashReport(groups.control, groups.meeting.switchboard))
 
     def close(self) -> None:
@@ -164,6 +168,7 @@ def connect(
         The backend.
 
     Raises:
+        RemoteRankError: If ranks do not come, on all that do.
         UnsupportedError: On every rank, if ranks would use different backends, or if this process
             is connected to another number of ranks.
     """
@@ -174,13 +179,21 @@ def connect(
     backend = backend or accelerator.default_backend
     for name, value in backend_named(backend).environment.items():
         os.environ.setdefault(name, value)
-    options: dict[str, Any] = {"timeout": timeout}
+    wait = patience(timeout)
+    options: dict[str, Any] = {"timeout": while_connecting(backend, wait, timeout)}
     # on gloo torch would send objects as tensors of that device, which not every rank has
     if not accelerator.computes_on_host and backend_named(backend).runs_on_device:
         options["device_id"] = device
-    if not _distributed_is_initialized():
-        options["store"] = _store_of_equal_backends(environment, backend, timeout)
+    if _distributed_is_initialized():
+        return backend
+    rank, world_size = environment.global_rank(), environment.world_size()
+    address, port = environment.main_address, environment.main_port
+    store = store_of_all(rank, world_size, address, port, backend, wait)
+    options["store"] = dist.PrefixStore("default_pg", store)  # as torch does with its own
     _init_dist_connection(environment, backend, **options)
+    if wait != timeout:
+        store.set_timeout(timeout)
+        set_timeout(None, timeout)
     return backend
 
 
@@ -204,50 +217,15 @@ def _warn_of_restarts(rank: int) -> None:
 
     The agent's store keeps the keys of the attempt that failed (pytorch#135712).
     """
-    most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    attempts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    if most > attempts and shares_store:
+    if restarts_left() and shares_agents_store():
         warnings.warn(
-            f"Rank {rank}: torchrun may restart the ranks {most - attempts} times, but most"
+            f"Rank {rank}: torchrun may restart the ranks {restarts_left()} times, but most"
             " restarts will fail ('Connection refused'): torch's agent shares a store with the"
             " ranks that keeps addresses of the attempt before. Set"
             " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of every torchrun, or use"
             " --max-restarts=0.",
             stacklevel=2,
         )
-
-
-def _store_of_equal_backends(
-    environment: ClusterEnvironment, backend: str, timeout: timedelta
-) -> dist.Store:
-    """Make the store of the process group, and refuse ranks that use different backends.
-
-    Such ranks would wait for each other until the timeout.
-    """
-    rank, world_size = environment.global_rank(), environment.world_size()
-    # torch's rendezvous reads these, and Lightning sets them, too
-    os.environ["MASTER_ADDR"] = environment.main_address
-    os.environ["MASTER_PORT"] = str(environment.main_port)
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-    store.set(f"cephalo/backend/{rank}", backend)
-    ranks = range(world_size)
-    backends = [
-        found.decode() for found in store.multi_get([f"cephalo/backend/{r}" for r in ranks])
-    ]
-    if len(set(backends)) > 1:
-        store.set(f"cephalo/refused/{rank}", "")
-        if rank == 0:  # the store may live in this process, which ends with the error
-            with suppress(RuntimeError):  # a rank that has ended meanwhile has nothing to hear
-                store.wait([f"cephalo/refused/{r}" for r in ranks], _REFUSING)
-        used = {b: [r for r in ranks if backends[r] == b] for b in sorted(set(backends))}
-        said = " and ".join(f"{name!r} (ranks {found})" for name, found in used.items())
-        raise UnsupportedError(
-            f"The ranks use different backends: {said}. Ranks of different kinds of devices have"
-            " only 'gloo' in common: pass process_group_backend='gloo' to CephaloStrategy on every"
-            " rank."
-        )
-    return dist.PrefixStore("default_pg", store)  # as torch does with a store that it makes
 
 
 # -- waiting --------------------------------------------------------------------------------------
