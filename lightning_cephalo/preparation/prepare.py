@@ -49,6 +49,7 @@ from lightning_cephalo.profiling.state_rates import (
     measure_state_rates,
     with_state_rates,
     with_unit_parameters,
+    without_host_updates,
 )
 from lightning_cephalo.ranks.control import ControlGroup
 
@@ -418,7 +419,8 @@ def measure_or_load(
         if manual is None:
             check(problem)
         _keep(problem, found, options, control)
-    if offload is not False and not has_state_rates(problem):
+    prices_moves = offload is not False or _gives_moved_state(job)
+    if prices_moves and not has_state_rates(problem):
         pause()
         scales = loss_scaler(trainer.precision_plugin) is not None
         rates = measure_state_rates(model, device.capacity_bytes, with_host_updates=not scales)
@@ -431,6 +433,8 @@ def measure_or_load(
     if not job.late:
         problem = problem.with_early_update()
     problem = replace(with_unit_parameters(problem, model), optimizer_offload=offload)
+    if _gives_moved_state(job) and not _gives_host_updates(job):
+        problem = without_host_updates(problem)
     # retained activations hold the boundaries: there is only state to offload
     boundaries = options.recompute.default
     if not boundaries and offload is False:
@@ -445,11 +449,11 @@ def _optimizer_offload(job: Job, manual: ManualSteps | None) -> bool | Literal["
         PlanError: If it has to, but no rank's host has memory apart from its device.
     """
     asked = job.options.optimizer_offload
-    if asked is False:
+    if asked is False and not _gives_moved_state(job):
         return False
     has_room = any(own.host.is_apart and own.host.capacity_bytes for own in job.limits)
     if has_room and manual is None:
-        return asked
+        return asked or "auto"  # what a given plan does, others may do, too
     if asked is True:
         why = "manual optimization" if manual is not None else _NO_HOST
         raise PlanError(
@@ -457,6 +461,15 @@ def _optimizer_offload(job: Job, manual: ManualSteps | None) -> bool | Literal["
             " optimizer_offload='auto', which moves it only where that can be."
         )
     return False
+
+
+def _gives_moved_state(job: Job) -> bool:
+    """Return whether the user's plan keeps optimizer state in host memory without the option."""
+    return job.options.optimizer_offload is False and job.plan is not None and job.plan.moves_state
+
+
+def _gives_host_updates(job: Job) -> bool:
+    return job.plan is not None and any(rank.host_update_fraction for rank in job.plan.ranks)
 
 
 _NO_HOST = (

@@ -28,6 +28,7 @@ from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.preparation.relief import make_room
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.memory_model import predicted, state_bytes
+from lightning_cephalo.profiling.state_rates import has_state_rates
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -78,6 +79,14 @@ def begin(
 
 def _policy_of(problem: Problem, plan: Plan, step: int) -> ReplanPolicy | None:
     """Return what decides on changes of a plan; None, with a warning, if it was not measured."""
+    if plan.moves_state and not has_state_rates(problem):
+        rank_zero_warn(
+            "The plan will not change by itself: it keeps optimizer state in host memory"
+            " (resident_fraction), and what that takes is not measured. Give such a plan to"
+            " CephaloStrategy(plan=), or use optimizer_offload='auto', which measure it before"
+            " training."
+        )
+        return None
     try:
         return ReplanPolicy(problem, plan, step)
     except PlanError as error:

@@ -101,6 +101,12 @@ def with_state_rates(problem: Problem, rates: Sequence[StateRates]) -> Problem:
     return replace(problem, ranks=tuple[RankProfile, ...](found))
 
 
+def without_host_updates(problem: Problem) -> Problem:
+    """Return a problem whose plans let no host update: its last bits differ from a device's."""
+    ranks = (replace(rank, host_updated_parameters_per_s=0.0) for rank in problem.ranks)
+    return replace(problem, ranks=tuple[RankProfile, ...](ranks))
+
+
 def _copy_rates(model: ShardedModel, nbytes: int) -> tuple[float, float]:
     accelerator = model.accelerator
     host = [accelerator.allocate_host(nbytes) for _ in range(2)]
