@@ -29,6 +29,7 @@ from lightning_cephalo.common.records import (
 
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
 _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
+_ROUNDING = 1e-9
 _REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
 
 
@@ -186,7 +187,8 @@ class Problem(FileRecord):
             devices. True: all of it lives there, on ranks with ``host_capacity_bytes``. "auto": the
             plan moves what makes it fit, or the step shorter.
         unit_parameters: trained parameters of each unit of the model, the root unit first. Empty:
-            optimizer state cannot move.
+            optimizer state cannot move. Their number need not be that of ``units``: a step may
+            visit a unit several times.
         moment_bytes: bytes of optimizer state for each, a part of ``state_bytes``.
         element_bytes: bytes of a parameter, and of its gradient.
         offloads_boundaries: whether boundaries may live in host memory, too.
@@ -249,6 +251,22 @@ class Problem(FileRecord):
             raise PlanError(
                 "single_microbatch: True needs equal_microbatches: True, as all ranks then run one."
                 " Set both, or neither."
+            )
+        self._check_moved_state()
+
+    def _check_moved_state(self) -> None:
+        sizes = self.unit_parameters
+        if len(sizes) == 1:
+            raise PlanError(
+                f"unit_parameters: expected those of the root unit and of one or more other units,"
+                f" but got one number, {sizes[0]}. Give the root unit's first, 0 if it trains none."
+            )
+        moments = self.moment_bytes * sum(sizes)
+        if moments > self.state_bytes * (1 + _ROUNDING):
+            raise PlanError(
+                f"moment_bytes: they are a part of state_bytes ({self.state_bytes:.6g}), but"
+                f" {self.moment_bytes:g} for each of {sum(sizes)} unit_parameters are"
+                f" {moments:.6g}. Give the bytes of one parameter, and parameters of all ranks."
             )
 
     @property

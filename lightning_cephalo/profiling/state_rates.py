@@ -60,13 +60,17 @@ def trained_sizes(model: ShardedModel) -> tuple[int, ...]:
 
 def with_unit_parameters(problem: Problem, model: ShardedModel) -> Problem:
     """Return a problem that says how much optimizer state each unit has."""
-    trained = [[flat for flat in unit.flats if flat.trainable] for unit in model.units]
-    element = max((f.master_dtype.itemsize for flats in trained for f in flats), default=4)
+    flats = [flat for flat in model.flats if flat.trainable]
+    count = sum(flat.numel for flat in flats)
+    # of several dtypes the mean: a larger one would count more state than there is
+    held = sum(flat.numel * flat.master_dtype.itemsize for flat in flats)
+    element = held / count if count else 4.0
+    sizes = trained_sizes(model)
     return replace(
         problem,
-        unit_parameters=trained_sizes(model),
-        moment_bytes=float(MOMENTS * element),
-        element_bytes=float(element),
+        unit_parameters=sizes if len(sizes) > 1 else (*sizes, 0),
+        moment_bytes=MOMENTS * element,
+        element_bytes=element,
     )
 
 

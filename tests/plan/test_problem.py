@@ -97,6 +97,14 @@ def test_profile_names_the_field_and_what_came(changes, message):
         ),
         ({"single_microbatch": True}, r"single_microbatch: True needs equal_microbatches: True"),
         ({"equal_microbatches": 1}, r"equal_microbatches: expected True or False, but got 1"),
+        ({"unit_parameters": [5]}, r"unit_parameters: expected .* one or more other.* number, 5\."),
+        ({"unit_parameters": [5, -1]}, r"unit_parameters\[1\]: .* at least 0, but got -1"),
+        ({"unit_parameters": [5, 1.5]}, r"unit_parameters\[1\]: expected a whole number.* 1.5"),
+        ({"unit_parameters": 5}, r"unit_parameters: expected a list of whole numbers, but got 5"),
+        (
+            {"unit_parameters": [5, 1], "moment_bytes": 8},
+            r"moment_bytes: .* part of state_bytes \(40\), but 8 for each of 6 .* are 48\.",
+        ),
     ],
 )
 def test_problem_names_the_field_and_what_came(changes, message):
