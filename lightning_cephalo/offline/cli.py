@@ -218,6 +218,8 @@ def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
                 published=options.published,
                 recompute=options.recompute,
                 offload=options.offload,
+                optimizer_offload=options.optimizer_offload,
+                early_update=options.early_update,
             )
         )
     for line in asked.left_out:
@@ -421,6 +423,18 @@ def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.Argum
         "--offload",
         action="store_true",
         help="let the plan move boundary activations to the host_memory of a cluster file",
+    )
+    what.add_argument(
+        "--optimizer-offload",
+        choices=("auto", "on", "off"),
+        help="optimizer state in the host_memory of a cluster file: what has no room on devices, "
+        "all of it, or none (default: off)",
+    )
+    what.add_argument(
+        "--early-update",
+        action="store_true",
+        help="update units inside the backward, as training does unless it clips by norm or the "
+        "like: less memory, and moves of optimizer state hide",
     )
     times = command.add_argument_group("times")
     times.add_argument(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 _PUBLISHED_TOKENS = 512
 # Fields of a question that have another name on the command line.
 _OPTIONS = {"global_batch_size": "batch_size", "tables": "table", "model_options": "model_option"}
+_MOVES: dict[str | None, bool | Literal["auto"]] = {
+    None: False,
+    "off": False,
+    "auto": "auto",
+    "on": True,
+}
 # Arguments of work_of() itself, which --model-option cannot set, and the option to use instead.
 _NOT_MODEL_OPTIONS = {
     "dtype": "--dtype",
@@ -61,6 +67,9 @@ class Question:
         published: folder of profiles in the format of the paper's release; has ``model``.
         recompute: ``"on"``, ``"off"`` or ``"choose"``; None: ``"on"``.
         offload: whether the plan may move boundaries to host memory.
+        optimizer_offload: ``"on"``, ``"off"`` or ``"auto"``: whether optimizer state moves there;
+            None: ``"off"``.
+        early_update: whether units are updated inside the backward.
     """
 
     problem: Path | None = None
@@ -75,6 +84,8 @@ class Question:
     published: Path | None = None
     recompute: str | None = None
     offload: bool = False
+    optimizer_offload: str | None = None
+    early_update: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,12 +147,7 @@ def read(question: Question) -> Scenario:
         records.whole("--sequence-length", question.sequence_length, minimum=1)
     if question.published is not None:
         return _published(question, cluster, question.model, global_batch_size)
-    if question.offload and not any(group.host_memory_bytes for group in cluster.nodes):
-        raise PlanError(
-            f"--offload: expected nodes with host memory to move activations to, but "
-            f"{question.cluster or '--devices'} gives none. Use --cluster with a file that has a "
-            f"line such as 'host_memory: 256 GiB' in its nodes."
-        )
+    _check_hosts(question, cluster)
     if question.offload and question.recompute == "off":
         raise PlanError(
             "--offload: expected --recompute on or choose, but got off. Activations that are kept "
@@ -165,6 +171,8 @@ def read(question: Question) -> Scenario:
             recompute=question.recompute in (None, "on"),
             choose_recompute=question.recompute == "choose",
             allow_offload=question.offload,
+            optimizer_offload=_MOVES[question.optimizer_offload],
+            early_update=question.early_update,
         )
 
     def pipeline_of(where: Cluster) -> PipelineProblem:
@@ -188,6 +196,22 @@ def read(question: Question) -> Scenario:
         lambda where: estimate_of(where).problem,
         pipeline_of,
     )
+
+
+def _check_hosts(question: Question, cluster: Cluster) -> None:
+    if any(group.host_memory_bytes for group in cluster.nodes):
+        return
+    moves_state = question.optimizer_offload in ("auto", "on")
+    for option, what, is_given in (
+        ("--offload", "activations", question.offload),
+        ("--optimizer-offload", "optimizer state", moves_state),
+    ):
+        if is_given:
+            raise PlanError(
+                f"{option}: expected nodes with host memory to move {what} to, but "
+                f"{question.cluster or '--devices'} gives none. Use --cluster with a file that has "
+                f"a line such as 'host_memory: 256 GiB' in its nodes."
+            )
 
 
 def _saved(question: Question, path: Path) -> Scenario:
@@ -223,11 +247,12 @@ def _published(
     question: Question, cluster: Cluster, model: str, global_batch_size: int
 ) -> Scenario:
     """Build a problem from published profiles alone: they have no times of links or the tail."""
-    own = question.model_options or question.tables or question.offload
-    if own or question.recompute not in (None, "on"):
+    own = question.model_options or question.tables or question.offload or question.early_update
+    moves_state = question.optimizer_offload not in (None, "off")
+    if own or moves_state or question.recompute not in (None, "on"):
         raise PlanError(
             "--published has its own model and times: leave out --model-option, --table, "
-            "--recompute and --offload."
+            "--recompute, --offload, --optimizer-offload and --early-update."
         )
     assert question.published is not None
     profiles = read_published(question.published)

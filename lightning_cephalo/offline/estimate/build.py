@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lightning_cephalo.offline.estimate.analytic import Efficiency, find_efficiency
 from lightning_cephalo.offline.estimate.analytic import compute_bytes as peak_bytes
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # fp32 parameter, gradient and Adam's two moments
 STATE_BYTES_PER_PARAMETER = 16
+# the same without the gradient, which an early update does not hold
+EARLY_STATE_BYTES_PER_PARAMETER = 12
 # Adam reads all four values and writes all except the gradient
 OPTIMIZER_BYTES_PER_PARAMETER = 28
 GRADIENT_BYTES = 4
@@ -29,6 +31,10 @@ COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 LARGEST_MICROBATCH_SIZE = 64
 # Fraction of the PCIe rate that copies from pinned memory reach: assumed, not measured.
 COPY_EFFICIENCY = 0.8
+MOMENT_BYTES_PER_PARAMETER, PARAMETER_BYTES = 8, 4
+# What the host's memory reads and writes for each parameter that the host updates: Adam's bytes,
+# and half of the copies. Fitted to published logs of updates by hosts.
+HOST_UPDATE_BYTES_PER_PARAMETER = 30
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ def build_problem(
     choose_recompute: bool = False,
     choose_resharding: bool = True,
     allow_offload: bool = False,
+    optimizer_offload: bool | Literal["auto"] = False,
+    early_update: bool = False,
     largest_microbatch_size: int = LARGEST_MICROBATCH_SIZE,
     uneven_factor: float = UNEVEN_FACTOR,
     efficiencies: Sequence[Efficiency] | None = None,
@@ -93,6 +101,9 @@ def build_problem(
             trainer does by default.
         allow_offload: let the plan move boundaries to host memory, if the cluster has any and
             units are recomputed.
+        optimizer_offload: as for the strategy; it needs host memory in the cluster.
+        early_update: whether units are updated inside the backward, as the trainer does unless
+            something needs all gradients at once, such as clipping by norm.
         largest_microbatch_size: larger sizes are not considered.
         uneven_factor: time of collectives with uneven shards over that with even ones.
         efficiencies: from :func:`~lightning_cephalo.offline.estimate.analytic.fit`.
@@ -126,6 +137,7 @@ def build_problem(
             sample_bytes=kept_always * work.units,
             choose_recompute=choose_recompute,
             allow_offload=allow_offload,
+            bandwidth=find_efficiency(rank.device, "fp32", efficiencies).bandwidth,
         )
         for rank in cluster.ranks
     ]
@@ -135,6 +147,7 @@ def build_problem(
         # Cuts lie between rows, so even shares of the state are rarely even slices.
         return uneven_collective_s(cluster, nbytes, uneven_factor=uneven_factor)
 
+    optimizer_s = _optimizer_s(cluster, work, efficiencies)
     gather_s = collective_s(compute * work.unit_parameters)
     reduce_s = collective_s(GRADIENT_BYTES * work.unit_parameters)
     problem = Problem(
@@ -152,8 +165,22 @@ def build_problem(
         gathered_bytes=gathered,
         reshard_after_forward="auto" if choose_resharding else True,
         unresharded_bytes=unresharded_bytes(work),
-        optimizer_s=_optimizer_s(cluster, work, efficiencies),
+        optimizer_s=optimizer_s,
+        unit_update_s=optimizer_s * work.unit_parameters / work.parameters,
+        early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters,
+        early_reducing_state_bytes=2 * GRADIENT_BYTES * _largest(work),
+        # two gradients, what a reduce receives into, and what torch's update makes for itself
+        early_updating_state_bytes=5 * GRADIENT_BYTES * _largest(work),
+        optimizer_offload=optimizer_offload,
+        unit_parameters=(
+            round(work.root_parameters),
+            *(round(work.unit_parameters) for _ in range(work.units)),
+        ),
+        moment_bytes=MOMENT_BYTES_PER_PARAMETER,
+        element_bytes=PARAMETER_BYTES,
+        offloads_boundaries=allow_offload and recompute,
     )
+    problem = problem.with_early_update() if early_update else problem
     sources = tuple(
         RankSource(rank.device.name, known[rank.device].source, known[rank.device].detail)
         for rank in cluster.ranks
@@ -166,8 +193,11 @@ def state_bytes(work: ModelWork) -> float:
 
     The profiler counts the same (NCCL).
     """
-    largest = max(work.largest_unit_parameters, work.root_parameters)
-    return STATE_BYTES_PER_PARAMETER * work.parameters + GRADIENT_BYTES * largest
+    return STATE_BYTES_PER_PARAMETER * work.parameters + GRADIENT_BYTES * _largest(work)
+
+
+def _largest(work: ModelWork) -> float:
+    return max(work.largest_unit_parameters, work.root_parameters)
 
 
 def gathered_bytes(work: ModelWork) -> float:
@@ -200,9 +230,11 @@ def _profile(
     sample_bytes: float,
     choose_recompute: bool,
     allow_offload: bool,
+    bandwidth: float,
 ) -> RankProfile:
     offload = allow_offload and recompute and rank.host_memory_bytes > 0
-    return rank_profile(
+    device = rank.device
+    found = rank_profile(
         rank.device,
         curves,
         work,
@@ -212,7 +244,17 @@ def _profile(
         fixed_bytes=fixed_bytes,
         # boundaries that can be offloaded do not limit the microbatch size
         sample_bytes=0.0 if offload else sample_bytes,
-        host_capacity_bytes=rank.host_memory_bytes * (1 - cluster.reserve) if offload else 0.0,
+        host_capacity_bytes=rank.host_memory_bytes * (1 - cluster.reserve),
+    )
+    # state that is copied is read here and written there, or the other way round
+    copies = min(COPY_EFFICIENCY * device.pcie_bytes_per_s, rank.host_bytes_per_s / 2)
+    updated = bandwidth * device.bandwidth_bytes_per_s / OPTIMIZER_BYTES_PER_PARAMETER
+    return replace(
+        found,
+        updated_parameters_per_s=updated,
+        host_updated_parameters_per_s=rank.host_bytes_per_s / HOST_UPDATE_BYTES_PER_PARAMETER,
+        to_device_bytes_per_s=copies,
+        to_host_bytes_per_s=copies,
     )
 
 
@@ -239,7 +281,8 @@ def rank_profile(
         choose_recompute: leave that to the plan.
         fixed_bytes: held whatever the microbatch.
         sample_bytes: retained for each sample.
-        host_capacity_bytes: host memory for boundaries; 0: they stay on the device.
+        host_capacity_bytes: host memory for boundaries and optimizer state; 0: they stay on the
+            device.
     """
     sizes = range(1, curves.largest_microbatch_size + 1)
     kept_backward = tuple(

@@ -40,7 +40,7 @@ from lightning_cephalo.common.quantities import (
     USABLE_SHARE,
     Dimension,
 )
-from lightning_cephalo.common.records import Amount, Checked, Count, FileRecord
+from lightning_cephalo.common.records import Amount, Checked, Count, FileRecord, Positive
 from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
 from lightning_cephalo.offline.estimate.network import (
     NETWORK_LATENCY_S,
@@ -63,6 +63,9 @@ _DEVICE_KEYS: dict[str, tuple[str, Dimension]] = {
     "pcie": ("pcie_bytes_per_s", BYTES_PER_S),
 }
 _PCIE_BYTES_PER_S = 15.75e9  # third generation, sixteen lanes
+# Of a node's memory: what updates by hosts of A100s reached in published logs, four ranks a node.
+# Hosts of H100s reached three times as much.
+HOST_BYTES_PER_S = 100e9
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,14 @@ class NodeGroup(Checked):
         count: number of nodes.
         link: between ranks of one node; None: the slowest device's PCIe.
         host_memory_bytes: of one node; 0: unknown, nothing can be offloaded.
+        host_bytes_per_s: rate of one node's memory, reads and writes together.
     """
 
     devices: tuple[tuple[Device, int], ...]
     count: Count = 1
     link: Link | None = None
     host_memory_bytes: Amount = 0.0
+    host_bytes_per_s: Positive = HOST_BYTES_PER_S
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,11 +106,19 @@ class NodeGroup(Checked):
 
 @dataclass(frozen=True)
 class ClusterRank:
-    """One rank: its device, the index of its node, and its share of the node's host memory."""
+    """One rank: its device, the index of its node, and its share of the node's host memory.
+
+    Attributes:
+        device: its device.
+        node: index of its node.
+        host_memory_bytes: its share of the node's memory.
+        host_bytes_per_s: its share of that memory's rate, while all ranks of the node use theirs.
+    """
 
     device: Device
     node: int
     host_memory_bytes: float
+    host_bytes_per_s: float
 
 
 def _share_below_1(field: str, value: Any) -> float:
@@ -166,9 +179,10 @@ class Cluster(FileRecord):
         node = 0
         for group in self.nodes:
             host = group.host_memory_bytes / group.ranks_per_node
+            rate = group.host_bytes_per_s / group.ranks_per_node
             for _ in range(group.count):
                 for device, count in group.devices:
-                    ranks += [ClusterRank(device, node, host)] * count
+                    ranks += [ClusterRank(device, node, host, rate)] * count
                 node += 1
         return tuple(ranks)
 
@@ -237,12 +251,13 @@ def _cluster(cls: type[Cluster], data: Any) -> Cluster:
 
 
 def _group(where: str, data: Any, own: tuple[Device, ...]) -> NodeGroup:
-    known = ("count", "devices", "link", "host_memory")
+    known = ("count", "devices", "link", "host_memory", "host_bandwidth")
     values = records.mapping(where, data, known=known, required=("devices",))
     counts = _named(values["devices"], f"{where}: devices", "devices and their counts")
     if not counts:
         raise PlanError(f"{where}: devices: expected at least one device, but got none.")
     link, host = values.get("link"), values.get("host_memory")
+    rate = values.get("host_bandwidth")
     return NodeGroup(
         devices=tuple(
             (
@@ -254,6 +269,9 @@ def _group(where: str, data: Any, own: tuple[Device, ...]) -> NodeGroup:
         count=records.whole(f"{where}: count", values.get("count", 1), minimum=1),
         link=None if link is None else _link(f"{where}: link", link, NODE_LATENCY_S),
         host_memory_bytes=0.0 if host is None else BYTES.parse(f"{where}: host_memory", host),
+        host_bytes_per_s=HOST_BYTES_PER_S
+        if rate is None
+        else BYTES_PER_S.parse(f"{where}: host_bandwidth", rate),
     )
 
 
@@ -323,6 +341,8 @@ def _group_dict(group: NodeGroup) -> dict[str, Any]:
         data["link"] = _link_value(group.link, NODE_LATENCY_S)
     if group.host_memory_bytes:
         data["host_memory"] = BYTES.text(group.host_memory_bytes)
+    if group.host_bytes_per_s != HOST_BYTES_PER_S:
+        data["host_bandwidth"] = BYTES_PER_S.text(group.host_bytes_per_s)
     return data
 
 

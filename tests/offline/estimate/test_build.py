@@ -16,7 +16,7 @@ from lightning_cephalo.offline.estimate import (
     work_of,
 )
 from lightning_cephalo.offline.estimate.sources import curves_of
-from lightning_cephalo.plan import PlanError, Problem, predict, solve
+from lightning_cephalo.plan import InfeasibleError, PlanError, Problem, predict, solve
 
 pytest.importorskip("transformers")
 
@@ -71,7 +71,8 @@ def test_options_are_given_only_where_asked(cluster, work, tmp_path):
         return built.problem, built.problem.ranks[0]
 
     problem, plain = ranks()
-    assert (plain.kept_backward_s, plain.host_capacity_bytes, problem.kept_bytes) == ((), 0.0, 0.0)
+    assert (plain.kept_backward_s, problem.kept_bytes) == ((), 0.0)
+    assert not problem.offloads_boundaries and problem.optimizer_offload is False
     problem, choosing = ranks(choose_recompute=True)
     assert problem.kept_bytes == work.kept_bytes
     assert choosing.kept_backward_s[0] < choosing.backward_s[0]
@@ -79,9 +80,39 @@ def test_options_are_given_only_where_asked(cluster, work, tmp_path):
     problem, kept = ranks(recompute=False)
     assert kept.backward_s == choosing.kept_backward_s[: len(kept.backward_s)]
     assert problem.boundary_bytes == work.boundary_bytes + work.kept_bytes
-    _, offloading = ranks(allow_offload=True)
+    problem, offloading = ranks(allow_offload=True)
+    assert problem.offloads_boundaries
     assert offloading.host_capacity_bytes == pytest.approx(0.9 * 32 * 2**30)
     assert 20e9 < offloading.offload_bytes_per_s < 31.5e9
+
+
+def test_optimizer_state_in_host_memory_is_planned_from_data_sheets(tmp_path):
+    work = work_of("gpt2", sequence_length=128, dtype="fp16", n_layer=24, n_embd=2048, n_head=16)
+    # 1.3e9 parameters: of their state, 21 GB, devices hold about 14
+    cluster = Cluster.from_yaml("""
+nodes: [{devices: {V100: 1}, host_memory: 64 GiB, host_bandwidth: 60 GB/s}]
+""")
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+
+    def problem(**options):
+        return build_problem(
+            cluster, work, global_batch_size=8, cache_folder=tmp_path, **options
+        ).problem
+
+    with pytest.raises(InfeasibleError, match="optimizer_offload='auto'"):
+        solve(problem())
+    late, early = (problem(optimizer_offload="auto", early_update=is_) for is_ in (False, True))
+    (rank,) = early.ranks
+    assert sum(early.unit_parameters) == pytest.approx(work.parameters)
+    assert rank.host_updated_parameters_per_s == 60e9 / 30
+    assert rank.to_device_bytes_per_s == rank.to_host_bytes_per_s == 0.8 * 15.75e9
+    plans = [solve(each) for each in (late, early)]
+    for each, plan in zip((late, early), plans, strict=True):
+        assert plan.moves_state
+        assert predict(each, plan).ranks[0].memory_bytes <= rank.capacity_bytes
+    # less of it moves, and that hides behind the backward
+    assert plans[1].ranks[0].resident_fraction > plans[0].ranks[0].resident_fraction
+    assert plans[1].step_s < plans[0].step_s
 
 
 def test_measured_comes_before_tables_and_tables_before_estimates(cluster, work, tmp_path):
