@@ -37,6 +37,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lightning_cephalo.plan.pinned import most_taken
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome, state_homes
@@ -109,10 +110,17 @@ class MovedState:
         return problem.moment_bytes * (staged - away) + problem.element_bytes * leaving
 
     def host_bytes(self, problem: Problem) -> float:
-        """Return what a rank with all of the state holds in host memory."""
+        """Return what a rank with all of the state takes of host memory, pinned memory at most."""
         on_host = self.count(StateHome.HOST)
         away = self.count(StateHome.STREAMED) + on_host
-        return problem.moment_bytes * away + 2 * problem.element_bytes * on_host
+        needed = problem.moment_bytes * away + 2 * problem.element_bytes * on_host
+        if not (problem.pins_host_memory and needed):
+            return needed
+        largest = max(
+            problem.moment_bytes * self.largest(StateHome.STREAMED),
+            (problem.moment_bytes + 2 * problem.element_bytes) * self.largest(StateHome.HOST),
+        )
+        return needed * most_taken(needed / largest)
 
     @functools.cached_property
     def _counts(self) -> dict[StateHome, int]:

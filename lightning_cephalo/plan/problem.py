@@ -192,6 +192,8 @@ class Problem(FileRecord):
         moment_bytes: bytes of optimizer state for each, a part of ``state_bytes``.
         element_bytes: bytes of a parameter, and of its gradient.
         offloads_boundaries: whether boundaries may live in host memory, too.
+        pins_host_memory: whether host memory comes in powers of two, as pinned memory does. Each
+            unit's state lies in one piece, so that it takes more than it needs.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -244,6 +246,7 @@ class Problem(FileRecord):
     moment_bytes: Amount = 0.0
     element_bytes: Amount = 4.0
     offloads_boundaries: Annotated[bool, OneOf((True, False), "True or False")] = True
+    pins_host_memory: Annotated[bool, OneOf((True, False), "True or False")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

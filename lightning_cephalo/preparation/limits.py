@@ -28,9 +28,6 @@ _FREE_SHARE = 0.5
 _PLANNED_SHARE = 0.9
 # The same of any host memory where optimizer state moves: rows are cut and aligned.
 _STATE_SHARE = 0.95
-# The same of pinned memory: each unit's state lies in one piece, and pieces in powers of two. That
-# takes less than the double (``execution/host_room.py``).
-_PINNED_STATE_SHARE = _STATE_SHARE / 2
 _COPIED_BYTES, _REPEATS = 2**24, 3
 
 
@@ -348,8 +345,7 @@ def with_host_memory(
     moves = problem.optimizer_offload is not False
 
     def planned_bytes(host: HostMemory) -> float:
-        share = _PINNED_STATE_SHARE if host.is_pinned else _STATE_SHARE
-        return share * host.capacity_bytes if moves else host.planned_bytes
+        return min(host.planned_bytes, _STATE_SHARE * host.capacity_bytes if moves else math.inf)
 
     ranks = tuple(
         replace(
@@ -361,7 +357,8 @@ def with_host_memory(
         else rank
         for rank, host in zip(problem.ranks, _equal_hosts(problem, hosts), strict=True)
     )
-    return replace(problem, ranks=ranks, offloads_boundaries=boundaries)
+    pins = moves and any(host.is_apart and host.is_pinned for host in hosts)
+    return replace(problem, ranks=ranks, offloads_boundaries=boundaries, pins_host_memory=pins)
 
 
 def _equal_hosts(problem: Problem, hosts: Sequence[HostMemory]) -> list[HostMemory]:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.execution import host_room
 from lightning_cephalo.execution.host_room import HostRoom, aligned_bytes, taken_bytes
+from lightning_cephalo.plan import pinned
+from lightning_cephalo.plan.pinned import most_taken
 
 
 class _Pins:
@@ -35,6 +37,7 @@ def _room(capacity_bytes: float) -> tuple[HostRoom, list[int]]:
 
 def test_the_example_of_the_documentation_holds():
     assert doctest.testmod(host_room).failed == 0
+    assert doctest.testmod(pinned).failed == 0
 
 
 @given(st.lists(st.lists(st.integers(0, 5000), max_size=4), min_size=1, max_size=20), st.randoms())
@@ -57,6 +60,24 @@ def test_what_is_reserved_suffices_in_any_order(pieces, order):
         with pytest.raises(HostMemoryError, match="this rank may use"):
             short.reserve(needed)
         assert not allocated  # nothing is left half-taken
+
+
+@given(
+    st.integers(20_000, 10**6),
+    st.lists(st.floats(0.01, 1.0), max_size=60),
+    st.integers(1, 40),
+)
+def test_pieces_take_no_more_than_a_plan_counts_for_them(largest, parts, equal):
+    needed = [*[largest] * equal, *(int(part * largest) for part in parts)]
+    aligned = [aligned_bytes(each) for each in needed]
+    share = most_taken(sum(aligned) / max(aligned))
+    assert taken_bytes(needed, pins=True) <= share * sum(aligned) * (1 + 1e-12)
+
+
+def test_a_plan_counts_little_more_for_many_units():
+    shares = [most_taken(float(units)) for units in (1, 2, 8, 24, 96)]
+    assert shares == sorted(shares, reverse=True) and shares[0] == 2.0
+    assert shares[3] < 1.3 and shares[4] < 1.2
 
 
 def test_units_of_equal_size_that_a_plan_may_use_fit():

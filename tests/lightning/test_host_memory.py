@@ -151,7 +151,9 @@ def test_equal_ranks_stay_equal_and_ranks_on_the_cpu_move_nothing():
     pinned = [replace(host, is_pinned=True) for host in hosts]
     assert with_host_memory(problem, pinned).ranks[0].host_capacity_bytes == 9.0
     moving = replace(problem, optimizer_offload="auto")  # pieces may take the double
-    assert with_host_memory(moving, pinned).ranks[0].host_capacity_bytes == 10.0 * 0.95 / 2
+    assert with_host_memory(moving, pinned).ranks[0].host_capacity_bytes == 9.0
+    assert with_host_memory(moving, pinned).pins_host_memory
     assert with_host_memory(moving, hosts).ranks[0].host_capacity_bytes == 9.5
+    assert not with_host_memory(moving, hosts).pins_host_memory
     together = [replace(host, is_apart=False) for host in hosts]
     assert with_host_memory(problem, together) == problem

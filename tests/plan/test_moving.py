@@ -24,6 +24,7 @@ from lightning_cephalo.plan import (
     predict,
     solve,
 )
+from lightning_cephalo.plan.pinned import most_taken
 
 RANK = RankProfile(
     "a",
@@ -77,6 +78,15 @@ def test_streamed_state_leaves_the_device_and_takes_the_links():
     root = predict(PROBLEM.with_early_update(), halves(resident_fraction=0.0)).ranks[0]
     assert root.exposed_s == pytest.approx((8 - 4 * 2) + 3 + 0.5 * 80 * (1 / 100 + 1 / 50))
     assert root.memory_bytes == 0.5 * (1200 - 8 * 110 + 16 * 25) + 7 + 10
+
+
+def test_pinned_memory_counts_with_the_ends_of_its_pieces():
+    plan = halves(resident_fraction=0.6, host_update_fraction=0.2)  # one unit each
+    case = replace(PROBLEM, pins_host_memory=True)
+    needed, largest = 0.5 * (8 + 16) * 25, 0.5 * 16 * 25
+    taken = predict(case, plan).ranks[0].state_host_bytes
+    assert predict(PROBLEM, plan).ranks[0].state_host_bytes == needed
+    assert taken == needed * most_taken(needed / largest) > 1.5 * needed
 
 
 def test_what_the_host_updates_takes_its_processors_and_more_of_its_memory():
