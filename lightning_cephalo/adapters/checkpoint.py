@@ -225,20 +225,54 @@ def whole_checkpoint(
 def shard_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
     """Let an optimizer that was made before the model was sharded hold the sharded parameters.
 
-    Its parameters are found by identity; state that it has made is cut like them. Parameters that
-    are not the model's stay.
+    Its parameters are found by identity; state that it has made is cut like them. State in rows of
+    an earlier run is gathered for that. Parameters that are not the model's stay.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    sharded = {id(parameter): model.sharded_in_place_of(parameter) for parameter in held}
-    if not any(parameter is not None for parameter in sharded.values()):
+    found = {id(parameter): model.sharded_in_place_of(parameter) for parameter in held}
+    sharded = {key: parameter for key, parameter in found.items() if parameter is not None}
+    if not sharded:
         return
+    for parameter in held:
+        if id(parameter) in sharded and parameter in optimizer.state:
+            # one by one: whole state would not fit
+            cut = partial(_cut_again, sharded[id(parameter)])
+            entries = pytree.tree_map_only(DTensor, cut, optimizer.state[parameter])
+            optimizer.state[parameter] = entries
     state = optimizer.state_dict() if optimizer.state else None
+    _replace_parameters(optimizer, sharded)
+    if state is not None:
+        load_full_optimizer_state(optimizer, state)
+
+
+def release_optimizer(optimizer: Optimizer, plain: Mapping[int, Tensor], *, alone: bool) -> None:
+    """Let an optimizer hold the plain parameters that the module has after a run.
+
+    The module may be fitted again with the same optimizer. State stays in rows, which only the next
+    run or a checkpoint gathers.
+
+    Args:
+        optimizer: The optimizer.
+        plain: By id of a sharded parameter, the plain one in its place.
+        alone: There is one rank, whose rows are the whole state: it becomes plain too.
+    """
+    state = dict(optimizer.state)
+    _replace_parameters(optimizer, plain)
+    for key, entries in state.items():
+        if alone:
+            entries = pytree.tree_map_only(DTensor, partial(to_full, wanted=True), entries)
+        optimizer.state[plain.get(id(key), key)] = entries
+
+
+def _cut_again(parameter: Tensor, value: DTensor) -> Tensor:
+    whole = to_full(value, wanted=True)
+    assert whole is not None
+    return rows_like(parameter, whole)
+
+
+def _replace_parameters(optimizer: Optimizer, others: Mapping[int, Tensor]) -> None:
+    """Give an optimizer other parameters, by the ids of its own; its state is forgotten."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         # in place: an optimizer may hold the list itself
-        group["params"][:] = [
-            parameter if sharded[id(parameter)] is None else sharded[id(parameter)]
-            for parameter in group["params"]
-        ]
-    if state is not None:
-        load_full_optimizer_state(optimizer, state)
+        group["params"][:] = [others.get(id(p), p) for p in group["params"]]

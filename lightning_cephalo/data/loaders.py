@@ -36,6 +36,9 @@ from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
 from lightning_cephalo.data.shares import deal
 from lightning_cephalo.data.streams import deal_stream
 
+# What a rebuilt loader shows of the user's. A built DataLoader forbids to set them.
+_SHOWN = ("sampler", "batch_size", "drop_last")
+
 
 def rebuild_train_loader(
     loader: Any,
@@ -76,7 +79,8 @@ def rebuild_train_loader(
             a warning. For steps whose code every rank must run.
 
     Returns:
-        A DataLoader of the same class with the same options, or a `LockStepLoader` around one.
+        A DataLoader of the same class that shows the same options and the user's sampler, or a
+        `LockStepLoader` around one.
 
     Raises:
         ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
@@ -220,6 +224,9 @@ def _rebuild_map_style(
     )
     # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
     mine.original = loader
+    for name in _SHOWN:
+        # beside a batch sampler torch reads none of them, but users read trainer.train_dataloader
+        object.__setattr__(rebuilt, name, getattr(loader, name))
     if len(sizes) > 1 and not tolerates_empty_fetch(rebuilt.dataset):
         # A built DataLoader forbids this, because its sampler was made for the dataset. Ours was
         # not. The subclass may build the dataset itself, so it cannot be replaced earlier.

@@ -113,7 +113,7 @@ class ShardedModel:
         divider = Divider(fractions)
         self.units: list[Unit] = []
         members_of_units = find_units(module, units.types, units.names)
-        # weak: only an optimizer that holds them already keeps the originals alive
+        # weak: only what holds them already, such as an optimizer, keeps the originals alive
         self._originals: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for members in members_of_units:
             for parameter, owners in members.parameters:
@@ -326,8 +326,9 @@ class ShardedModel:
         """Remove the hooks and restore plain full parameters on the CPU; collective."""
         self.release_buffers()
         self.executor.hooks.uninstall()
+        originals = {name: original for original, name in self._originals.items()}
         for unit in self.units:
-            unit.restore_full()
+            unit.restore_full(originals)
         for inner, name, dtype in self._cast_buffers:
             buffer = inner._buffers.get(name)
             if buffer is not None:

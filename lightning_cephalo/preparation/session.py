@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
+from lightning_cephalo.adapters.checkpoint import release_optimizer
 from lightning_cephalo.adapters.early_update import EarlyUpdater, late_by_optimizer
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
@@ -577,10 +578,15 @@ class Session:
 
     def close(self) -> None:
         """Restore the full module on the CPU, and leave nothing behind; collective."""
+        names = self.model.sharded_parameters()
         with self._at_end, self.model.accelerator.on_host():
             if self._averages is not None:
                 self._averages.restore_full()
             self.model.restore_full()
+        restored = dict(self.model.module.named_parameters(remove_duplicate=False))
+        plain = {key: restored[name] for key, name in names.items() if name in restored}
+        for optimizer in self.optimizers:
+            release_optimizer(optimizer, plain, alone=self.control.world_size == 1)
 
     def close_after_failure(self) -> None:
         """Restore the full module if every rank can, else leave it in shards; collective.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -296,10 +297,21 @@ class Unit:
         for flat in self.flats:
             flat.change_layout(divide_flat(flat.shapes, divider), columns_of(flat))
 
-    def restore_full(self) -> None:
-        """Give the modules plain full parameters on the CPU; collective. Ends the unit's use."""
+    def restore_full(self, originals: Mapping[str, nn.Parameter] = MappingProxyType({})) -> None:
+        """Give the modules plain full parameters on the CPU; collective. Ends the unit's use.
+
+        Args:
+            originals: By name, parameters that the modules had before, and that are still held.
+                They get the values, and are given back: an optimizer may be used in the next run.
+        """
         assert self.state is UnitState.SHARDED, self
-        self._show([flat.plain_parameters() for flat in self.flats])
+        self._show([
+            [
+                _with_values(originals.get(name), parameter)
+                for name, parameter in zip(names, flat.plain_parameters(), strict=True)
+            ]
+            for names, flat in zip(self._names, self.flats, strict=True)
+        ])  # fmt: skip
 
     def choose_residence(self, residence: Residence) -> None:
         """Choose the memory of the full parameters; see [Note: residence] in ``flat.py``."""
@@ -383,3 +395,13 @@ def show_to_recurrent(module: nn.RNNBase, attribute: str, parameter: nn.Paramete
     """Update the list of parameters with which LSTM, GRU and RNN compute."""
     if attribute in module._flat_weights_names:
         module._flat_weights[module._flat_weights_names.index(attribute)] = parameter
+
+
+def _with_values(original: nn.Parameter | None, plain: nn.Parameter) -> nn.Parameter:
+    """Return the original with a plain parameter's values; the plain one where it cannot be."""
+    if original is None or original.is_meta:
+        return plain
+    original.data = plain.data
+    original.requires_grad_(plain.requires_grad)
+    original.__dict__.update(plain.__dict__)
+    return original

@@ -78,6 +78,17 @@ def negated(samples):
     return -torch.stack(samples)
 
 
+def test_it_shows_the_users_sampler_and_options():
+    mine = RandomSampler(Numbers(10), generator=torch.Generator())
+    loader = DataLoader(Numbers(10), batch_size=4, sampler=mine, drop_last=True)
+    for rebuilt in (
+        *rebuilt_for_ranks(lambda: loader, (3, 1)),
+        *rebuilt_for_ranks(lambda: loader, (1,), evaluate=True),
+    ):
+        assert rebuilt.sampler is mine
+        assert (rebuilt.batch_size, rebuilt.drop_last) == (4, True)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", [1, 12, 23])
 def test_evaluation_sees_every_sample_once_evenly_and_in_order(world_size, length):

@@ -19,7 +19,7 @@ from common import (
 from lightning.pytorch import Callback
 from plans import PLANS, plan_of
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_cephalo import CephaloStrategy
 
@@ -534,14 +534,26 @@ class _MakesItsOptimizerEarly(Net):
         return self.early
 
 
-def _fit_with_early_optimizer(plan):
+def _fit_twice_with_early_optimizer(plan, second):
     model = _MakesItsOptimizerEarly()
+    mine = list(model.parameters())
     trainer(plan, max_steps=3).fit(model, loader(), loader(8))
-    return model.losses, values_of(model)
+    trainer(second).validate(model, loader(8), verbose=False)
+    trainer(second, max_steps=2).fit(model, loader(), loader(8))
+    held = [p for group in model.early.param_groups for p in group["params"]]
+    for parameters in (held, model.parameters()):
+        assert all(p is own for p, own in zip(parameters, mine, strict=True))
+    is_in_rows = any(isinstance(leaf, DTensor) for leaf in tree_flatten(dict(model.early.state))[0])
+    assert is_in_rows == (plan == "three")  # one rank holds the whole state
+    state = tree_map_only(DTensor, DTensor.full_tensor, [model.early.state[p] for p in mine])
+    return model.losses, values_of(model), state
 
 
-def test_an_optimizer_made_in_init_holds_the_sharded_parameters():
-    wanted_losses, wanted = by_plan(None, _fit_with_early_optimizer)
-    losses, values = by_plan("three", _fit_with_early_optimizer)
+@pytest.mark.parametrize("plans", [("three", "whole three"), ("one", "one")])
+def test_an_optimizer_made_in_init_holds_the_parameters_in_every_run(plans):
+    wanted_losses, wanted, state = by_plan(None, _fit_twice_with_early_optimizer, None)
+    losses, values, own_state = by_plan(plans[0], _fit_twice_with_early_optimizer, plans[1])
     assert losses == pytest.approx(wanted_losses, rel=1e-5)
     assert_same_tensors(values, wanted, 1e-5)
+    for found, entries in zip(own_state, state, strict=True):
+        assert_same_tensors(found, entries, 1e-5)
