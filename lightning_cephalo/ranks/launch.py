@@ -143,7 +143,8 @@ def set_world_ranks(environment: ClusterEnvironment, num_nodes: int, num_process
     Environments of external launchers ignore the numbers and keep the launcher's, because nodes may
     differ in size.
     """
-    first = environment.node_rank() * num_processes
+    # of one node it does not matter, and not every environment knows it (SLURM without a job step)
+    first = environment.node_rank() * num_processes if num_nodes > 1 else 0
     environment.set_global_rank(first + environment.local_rank())
     environment.set_world_size(num_nodes * num_processes)
     rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]

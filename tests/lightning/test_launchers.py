@@ -15,9 +15,11 @@ import torch
 from common import Net, assert_same_tensors, by_plan, loader, trainer, values_of
 from launch import port_to_meet, run_script
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from plans import PLANS
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
@@ -421,6 +423,16 @@ def test_slurm_starts_nodes_of_different_size(tmp_path, wanted):
     _run_slurm(script, tmp_path, (1, 2), even=False)
     said = _assert_said(tmp_path, wanted, 3)
     assert [(one["node"], one["local"]) for one in said] == [(0, 0), (1, 0), (1, 1)]
+
+
+def test_slurm_need_not_name_the_only_node(monkeypatch):
+    for name, value in list(_slurm((2,), even=True))[1].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_NODEID")
+    for helper in (rank_zero_only, fabric_rank_zero_only):
+        monkeypatch.setattr(helper, "rank", 0, raising=False)
+    launch.set_world_ranks(SLURMEnvironment(), 1, 2)
+    assert rank_zero_only.rank == fabric_rank_zero_only.rank == 1
 
 
 @pytest.fixture
