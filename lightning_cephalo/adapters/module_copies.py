@@ -11,6 +11,7 @@ module's modules, as their class may be anything.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,10 +45,12 @@ class ModuleCopies:
 
     Args:
         model: The sharded model.
+        works_in_step: Whether every rank runs the code of the present step, and once: it may copy
+            then.
     """
 
-    def __init__(self, model: ShardedModel) -> None:
-        self._model = model
+    def __init__(self, model: ShardedModel, works_in_step: Callable[[], bool]) -> None:
+        self._model, self._works_in_step = model, works_in_step
         self._modules = list(model.module.modules())
         for module in self._modules:
             vars(module)[_NAME] = _ModuleCopier(self, module)
@@ -62,13 +65,15 @@ class ModuleCopies:
         """Note the full parameters of a module in the memory of ``copy.deepcopy``; collective.
 
         Raises:
-            UnsupportedError: If other ranks do not copy, or inside of a step.
+            UnsupportedError: If other ranks do not copy, or inside of a step of which ranks run
+                different numbers.
         """
         executor = self._model.executor
-        if executor.inside_microbatch:
+        if executor.inside_microbatch and not self._works_in_step():
             raise UnsupportedError(
                 "copy.deepcopy() of the module inside a step, which runs once per microbatch. Copy"
-                " it in a hook, such as on_train_batch_start(), on every rank."
+                " it in a hook, such as on_train_batch_start(), on every rank. With manual"
+                " optimization a step may copy, but not while ranks are measured: give plan=."
             )
         self._model.meet("copying the module with copy.deepcopy()", _EVERY_RANK)
         for hook in executor.hooks.objects:

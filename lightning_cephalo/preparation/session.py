@@ -127,7 +127,7 @@ class Session:
             reduce_dtype=options.reduce_dtype,
         )
         self.model.executor.buffers.sum_up(options.summed_buffers)
-        self._at_end.callback(ModuleCopies(self.model).remove)
+        self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)
         if job.trains:
             self._at_end.callback(SwitchedOffCaches(module).restore)
         self.plan = self.dealt_plan = _plan_before(job, fractions)
@@ -154,6 +154,10 @@ class Session:
         host = job.limits[groups.control.rank].host
         self._host_state = HostState(self.model, host.capacity_bytes, groups.control)
         self._at_end.callback(self._host_state.close)
+
+    def _ranks_run_one_step(self) -> bool:
+        alone = self.control.world_size == 1  # else some only communicate while one is measured
+        return self.manual is not None and (alone or not self.manual.is_measured)
 
     def _on_user_collective(self, name: str, takes_all: bool) -> None:
         module: Any = self.model.module

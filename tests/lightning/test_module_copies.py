@@ -244,6 +244,39 @@ def test_a_copy_inside_a_step_is_refused_by_name():
         in_ranks(2, fit)
 
 
+class CopiesInStep(Net):
+    """Copies itself before and behind an update, as one does to learn from its own past."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization, self.kept = False, []
+
+    def training_step(self, batch, batch_idx):
+        self.kept.append(values_of(copy.deepcopy(self)))
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.kept.append(values_of(copy.deepcopy(self.blocks)))
+        return loss
+
+
+def fit_copying_in_step(plan):
+    model = CopiesInStep()
+    trainer(plan, max_steps=2, limit_val_batches=0).fit(model, loader(), loader(8))
+    return model.kept, values_of(model)
+
+
+def test_a_copy_inside_of_a_step_with_manual_optimization_is_that_of_one_device():
+    wanted_kept, wanted = by_plan(None, fit_copying_in_step)
+    kept, values = by_plan("whole", fit_copying_in_step)
+    assert len(kept) == len(wanted_kept) == 4
+    for found, expected in zip(kept, wanted_kept, strict=True):
+        assert_same_tensors(found, expected, TOLERANCE)
+    assert_same_tensors(values, wanted, TOLERANCE)
+
+
 class KeepsTheBest(Callback):
     """Keeps a state dict, as users do who have no checkpoints, and goes back to it."""
 
