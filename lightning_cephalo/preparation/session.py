@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -57,6 +57,7 @@ from lightning_cephalo.preparation.limits import (
 )
 from lightning_cephalo.preparation.prepare import Job, read_layouts
 from lightning_cephalo.profiling.memory_model import check_capacities, state_bytes
+from lightning_cephalo.ranks.control import not_connected
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.blocks import type_of
 
@@ -154,6 +155,10 @@ class Session:
         host = job.limits[groups.control.rank].host
         self._host_state = HostState(self.model, host.capacity_bytes, groups.control)
         self._at_end.callback(self._host_state.close)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Make None of a copy: users copy callbacks, and with them trainer and strategy."""
+        return not_connected, ()
 
     def _ranks_run_one_step(self) -> bool:
         alone = self.control.world_size == 1  # else some only communicate while one is measured

@@ -17,6 +17,7 @@ from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.preparation.plan_change import PlanChanges
 from lightning_cephalo.preparation.rounding_report import RoundingReport
 from lightning_cephalo.preparation.session import Session
+from lightning_cephalo.ranks.control import not_connected
 from lightning_cephalo.recovery.recovering import Recovering
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ class Training:
             )
         if self.replanning is not None and session.manual is None:
             self.repeated = RepeatedStep(session.model, session.logs.metrics)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Make None of a copy, as of a session."""
+        return not_connected, ()
 
     @property
     def replans(self) -> tuple[Replan, ...]:

@@ -16,6 +16,10 @@ from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.common.texts import printable
 
 
+def not_connected() -> None:
+    """Return what a copy of an object has in place of its connections."""
+
+
 class ControlGroup:
     """Lets all ranks exchange numbers and objects, and fail together.
 
@@ -40,6 +44,10 @@ class ControlGroup:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.raised: BaseException | None = None
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Make None of a copy: callbacks and trainers are copied and pickled, connections not."""
+        return not_connected, ()
 
     @overload
     def gather(self, value: float) -> list[float]: ...

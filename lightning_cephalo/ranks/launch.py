@@ -35,7 +35,7 @@ from torch.distributed import distributed_c10d
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.backends import backend_named, backend_of
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.ranks.control import ControlGroup, not_connected
 from lightning_cephalo.ranks.crash_report import CrashReport
 from lightning_cephalo.ranks.groups import Groups, set_timeout, while_connecting
 from lightning_cephalo.ranks.roll_call import (
@@ -58,10 +58,6 @@ class HoldsGroups(Protocol):
 
     def forget_groups(self) -> None:
         """Drop every reference to a process group."""
-
-
-def not_connected() -> None:
-    """Return what a copy of an object has in place of its connections."""
 
 
 @dataclass(frozen=True)

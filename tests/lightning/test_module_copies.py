@@ -280,6 +280,14 @@ def test_a_copy_inside_of_a_step_with_manual_optimization_is_that_of_one_device(
 class KeepsTheBest(Callback):
     """Keeps a state dict, as users do who have no checkpoints, and goes back to it."""
 
+    def on_fit_start(self, trainer, pl_module):
+        self.trainer = trainer
+        (copied,) = copy.deepcopy(trainer.callbacks)  # with trainer, strategy and module
+        pairs = zip(
+            copied.trainer.lightning_module.parameters(), pl_module.parameters(), strict=True
+        )
+        assert all(torch.equal(found, parameter) for found, parameter in pairs)
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 0:
             self.kept = copy.deepcopy(pl_module.state_dict())
@@ -299,5 +307,5 @@ def fit_keeping(plan):
     return values_of(model)
 
 
-def test_a_copied_state_dict_keeps_its_values_and_is_loaded_again():
+def test_callbacks_are_copied_and_a_copied_state_dict_keeps_its_values_and_is_loaded_again():
     assert_same_tensors(by_plan("3:1", fit_keeping), by_plan(None, fit_keeping), TOLERANCE)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from common import Net, assert_same_tensors, dataset, loader, trainer, values_of
 from launch import run_ranks
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -151,6 +151,14 @@ def test_a_given_plan_of_one_microbatch_takes_any_loader_and_reads_nothing_ahead
     assert in_a_script(fits) == [[0, 1, 2], [0, 1, 2], [1, 2]]
 
 
+class CopiesCallbacks(Callback):
+    """As one does who compares callbacks before training and after it."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.trainer = trainer
+        self.copied = copy.deepcopy(trainer.callbacks)
+
+
 class Wrong(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"a": 5}
@@ -162,6 +170,7 @@ def test_trainers_are_copied_and_count_and_save_and_restore_outside_of_runs(tmp_
 
     def script() -> None:
         module, made = Net(), with_one_microbatch(max_steps=2)
+        made.callbacks.append(copies := CopiesCallbacks())
         made.strategy.connect(module)
         made.save_checkpoint(tmp_path / "before.ckpt")
         made._data_connector.attach_data(module, train_dataloaders=loader(30))
@@ -169,6 +178,10 @@ def test_trainers_are_copied_and_count_and_save_and_restore_outside_of_runs(tmp_
         made.fit(module, DataLoader(dataset(), batch_size=1))
         copied = pickle.loads(pickle.dumps(made.strategy))
         assert copied.measured_step_s == made.strategy.measured_step_s is not None
+        assert copies.copied[-1].trainer is not made
+        assert_same_tensors(
+            values_of(copies.copied[-1].trainer.lightning_module), values_of(Net()), 0.0
+        )
         assert copy.deepcopy(made.callbacks) is not made.callbacks
         made.save_checkpoint(tmp_path / "after.ckpt")
         made._checkpoint_connector.restore(tmp_path / "after.ckpt")
