@@ -71,6 +71,12 @@ def test_the_clock_is_the_hosts(accelerator):
     assert before_s <= found[0] <= found[1] <= found[2] <= time.perf_counter()
 
 
+def test_tests_of_users_may_replace_the_clock_that_callbacks_read(monkeypatch):
+    with monkeypatch.context() as replaced:
+        replaced.setattr(time, "perf_counter", iter([]).__next__)
+        assert accelerator_of(CPU).now_s() > 0.0
+
+
 def test_random_numbers_are_drawn_again(accelerator):
     states = accelerator.random_states()
     drawn = torch.rand(3)
