@@ -40,12 +40,14 @@ def patience(timeout: timedelta) -> timedelta:
     """Return how long ranks wait for each other before they are connected.
 
     A host that is lost meanwhile is noticed by nobody else. The agents of the others start the
-    ranks again once these have ended.
+    ranks again once these have ended. A rank that is lost on a host that stays, its agent notices:
+    on a single host, a rank may work for long before it connects.
 
     Args:
         timeout: The longest wait.
     """
-    return min(timeout, RESTARTING) if restarts_left() else timeout
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return min(timeout, RESTARTING) if restarts_left() and hosts > 1 else timeout
 
 
 def store_of_all(

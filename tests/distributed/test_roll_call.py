@@ -20,9 +20,11 @@ SHORT = timedelta(milliseconds=50)
 SOON = timedelta(seconds=SOON_S)
 
 
-def test_ranks_wait_two_minutes_where_an_agent_starts_them_again(monkeypatch):
+def test_ranks_wait_two_minutes_where_agents_of_several_hosts_start_them_again(monkeypatch):
     assert patience(timedelta(hours=1)) == timedelta(hours=1)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    assert patience(timedelta(hours=1)) == timedelta(hours=1)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     assert patience(timedelta(hours=1)) == timedelta(minutes=2)
     assert patience(timedelta(seconds=5)) == timedelta(seconds=5)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")  # the next failure ends the job
@@ -32,7 +34,11 @@ def test_ranks_wait_two_minutes_where_an_agent_starts_them_again(monkeypatch):
 def test_a_rank_that_never_comes_is_named_long_before_the_timeout(monkeypatch):
     monkeypatch.setattr(roll_call, "RESTARTING", SHORT)
     (environment, *_) = torchrun_environments(3)
-    for name, value in {**environment, "TORCHELASTIC_MAX_RESTARTS": "1"}.items():
+    for name, value in {
+        **environment,
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+        "GROUP_WORLD_SIZE": "3",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RemoteRankError) as raised:
         connect(TorchElasticEnvironment(), "gloo", SOON, torch.device("cpu"))
@@ -85,7 +91,7 @@ def test_a_first_rank_that_is_silent_or_not_there_is_named(monkeypatch):
 
 
 def _timeouts_of_groups(rank, environments):
-    os.environ.update(environments[rank], TORCHELASTIC_MAX_RESTARTS="1")
+    os.environ.update(environments[rank], TORCHELASTIC_MAX_RESTARTS="1", GROUP_WORLD_SIZE="2")
     connect(TorchElasticEnvironment(), "gloo", timedelta(hours=1), torch.device("cpu"))
     ranks = Ranks.create(timedelta(hours=1), 0)
     groups = (dist.group.WORLD, ranks.groups.gather, ranks.groups.reduce, ranks.control._group)
