@@ -24,6 +24,13 @@ hypothesis.settings.load_profile("any machine")
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Half as many workers again as processors: ranks of a test wait for each other in between."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    return processors + processors // 2
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Imports make more than a million objects that live until the end.
