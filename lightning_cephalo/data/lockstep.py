@@ -28,7 +28,8 @@ class LockStepLoader:
     ``every_rank`` all end with the first rank.
 
     Reads and writes of unknown attributes go to the wrapped loader, so that Lightning and callbacks
-    find ``dataset``, ``worker_init_fn`` or ``num_workers`` there.
+    find ``dataset``, ``worker_init_fn`` or ``num_workers`` there. It also passes for an instance of
+    the user's class, as users ask ``isinstance(trainer.train_dataloader, DataLoader)``.
 
     Args:
         loader: this rank's loader.
@@ -72,6 +73,12 @@ class LockStepLoader:
         self._layout = layout
         self._template: Any = None
         self._length = self._agree_on_length()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        kind = type(self.__dict__.get("original", self))
+        # lists and dicts of loaders are taken apart
+        return type(self) if kind.__module__ == "builtins" else kind
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:

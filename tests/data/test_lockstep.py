@@ -162,6 +162,18 @@ def test_attributes_are_the_wrapped_loaders_for_reading_and_writing():
         _ = loader.nothing_like_this
 
 
+def test_it_passes_for_an_instance_of_the_users_class():
+    class Loader(list):
+        pass
+
+    loaders = [DataLoader(Stream(0, 4)), Loader([1]), [1]]
+    kinds = [DataLoader, Loader, list]
+    wrapped = [LockStepLoader(loader, all_have_next=alone) for loader in loaders]
+    found = [isinstance(loader, kind) for loader, kind in zip(wrapped, kinds, strict=True)]
+    assert found == [True, True, False]  # a list of loaders would be taken apart
+    assert all(isinstance(loader, LockStepLoader) for loader in wrapped)
+
+
 def test_a_stateful_loader_stays_stateful():
     from lightning.fabric.utilities.types import _Stateful
 
