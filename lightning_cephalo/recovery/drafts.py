@@ -123,3 +123,19 @@ class Draft:
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often each tensor has been written to."""
     return [tensor._version for tensor in tensors]
+
+
+class Probe:
+    """Tells whether tensors are written to.
+
+    Args:
+        tensors: The tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._versions = tensors, versions_of(tensors)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any has been written to since then."""
+        return versions_of(self._tensors) != self._versions

@@ -33,9 +33,10 @@ from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.copying import SLOTS, Copying, slots_of_rank
-from lightning_cephalo.recovery.drafts import Draft, versions_of
+from lightning_cephalo.recovery.drafts import Draft, Probe
+from lightning_cephalo.recovery.keeping_cost import Cost
 from lightning_cephalo.recovery.lookup import Inventory
-from lightning_cephalo.recovery.options import Wish, fitting_every
+from lightning_cephalo.recovery.options import Wish
 from lightning_cephalo.recovery.pieces import taken_apart
 from lightning_cephalo.recovery.placing import Needed, on_hosts
 from lightning_cephalo.recovery.snapshot import Facts, Kind, Snapshot
@@ -46,7 +47,6 @@ from lightning_cephalo.sharding.placement import local_part
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_LINK_SHARE = 0.05
 _ENDING_S = 10.0
 
 
@@ -103,12 +103,14 @@ class Keeper:
         self._is_known = True
         self._has_old = not store.is_empty
         self._is_off = self._is_any_busy = False
+        # somebody has removed files since the last step that was kept
+        self._lacks_files = self._has_told_removal = False
         # how far apart this rank wants kept steps, and all ranks agree to keep them
         self._wanted = self._every = float(self._every_given or 1)
         self._updates, self._is_due = 0, False
         self._draft: Draft | None = None
-        self._overlaps, self._probe = True, _Probe(())
-        self._cost = _Cost(time.monotonic())
+        self._overlaps, self._probe = True, Probe(())
+        self._cost = Cost(time.monotonic())
         # between two updates, gradients may add up, which are not kept
         self._steps_before, self._has_updated = trainer.global_step, False
         # batches of the step that was kept last
@@ -148,7 +150,7 @@ class Keeper:
             # a host that was lost has taken copies along
             self._is_due = self._copies > 0
         # a hook that writes to parameters at each batch's beginning shows at the first one
-        self._probe = _Probe(tensors)
+        self._probe = Probe(tensors)
         vars(self._loop)["on_advance_end"] = self._after_batch
         vars(self._trainer.fit_loop)["on_advance_end"] = self._after_epoch
 
@@ -171,12 +173,13 @@ class Keeper:
         self.settle()
         if not self._copying.is_busy:
             self._finish_copies()
+            self._look_for_files()
         if self._probe.is_written:
             self._overlaps = False
-        self._probe = _Probe(())
+        self._probe = Probe(())
         newest = self._fresh or self._spared
         wanted = math.inf if self._is_off else self._wanted
-        serial = -1.0 if newest is None else float(newest.serial)
+        serial = -1.0 if newest is None or self._lacks_files else float(newest.serial)
         sends = 0.0 if self._uploading is None else self._uploading.note()
         return serial, wanted, float(self._copying.is_busy), sends
 
@@ -283,6 +286,7 @@ class Keeper:
             return
         self._serial += 1
         self._fresh, self._is_known, self._is_due = None, False, False
+        self._lacks_files = False
         self._cost.begin(self._updates)
         self._updates = 0
         self._batches = self._loop.batch_progress.total.processed
@@ -337,6 +341,8 @@ class Keeper:
         return slot
 
     def _free_slot(self) -> Slot:
+        self._look_for_files()
+        self._lacks_files = False  # they are about to be written
         pinned = () if self._uploading is None else (self._uploading.pinned,)
         return self._store.slot(self._control.rank, self._spared, *pinned)
 
@@ -344,6 +350,8 @@ class Keeper:
         slot = None
         try:
             slot = finish()
+        except FileNotFoundError:
+            self._note_removal()
         except OSError as error:
             self._stop(
                 f"{error.strerror} in {self._store.folder}",
@@ -361,9 +369,38 @@ class Keeper:
         try:
             if not self._copying.finish():
                 self._fresh = None
+        except (FileNotFoundError, RecoveryError):  # this rank's file or folder is gone
+            self._fresh = None
+            self._note_removal()
         except (OSError, RuntimeError) as error:
             self._fresh = None
             self._stop(f"copying to other hosts: {error}", "Make room there, or use copies=0.")
+
+    def _look_for_files(self) -> None:
+        """Let all ranks keep the next step if somebody has removed files of this one."""
+        if self._is_off:
+            return
+        try:
+            if not self._store.renew():
+                return
+            there = self._store.pieces()
+            self._fresh, self._spared = (
+                piece if piece in there else None for piece in (self._fresh, self._spared)
+            )
+            self._note_removal()
+        except (OSError, RecoveryError) as error:
+            self._stop(f"its files were removed. {error}", "Training goes on.")
+
+    def _note_removal(self) -> None:
+        self._lacks_files = True
+        if not self._has_told_removal:
+            self._has_told_removal = True
+            warnings.warn(
+                f"Rank {self._control.rank}: somebody has removed files of kept steps in"
+                f" {self._store.folder} while training runs. The next step is kept anew; a restart"
+                " before that lacks what was there. Leave the folder as it is.",
+                stacklevel=3,
+            )
 
     def _stop(self, why: str, remedy: str) -> None:
         """Keep no more steps, and let training go on."""
@@ -385,7 +422,7 @@ class Keeper:
         trainer = self._trainer
         states = [optimizer.state for optimizer in trainer.optimizers]
         tensors = [t for t in pytree.tree_leaves([dict(s) for s in states]) if _is_counted(t)]
-        held = _Probe([local_part(tensor) for tensor in tensors])
+        held = Probe([local_part(tensor) for tensor in tensors])
         self.is_dumping = True
         try:
             # Private: the public method also writes a file.
@@ -438,65 +475,3 @@ class Keeper:
 def _is_counted(value: Any) -> bool:
     """Return whether a value is a tensor that counts its writes."""
     return isinstance(value, Tensor) and not local_part(value).is_inference()
-
-
-class _Probe:
-    """Tells whether tensors are written to.
-
-    Args:
-        tensors: The tensors.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, self._versions = tensors, versions_of(tensors)
-
-    @property
-    def is_written(self) -> bool:
-        return versions_of(self._tensors) != self._versions
-
-
-class _Cost:
-    """Compares the time that keeping takes with that of the updates in between.
-
-    Args:
-        now_s: The time.
-    """
-
-    def __init__(self, now_s: float) -> None:
-        self._ended_s = self._began_s = now_s
-        self._keeping_s = self._update_s = 0.0
-
-    def begin(self, updates: int) -> None:
-        """Note that a step is kept after some updates."""
-        self._began_s = time.monotonic()
-        self._keeping_s = 0.0
-        self._update_s = (self._began_s - self._ended_s) / updates if updates else 0.0
-
-    def pause(self) -> None:
-        """Note that training goes on meanwhile."""
-        self._keeping_s += time.monotonic() - self._began_s
-
-    def go_on(self) -> None:
-        """Note that training waits."""
-        self._began_s = time.monotonic()
-
-    def end(self) -> None:
-        """Note that the step is kept."""
-        self._ended_s = time.monotonic()
-        self._keeping_s += self._ended_s - self._began_s
-
-    def add(self, seconds: float) -> None:
-        """Count time that a thread has taken from training."""
-        self._keeping_s += seconds
-
-    def fitting_every(self, every: float, copies_s: float) -> float:
-        """Return how many updates should lie between two kept steps.
-
-        Args:
-            every: The answer where nothing is known.
-            copies_s: Seconds that copies to other hosts take, beside training.
-        """
-        if not self._update_s:
-            return every
-        own = fitting_every(self._keeping_s, self._update_s)
-        return float(max(own, math.ceil(copies_s / (_LINK_SHARE * self._update_s))))

@@ -106,6 +106,7 @@ class Slot:
         self._map: mmap.mmap | None = None
         self._bytes: Tensor | None = None
         self._sizes: Sizes | None = None
+        self._opened: tuple[int, int] | None = None
 
     def write(self, piece: Piece, meta: bytes, tensors: Sequence[Tensor]) -> None:
         """Replace what the file holds.
@@ -204,7 +205,8 @@ class Slot:
         descriptor = os.open(self.path, flags, 0o600)
         try:
             os.pwrite(descriptor, bytes(_PAGE), 0)
-            size = os.fstat(descriptor).st_size
+            found = os.fstat(descriptor)
+            self._opened, size = (found.st_dev, found.st_ino), found.st_size
             if size < nbytes:
                 # memory is taken here: else a write to a full tmpfs would kill the process
                 size = max(nbytes, int(nbytes * _SLACK) if size > _PAGE else nbytes)
@@ -214,6 +216,17 @@ class Slot:
             os.close(descriptor)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         return self._bytes
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has removed the file that this process writes to."""
+        if self._map is None:
+            return False
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return True
+        return (found.st_dev, found.st_ino) != self._opened
 
     def close(self) -> None:
         """Let the file go; it stays."""
@@ -372,6 +385,21 @@ class Store:
         """Return the whole pieces that lie here."""
         slots = [self._slot(path.name) for path in self._paths()]
         return {piece: slot for slot in slots if (piece := slot.piece()) is not None}
+
+    def renew(self) -> bool:
+        """Make ready to write what somebody has removed; return whether anything was missing.
+
+        Raises:
+            RecoveryError: The folder cannot be made anew.
+        """
+        removed = [slot for slot in self._slots.values() if slot.is_removed]
+        for slot in removed:
+            slot.close()
+        if not removed and self.folder.is_dir():
+            return False
+        _make_private(self.base)
+        _make_private(self.folder)
+        return True
 
     def remove(self, ranks: Iterable[int] = (), copies: Iterable[int] = ()) -> None:
         """Remove all files but some, and the folder if it is empty then.

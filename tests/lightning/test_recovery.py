@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import pickle
+import shutil
 import signal
 import threading
 import warnings
@@ -237,6 +238,26 @@ def test_a_memory_that_fills_up_ends_keeping_and_not_training(tmp_path: Path) ->
         (one,) = said
         assert one.startswith("Rank 0 keeps no more steps: No space left on device in")
         assert len(_pieces(tmp_path)) == 2
+
+    in_ranks(1, run)
+
+
+def test_files_that_are_removed_while_training_runs_are_told_once_and_kept_anew(
+    tmp_path: Path,
+) -> None:
+    """Steps are kept seldom; after a removal the next one is kept at once."""
+
+    class Removes(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step in (0, 3):
+                shutil.rmtree(tmp_path / "kept")
+
+    def run() -> None:
+        recover = Recovery(every=100, folder=tmp_path / "kept", job="test")
+        steps, said = _said(_one, tmp_path, Removes(), Fails(5), recover=recover, max_epochs=2)
+        (one,) = said
+        assert one.startswith("Rank 0: somebody has removed files of kept steps in")
+        assert steps + _one(tmp_path, recover=recover, max_epochs=2) == [1, 2, 3, 4, 5, 5, 6]
 
     in_ranks(1, run)
 

@@ -89,3 +89,27 @@ def test_what_a_host_has_that_is_about_to_leave_is_moved_to_others(
     _start(3, folder, [], **kept)
     _assert_equal(folder, tmp_path / "whole", 1, 0)
     assert len(told_by(folder)) == 2 * STEPS_OF_EPOCH
+
+
+class Removes(Callback):
+    """Removes what a host keeps, in the middle of training."""
+
+    def __init__(self, folder: Path, rank: int, step: int) -> None:
+        self.folder, self.rank, self.step = folder, rank, step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == self.step:
+            shutil.rmtree(self.folder)
+
+
+@pytest.mark.filterwarnings("ignore:Rank 1. somebody has removed files:UserWarning")
+def test_files_that_are_removed_while_training_runs_are_kept_anew_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    """Steps are kept seldom; after a removal, also of copies, the next one is kept at once."""
+    folder, kept = tmp_path / "removed", {"every": 100, "copies": 1}
+    _start(2, tmp_path / "whole", [])
+    removes = [Removes(folder / "kept1", 1, step) for step in (1, 6)]
+    _killed(2, folder, [*removes, Kill(0, 9, "on_train_batch_start")], **kept)
+    _start(2, folder, [], **kept)
+    _assert_equal(folder, tmp_path / "whole", 2, 3)
