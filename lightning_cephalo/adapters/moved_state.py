@@ -285,8 +285,10 @@ class MovedState:
             on_host = self._homes[unit] is StateHome.HOST
             if on_host:  # one update at a time
                 self.store(unit)
-            else:
+            elif any(local_part(parameter).numel() for group in chosen for parameter in group):
                 self.fetch(unit)
+            else:  # a rank without samples cannot know whether others used what it has no rows of
+                self._stage_nothing(unit)
             self.update_chosen(chosen, on_host=on_host)
             self.store(unit)
             self._updated.update(id(parameter) for group in chosen for parameter in group)
@@ -390,6 +392,13 @@ class MovedState:
             if group is not None and parameter.grad is not None and not is_spent(parameter.grad):
                 chosen[group].append(parameter)
         return chosen
+
+    def _stage_nothing(self, unit: int) -> None:
+        """Let state without rows stand on the device, which takes no copy."""
+        for shelf in self._shelves[unit]:
+            for key, rows in shelf.rows.items():
+                if not rows.numel():
+                    self.staged[key] = torch.empty_like(rows, device=self._accelerator.device)
 
     def _settle(self, unit: int) -> None:
         """Put a unit's state onto shelves where it is not, such as new or loaded state."""

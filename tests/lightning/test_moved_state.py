@@ -277,6 +277,33 @@ def test_what_cannot_be_is_named_on_all_ranks():
     assert "Rank 1" in other[2] and "failed: TypeError: cannot unpack" in other[2]
 
 
+# -- time ----------------------------------------------------------------------------------------
+
+
+def _idle() -> list[float]:
+    """Seconds of a step in which a rank without samples has state on its device, or streams it."""
+    found = []
+    for resident in (1.0, 0.4):
+        plan = plan_of(((1,) * 4, 0.6), ((), 0.4), resident_fraction=resident)
+        runs = fit(
+            GPT(width=32, depth=6),
+            profiled_loader(samples=16, batch_size=2),
+            speeds=(1.0, 1.0),
+            capacity_bytes=(2**30, 2**30),
+            total_flops_per_s=1e9,
+            emulation={"link_bytes_per_s": 1e8},
+            max_steps=4,
+            strategy={"plan": plan, "global_batch_size": 4},
+        )
+        found.append(runs.strategy.measured_step_s)
+    return found
+
+
+def test_the_ways_of_state_hide_on_a_rank_without_samples_too():
+    for resident_s, streamed_s in in_emulated_ranks(2, _idle):
+        assert streamed_s == pytest.approx(resident_s, rel=0.01)
+
+
 # -- memory ---------------------------------------------------------------------------------------
 
 
