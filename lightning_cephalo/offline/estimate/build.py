@@ -169,8 +169,7 @@ def build_problem(
         unit_update_s=optimizer_s * work.unit_parameters / work.parameters,
         early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters,
         early_reducing_state_bytes=2 * GRADIENT_BYTES * _largest(work),
-        # two gradients, what a reduce receives into, and what torch's update makes for itself
-        early_updating_state_bytes=5 * GRADIENT_BYTES * _largest(work),
+        early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work),
         optimizer_offload=optimizer_offload,
         unit_parameters=(
             round(work.root_parameters),
@@ -198,6 +197,13 @@ def state_bytes(work: ModelWork) -> float:
 
 def _largest(work: ModelWork) -> float:
     return max(work.largest_unit_parameters, work.root_parameters)
+
+
+def _held_in_updates(work: ModelWork) -> float:
+    """Return the elements of two gradients, of a reduce, and of what torch's update makes."""
+    units = [work.largest_unit_parameters] * min(2, work.units)
+    first, second = sorted((work.root_parameters, *units), reverse=True)[:2]
+    return first + second + first + 2 * first
 
 
 def gathered_bytes(work: ModelWork) -> float:
