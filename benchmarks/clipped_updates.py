@@ -1,0 +1,143 @@
+"""What early updates would gain where gradients are clipped by norm, on estimated clusters.
+
+    python benchmarks/clipped_updates.py
+
+With clipping by norm all updates follow the backward, as the norm is known last. Exact speculation
+would update with the factor that is expected, write what is new beside what is old, and swap when
+the norm is known. This prices four kinds of plans by the planner's own model, from data sheets:
+
+- late: as training does with clipping.
+- leaving: gradients of units that the host updates leave the device at their reduce, and the host
+  waits for the norm. Nothing is speculated.
+- speculated: the host's updates and the ways of state hide as those of early updates do. Gradients
+  and old values are kept until the norm is known: devices hold what they hold with late updates.
+- early: without clipping. No speculation can be faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from lightning_cephalo.offline.estimate import Cluster, build_problem, work_of
+from lightning_cephalo.plan import InfeasibleError, Plan, Problem, predict, solve
+
+# Nodes, and the link between them.
+CLUSTERS = {
+    "4 A10G + 4 T4": "{devices: {A10G: 4, T4: 4}, link: 12 GB/s, host_memory: 384 GiB}",
+    "4 A10G (32 GiB of host) + 2 T4": (
+        "{devices: {A10G: 4}, link: 12 GB/s, host_memory: 32 GiB}",
+        "{devices: {T4: 2}, link: 12 GB/s, host_memory: 384 GiB}",
+    ),
+    "2 RTX 3090": "{devices: {RTX 3090: 2}, link: 12 GB/s, host_memory: 128 GiB}",
+    "4 V100 + 4 P100": (
+        "{devices: {V100: 4}, link: 130 GB/s, host_memory: 256 GiB}",
+        "{devices: {P100: 4}, link: 12 GB/s, host_memory: 256 GiB}",
+    ),
+    "8 A100 40GB": "{devices: {A100 40GB: 8}, link: 200 GB/s, host_memory: 1024 GiB}",
+}
+_LLAMA: dict[str, Any] = {"vocab_size": 32000}
+MODELS = {
+    "1.3B": {"hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 5504},
+    "2.8B": {"hidden_size": 2560, "num_hidden_layers": 32, "intermediate_size": 6912},
+    "6.7B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 11008},
+    "13B": {"hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 13824},
+}
+BATCHES = (16, 64, 256)
+TOKENS = 1024
+
+
+def clusters() -> Iterator[tuple[str, Cluster]]:
+    """Yield the clusters by name."""
+    for name, nodes in CLUSTERS.items():
+        listed = (nodes,) if isinstance(nodes, str) else nodes
+        text = f"nodes: [{', '.join(listed)}]"
+        yield name, Cluster.from_yaml(f"{text}\nbetween_nodes: 25 Gb/s\n")
+
+
+def kinds(problem: Problem) -> dict[str, Problem]:
+    """Return the problems by kind, from that with late updates."""
+    early = problem.with_early_update()
+    speculated = replace(
+        early, state_bytes=problem.state_bytes, reducing_state_bytes=0.0, updating_state_bytes=0.0
+    )
+    # the devices' own updates wait for the norm
+    return {
+        "late": replace(problem, unit_update_s=0.0),
+        # what leaves a device is moments and gradient; that also makes streams too expensive
+        "leaving": replace(
+            problem,
+            unit_update_s=0.0,
+            moment_bytes=problem.moment_bytes + problem.element_bytes,
+            # one gradient is on its way
+            reducing_state_bytes=problem.element_bytes * max(problem.unit_parameters),
+        ),
+        "speculated": replace(speculated, unit_update_s=0.0),
+        "early": early,
+    }
+
+
+def _solved(problem: Problem) -> Plan | None:
+    try:
+        return solve(problem, time_limit_s=20)
+    except InfeasibleError:
+        return None
+
+
+def main() -> None:
+    """Print one row for each cluster, model and batch for which any plan moves state."""
+    print("| cluster | model | batch | late | of it moving | leaving | speculated | early |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    works = {
+        name: work_of(
+            "llama",
+            sequence_length=TOKENS,
+            dtype="fp16",
+            num_attention_heads=16 if name == "1.3B" else 32,
+            num_key_value_heads=16 if name == "1.3B" else 32,
+            **_LLAMA,
+            **options,
+        )
+        for name, options in MODELS.items()
+    }
+    for cluster_name, cluster in clusters():
+        for model, work in works.items():
+            for batch in BATCHES:
+                problem = build_problem(
+                    cluster,
+                    work,
+                    global_batch_size=batch,
+                    choose_recompute=False,
+                    optimizer_offload="auto",
+                    largest_microbatch_size=8,
+                ).problem
+                plans = {kind: _solved(each) for kind, each in kinds(problem).items()}
+                if not any(plan and plan.moves_state for plan in plans.values()):
+                    continue
+                print(_row(cluster_name, model, batch, problem, plans), flush=True)
+
+
+def _row(
+    cluster: str, model: str, batch: int, problem: Problem, plans: dict[str, Plan | None]
+) -> str:
+    late = plans["late"]
+    cells = [cluster, model, str(batch)]
+    if late is None or late.step_s is None:
+        cells += ["none", "–"]
+    else:
+        moving_s = max(rank.exposed_s for rank in predict(problem, late).ranks)
+        cells += [f"{late.step_s:.2f} s", f"{moving_s:.2f} s"]
+    for kind in ("leaving", "speculated", "early"):
+        plan = plans[kind]
+        if plan is None or plan.step_s is None:
+            cells.append("none")
+        elif late is None or late.step_s is None:
+            cells.append(f"{plan.step_s:.2f} s")
+        else:
+            cells.append(f"{plan.step_s / late.step_s - 1:+.1%}")
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
