@@ -1,10 +1,11 @@
 """Optimizer state in host memory: policies side by side on emulated ranks, predicted and measured.
 
-    python benchmarks/optimizer_offload.py [--record FILE.md]
+    python benchmarks/optimizer_offload.py [--record FILE.md] [--figure FILE.png]
 
-Two ranks of unequal speed have a link in each direction and a host that updates, all in virtual
-time: no figure depends on this machine. Each policy is a plan of the same microbatches, which
-training follows. The last table finds the deepest model that trains on memories 3:1.
+Ranks of unequal speed, two and four, have a link in each direction and a host that updates, all in
+virtual time: no figure depends on this machine. Each policy is a plan of the same microbatches,
+which training follows. The last table finds the deepest model that trains on memories 3:1, with as
+much memory again on hosts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 # forked ranks hang in OpenMP if this process has ever run it with several threads
 torch.set_num_threads(1)
 
-from profiled import GPT, fit, in_ranks, loader  # noqa: E402
+from lightning.pytorch import Callback  # noqa: E402
+from profiled import GPT, RankFailure, fit, in_ranks, loader  # noqa: E402
 
+from lightning_cephalo.common.errors import TooLittleMemoryError  # noqa: E402
+from lightning_cephalo.execution.state_moves import StateMover  # noqa: E402
+from lightning_cephalo.offline import canvas  # noqa: E402
 from lightning_cephalo.plan import (  # noqa: E402
     InfeasibleError,
     Plan,
@@ -37,44 +42,52 @@ from lightning_cephalo.plan import (  # noqa: E402
 from lightning_cephalo.preparation import prepare as planning  # noqa: E402
 
 MODEL = {"width": 64, "depth": 12}
-SPEEDS = (2.0, 1.0)
+SPEEDS = {2: (2.0, 1.0), 4: (4.0, 2.0, 2.0, 1.0)}
 # of one kind of matrix product a second, of a link, and of a host
 EMULATION = {"link_bytes_per_s": 2e8, "host_updates_per_s": 2e7}
 FLOPS_PER_S = 1.5e10
-BATCHES = (6, 12, 24)
+BATCHES = {2: (6, 12, 24), 4: (12, 24, 48)}
 STEPS = 4
-ROOMY = (2**30, 2**30)
+ROOMY = 2**30
 # Part of the optimizer state for which devices have room in the policies that fill them.
 FILLED = 0.5
-DEPTHS = (12, 16, 20, 24, 28, 32, 36)
-MEMORIES = (9_000_000, 3_000_000)
-STAYS = {"resident_fraction": 1.0, "host_update_fraction": 0.0}
+DEPTHS = range(8, 64, 4)
+MEMORIES, HOST_MEMORY = (9_000_000, 3_000_000), "6 MB"
+BLOCKING = "static, all on host, blocking"
+POLICIES = (
+    "all on device",
+    BLOCKING,
+    "static, all on host",
+    "filled, then static",
+    "every second on the host",
+    "planned, late",
+    "planned, early",
+)
 
 
 @dataclass(frozen=True)
 class Row:
     """One policy: predictions and measurements, of the fullest rank."""
 
+    ranks: int
     batch: int
     policy: str
     predicted_s: float
-    measured_s: float | None = None
-    predicted_bytes: float = 0.0
-    measured_bytes: float = 0.0
-    predicted_host_bytes: float = 0.0
-    measured_host_bytes: float = 0.0
+    measured_s: float
+    predicted_bytes: float
+    measured_bytes: float
+    predicted_host_bytes: float
+    measured_host_bytes: float
 
     def cells(self, resident_s: float) -> list[str]:
         """Return the row's texts; the step's ratio is that to all state on the devices."""
-        if self.measured_s is None:
-            return [str(self.batch), self.policy, f"{1e3 * self.predicted_s:.2f}", *["–"] * 7]
         step = _beside(self.predicted_s * 1e3, self.measured_s * 1e3, "{:.2f}")
         device = _beside(self.predicted_bytes / 2**20, self.measured_bytes / 2**20, "{:.3f}")
         host = [
             *_beside(self.predicted_host_bytes / 2**20, self.measured_host_bytes / 2**20, "{:.3f}")
         ]
         ratio = f"{self.measured_s / resident_s:.2f}"
-        return [str(self.batch), self.policy, *step, ratio, *device, *host[:2]]
+        return [str(self.ranks), str(self.batch), self.policy, *step, ratio, *device, *host[:2]]
 
 
 def _beside(predicted: float, measured: float, form: str) -> list[str]:
@@ -82,7 +95,7 @@ def _beside(predicted: float, measured: float, form: str) -> list[str]:
     return [form.format(predicted), form.format(measured), error]
 
 
-def _profiled(batch: int, **strategy: Any) -> Problem:
+def _profiled(batch: int, ranks: int) -> Problem:
     """Return the problem that training of this batch measures."""
     found: list[Problem] = []
     make = planning.measure_or_load
@@ -95,7 +108,7 @@ def _profiled(batch: int, **strategy: Any) -> Problem:
 
     own.measure_or_load = keeping
     try:
-        _fit(batch, 0, {"optimizer_offload": "auto", **strategy})
+        _fit(batch, ranks, 0, {"optimizer_offload": "auto"})
     finally:
         own.measure_or_load = make
     return found[0]
@@ -103,22 +116,47 @@ def _profiled(batch: int, **strategy: Any) -> Problem:
 
 def _fit(
     batch: int,
+    ranks: int,
     steps: int,
     strategy: dict[str, Any],
     depth: int | None = None,
-    capacities: Sequence[int] = ROOMY,
+    callbacks: Sequence[Callback] = (),
 ) -> Any:
     return fit(
         GPT(**(MODEL if depth is None else {**MODEL, "depth": depth})),
-        loader(samples=batch * max(steps, 1), batch_size=batch // 2),
-        speeds=SPEEDS,
-        capacity_bytes=tuple(capacities),
-        total_flops_per_s=FLOPS_PER_S,
+        loader(samples=batch * max(steps, 1), batch_size=batch // ranks),
+        world_size=ranks,
+        speeds=SPEEDS[ranks],
+        capacity_bytes=(ROOMY,) * ranks if depth is None else MEMORIES,
+        total_flops_per_s=FLOPS_PER_S * ranks / 2,
         emulation=EMULATION,
         is_time_shared=depth is None,  # ranks that run out of memory would wait for shared time
         max_steps=steps,
+        callbacks=callbacks,
         strategy={"replan": False, "profile_budget_s": 5.0, **strategy},
     )
+
+
+class Blocking(Callback):
+    """Lets copies and the host's updates wait for each other, unit by unit."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        moves = trainer.strategy.session.model.executor.state_moves
+        moves.mover = _InLine(moves.mover)
+
+
+class _InLine:
+    """Moves state as another mover does, and awaits each unit's update before the next begins."""
+
+    def __init__(self, mover: StateMover) -> None:
+        self._mover = mover
+        self.fetch, self.store = mover.fetch, mover.store
+        self.update_left, self.finish = mover.update_left, mover.finish
+
+    def update(self, unit: int, on_host: bool) -> None:
+        self._mover.update(unit, on_host)
+        if on_host:
+            self._mover.store(unit)
 
 
 def policies(problem: Problem) -> dict[str, tuple[Plan, bool]]:
@@ -150,6 +188,7 @@ def policies(problem: Problem) -> dict[str, tuple[Plan, bool]]:
 
     return {
         "all on device": given(base, 1.0, 0.0, True),
+        BLOCKING: given(base, 0.0, 1.0, False),
         "static, all on host": given(base, 0.0, 1.0, False),
         "filled, then static": given(base, FILLED, 1 - FILLED, False),
         "every second on the host": given(base, 0.0, 0.5, False),
@@ -179,84 +218,144 @@ def blocking_s(problem: Problem, plan: Plan) -> float:
         )
         for rank, profile in zip(plan.ranks, problem.ranks, strict=True)
     ]
-    still = replace(plan, ranks=tuple(replace(rank, **STAYS) for rank in plan.ranks))
+    stays = {"resident_fraction": 1.0, "host_update_fraction": 0.0}
+    still = replace(plan, ranks=tuple(replace(rank, **stays) for rank in plan.ranks))
     return predict(problem, still).step_s + max(waits)
 
 
-def _side_by_side(batch: int) -> list[Row]:
-    problem = _profiled(batch)
+def _row(batch: int, problem: Problem, name: str) -> Row:
+    plan, is_early = policies(problem)[name]
+    case = problem if is_early else _late(problem)
+    predicted = predict(case, plan)
+    early: dict[str, Any] = {"early_update": "auto" if is_early else False}
+    bare = replace(plan, ranks=tuple(replace(r, memory_bytes=None) for r in plan.ranks))
+    callbacks = [Blocking()] if name == BLOCKING else []
+    ranks = len(plan.ranks)
+    strategy = _fit(batch, ranks, STEPS, {"plan": bare, **early}, callbacks=callbacks).strategy
+    held = strategy.measured_memory
+    fullest = max(range(len(held)), key=lambda rank: predicted.ranks[rank].memory_bytes)
+    part = predicted.ranks[fullest]
+    return Row(
+        ranks,
+        batch,
+        name,
+        blocking_s(case, plan) if name == BLOCKING else predicted.step_s,
+        strategy.measured_step_s,
+        part.memory_bytes,
+        held[fullest].peak_bytes,
+        part.host_bytes + part.state_host_bytes,
+        held[fullest].host_bytes,
+    )
+
+
+def _rows(ranks: int, batch: int) -> list[Row]:
+    """Return one row for each policy; each trains in processes of its own."""
+    problem = in_ranks(ranks, _profiled, batch, ranks)[0]
     rows = []
-    for name, (plan, is_early) in policies(problem).items():
-        case = problem if is_early else _late(problem)
-        predicted = predict(case, plan)
-        early: dict[str, Any] = {"early_update": "auto" if is_early else False}
-        bare = replace(plan, ranks=tuple(replace(r, memory_bytes=None) for r in plan.ranks))
-        strategy = _fit(batch, STEPS, {"plan": bare, **early}).strategy
-        held = strategy.measured_memory
-        if name == "static, all on host":
-            rows.append(Row(batch, "static, all on host, blocking", blocking_s(case, plan)))
-        fullest = max(range(len(held)), key=lambda rank: predicted.ranks[rank].memory_bytes)
-        part = predicted.ranks[fullest]
-        rows.append(
-            Row(
-                batch,
-                name,
-                predicted.step_s,
-                strategy.measured_step_s,
-                part.memory_bytes,
-                held[fullest].peak_bytes,
-                part.host_bytes + part.state_host_bytes,
-                held[fullest].host_bytes,
-            )
-        )
+    for name in POLICIES:  # a solver that has run here would hang in forked ranks
+        rows.append(in_ranks(ranks, _row, batch, problem, name)[0])
+        print(rows[-1], file=sys.stderr, flush=True)
     return rows
+
+
+def _trains(depth: int, offload: Any) -> str:
+    """Return the sentence with which a model is refused; empty: it trains."""
+    given = {"optimizer_offload": offload, "host_memory_cap": HOST_MEMORY}
+    try:
+        _fit(6, 2, 2, given, depth)
+    except (InfeasibleError, TooLittleMemoryError, RuntimeError) as failure:
+        return f"{type(failure).__name__}: {str(failure).split('. ')[0]}"
+    return ""
 
 
 def _deepest(offload: Any) -> tuple[int, str]:
     """Return the deepest model that trains, and what the next one is refused with."""
-    best, said = 0, ""
+    best = 0
     for depth in DEPTHS:
         try:
-            _fit(6, 2, {"optimizer_offload": offload}, depth, MEMORIES)
-        except (InfeasibleError, RuntimeError) as failure:
-            said = str(failure).split(":")[0]
-            break
+            said = in_ranks(2, _trains, depth, offload)[0]
+        except RankFailure as failure:
+            said = f"no answer: {str(failure).splitlines()[-1]}"
+        print(offload, depth, said, file=sys.stderr, flush=True)
+        if said:
+            return best, said
         best = depth
-    return best, said
+    return best, "not looked for"
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table in Markdown."""
-    head = ["batch", "policy", "step, ms", "measured", "error", "to all on device"]
+    head = ["ranks", "batch", "policy", "step, ms", "measured", "error", "to all on device"]
     head += ["device, MiB", "measured", "error", "host, MiB", "measured"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
         resident_s = next(
             each.measured_s
             for each in rows
-            if each.batch == row.batch and each.policy == "all on device"
+            if (each.ranks, each.batch, each.policy) == (row.ranks, row.batch, "all on device")
         )
-        cells = row.cells(resident_s or 1.0)
-        lines.append(f"| {' | '.join(cells + ['–'] * (len(head) - len(cells)))} |")
+        lines.append(f"| {' | '.join(row.cells(resident_s))} |")
     return lines
+
+
+def figure(rows: Sequence[Row], path: Path) -> None:
+    """Draw the policies' steps as parts of that with all state on the devices."""
+    cases = list(dict.fromkeys((row.ranks, row.batch) for row in rows))
+    names = list(dict.fromkeys(row.policy for row in rows))
+    colours = [canvas.BLACK, canvas.GREY, canvas.SKY, canvas.BLUE, canvas.PURPLE, canvas.ORANGE]
+    colours.append(canvas.GREEN)
+    drawn, (axes,) = canvas.empty_figure(path, 9.0, 3.6)
+    width = 0.8 / len(names)
+    for column, case in enumerate(cases):
+        own = [row for row in rows if (row.ranks, row.batch) == case]
+        resident_s = next(row.measured_s for row in own if row.policy == "all on device")
+        for row in own:
+            index = names.index(row.policy)
+            at = column - 0.4 + (index + 0.5) * width
+            label = row.policy if column == 0 else None
+            height = row.measured_s / resident_s
+            axes.bar(at, height, 0.9 * width, color=colours[index], label=label)
+            axes.plot(at, row.predicted_s / resident_s, marker="_", color=canvas.VERMILION)
+    axes.axhline(1.0, color=canvas.BLACK, linewidth=0.6)
+    axes.set_xticks(range(len(cases)), [f"{ranks} ranks, batch {batch}" for ranks, batch in cases])
+    axes.set_ylabel("step, to all on device")
+    canvas.add_title(
+        axes,
+        "Where optimizer state lives, and what it costs",
+        "bars are measured on emulated ranks in virtual time, red dashes are predicted; no schedule"
+        " beats the line",
+    )
+    drawn.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    canvas.save(drawn, path)
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--record", type=Path)
+    arguments.add_argument("--figure", type=Path)
     given = arguments.parse_args()
     lines = [f"# Optimizer state in host memory, {datetime.date.today().isoformat()}", ""]
-    rows = [row for batch in BATCHES for row in in_ranks(2, _side_by_side, batch)[0]]
+    rows = [
+        row
+        for ranks, batches in BATCHES.items()
+        for batch in batches
+        for row in _rows(ranks, batch)
+    ]
     lines += [*table(rows), ""]
-    lines += ["| optimizer_offload | deepest model that trains on 3:1 |", "|---|---|"]
+    lines += [
+        "| optimizer_offload | deepest model that trains on 3:1 | the next one |",
+        "|---|---|---|",
+    ]
     for offload in (False, "auto"):
-        depth, _ = in_ranks(2, _deepest, offload)[0]
+        depth, said = _deepest(offload)
         parameters = sum(p.numel() for p in GPT(**{**MODEL, "depth": depth}).parameters())
-        lines.append(f"| {offload} | {depth} blocks, {parameters:,} parameters |")
+        lines.append(f"| {offload} | {depth} blocks, {parameters:,} parameters | {said} |")
     text = "\n".join(lines) + "\n"
     print(text)
     if given.record:
         given.record.write_text(text, encoding="utf-8")
+    if given.figure:
+        figure(rows, given.figure)
 
 
 if __name__ == "__main__":
