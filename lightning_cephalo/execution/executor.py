@@ -352,6 +352,7 @@ class Executor:
             microbatches: Its run.
             visits: The order of the step, which grows while the step runs.
         """
+        self.gave_up = False
         self._throttle.begin_step()
         step = self._step = self._new_step(calls, microbatches)
         step.visits, step.is_traced, step.goes_on = visits, True, True

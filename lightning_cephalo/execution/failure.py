@@ -92,7 +92,10 @@ class Failure:
                 raise error from failure
             self.error = self.error or error
             self.abandon()
-            function()
+            try:
+                function()
+            except Exception as again:
+                raise (error if is_out_of_memory(again) else again) from failure
 
     def abandon(self) -> None:
         """Stop this rank's microbatches and drop all that they hold."""

@@ -87,6 +87,7 @@ class Prober:
         self._context = context
         self._times: Times | None = None
         self._held = Held()
+        self._is_inside = False
         self.wall_s = 0.0
 
     def now_s(self) -> float:
@@ -117,17 +118,22 @@ class Prober:
 
     def _run(self, attempt: Callable[[], None], size: int) -> list[bool]:
         failure: BaseException | None = None
+        doing = f"profiling a microbatch of {samples(size)}"
         try:
-            attempt()
+            with lost_rank_explained(self.control.rank, doing):
+                attempt()
         except RemoteRankError:
             pass  # the failing rank reports its error below
         except Exception as raised:
+            # the others wait for this rank in the middle of the step, and it cannot go on
+            if self._is_inside and not self.model.executor.gave_up:
+                raise
             failure = raised
         finally:
             forget_gradients(self.model.module)
         message = None if failure is None else printable(f"{type(failure).__name__}: {failure}")
         refused = failure is not None and is_out_of_memory(failure)
-        with lost_rank_explained(self.control.rank, f"profiling a microbatch of {samples(size)}"):
+        with lost_rank_explained(self.control.rank, doing):
             said = self.control.gather((size, refused, message))
         for rank, (at, out_of_memory, text) in enumerate(said):
             if text is not None and not out_of_memory:
@@ -168,14 +174,16 @@ class Prober:
         failure: BaseException | None,
         between: Callable[[], None] = lambda: None,
     ) -> None:
+        self._is_inside = True
         if self.manual is not None:
             with self._context(), self.manual.measuring():
                 self.manual.run(calls, failure=failure)
-            return
-        with self._context():
-            self.model.executor.forward(calls, failure=failure)
-        between()
-        self.model.executor.backward()
+        else:
+            with self._context():
+                self.model.executor.forward(calls, failure=failure)
+            between()
+            self.model.executor.backward()
+        self._is_inside = False
 
     def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], BaseException | None]:
         """Return the microbatches to run, or why this rank cannot run them."""

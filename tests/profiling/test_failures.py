@@ -11,6 +11,7 @@ from profiled import GPT, SOON_S, RankFailure, fit, in_ranks, loader, profile
 
 from lightning_cephalo.common.errors import ProfilingError
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
+from lightning_cephalo.sharding.unit import Unit
 
 
 def refusal(module, **options):
@@ -87,6 +88,27 @@ def test_a_rank_that_dies_is_missed_by_the_others_within_seconds():
     assert time.monotonic() - started < SOON_S
     assert "rank 1:\ndied without a result" in str(caught.value)
     assert "Rank 1 (process" in str(caught.value) and "is gone" in str(caught.value)
+    assert "Rank 0 lost the connection to another rank while profiling" in str(caught.value)
+
+
+class NoRoomForGradients(GPT):
+    """Rank 1 never has the memory in which a reduce of gradients begins."""
+
+    def setup(self, stage):
+        if dist.get_rank() == 1:
+            Unit.start_reduce = self._no_room  # in this process, which is a rank of this test
+
+    @staticmethod
+    def _no_room(unit, scale):
+        raise torch.OutOfMemoryError("no room")
+
+
+def test_a_rank_without_memory_for_a_reduce_ends_and_no_rank_waits_for_it():
+    started = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        in_ranks(2, lambda: fit(NoRoomForGradients(), loader()))
+    assert time.monotonic() - started < SOON_S
+    assert "OutOfMemoryInStepError: Rank 1" in str(caught.value)
     assert "Rank 0 lost the connection to another rank while profiling" in str(caught.value)
 
 
