@@ -1025,7 +1025,8 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
         self._recovering.resume_loops()
-        self._resumption = Resumption(self._module.trainer, checkpoint_)
+        if self._session is not None:  # behind a run of spawned ranks the module has no trainer
+            self._resumption = Resumption(self._module.trainer, checkpoint_)
         states = list(checkpoint_["optimizer_states"])
         supported.warn_of_other_optimizers(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=False):

@@ -184,6 +184,7 @@ def test_trainers_are_copied_and_count_and_save_and_restore_outside_of_runs(tmp_
         )
         assert copy.deepcopy(made.callbacks) is not made.callbacks
         made.save_checkpoint(tmp_path / "after.ckpt")
+        module.trainer = None  # as it is where spawned ranks have run it
         made._checkpoint_connector.restore(tmp_path / "after.ckpt")
         with pytest.raises(MisconfigurationException, match="the 'loss' key needs to be present"):
             with_one_microbatch().fit(Wrong(), DataLoader(dataset(), batch_size=1))
