@@ -271,9 +271,10 @@ FAULTS: dict[str, tuple[Callable[[Hosts], None], int, bool]] = {
     "a host is lost, copies=1": (_one_goes, 1, False),
     "the host of rank 0 is lost, copies=1": (_rank_zero_goes, 1, False),
     "a host is lost in mid-copy, copies=1": (_goes_in_copy, 1, False),
-    "a host is lost, and another one while recovering, copies=1": (
+    # the second one goes before new copies are whole: with copies=1 rows are lost with it
+    "a host is lost, and another one while recovering, copies=2": (
         _goes_while_recovering,
-        1,
+        2,
         False,
     ),
     "a host joins": (_one_comes, 0, False),

@@ -168,6 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+    )
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
@@ -196,6 +200,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SignalException as error:
         print(f"Ended by {error.sigval.name}.", file=sys.stderr)
         return 128 + error.sigval
+    except RendezvousClosedError:
+        print(f"The job {config.run_id!r} has ended: this host has nothing to do.", file=sys.stderr)
+    except RendezvousConnectionError:
+        print(
+            f"Nobody answers at --rdzv-endpoint={config.rdzv_endpoint}, where the hosts of"
+            f" {config.run_id!r} meet: the job has ended, or its first host is lost or not up yet.",
+            file=sys.stderr,
+        )
+        return 1
     finally:
         shutil.rmtree(folder_of(None, Agent.of(os.getpid()).name), ignore_errors=True)
     return 0

@@ -15,10 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common import in_ranks
-from launch import SOON_S
+from launch import SOON_S, port_to_meet
 from plans import QUIET, plan_of
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    registry,
+)
 
 from lightning_cephalo import CephaloStrategy, run
+from lightning_cephalo.recovery.options import AGENT, MOST_HOSTS
 from lightning_cephalo.recovery.store import MEMORY, Agent, folder_of
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +124,39 @@ def test_wrong_arguments_are_told(arguments, said, capsys):
     with pytest.raises(SystemExit):
         run.parse(arguments)
     assert said in capsys.readouterr().err
+
+
+def _joins(endpoint):
+    options = ["--nnodes=1:2", "--rdzv-id=j", f"--rdzv-endpoint={endpoint}", "--max-restarts=0"]
+    return run.main([*options, "--new-interpreters", __file__])
+
+
+@pytest.fixture
+def _environment(monkeypatch):
+    """What the launcher sets goes with the test."""
+    for name in (AGENT, MOST_HOSTS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+
+
+@pytest.mark.usefixtures("_environment")
+def test_a_host_that_joins_a_job_that_has_ended_ends_well(capfd):
+    endpoint = f"127.0.0.1:{port_to_meet()}"
+    parameters = RendezvousParameters("c10d", endpoint, "j", 1, 2)
+    first = registry.get_rendezvous_handler(parameters)  # has the store
+    first.set_closed()  # as agents do at the end
+    assert _joins(endpoint) == 0
+    assert "The job 'j' has ended: this host has nothing to do." in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("_environment")
+def test_a_host_that_finds_nobody_says_so(monkeypatch, capfd):
+    def nobody(*_):
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr(registry, "get_rendezvous_handler", nobody)
+    assert _joins("na:29400") == 1
+    assert "Nobody answers at --rdzv-endpoint=na:29400" in capfd.readouterr().err
 
 
 def test_a_script_runs_as_the_main_program_and_ends_as_it_says(tmp_path, monkeypatch):
