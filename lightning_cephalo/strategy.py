@@ -46,6 +46,7 @@ from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
 from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
 from lightning_cephalo.adapters.step_notes import StepNotes
 from lightning_cephalo.adapters.user_backward import UserBackward
+from lightning_cephalo.adapters.user_gathers import require_equal_shapes
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.cutting import (
     detached,
@@ -913,6 +914,8 @@ class CephaloStrategy(ParallelStrategy):
         if self._inside_microbatch:
             self.session.user_gathers.called(self._module.trainer.training)
         self._ending.refuse_alone("a gather over ranks")
+        if group is None or group is torch.distributed.group.WORLD:
+            require_equal_shapes(tensor, self._connection.control)
         if sync_grads:
             return super().all_gather(tensor, group=group, sync_grads=True)
         return all_gather_rows(tensor.detach()[None], [1] * self.world_size, group)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from zlib import crc32
+
+from torch import Tensor
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
@@ -101,6 +104,28 @@ class UserGathers:
         rows = self._control.gather([float(microbatches), float(failed)])
         if not any(failed for _, failed in rows):  # else the step itself raises on all ranks
             _refuse_unequal_collectives([int(count) for count, _ in rows], self._name)
+
+
+def require_equal_shapes(tensor: Tensor, control: ControlGroup) -> None:
+    """Reject a gather of tensors that differ in shape or dtype; collective.
+
+    The libraries below would end a process, or return other values, without a word of why.
+
+    Raises:
+        UnsupportedError: On every rank; the message names every rank's tensor.
+    """
+    own = f"{list(tensor.shape)} of {tensor.dtype}"
+    checksums = control.gather(float(crc32(own.encode())))
+    if len(set(checksums)) > 1:
+        everyones = "; ".join(
+            f"rank {rank}: {each}" for rank, each in enumerate(control.gather(own))
+        )
+        raise UnsupportedError(
+            f"all_gather() of tensors that differ between ranks ({everyones}). Ranks have different"
+            " numbers of samples. Gather sums and counts, or, for one row per sample, call"
+            " torch.distributed.all_gather_object(rows, tensor.cpu()) with rows = [None] *"
+            " trainer.world_size in a hook, then torch.cat(rows)."
+        )
 
 
 def _refuse_unequal_collectives(counts: Sequence[int], name: str) -> None:

@@ -535,6 +535,10 @@ def test_gathering_in_validation_works_where_every_rank_has_samples(tmp_path: Pa
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             assert self.all_gather(self.per_sample(batch).mean()).shape == (2,)
 
+        def on_validation_epoch_end(self) -> None:
+            with pytest.raises(UnsupportedError, match=r"rank 0: \[1\] .* rank 1: \[2\] "):
+                self.all_gather({"rows": torch.zeros(1 + self.global_rank)})
+
     def fit(count: int) -> None:
         trainer_of("3:1").fit(GathersLater(tmp_path), loader("3:1"), loader("3:1", count))
 
