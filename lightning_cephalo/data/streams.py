@@ -60,10 +60,12 @@ class Start:
         fingerprint: checksum of the first samples, or of the first ready batch; 0 if there is
             none, None if nothing in it can be seen.
         rows: samples of the first batch, for loaders of ready batches; else 0.
+        begins_anew: a second iterator of the dataset begins with the same sample.
     """
 
     fingerprint: int | None
     rows: int = 0
+    begins_anew: bool = True
 
     @property
     def numbers(self) -> list[float]:
@@ -89,10 +91,12 @@ def start_of(loader: Any, layout: BatchLayout | None, seed: int) -> Start:
         BatchSplitError: the number of samples in a ready batch cannot be found.
     """
     loader = reading.original_of(loader)
+    if not reading.yields_ready_batches(loader):
+        samples = _first_samples(loader, seed, _COMPARED)
+        again = _first_samples(loader, seed, 1)
+        anew = fingerprint(samples[:1]) == fingerprint(again)
+        return Start(fingerprint(samples) if samples else 0, begins_anew=anew)
     with SwappedRandomness((seed % 2**64, 0)), reading.generators_kept(loader):
-        if not reading.yields_ready_batches(loader):
-            samples = list(islice(iter(loader.dataset), _COMPARED))
-            return Start(fingerprint(samples) if samples else 0)
         batch = next(iter(_equally_seeded(loader)), None)
     if batch is None:
         return Start(0)
@@ -104,6 +108,11 @@ def start_of(loader: Any, layout: BatchLayout | None, seed: int) -> Start:
             " batch then needs a len(): its number of samples."
         ) from error
     return Start(fingerprint(batch), rows)
+
+
+def _first_samples(loader: Any, seed: int, count: int) -> list[Any]:
+    with SwappedRandomness((seed % 2**64, 0)), reading.generators_kept(loader):
+        return list(islice(iter(loader.dataset), count))
 
 
 class GlobalStep(NamedTuple):
@@ -462,6 +471,8 @@ def deal_stream(
     common = {"all_have_next": all_have_next, "layout": layout, "original": loader}
     alone = len(sizes) == 1  # nobody can have other samples, so that nothing is read ahead
     own = Start(None, 0) if alone else start_of(loader, layout, seed)
+    if training and rank == 0 and not own.begins_anew:
+        warnings.warn(_goes_on(loader), stacklevel=2)
     if not alone and not Start.is_whole(gather(own.numbers)):
         if rank == 0:
             said = (
@@ -560,6 +571,16 @@ def _part_of(
 def _name_of(loader: Any) -> str:
     kind = loader.dataset if isinstance(loader, DataLoader) else loader
     return type(kind).__name__
+
+
+def _goes_on(loader: Any) -> str:
+    return (
+        f"The stream {_name_of(loader)} begins with another sample each time that it is read, and"
+        " its first samples are also read before training. If it goes on where its last reader has"
+        " stopped, as an open file does, training misses them. If it counts its readings, its order"
+        " is a later one. So begin anew in __iter__, and take the epoch from set_epoch(). If it is"
+        " random, seed it, or draw from the global generators."
+    )
 
 
 def _unequal(loader: Any, start: Start) -> str:

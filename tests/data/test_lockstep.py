@@ -90,7 +90,7 @@ def test_an_idle_rank_goes_on_with_empty_batches_and_pulls_one_sample_for_their_
     )
 
     assert batches == [[[[0, 1, 2, 3], [4, 5, 6]]], [[[], []]]]
-    assert streams[1].pulled == 1 + 8  # eight to compare the streams
+    assert streams[1].pulled == 1 + 8 + 1  # to compare the streams, and to see that they begin anew
     with pytest.raises(TypeError, match="no len"):
         len(loaders[1])
 

@@ -407,6 +407,31 @@ def test_a_stream_whose_content_cannot_be_seen_counts_as_divided():
     )
 
 
+class Reads(IterableDataset):
+    """Its iterator is itself, which goes on where the last reader has stopped."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.next += 1
+        return torch.tensor(self.next)
+
+
+def test_a_stream_that_does_not_begin_anew_is_named_before_training():
+    common = {"seed": 0, "broadcast": same, "all_have_next": alone, "gather": gathered_alone}
+    two = {"rank": 0, "batch_sizes": (3, 1), **common}
+    with pytest.warns(UserWarning, match="Reads begins with another sample each time.*misses them"):
+        rebuild_train_loader(DataLoader(Reads(), batch_size=4), **two)
+    one = rebuild_train_loader(
+        DataLoader(Reads(), batch_size=4), rank=0, batch_sizes=(4,), **common
+    )
+    assert next(iter(one)).tolist() == [1, 2, 3, 4]  # nothing was read, and nothing is said
+
+
 def _warned_of(stream, gather, message):
     with pytest.warns(UserWarning, match=message):
         rebuild_eval_loader(
