@@ -186,7 +186,7 @@ def connect(
     rank, world_size = environment.global_rank(), environment.world_size()
     address, port = environment.main_address, environment.main_port
     store = store_of_all(rank, world_size, address, port, backend, wait)
-    options["store"] = dist.PrefixStore("default_pg", store)  # as torch does with its own
+    options["store"] = store
     _init_dist_connection(environment, backend, **options)
     if wait != timeout:
         store.set_timeout(timeout)

@@ -1,13 +1,21 @@
 """Lets ranks meet in a store, and ends their wait for those that do not come.
 
-Each rank writes its backend into the store. Rank 0 waits for all, and writes that all is well, or
-why this run cannot begin. All others read that. So every rank raises the same error.
+Rank 0 calls, and each rank answers with its backend. Rank 0 waits for all, and writes that all is
+well, or why this run cannot begin. All others read that. So every rank raises the same error.
+
+[Note: what an earlier start has left]
+torch's elastic agent keeps one store over all restarts, and so does a process that connects twice.
+Each call has a name of its own, and so has each answer. Ranks answer every call that they see, and
+believe a verdict that names their own answer. All keys of the run lie under the call's name.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -21,8 +29,9 @@ RESTARTING = timedelta(seconds=120)
 """How long ranks wait for each other where an agent starts them again afterwards."""
 
 _HEARING = timedelta(seconds=10)
-_VERDICT, _WELL = "cephalo/verdict", "w"
-_ABSENT, _DIFFERENT = "a", "d"
+_LOOK = timedelta(seconds=1)
+_CALL = "cephalo/call"
+_WELL, _ABSENT, _DIFFERENT = "w", "a", "d"
 
 
 def restarts_left() -> int:
@@ -78,6 +87,8 @@ def store_of_all(
             timeout=wait,
             wait_for_workers=False,
             multi_tenant=True,
+            # as torch's rendezvous: not every build of torch has it
+            use_libuv=os.environ.get("USE_LIBUV", str(int(sys.platform != "win32"))) == "1",
         )
     except dist.DistNetworkError as error:
         if holds:
@@ -86,13 +97,13 @@ def store_of_all(
             f"Rank {rank} could not reach rank 0 at {address}:{port} within {_seconds(wait)}."
             f" {_what_follows()}"
         ) from error
-    answer_the_call(store, rank, world_size, backend, wait)
-    return store
+    call = answer_the_call(store, rank, world_size, backend, wait)
+    return dist.PrefixStore(f"cephalo/{call}/default_pg", store)
 
 
 def answer_the_call(
     store: dist.Store, rank: int, world_size: int, backend: str, wait: timedelta
-) -> None:
+) -> str:
     """Say that this rank is there, and wait for all others; collective.
 
     Args:
@@ -105,74 +116,117 @@ def answer_the_call(
     Raises:
         RemoteRankError: As :func:`store_of_all`.
         UnsupportedError: As :func:`store_of_all`.
+
+    Returns:
+        The name of this start, equal on all ranks; no other start has it.
     """
-    store.set(_said_by(rank), f"{backend} {socket.gethostname()}")
+    answer = secrets.token_hex(4)
+    said = f"{answer} {backend} {socket.gethostname()}"
     if rank == 0:
-        verdict = _verdict(store, world_size, wait)
-        store.set(_VERDICT, verdict)
+        call = secrets.token_hex(4)
+        store.set(_said_by(call, rank), said)
+        store.set(_CALL, call)
+        verdict, there = _verdict(store, call, world_size, wait)
+        store.set(_verdict_of(call), verdict)
     else:
-        verdict = _heard(store, rank, wait)
-    if verdict == _WELL:
-        return
-    store.set(_heard_by(rank), "")
+        call, verdict = _heard(store, rank, answer, said, wait)
+        store.set(_heard_by(call, rank), "")
+    kind, _, words = verdict.partition(" ")[2].partition(" ")
+    if kind == _WELL:
+        return call
     if rank == 0:
-        there = [r for r in range(world_size) if store.check([_said_by(r)])]
         # the store may live in this process, which ends with the error
         with suppress(dist.DistError):  # a rank that has ended meanwhile has nothing to hear
-            store.wait([_heard_by(r) for r in there], _HEARING)
-        store.delete_key(_VERDICT)  # the agent's store outlives this start
-    if verdict.startswith(_DIFFERENT):
-        raise UnsupportedError(verdict.removeprefix(_DIFFERENT))
-    raise RemoteRankError(f"{verdict.removeprefix(_ABSENT)} {_what_follows()}")
+            store.wait([_heard_by(call, r) for r in there if r], _HEARING)
+    if kind == _DIFFERENT:
+        raise UnsupportedError(words)
+    raise RemoteRankError(f"{words} {_what_follows()}")
 
 
-def _said_by(rank: int) -> str:
-    return f"cephalo/backend/{rank}"
+def _said_by(call: str, rank: int) -> str:
+    return f"cephalo/{call}/said/{rank}"
 
 
-def _heard_by(rank: int) -> str:
-    return f"cephalo/heard/{rank}"
+def _heard_by(call: str, rank: int) -> str:
+    return f"cephalo/{call}/heard/{rank}"
 
 
-def _verdict(store: dist.Store, world_size: int, wait: timedelta) -> str:
-    """Wait for all ranks, and return why this run cannot begin."""
-    keys = [_said_by(rank) for rank in range(world_size)]
+def _verdict_of(call: str) -> str:
+    return f"cephalo/{call}/verdict"
+
+
+def _verdict(
+    store: dist.Store, call: str, world_size: int, wait: timedelta
+) -> tuple[str, list[int]]:
+    """Wait for all ranks; return the answers that came, why this run cannot begin, and who came."""
+    keys = [_said_by(call, rank) for rank in range(world_size)]
     with suppress(dist.DistStoreError):
         store.wait(keys, wait)
-    said = [store.get(key).decode().split(" ", 1) if store.check([key]) else None for key in keys]
-    absent = [rank for rank, words in enumerate(said) if words is None]
+    said = {
+        rank: store.get(key).decode().split(" ", 2)
+        for rank, key in enumerate(keys)
+        if store.check([key])
+    }
+    found = _found(world_size, {r: (backend, host) for r, (_, backend, host) in said.items()}, wait)
+    return f"{','.join(answer for answer, _, _ in said.values())} {found}", list(said)
+
+
+def _found(world_size: int, said: dict[int, tuple[str, str]], wait: timedelta) -> str:
+    absent = [rank for rank in range(world_size) if rank not in said]
     if absent:
-        hosts = sorted({words[1] for words in said if words is not None})
+        hosts = sorted({host for _, host in said.values()})
         has, its = ("has", "Its host") if len(absent) == 1 else ("have", "Their hosts")
-        return _ABSENT + (
-            f"{_ranks(absent)} of {world_size} {has} not connected within {_seconds(wait)}; all"
-            f" others have, from {printable(', '.join(hosts))}. {its} may be lost, the process may"
-            " have ended, or the script works for long before fit()."
+        return (
+            f"{_ABSENT} {_ranks(absent)} of {world_size} {has} not connected within"
+            f" {_seconds(wait)}; all others have, from {printable(', '.join(hosts))}. {its} may be"
+            " lost, the process may have ended, or the script works for long before fit()."
         )
     used: dict[str, list[int]] = {}
-    for rank, words in enumerate(said):
-        if words is not None:
-            used.setdefault(words[0], []).append(rank)
+    for rank, (backend, _) in said.items():
+        used.setdefault(backend, []).append(rank)
     if len(used) == 1:
         return _WELL
     named = " and ".join(f"{name!r} (ranks {ranks})" for name, ranks in sorted(used.items()))
-    return _DIFFERENT + (
-        f"The ranks use different backends: {named}. Ranks of different kinds of devices have only"
-        " 'gloo' in common: pass process_group_backend='gloo' to CephaloStrategy on every rank."
+    return (
+        f"{_DIFFERENT} The ranks use different backends: {named}. Ranks of different kinds of"
+        " devices have only 'gloo' in common: pass process_group_backend='gloo' to CephaloStrategy"
+        " on every rank."
     )
 
 
-def _heard(store: dist.Store, rank: int, wait: timedelta) -> str:
-    """Return the verdict of rank 0."""
+def _heard(
+    store: dist.Store, rank: int, answer: str, said: str, wait: timedelta
+) -> tuple[str, str]:
+    """Answer rank 0's calls; return the call whose verdict names this answer, and the verdict."""
+    patience_s = (wait + _HEARING).total_seconds()
+    answered = ""
+    end_s = time.monotonic() + patience_s
     try:
-        store.wait([_VERDICT], wait + _HEARING)
-        return store.get(_VERDICT).decode()
+        while time.monotonic() < end_s:
+            awaited = _verdict_of(answered) if answered else _CALL
+            with suppress(dist.DistStoreError):
+                store.wait([awaited], min(_LOOK, wait))
+            if not store.check([_CALL]):
+                continue
+            call = store.get(_CALL).decode()
+            if call != answered:
+                store.set(_said_by(call, rank), said)
+                answered, end_s = call, time.monotonic() + patience_s
+            elif store.check([_verdict_of(call)]):
+                verdict = store.get(_verdict_of(call)).decode()
+                if answer in verdict.partition(" ")[0].split(","):
+                    return call, verdict
+                time.sleep(_LOOK.total_seconds() / 10)  # of an earlier start
     except dist.DistError as error:
-        how = "is silent" if isinstance(error, dist.DistStoreError) else "is gone"
-        raise RemoteRankError(
-            f"Rank {rank} waited for all ranks to connect, but rank 0, which notes who has come,"
-            f" {how}. {_what_follows()}"
-        ) from error
+        raise RemoteRankError(_without_first(rank, "is gone")) from error
+    raise RemoteRankError(_without_first(rank, "is silent"))
+
+
+def _without_first(rank: int, how: str) -> str:
+    return (
+        f"Rank {rank} waited for all ranks to connect, but rank 0, which notes who has come, {how}."
+        f" {_what_follows()}"
+    )
 
 
 def _what_follows() -> str:

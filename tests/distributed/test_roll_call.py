@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -47,47 +48,68 @@ def test_a_rank_that_never_comes_is_named_long_before_the_timeout(monkeypatch):
     assert "the agent starts all again" in said
 
 
-class Here(dist.HashStore):
-    """A store to which some ranks have come, and hear what rank 0 finds."""
+def _meet(store, world_size, backends, wait=SHORT):
+    """What each rank that comes returns or raises; ``backends`` by rank."""
 
-    def __init__(self, *backends):
-        super().__init__()
-        for rank, backend in enumerate(backends):
-            self.set(f"cephalo/backend/{rank}", f"{backend} n{rank}")
-            self.set(f"cephalo/heard/{rank}", "")
+    def answered(rank):
+        try:
+            return answer_the_call(store, rank, world_size, backends[rank], wait)
+        except (RemoteRankError, UnsupportedError) as error:
+            return str(error)
 
-    def delete_key(self, key):
-        self.deleted = key  # as if all who are there had not read it yet
-        return True
-
-
-def _verdict(store, rank, world_size):
-    with pytest.raises((RemoteRankError, UnsupportedError)) as raised:
-        answer_the_call(store, rank, world_size, "gloo", SHORT)
-    return str(raised.value)
+    with ThreadPoolExecutor(world_size) as threads:
+        return list(threads.map(answered, backends))
 
 
-def test_all_ranks_hear_who_is_missing():
-    store = Here("gloo", "gloo")
-    said = _verdict(store, 0, 3)
-    assert said.startswith("Rank 2 of 3 has not connected within 0.05 s; all others have, from ")
-    assert "n1" in said and "Its host may be lost" in said and "timeout=..." in said
-    assert store.deleted == "cephalo/verdict"
-    assert _verdict(store, 1, 3) == said
-    assert _verdict(store, 2, 3) == said  # it comes too late
+LONG = timedelta(seconds=60)
+
+
+def test_ranks_of_each_start_agree_on_a_name_of_its_own():
+    store, names = dist.HashStore(), set()
+    for _ in range(3):
+        (name,) = set(_meet(store, 3, dict.fromkeys(range(3), "gloo"), LONG))
+        names.add(name)
+    assert len(names) == 3
+
+
+def test_all_ranks_hear_who_is_missing_also_where_an_earlier_start_was_whole():
+    store = dist.HashStore()
+    assert len(set(_meet(store, 3, dict.fromkeys(range(3), "gloo"), LONG))) == 1
+    for _ in range(2):
+        first, second = _meet(store, 3, {0: "gloo", 1: "gloo"}, timedelta(seconds=0.5))
+        assert first == second
+        assert first.startswith("Rank 2 of 3 has not connected within 0.5 s; all others have, from")
+        assert "Its host may be lost" in first and "timeout=..." in first
 
 
 def test_ranks_with_different_backends_are_named():
-    store = Here("gloo", "nccl", "gloo")
-    assert "'gloo' (ranks [0, 2]) and 'nccl' (ranks [1])" in _verdict(store, 0, 3)
+    said = _meet(dist.HashStore(), 3, {0: "gloo", 1: "nccl", 2: "gloo"}, LONG)
+    assert len(set(said)) == 1 and "'gloo' (ranks [0, 2]) and 'nccl' (ranks [1])" in said[0]
 
 
 def test_a_first_rank_that_is_silent_or_not_there_is_named(monkeypatch):
     monkeypatch.setattr(roll_call, "_HEARING", SHORT)
-    assert "rank 0, which notes who has come, is silent" in _verdict(Here("gloo"), 1, 2)
+    store = dist.HashStore()
+    (said,) = _meet(store, 2, {1: "gloo"})
+    assert "rank 0, which notes who has come, is silent" in said
+    store.set("cephalo/call", "earlier")
+    store.set("cephalo/earlier/verdict", "answer w")
+    assert _meet(store, 2, {1: "gloo"}) == [said]
     port = port_to_meet()
     with pytest.raises(RemoteRankError, match=f"Rank 1 could not reach rank 0 at 127.0.0.1:{port}"):
         store_of_all(1, 2, "127.0.0.1", port, "gloo", SHORT)
+
+
+def _connects_twice(rank, environments):
+    os.environ.update(environments[rank])
+    for _ in range(2):
+        connect(TorchElasticEnvironment(), "gloo", SOON, torch.device("cpu"))
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_ranks_connect_again_behind_the_end_of_a_group():
+    run_ranks(3, _connects_twice, torchrun_environments(3), process_group=False)
 
 
 def _timeouts_of_groups(rank, environments):
