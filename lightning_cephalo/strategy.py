@@ -505,9 +505,10 @@ class CephaloStrategy(ParallelStrategy):
         supported.refuse_synchronising_metrics(self.session.logs.metrics)
         self.model = self._module
         if fitting:
-            self.session.control.together(
-                "making the optimizers", partial(self._make_optimizers, trainer)
-            )
+            control = self.session.control
+            control.together("making the optimizers", partial(self.setup_optimizers, trainer))
+            checkpoint.cut_earlier_state(self.optimizers, self.session.model, control)
+            control.together("sharding the optimizers", self._shard_optimizers)
             self.session.use_optimizers(self.optimizers, trainer)
             self._plan = self.session.plan
             replans = None if self._training is None else self._training.replanning
@@ -576,8 +577,7 @@ class CephaloStrategy(ParallelStrategy):
         self._session = Session(job, self._module, groups, accelerator_of(self.root_device), dtype)
         return self._session
 
-    def _make_optimizers(self, trainer: Trainer) -> None:
-        self.setup_optimizers(trainer)
+    def _shard_optimizers(self) -> None:
         for optimizer in self.optimizers:
             checkpoint.shard_optimizer(optimizer, self.session.model)
         supported.check_optimizers(self.optimizers, self.session.model)

@@ -7,7 +7,7 @@ rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -222,23 +222,52 @@ def whole_checkpoint(
     return pytree.tree_unflatten([full.get(id(leaf), leaf) for leaf in leaves], tree)
 
 
+def cut_earlier_state(
+    optimizers: Sequence[Optimizer], model: ShardedModel, control: ControlGroup
+) -> None:
+    """Cut anew the state that optimizers have in rows of an earlier run; collective.
+
+    Comes before :func:`shard_optimizer`, which communicates nothing.
+
+    Raises:
+        UnsupportedError: On every rank, if ranks hold different state of that run.
+    """
+    earlier: list[tuple[Tensor, Optimizer, Tensor]] = []
+    own: list[tuple[int, ...]] = []
+    for place, optimizer in enumerate(optimizers):
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(held):
+            sharded = model.sharded_in_place_of(parameter)
+            if sharded is None or parameter not in optimizer.state:
+                continue
+            leaves = pytree.tree_leaves(optimizer.state[parameter])
+            rows = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+            own += [(place, number, *leaf.shape) for leaf in rows]
+            earlier += [(sharded, optimizer, parameter)] if rows else []
+    if not control.any(bool(own)):
+        return
+    if any(each != tuple(own) for each in control.gather(tuple(own))):
+        raise UnsupportedError(
+            "The ranks' optimizers hold different state of an earlier run. Use the same optimizers"
+            " on every rank, or make new ones in configure_optimizers()."
+        )
+    for sharded, optimizer, parameter in earlier:  # one by one: whole state would not fit
+        cut = partial(_cut_again, sharded)
+        entries = pytree.tree_map_only(DTensor, cut, optimizer.state[parameter])
+        optimizer.state[parameter] = entries
+
+
 def shard_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
     """Let an optimizer that was made before the model was sharded hold the sharded parameters.
 
-    Its parameters are found by identity; state that it has made is cut like them. State in rows of
-    an earlier run is gathered for that. Parameters that are not the model's stay.
+    Its parameters are found by identity; state that it has made is cut like them. Parameters that
+    are not the model's stay.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = {id(parameter): model.sharded_in_place_of(parameter) for parameter in held}
     sharded = {key: parameter for key, parameter in found.items() if parameter is not None}
     if not sharded:
         return
-    for parameter in held:
-        if id(parameter) in sharded and parameter in optimizer.state:
-            # one by one: whole state would not fit
-            cut = partial(_cut_again, sharded[id(parameter)])
-            entries = pytree.tree_map_only(DTensor, cut, optimizer.state[parameter])
-            optimizer.state[parameter] = entries
     state = optimizer.state_dict() if optimizer.state else None
     _replace_parameters(optimizer, sharded)
     if state is not None:

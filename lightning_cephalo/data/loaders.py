@@ -36,9 +36,6 @@ from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
 from lightning_cephalo.data.shares import deal
 from lightning_cephalo.data.streams import deal_stream
 
-# What a rebuilt loader shows of the user's. A built DataLoader forbids to set them.
-_SHOWN = ("sampler", "batch_size", "drop_last")
-
 
 def rebuild_train_loader(
     loader: Any,
@@ -79,8 +76,8 @@ def rebuild_train_loader(
             a warning. For steps whose code every rank must run.
 
     Returns:
-        A DataLoader of the same class that shows the same options and the user's sampler, or a
-        `LockStepLoader` around one.
+        A DataLoader of the same class that shows the same options and the attributes of the user's
+        sampler, or a `LockStepLoader` around one.
 
     Raises:
         ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
@@ -224,14 +221,27 @@ def _rebuild_map_style(
     )
     # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
     mine.original = loader
-    for name in _SHOWN:
-        # beside a batch sampler torch reads none of them, but users read trainer.train_dataloader
-        object.__setattr__(rebuilt, name, getattr(loader, name))
+    _show_options(rebuilt, loader, mine)
     if len(sizes) > 1 and not tolerates_empty_fetch(rebuilt.dataset):
         # A built DataLoader forbids this, because its sampler was made for the dataset. Ours was
         # not. The subclass may build the dataset itself, so it cannot be replaced earlier.
         object.__setattr__(rebuilt, "dataset", EmptyFetchDataset(rebuilt.dataset))
     return rebuilt
+
+
+def _show_options(
+    rebuilt: DataLoader[Any], loader: DataLoader[Any], mine: RankBatchSampler
+) -> None:
+    """Let a loader show what the user's shows: users read ``trainer.train_dataloader``.
+
+    Beside a batch sampler torch reads none of them, and forbids to set them. The user's sampler
+    shows as the order around it: Lightning sets the epoch of what it finds here and there, and a
+    sampler that is told twice may draw twice.
+    """
+    sampler = mine.sampler if mine.sampler.source is loader.sampler else loader.sampler
+    shown = {"sampler": sampler, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    for name, value in shown.items():
+        object.__setattr__(rebuilt, name, value)
 
 
 def _reject_ready_batches(loader: DataLoader[Any], microbatch_sizes: Sequence[int] | None) -> None:

@@ -401,7 +401,7 @@ def _with_values(original: nn.Parameter | None, plain: nn.Parameter) -> nn.Param
     """Return the original with a plain parameter's values; the plain one where it cannot be."""
     if original is None or original.is_meta:
         return plain
-    original.data = plain.data
+    original.data, original.grad = plain.data, None
     original.requires_grad_(plain.requires_grad)
     original.__dict__.update(plain.__dict__)
     return original

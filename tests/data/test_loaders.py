@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
@@ -79,14 +80,21 @@ def negated(samples):
 
 
 def test_it_shows_the_users_sampler_and_options():
-    mine = RandomSampler(Numbers(10), generator=torch.Generator())
+    class Told(RandomSampler):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+    told = []
+    mine = Told(Numbers(10), generator=torch.Generator())
     loader = DataLoader(Numbers(10), batch_size=4, sampler=mine, drop_last=True)
     for rebuilt in (
         *rebuilt_for_ranks(lambda: loader, (3, 1)),
         *rebuilt_for_ranks(lambda: loader, (1,), evaluate=True),
     ):
-        assert rebuilt.sampler is mine
+        assert rebuilt.sampler.generator is mine.generator
+        _set_sampler_epoch(rebuilt, len(told))
         assert (rebuilt.batch_size, rebuilt.drop_last) == (4, True)
+    assert told == [0, 1, 2]  # once by Lightning for each of them
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

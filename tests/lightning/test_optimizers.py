@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_cephalo import CephaloStrategy
+from lightning_cephalo.common.errors import RemoteRankError
 
 # In double precision: several of these divide by differences of tiny moments, which in single
 # precision would magnify that sums are taken in another order than on one device.
@@ -528,15 +529,20 @@ class _MakesItsOptimizerEarly(Net):
     def __init__(self) -> None:
         super().__init__()
         groups = [{"params": [p], "lr": 1e-2 / (1 + p.ndim)} for p in self.parameters()]
+        self.fails = False
         self.early = torch.optim.Adagrad(groups, initial_accumulator_value=0.1)
 
     def configure_optimizers(self):
+        if self.fails and self.trainer.global_rank == 1:
+            raise ValueError("no optimizer")
         return self.early
 
 
 def _fit_twice_with_early_optimizer(plan, second):
     model = _MakesItsOptimizerEarly()
     mine = list(model.parameters())
+    for parameter in mine if plan == "one" else ():
+        parameter.grad = torch.ones_like(parameter)  # which the first step clears
     trainer(plan, max_steps=3).fit(model, loader(), loader(8))
     trainer(second).validate(model, loader(8), verbose=False)
     trainer(second, max_steps=2).fit(model, loader(), loader(8))
@@ -545,8 +551,14 @@ def _fit_twice_with_early_optimizer(plan, second):
         assert all(p is own for p, own in zip(parameters, mine, strict=True))
     is_in_rows = any(isinstance(leaf, DTensor) for leaf in tree_flatten(dict(model.early.state))[0])
     assert is_in_rows == (plan == "three")  # one rank holds the whole state
+    assert plan is None or all(p.grad is None for p in mine)
     state = tree_map_only(DTensor, DTensor.full_tensor, [model.early.state[p] for p in mine])
-    return model.losses, values_of(model), state
+    found = list(model.losses), values_of(model), state
+    if is_in_rows:
+        model.fails = True
+        with pytest.raises((ValueError, RemoteRankError), match="no optimizer"):
+            trainer(second, max_steps=2).fit(model, loader(), loader(8))
+    return found
 
 
 @pytest.mark.parametrize("plans", [("three", "whole three"), ("one", "one")])
