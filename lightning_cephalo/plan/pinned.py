@@ -44,8 +44,8 @@ def most_taken(total: float) -> float:
 def _taken(low: float, high: float, total: float) -> float:
     """Return the most that chunks of a size between two limits take for these pieces."""
     least = max(0, math.ceil(total / high) - 1)
-    most = math.floor(total / (low - 1))
-    return max(
-        full * high + min(high, 2 * max(0.0, total - full * (low - 1)))
-        for full in range(least, max(least, most) + 1)
-    )
+    most = max(least, math.floor(total / (low - 1)))
+    # straight but where the last chunk begins to be smaller than the others
+    bend = math.floor((total - high / 2) / (low - 1))
+    counts = {least, most, *(min(max(least, count), most) for count in (bend, bend + 1))}
+    return max(full * high + min(high, 2 * max(0.0, total - full * (low - 1))) for full in counts)
