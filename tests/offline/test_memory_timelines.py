@@ -59,7 +59,8 @@ def test_state_that_moves_is_traffic_of_the_simulated_step():
     rates = {"to_device_bytes_per_s": 16.0, "to_host_bytes_per_s": 8.0}
     ranks = [replace(rank, **rates, host_updated_parameters_per_s=4.0) for rank in problem.ranks]
     sizes = (0, 2, 2, 2, 2)
-    problem = replace(problem, ranks=ranks, unit_parameters=sizes, moment_bytes=8.0)
+    state = {"unit_parameters": sizes, "moment_bytes": 8.0, "state_bytes": 16.0 * sum(sizes)}
+    problem = replace(problem, ranks=ranks, **state)
     moved = {"resident_fraction": 0.5, "host_update_fraction": 0.25}
     plan = replace(plan, ranks=[replace(rank, **moved) for rank in plan.ranks])
     simulation = simulate(problem, plan)
