@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,8 +39,6 @@ from lightning_cephalo.ranks.crash_report import CrashReport
 from lightning_cephalo.ranks.groups import Groups, set_timeout, while_connecting
 from lightning_cephalo.ranks.roll_call import (
     patience,
-    restarts_left,
-    shares_agents_store,
     store_of_all,
 )
 
@@ -170,7 +167,6 @@ def connect(
             is connected to another number of ranks.
     """
     _refuse_other_connection(environment)
-    _warn_of_restarts(environment.global_rank())
     reset_seed()
     accelerator = accelerator_of(device)
     backend = backend or accelerator.default_backend
@@ -206,22 +202,6 @@ def _refuse_other_connection(environment: ClusterEnvironment) -> None:
             f"This Trainer has {world_size} ranks, but torch.distributed is connected to"
             f" {dist.get_world_size()} in this process, probably by an earlier Trainer. Call"
             " torch.distributed.destroy_process_group() before fit()."
-        )
-
-
-def _warn_of_restarts(rank: int) -> None:
-    """Warn if torchrun may restart ranks over a store in which gloo finds its old addresses.
-
-    The agent's store keeps the keys of the attempt that failed (pytorch#135712).
-    """
-    if restarts_left() and shares_agents_store():
-        warnings.warn(
-            f"Rank {rank}: torchrun may restart the ranks {restarts_left()} times, but most"
-            " restarts will fail ('Connection refused'): torch's agent shares a store with the"
-            " ranks that keeps addresses of the attempt before. Set"
-            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of every torchrun, or use"
-            " --max-restarts=0.",
-            stacklevel=2,
         )
 
 

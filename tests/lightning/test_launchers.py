@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import warnings
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from plans import PLANS
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from lightning_cephalo import CephaloStrategy, UnevenSLURMEnvironment
 from lightning_cephalo.accelerator import host
@@ -349,36 +347,6 @@ def test_threads_of_our_groups_end_before_the_interpreter_does(torchrun):
     """Else one of them may abort the process, as happened once in about fifty runs."""
     # two are the default group's, which torch's own caches keep; ours had six more
     assert [(torchrun / f"threads.{rank}").read_text() for rank in range(3)] == ["2"] * 3
-
-
-RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "is_told"),
-    [
-        (RESTARTS, True),
-        (RESTARTS | {"TORCHELASTIC_RESTART_COUNT": "2"}, False),
-        (RESTARTS | {"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
-        (RESTARTS | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
-    ],
-)
-def test_restarts_over_a_shared_store_are_warned_of(monkeypatch, environment, is_told):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        launch._warn_of_restarts(1)
-    assert len(caught) == is_told
-    for said in (str(one.message) for one in caught):
-        assert said.startswith("Rank 1: torchrun may restart the ranks 2 times")
-        assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said
-
-
-@pytest.mark.parametrize(("value", "is_shared"), [("0", True), ("1", False)])
-def test_torch_still_shares_its_store_unless_the_variable_is_set(monkeypatch, value, is_shared):
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", value)
-    assert DynamicRendezvousHandler.use_agent_store.fget(None) is is_shared
 
 
 def _slurm(ranks_of_nodes, even):
