@@ -47,7 +47,7 @@ def state_homes(
         host_updated: Share that the host updates; the rest is streamed.
     """
     total = sum(sizes)
-    room = math.floor(total * min(resident + _ROUNDING, 1.0))
+    room = math.floor(total * min(resident * (1.0 + _ROUNDING), 1.0))
     homes = [StateHome.RESIDENT] * len(sizes)
     away: list[int] = []
     for unit, size in enumerate(sizes):

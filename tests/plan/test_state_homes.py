@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_cephalo.plan import Plan, PlanError, RankPlan, state_homes
@@ -21,6 +21,7 @@ def test_the_example_of_the_documentation_holds():
     st.floats(0, 1),
     st.floats(0, 1),
 )
+@example([1, 999_999_999], 0.0, 0.0)
 def test_shares_are_kept_to_a_unit_and_the_device_is_never_overfilled(sizes, resident, part):
     host = (1 - resident) * part
     homes = state_homes.state_homes(sizes, resident, host)
