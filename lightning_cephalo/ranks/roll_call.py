@@ -4,9 +4,9 @@ Rank 0 calls, and each rank answers with its backend. Rank 0 waits for all, and 
 well, or why this run cannot begin. All others read that. So every rank raises the same error.
 
 [Note: what an earlier start has left]
-torch's elastic agent keeps one store over all restarts, and so does a process that connects twice.
-Each call has a name of its own, and so has each answer. Ranks answer every call that they see, and
-believe a verdict that names their own answer. All keys of the run lie under the call's name.
+torch's elastic agent keeps one store over all restarts. Each call has a name of its own, and so has
+each answer. Ranks answer every call that they see, and believe a verdict that names their own
+answer. All keys of the run lie under the call's name.
 """
 
 from __future__ import annotations

@@ -100,16 +100,11 @@ def test_a_first_rank_that_is_silent_or_not_there_is_named(monkeypatch):
         store_of_all(1, 2, "127.0.0.1", port, "gloo", SHORT)
 
 
-def _connects(rank, environments, times):
+def _connects(rank, environments):
     os.environ.update(environments[rank])
-    for _ in range(times):
-        connect(TorchElasticEnvironment(), "gloo", SOON, torch.device("cpu"))
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def test_ranks_connect_again_behind_the_end_of_a_group():
-    run_ranks(3, _connects, torchrun_environments(3), 2, process_group=False)
+    connect(TorchElasticEnvironment(), "gloo", SOON, torch.device("cpu"))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def test_ranks_meet_again_in_a_store_that_outlives_them():
@@ -119,7 +114,7 @@ def test_ranks_meet_again_in_a_store_that_outlives_them():
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     shared = [{**each, "TORCHELASTIC_USE_AGENT_STORE": "True"} for each in environments]
     for _ in range(2):
-        run_ranks(2, _connects, shared, 1, process_group=False)
+        run_ranks(2, _connects, shared, process_group=False)
     assert store.check(["cephalo/call"])
 
 
