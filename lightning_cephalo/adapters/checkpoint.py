@@ -235,8 +235,7 @@ def cut_earlier_state(
     earlier: list[tuple[Tensor, Optimizer, Tensor]] = []
     own: list[tuple[int, ...]] = []
     for place, optimizer in enumerate(optimizers):
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in enumerate(held):
+        for number, parameter in enumerate(_held_by(optimizer)):
             sharded = model.sharded_in_place_of(parameter)
             if sharded is None or parameter not in optimizer.state:
                 continue
@@ -263,8 +262,7 @@ def shard_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
     Its parameters are found by identity; state that it has made is cut like them. Parameters that
     are not the model's stay.
     """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found = {id(parameter): model.sharded_in_place_of(parameter) for parameter in held}
+    found = {id(p): model.sharded_in_place_of(p) for p in _held_by(optimizer)}
     sharded = {key: parameter for key, parameter in found.items() if parameter is not None}
     if not sharded:
         return
@@ -291,6 +289,10 @@ def release_optimizer(optimizer: Optimizer, plain: Mapping[int, Tensor], *, alon
         if alone:
             entries = pytree.tree_map_only(DTensor, partial(to_full, wanted=True), entries)
         optimizer.state[plain.get(id(key), key)] = entries
+
+
+def _held_by(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _cut_again(parameter: Tensor, value: DTensor) -> Tensor:

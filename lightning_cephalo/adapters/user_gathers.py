@@ -109,7 +109,7 @@ class UserGathers:
 def require_equal_shapes(tensor: Tensor, control: ControlGroup) -> None:
     """Reject a gather of tensors that differ in shape or dtype; collective.
 
-    The libraries below would end a process, or return other values, without a word of why.
+    gloo and NCCL would end a process or return wrong values, without an explanation.
 
     Raises:
         UnsupportedError: On every rank; the message names every rank's tensor.

@@ -234,9 +234,9 @@ def _show_options(
 ) -> None:
     """Let a loader show what the user's shows: users read ``trainer.train_dataloader``.
 
-    Beside a batch sampler torch reads none of them, and forbids to set them. The user's sampler
-    shows as the order around it: Lightning sets the epoch of what it finds here and there, and a
-    sampler that is told twice may draw twice.
+    torch ignores these options of a loader with a batch sampler, and forbids setting them. The
+    loader shows the order around the user's sampler instead of that sampler. Lightning sets the
+    epoch of both, and a sampler whose epoch is set twice may draw twice.
     """
     sampler = mine.sampler if mine.sampler.source is loader.sampler else loader.sampler
     shown = {"sampler": sampler, "batch_size": loader.batch_size, "drop_last": loader.drop_last}

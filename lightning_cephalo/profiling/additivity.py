@@ -38,11 +38,13 @@ class LossOfParts:
     Attributes:
         whole: The loss of the batch.
         parts: The weighted mean of the losses of its parts.
+        sizes: The samples of each part.
         again: The loss of the batch, a second time; None: it was run once.
     """
 
     whole: float
     parts: float
+    sizes: tuple[int, ...]
     again: float | None = None
 
     @property
@@ -57,7 +59,7 @@ class LossOfParts:
 
         ::
 
-            LossOfParts(whole=1.386, parts=0.693).differs()    # True
+            LossOfParts(whole=1.386, parts=0.693, sizes=(2, 2)).differs()    # True
 
         Args:
             in_half: Whether the model computes in half precision.
@@ -113,7 +115,7 @@ def compared(
             return _loss_of(model, step, piece)
 
         losses = [loss_of(piece) for piece in (whole, *pieces)]
-        found = _weighed(losses) if parts else None
+        found = _weighed(losses, tuple(size for _, size in parts)) if parts else None
         rows: list[LossOfParts | None] = model.control.gather(found)
         if any(row is not None and row.differs(in_half) for row in rows):
             again, _ = loss_of(whole)
@@ -121,37 +123,35 @@ def compared(
     return rows
 
 
-def _weighed(losses: Sequence[tuple[float, float]]) -> LossOfParts:
+def _weighed(losses: Sequence[tuple[float, float]], sizes: tuple[int, ...]) -> LossOfParts:
     (whole, _), *of_parts = losses
     if any(weight < 0 for _, weight in of_parts):
-        return LossOfParts(whole, math.nan)  # the step itself refuses it by name
+        return LossOfParts(whole, math.nan, sizes)  # the step itself refuses it by name
     weight = sum(weight for _, weight in of_parts)
     total = sum(loss * weight for loss, weight in of_parts if weight)
-    return LossOfParts(whole, total / weight if weight else math.nan)
+    return LossOfParts(whole, total / weight if weight else math.nan, sizes)
 
 
-def warn_if_any_differs(
-    rows: Sequence[tuple[LossOfParts | None, Sequence[int]]], in_half: bool
-) -> None:
+def warn_if_any_differs(rows: Sequence[LossOfParts | None], in_half: bool) -> None:
     """Warn of the first rank's loss that is no weighted mean.
 
     Args:
-        rows: Each rank's losses, None if it has none, and the samples of its parts.
+        rows: Each rank's losses, None if it has none.
         in_half: Whether the model computes in half precision.
     """
-    for found, sizes in rows:
+    for found in rows:
         if found is not None and found.differs(in_half):
-            warnings.warn(_told(found, sizes), stacklevel=2)
+            warnings.warn(_told(found), stacklevel=2)
             return
 
 
-def _told(found: LossOfParts, sizes: Sequence[int]) -> str:
-    parts = " and ".join(str(size) for size in sizes)
+def _told(found: LossOfParts) -> str:
+    parts = " and ".join(str(size) for size in found.sizes)
     return (
-        f"The loss of {sum(sizes)} samples is {found.whole:.6g}, but the weighted mean over parts"
-        f" of {parts} samples is {found.parts:.6g}. Microbatches are such parts, so that training"
-        " will differ from one device. If the loss is a mean over tokens, or over samples with"
-        ' weights, return {"loss": loss, "weight": number of tokens or sum of weights}. If it'
+        f"The loss of {sum(found.sizes)} samples is {found.whole:.6g}, but the weighted mean over"
+        f" parts of {parts} samples is {found.parts:.6g}. Microbatches are such parts, so that"
+        " training will differ from one device. If the loss is a mean over tokens, or over samples"
+        ' with weights, return {"loss": loss, "weight": number of tokens or sum of weights}. If it'
         " compares samples with each other, or has a term about the whole batch, let"
         " lightning_cephalo.loss_over_batch(function, *tensors) compute that."
     )

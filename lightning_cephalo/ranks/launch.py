@@ -37,10 +37,7 @@ from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup, not_connected
 from lightning_cephalo.ranks.crash_report import CrashReport
 from lightning_cephalo.ranks.groups import Groups, set_timeout, while_connecting
-from lightning_cephalo.ranks.roll_call import (
-    patience,
-    store_of_all,
-)
+from lightning_cephalo.ranks.roll_call import patience, store_of_all
 
 # [Note: private names of Lightning] The launchers, the connection and the number of threads are
 # those of Lightning's own strategies. Lightning has no public names for them. Only this file uses

@@ -48,9 +48,9 @@ def shares_agents_store() -> bool:
 def patience(timeout: timedelta) -> timedelta:
     """Return how long ranks wait for each other before they are connected.
 
-    A host that is lost meanwhile is noticed by nobody else. The agents of the others start the
-    ranks again once these have ended. A rank that is lost on a host that stays, its agent notices:
-    on a single host, a rank may work for long before it connects.
+    Only the ranks notice a host that is lost meanwhile. The agents of the other hosts start the
+    ranks again once these have ended. An agent notices the ranks of its own host: on a single host,
+    a rank may work for long before it connects.
 
     Args:
         timeout: The longest wait.

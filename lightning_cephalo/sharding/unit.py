@@ -305,13 +305,14 @@ class Unit:
                 They get the values, and are given back: an optimizer may be used in the next run.
         """
         assert self.state is UnitState.SHARDED, self
-        self._show([
+        shown = [
             [
                 _with_values(originals.get(name), parameter)
                 for name, parameter in zip(names, flat.plain_parameters(), strict=True)
             ]
             for names, flat in zip(self._names, self.flats, strict=True)
-        ])  # fmt: skip
+        ]
+        self._show(shown)
 
     def choose_residence(self, residence: Residence) -> None:
         """Choose the memory of the full parameters; see [Note: residence] in ``flat.py``."""

@@ -253,14 +253,14 @@ def _profile(
         host_capacity_bytes=rank.host_memory_bytes * (1 - cluster.reserve),
     )
     # state that is copied is read here and written there, or the other way round
-    copies = min(COPY_EFFICIENCY * device.pcie_bytes_per_s, rank.host_bytes_per_s / 2)
-    updated = bandwidth * device.bandwidth_bytes_per_s / OPTIMIZER_BYTES_PER_PARAMETER
+    copy_bytes_per_s = min(COPY_EFFICIENCY * device.pcie_bytes_per_s, rank.host_bytes_per_s / 2)
+    updated_per_s = bandwidth * device.bandwidth_bytes_per_s / OPTIMIZER_BYTES_PER_PARAMETER
     return replace(
         found,
-        updated_parameters_per_s=updated,
+        updated_parameters_per_s=updated_per_s,
         host_updated_parameters_per_s=rank.host_bytes_per_s / HOST_UPDATE_BYTES_PER_PARAMETER,
-        to_device_bytes_per_s=copies,
-        to_host_bytes_per_s=copies,
+        to_device_bytes_per_s=copy_bytes_per_s,
+        to_host_bytes_per_s=copy_bytes_per_s,
     )
 
 
