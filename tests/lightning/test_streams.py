@@ -252,6 +252,9 @@ class MeasuredSealed(Measured):
     def parts(self, batch: Any) -> Any:
         return batch.columns if isinstance(batch, Sealed) else super().parts(batch)
 
+    def see(self, hook: str, batch: Any) -> None:
+        """Ignores batches of hooks: a measured plan may give a rank none, or several parts."""
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         known = len(batch) if self.trainer.world_size == 1 else None  # Lightning cannot count them
         self.log("val", self.per_sample(batch).mean(), sync_dist=True, batch_size=known)
