@@ -4,7 +4,7 @@ INSTALLED := .venv/.installed
 UNIT := tests/common tests/plan tests/accelerator tests/sharding tests/data tests/adapters tests/execution tests/observe \
 	tests/preparation tests/offline tests/test_floors.py tests/test_documents.py
 
-.PHONY: train test unit lint format figures performance gpu-check floor
+.PHONY: train test slow unit lint format figures performance gpu-check floor
 
 train: $(INSTALLED)
 	$(BIN)/python examples/train.py
@@ -13,7 +13,11 @@ train: $(INSTALLED)
 PARALLEL ?= -n auto --maxprocesses 8 --dist worksteal
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+
+# the same promises for more cases, for longer, or in interpreters of their own
+slow: $(INSTALLED)
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
 
 # no test here starts a process
 unit: $(INSTALLED)

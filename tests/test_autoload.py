@@ -64,6 +64,7 @@ def stand_in(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_trainers_of_both_packages_know_the_names_without_an_import_of_this_one() -> None:
     """The names of ``lightning.pytorch`` lead to the strategy, the other package's to an error."""
     printed = run_python(

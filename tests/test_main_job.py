@@ -151,7 +151,6 @@ def test_the_folder_of_a_record_may_be_another_one_and_other_strategies_have_non
     assert "record" not in with_record(composed("strategy=ddp"), folder).strategy
 
 
-@pytest.mark.slow
 def test_a_run_ends_with_a_comparison_and_leaves_its_figures(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     result = run_main_job(

@@ -61,7 +61,6 @@ def _told(path):
     return [json.loads(line) for line in lines if line.endswith("]")]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not MEMORY.is_dir(), reason="steps are kept in /dev/shm")
 def test_a_killed_rank_is_started_again_and_every_loss_is_as_without(tmp_path):
     (tmp_path / "whole").mkdir()

@@ -6,7 +6,6 @@ import copy
 import itertools
 import warnings
 
-import pytest
 import torch
 from harness import (
     ALLOCATIONS,
@@ -81,7 +80,6 @@ def _train_all(rank: int) -> dict[tuple[str, bool], tuple[float, int, float]]:
     return {case: _train(*case, rank) for case in cases}
 
 
-@pytest.mark.slow
 def test_compiled_blocks_train_exactly_and_are_really_compiled():
     """Wrapped and in place, with recompute and without: the compiler's start is most of the time"""
     for of_rank in run_ranks(2, _train_all):

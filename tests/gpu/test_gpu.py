@@ -142,6 +142,7 @@ def check_held(folder: Path, step: int | None) -> None:
         assert state_bytes < peak_bytes <= state_bytes + sum(held.values())
 
 
+@pytest.mark.slow
 def test_the_script_itself_on_the_cpu(tmp_path):
     wanted = losses_on_the_cpu(tmp_path / "one", 1, "--clip", "0.5")
     given = ["--clip", "0.5", "--share-one-device"]

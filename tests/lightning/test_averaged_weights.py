@@ -127,6 +127,7 @@ def _same_files(folder, plan, resumed):
                 assert_same_tensors(averages, state["average_model_state"], TOLERANCE)
 
 
+@pytest.mark.slow
 def test_lightnings_callbacks_average_validate_save_and_resume_as_on_one_device(tmp_path):
     wanted = in_ranks(1, _fit_all, None, tmp_path)[0]
     for found in in_ranks(3, _fit_all, "three", tmp_path):

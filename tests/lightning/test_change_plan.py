@@ -286,6 +286,7 @@ def _resumes(folder):
     return whole[:2], again[:2], again[2]
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_behind_a_change_by_another_plan_that_changes_too(tmp_path):
     ranks = in_ranks(2, _resumes, tmp_path)
     for whole, again, followed in ranks:

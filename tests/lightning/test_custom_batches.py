@@ -139,7 +139,9 @@ def fit_all(plan: str | None, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [("3:1", 2), ("three", 3)])
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [("3:1", 2), pytest.param("three", 3, marks=pytest.mark.slow)]
+)
 def test_batches_of_all_kinds_train_as_on_one_device(plan: str, ranks: int, tmp_path: Path) -> None:
     wanted = in_ranks(1, fit_all, None, tmp_path)[0]
     found = in_ranks(ranks, fit_all, plan, tmp_path)

@@ -117,7 +117,9 @@ def _early_and_late(plans: list[str]) -> None:
             assert early.most <= late.most * (0.6 if has_rows else 1.0)
 
 
-@pytest.mark.parametrize("plans", [["3:1", "no data"], ["three"]])
+@pytest.mark.parametrize(
+    "plans", [["3:1", "no data"], pytest.param(["three"], marks=pytest.mark.slow)]
+)
 def test_units_are_updated_in_the_backward_bit_by_bit_as_at_its_end_and_hold_no_gradients(plans):
     in_ranks(len(PLANS[plans[0]].ranks), _early_and_late, plans)
 

@@ -95,7 +95,9 @@ def _fits(plan: str | None, kinds: tuple[type[Net], ...]):
     return [_fit(plan, kind) for kind in kinds]
 
 
-@pytest.mark.parametrize(("plan", "kinds"), [("3:1", KINDS), ("no data", KINDS[:2])])
+@pytest.mark.parametrize(
+    ("plan", "kinds"), [pytest.param("3:1", KINDS, marks=pytest.mark.slow), ("no data", KINDS[:2])]
+)
 def test_gradients_in_every_hook_are_those_of_one_device_on_every_rank(plan, kinds):
     wanted = by_plan(None, _fits, kinds)
     for fits in in_ranks(len(PLANS[plan].ranks), _fits, plan, kinds):

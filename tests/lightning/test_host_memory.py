@@ -76,7 +76,6 @@ def planned():
     return plan, watch.losses == expected.losses, watch.peak_bytes, watch.host_bytes
 
 
-@pytest.mark.slow
 def test_a_plan_moves_what_the_device_cannot_hold_and_nothing_else_changes():
     found = in_ranks(2, planned)
     plan = found[0][0]

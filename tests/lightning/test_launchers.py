@@ -350,7 +350,6 @@ def test_torchrun_agents_with_one_and_two_ranks_are_nodes_of_different_size(torc
     assert [(one["node"], one["local"]) for one in said] == [(0, 0), (1, 0), (1, 1)]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_threads_of_our_groups_end_before_the_interpreter_does(torchrun):
     """Else one of them may abort the process, as happened once in about fifty runs."""

@@ -52,6 +52,7 @@ def five_times_slower(rank: int, step: int) -> float:
     return PAUSE_S * (5 if rank == 1 and step >= SLOWER_FROM - 1 else 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_becomes_five_times_slower_is_reported_and_nothing_breaks(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -219,6 +219,7 @@ def _followed(folder: str) -> None:
         assert_same(found, wanted)
 
 
+@pytest.mark.slow
 def test_it_follows_other_plans_and_is_resumed_by_them(tmp_path):
     in_ranks(2, _followed, str(tmp_path))
 
@@ -299,6 +300,7 @@ def _idle() -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_ways_of_state_hide_on_a_rank_without_samples_too():
     for resident_s, streamed_s in in_emulated_ranks(2, _idle):
         assert streamed_s == pytest.approx(resident_s, rel=0.01)

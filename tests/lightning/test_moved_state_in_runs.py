@@ -112,6 +112,7 @@ def _run(cases: Any, folder: Path, is_resumed: bool) -> None:
             assert_same_optimizer_state(state, found["resident"][3], 0.0)
 
 
+@pytest.mark.slow
 def test_averages_schedules_and_other_ranks_find_the_state_that_they_know(tmp_path):
     in_ranks(2, _run, CASES, tmp_path, False)
     in_ranks(3, _run, RESUMED, tmp_path, True)

@@ -88,6 +88,7 @@ def _offloaded() -> Any:
     return refused, plan, measured, watch.predicted, watch.notes, values
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_nowhere_trains_as_on_one_device():
     wanted = one_device()
     for refused, plan, measured, predicted, notes, values in in_ranks(2, _offloaded):

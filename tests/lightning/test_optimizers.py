@@ -237,7 +237,7 @@ def more_on_one_device(tmp_path_factory):
     return folder, by_plan(None, _fit_more, folder)
 
 
-@pytest.mark.parametrize("plan", ["3:1", "three"])
+@pytest.mark.parametrize("plan", [pytest.param("3:1", marks=pytest.mark.slow), "three"])
 def test_updates_of_whole_parameters_equal_one_device(plan, more_on_one_device, tmp_path):
     """Losses, weights, and checkpoints with the state of optimizers."""
     folder, wanted = more_on_one_device

@@ -89,6 +89,7 @@ def test_after_each_kill_every_step_is_that_of_an_uninterrupted_run(tmp_path: Pa
     assert not list((tmp_path / "killed").glob("kept*/*"))
 
 
+@pytest.mark.slow
 def test_other_ranks_go_on_with_the_first_global_batch(tmp_path: Path) -> None:
     """Validation in mid-epoch, accumulation, and an end by steps; hosts see only their files."""
     options = {

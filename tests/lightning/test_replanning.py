@@ -113,6 +113,7 @@ def _replans(folder):
     return losses, seen
 
 
+@pytest.mark.slow
 def test_a_rank_that_slows_down_and_recovers_changes_the_plan_twice_and_no_loss(
     tmp_path, capfd, monkeypatch
 ):

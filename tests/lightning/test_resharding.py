@@ -127,6 +127,7 @@ def where_memory_is_short():
     return Solving((TIGHT_BYTES, TIGHT_BYTES)).found(10.0)
 
 
+@pytest.mark.slow
 def test_the_plan_keeps_units_gathered_where_gathers_take_longest_and_memory_allows():
     for rank, (slow, quick) in enumerate(in_ranks(2, where_memory_allows)):
         plan, gathers, peak_bytes = slow
@@ -192,7 +193,7 @@ def between(folder: Path, plan: Plan, recompute: bool) -> list[tuple[list[float]
     return found
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", [BY_HAND, STAY, IDLE], ids=["given back", "stay", "without data"])
 def test_what_frees_units_between_forward_and_backward_changes_nothing(plan, recompute, tmp_path):
     for nothing, samples, saves in in_ranks(2, between, tmp_path, plan, recompute):

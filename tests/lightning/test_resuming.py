@@ -150,6 +150,7 @@ def _whenever(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_it_does_so_wherever_in_an_epoch_the_checkpoint_was_saved(tmp_path: Path) -> None:
     for name, (rest, whole) in in_ranks(1, _whenever, tmp_path)[0].items():
         assert 0 < len(rest[0]) < len(whole[0]), name

@@ -132,7 +132,7 @@ def _both(plan: str | None, like: str) -> tuple[Any, Any]:
     return _whole(plan), _decided(plan, like)
 
 
-@pytest.mark.parametrize("plan", ["three", "no data"])
+@pytest.mark.parametrize("plan", [pytest.param("three", marks=pytest.mark.slow), "no data"])
 def test_steps_without_a_loss_and_blocks_that_microbatches_skip_are_those_of_one_device(plan):
     """Whole steps are skipped in one half, and in the other one each microbatch decides."""
     (whole, decided) = in_ranks(1, _both, None, plan)[0]

@@ -75,7 +75,10 @@ def _fit(plan: str | None, options: dict[str, Any], names: tuple[str, ...]) -> A
 
 @pytest.mark.parametrize(
     ("plan", "options", "names"),
-    [("three", {}, ("EMA", "SWA")), ("no data", {"recompute": False}, ("none",))],
+    [
+        pytest.param("three", {}, ("EMA", "SWA"), marks=pytest.mark.slow),
+        ("no data", {"recompute": False}, ("none",)),
+    ],
 )
 def test_training_and_averages_are_those_of_one_device(
     plan: str, options: dict[str, Any], names: tuple[str, ...]

@@ -95,6 +95,7 @@ def test_tables_fit_a_terminal_and_compare_the_peak_with_the_plan():
     assert "2 × A" in found[0] and "rank 2 (B)" in found[1]
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn_and_at_most_eight_kinds_of_ranks(tmp_path):
     pytest.importorskip("matplotlib")
     for names, offload in (("AB", True), ("ABCDEFGHIJ", False)):

@@ -270,7 +270,6 @@ def test_many_ranks_are_shown_in_part_and_the_page_says_so():
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 def test_a_browser_shows_the_page_and_complains_of_nothing(tmp_path: Path):

@@ -217,7 +217,6 @@ def test_copies_by_hand():
 # -- against a second simulator ----------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reshard", [True, False])
 def test_programs_take_the_time_and_the_memory_of_a_simulator_made_of_loops(reshard):
     random = np.random.default_rng(7)
@@ -375,7 +374,6 @@ def test_a_peak_in_the_middle_comes_before_the_last_boundaries():
 # -- against the closed form ------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @settings(fixed, max_examples=20)
 @given(seeds, st.integers(24, 96))
 def test_from_24_units_on_the_closed_form_is_within_3_per_cent(seed, units):

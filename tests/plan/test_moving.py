@@ -265,7 +265,9 @@ def _share(seconds: moving.Exposure, exposed_s: float) -> float:
         share = less
 
 
-@pytest.mark.parametrize("seeds", [range(11, 31), range(60, 79)])
+@pytest.mark.parametrize(
+    "seeds", [range(11, 31), pytest.param(range(60, 79), marks=pytest.mark.slow)]
+)
 def test_no_plan_is_faster_and_none_is_missed(seeds):
     moved = 0
     for seed in seeds:
@@ -333,6 +335,7 @@ def _tight_problem(seed: int) -> Problem:
     return problem.with_early_update()
 
 
+@pytest.mark.slow
 def test_plans_are_found_whose_backward_is_far_from_the_shortest():
     moved = 0
     for seed in range(12):

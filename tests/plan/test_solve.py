@@ -131,7 +131,6 @@ def problems(draw) -> Problem:
     return problem.with_early_update() if draw(st.booleans()) else problem
 
 
-@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(problem=problems())
 def test_the_optimum_of_brute_force_no_more_and_no_less(problem):

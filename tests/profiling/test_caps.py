@@ -54,6 +54,7 @@ def test_the_plan_obeys_a_cap_and_an_emulated_device_enforces_it():
     assert peak <= cap
 
 
+@pytest.mark.slow
 def test_a_fraction_is_of_each_ranks_device():
     found = in_ranks(2, capped, 0.5, (16 * MEGABYTE, 6 * MEGABYTE))
     for total, (planned, enforced, afterwards, peak) in zip((16, 6), found, strict=True):

@@ -127,7 +127,8 @@ def profiled_in(capacities_bytes, recompute):
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "recompute"), [((1.8, 2.2), True), ((1.8, 2.2, 2.6, 3.0), False)]
+    ("megabytes", "recompute"),
+    [((1.8, 2.2), True), pytest.param((1.8, 2.2, 2.6, 3.0), False, marks=pytest.mark.slow)],
 )
 def test_a_rank_out_of_memory_goes_on_without_larger_microbatches(megabytes, recompute):
     capacities_bytes = [int(size * 1e6) for size in megabytes]

@@ -134,7 +134,6 @@ def unequal_ranks():
     return in_ranks(2, on_unequal_ranks)
 
 
-@pytest.mark.slow
 def test_a_rank_of_a_third_of_the_speed_gets_a_quarter_of_the_batch():
     problem, batches, _, _ = unequal_ranks()[0]
     fast, slow = problem["ranks"]
@@ -146,7 +145,6 @@ def test_a_rank_of_a_third_of_the_speed_gets_a_quarter_of_the_batch():
     assert batches == [12, 4]
 
 
-@pytest.mark.slow
 def test_the_predicted_step_time_comes_true():
     for _, _, predicted_s, measured_s in unequal_ranks():
         assert predicted_s == pytest.approx(measured_s, rel=0.01)
@@ -329,6 +327,7 @@ class FirstCountsNothing(GPT):
         return {"loss": (losses * counts).sum() / weight, "weight": weight}
 
 
+@pytest.mark.slow
 def test_a_first_sample_without_weight_is_measured_like_any_other():
     def both():
         speeds = {"speeds": (1.0, 1.0)}

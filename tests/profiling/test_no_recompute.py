@@ -70,7 +70,6 @@ def trained(capacities):
     return trainer.strategy.plan, peak.recomputes, peak.peak_bytes
 
 
-@pytest.mark.slow
 def test_a_small_rank_recomputes_and_a_large_one_does_not():
     found = in_ranks(2, trained, (60_000_000, 3_200_000))
     plan = found[0][0]

@@ -15,13 +15,13 @@ def test_even_sharding_exceeds_the_small_ranks_memory_by_arithmetic(size):
     assert small < state_bytes / 2 < state_bytes < large + small
 
 
-@pytest.mark.slow
 def test_even_sharding_runs_out_of_memory_on_the_small_rank():
     _, small = under_even_sharding(SMALL)
     assert (small.failure, small.steps) == ("OutOfMemoryError", 0)
     assert small.peak_bytes <= SMALL.capacities_bytes[1]
 
 
+@pytest.mark.slow
 def test_the_plan_fits_both_ranks_and_trains():
     outcomes = under_cephalo(SMALL)
     for outcome, capacity_bytes in zip(outcomes, SMALL.capacities_bytes, strict=True):

@@ -41,6 +41,7 @@ def test_it_trains_as_lightning_alone(others):
         assert [one["device"] for one in found] == [f"{NAME}:{rank}" for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_it_is_measured_and_planned_for(others):
     (alone,) = trained(others, None)
     assert_equal(trained(others, "solve", world_size=2), alone)
