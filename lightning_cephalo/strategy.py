@@ -74,6 +74,7 @@ from lightning_cephalo.preparation.options import (
     parse_early_update,
     parse_optimizer_offload,
     parse_reduce_dtype,
+    parse_vocabulary_sharding,
     verbosity,
 )
 from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
@@ -152,6 +153,10 @@ class CephaloStrategy(ParallelStrategy):
         reduce_dtype: Dtype that gradients travel in between ranks: ``torch.bfloat16`` halves their
             bytes. Each rank's gradient is rounded once, and sums over gloo are in float32. A line
             behind the first step says what that changed. None: their own dtype, as on one device.
+        vocabulary_sharding: Keep the token embedding and the head cut along the vocabulary in
+            steps, by the plan's shares of the state, in place of gathering them whole on every
+            rank. Tokens and hidden states travel instead. For large vocabularies and few tokens a
+            step. Needs ``plan``: the planner has no price for it.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Follow another plan where ranks change their pace while they train, if that pays:
             "auto" where the plan was solved. True also measures where ``plan`` is given, and then
@@ -200,6 +205,7 @@ class CephaloStrategy(ParallelStrategy):
         optimizer_offload: bool | Literal["auto"] = False,
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         reduce_dtype: torch.dtype | str | None = None,
+        vocabulary_sharding: bool = False,
         profile_budget_s: float = 20.0,
         replan: bool | Literal["auto"] = "auto",
         on_replan: Callable[[Replan], Any] | None = None,
@@ -237,6 +243,7 @@ class CephaloStrategy(ParallelStrategy):
             optimizer_offload=parse_optimizer_offload(optimizer_offload),
             optimizer_scope=optimizer_scope,
             reduce_dtype=parse_reduce_dtype(reduce_dtype),
+            vocabulary_sharding=parse_vocabulary_sharding(vocabulary_sharding),
             profile_budget_s=profile_budget_s,
             replan=replanning.parse(replan),
             on_replan=on_replan,
@@ -489,6 +496,8 @@ class CephaloStrategy(ParallelStrategy):
             if self._layer_sync is not None:
                 self._synchronised = batch_norm.SynchronisedLayers(self._module)
             supported.refuse_unsupported(trainer, self._module)
+            if self._options.vocabulary_sharding and self.world_size > 1:
+                self._refuse_with_vocabulary_sharding()
         if precision.compute_dtype(self.precision_plugin) is None:
             self.precision_plugin.convert_module(self._module)
         # as FSDPStrategy does: sets `self.device` of a module that is never moved as a whole
@@ -518,6 +527,18 @@ class CephaloStrategy(ParallelStrategy):
                 report.show(self.session.plan_table(self._options.details))
         self.setup_precision_plugin()
         self._ending.set_up()
+
+    def _refuse_with_vocabulary_sharding(self) -> None:
+        options = self._options
+        supported.refuse_with_vocabulary_sharding(
+            {
+                "plan=None": options.plan is None,
+                "replan=True": options.replan is True,
+                "optimizer_offload": options.optimizer_offload is not False,
+                "reduce_dtype": options.reduce_dtype is not None,
+                "manual optimization": not self._module.automatic_optimization,
+            }
+        )
 
     def _shard_by_plan(self, trainer: Trainer) -> None:
         """Prepare for training, in the stages of :mod:`~lightning_cephalo.preparation.prepare`."""

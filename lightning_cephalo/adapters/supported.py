@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,6 +106,32 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
         if "ModelPruning" in lightnings_classes(callback):
             raise UnsupportedError(_MODEL_PRUNING)
     _refuse_averaged_statistics(trainer, module)
+
+
+_BESIDE_VOCABULARY = {
+    "plan=None": "the planner has no price for it: give plan=",
+    "replan=True": "a plan that is solved anew has no price for it: leave replan out",
+    "optimizer_offload": "leave optimizer_offload out",
+    "reduce_dtype": "leave reduce_dtype out",
+    "manual optimization": "ranks meet at backwards and updates only: use automatic optimization",
+}
+
+
+def refuse_with_vocabulary_sharding(given: Mapping[str, bool]) -> None:
+    """Raise for what does not go together with ``vocabulary_sharding=True``.
+
+    Args:
+        given: What there is, by name.
+
+    Raises:
+        UnsupportedError: The message names it and the way out.
+    """
+    for name, is_given in given.items():
+        if is_given:
+            raise UnsupportedError(
+                f"vocabulary_sharding=True does not work with {name} so far;"
+                f" {_BESIDE_VOCABULARY[name]}, or use vocabulary_sharding=False."
+            )
 
 
 def refuse_other_layer_sync(layer_sync: Any) -> None:

@@ -40,6 +40,7 @@ from lightning_cephalo.execution.visits import (
     where,
     without_backward,
 )
+from lightning_cephalo.execution.vocabulary.rounds import VocabularyRounds
 from lightning_cephalo.plan.program import (
     COMPUTE,
     NONE,
@@ -114,6 +115,11 @@ class Executor:
         self.hooks = UnitHooks(units, meet, self.writes)
         self.failure = Failure(control.rank, names)
         self._meetings = Meetings(self.hooks.norms, self.failure, control, accelerator.device)
+        self._vocabulary = VocabularyRounds(
+            self.hooks.vocabulary, self.failure, control, accelerator.device
+        )
+        # whether the root unit keeps its vocabulary cut: not with manual optimization
+        self._is_cut = False
         self.state = ModuleState(units[ROOT].module)
         self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
         self.early = EarlyUpdates(units)
@@ -261,7 +267,8 @@ class Executor:
         Returns:
             The outcome. If no microbatch of any rank has a loss, there is no backward to call.
         """
-        self.gave_up = False
+        self.gave_up, self._is_cut = False, True
+        self._vocabulary.begin_step()
         self._hide_held_gradients()  # of a step whose backward has not come
         self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
@@ -298,7 +305,7 @@ class Executor:
         inside = self.inside_units() if checks else None
         microbatches = [
             Microbatch(
-                call.step,
+                self.hooks.vocabulary.with_whole_results(call.step),
                 self.accelerator,
                 self._recompute,
                 inside,
@@ -352,7 +359,7 @@ class Executor:
             microbatches: Its run.
             visits: The order of the step, which grows while the step runs.
         """
-        self.gave_up = False
+        self.gave_up = self._is_cut = False
         self._throttle.begin_step()
         step = self._step = self._new_step(calls, microbatches)
         step.visits, step.is_traced, step.goes_on = visits, True, True
@@ -474,9 +481,13 @@ class Executor:
         Returns:
             The result, if this rank had a step, and the notes; the weights are empty.
         """
+        self._is_cut = True
+        self._vocabulary.begin_step()
         calls = [] if call is None else [call]
-        microbatches = [Microbatch(call.step, self.accelerator, recompute=False) for call in calls]
+        steps = [self.hooks.vocabulary.with_whole_results(call.step) for call in calls]
+        microbatches = [Microbatch(step, self.accelerator, recompute=False) for step in steps]
         self._step = step = self._new_step(calls, microbatches)
+        step.is_traced = True
         self.failure.begin(microbatches, "evaluation of the root unit")
         self.hooks.begin_step()
         self.execute(Instruction(Operation.GATHER, ROOT))
@@ -485,19 +496,25 @@ class Executor:
             parked = step.parked or [None]
             if parked == [None]:
                 self.failure.guarded(self.writes.check, doing.removeprefix("running "))
-            own = where(failed=self.failure.error is not None, parked=parked, choice=Choice(()))[0]
-            rows = self.exchange([own, *note()])
-            said = [row[0] for row in rows]
-            if FAILED in said:
+            place = where(failed=self.failure.error is not None, parked=parked, choice=Choice(()))
+            own = (place[0], place[2])
+            rows = self.exchange([*own, *note()])
+            said = [(row[0], row[1]) for row in rows]
+            if any(unit == FAILED for unit, _ in said):
                 self.give_up(doing)
-            wanted = [unit for unit in said if unit != FINISHED]
+            wanted = [each for each in said if each[0] != FINISHED]
             if not wanted:
                 break
-            self.run(evaluation_of(int(min(wanted)), takes_part=own == min(wanted)))
+            unit, meeting = min(wanted)
+            takes_part = own == (unit, meeting)
+            if meeting != NONE:
+                # the one visit that there is: evaluation knows no order
+                step.visits = [Visit(int(unit), differentiable=False, meeting=int(meeting))]
+            self.run(evaluation_of(int(unit), takes_part, is_meeting=meeting != NONE))
         results = tuple(microbatch.result for microbatch in microbatches)
         microbatches.clear()
         self._step = self._new_step((), [])
-        return ForwardOutcome(results, (), 0.0, tuple(tuple(row[1:]) for row in rows))
+        return ForwardOutcome(results, (), 0.0, tuple(tuple(row[2:]) for row in rows))
 
     # -- running instructions -----------------------------------------------------------------
 
@@ -548,9 +565,12 @@ class Executor:
 
     def _gather(self, instruction: Instruction) -> None:
         unit = self.units[instruction.unit]
+        is_cut = self._is_cut and bool(unit.cuts)
+        if unit.is_cut != is_cut:
+            unit.free()
         if unit.state is not UnitState.SHARDED:
             return
-        self.failure.with_memory(unit.start_gather)
+        self.failure.with_memory(partial(unit.start_gather, is_cut=is_cut))
         for observer in self._observers:
             observer.issued(instruction, unit.works[0])
 
@@ -653,7 +673,13 @@ class Executor:
 
     def _meet(self, instruction: Instruction) -> None:
         step, visit = self._step, self._step.visits[instruction.visit]
-        if self.hooks.in_backward:
+        if self.hooks.vocabulary.has(visit.meeting):
+            meet = self._vocabulary.forward
+            if self.hooks.in_backward:
+                meet = self._vocabulary.backward
+            self.wait_for(self.units[ROOT])  # the bias of a head; a rank without data has not
+            meet(visit, instruction.visit, step.microbatches, self._waiting)
+        elif self.hooks.in_backward:
             self._meetings.backward(visit, instruction.visit, step.microbatches, self._waiting)
         else:
             self._meetings.forward(visit, step.microbatches, self._waiting)

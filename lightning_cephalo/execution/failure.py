@@ -24,7 +24,7 @@ from lightning_cephalo.plan.program import NONE, ROOT, Instruction, Operation
 _DOING = {
     Operation.ARM: "gradient",
     Operation.FREE: "release",
-    Operation.MEET: "normalisation",
+    Operation.MEET: "meeting",
     Operation.UPDATE: "optimizer's step",
     Operation.HOST_UPDATE: "optimizer's step on the host",
 }

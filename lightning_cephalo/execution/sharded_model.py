@@ -16,6 +16,7 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.unit_hooks import Meet
+from lightning_cephalo.execution.vocabulary.layers import tables_of
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.collectives import broadcast
@@ -68,6 +69,7 @@ class ShardedModel:
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         recompute: Whether the backward recomputes units.
         reduce_dtype: Dtype that gradients travel in (None: their own).
+        cuts_vocabulary: Whether embedding and head stay cut along the vocabulary in steps.
 
     Attributes:
         padding: Whether nearly equal slices are padded.
@@ -87,6 +89,7 @@ class ShardedModel:
         compute_dtype: torch.dtype | None,
         recompute: bool,
         reduce_dtype: torch.dtype | None = None,
+        cuts_vocabulary: bool = False,
     ) -> None:
         self.module = module
         self.accelerator = accelerator
@@ -119,7 +122,9 @@ class ShardedModel:
             for parameter, owners in members.parameters:
                 self._originals[parameter] = owners[0].name
             members = initialise_members(module, members, materialise=context.rank == 0)
-            self.units.append(Unit(members, divider, context))
+            is_root = not self.units
+            cut = tables_of(module, members) if is_root and cuts_vocabulary else ()
+            self.units.append(Unit(members, divider, context, cut))
             if len(self.units) == 1:  # the root stays gathered all step long: it shares no memory
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []

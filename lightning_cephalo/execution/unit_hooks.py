@@ -21,6 +21,7 @@ from lightning_cephalo.execution.meetings import NormForward, SynchronisedNorms
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.replay import ChangingBuffers
 from lightning_cephalo.execution.user_writes import UserWrites
+from lightning_cephalo.execution.vocabulary.layers import CutLayer, VocabularyLayers
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.sharding.unit import Unit, UnitState
 
@@ -45,6 +46,7 @@ class UnitHooks:
     Attributes:
         in_backward: Whether a backward is running; no unit may be called then.
         norms: The layers that normalise by the statistics of the global batch.
+        vocabulary: The layers that stay cut along the vocabulary.
     """
 
     def __init__(self, units: Sequence[Unit], meet: Meet, writes: UserWrites) -> None:
@@ -56,6 +58,8 @@ class UnitHooks:
         self._running: Microbatch | None = None
         self._outside_depth = 0
         self.norms = SynchronisedNorms(units[ROOT].module, lambda: self._running)
+        first = len(self.norms.layers)
+        self.vocabulary = VocabularyLayers(units[ROOT], first, lambda: self._running)
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[_UnitForward] = []
         self._unwatched: set[int] = set()
@@ -64,6 +68,7 @@ class UnitHooks:
     def install(self) -> None:
         """Replace the units' forwards, and gather the root unit before its modules are called."""
         self.norms.install()
+        self.vocabulary.install()
         for index, unit in enumerate(self._units[1:], start=1):
             self._forwards.append(_UnitForward(unit.module, partial(self._enter, index)))
         root = self._units[ROOT]
@@ -82,18 +87,19 @@ class UnitHooks:
             hook.remove()
         self._hooks, self._forwards, self._watching = [], [], {}
         self.norms.uninstall()
+        self.vocabulary.uninstall()
 
     @property
     def objects(self) -> list[object]:
         """The objects that the modules refer to; a copy of a module must not copy them."""
-        return [self, *self._forwards, *self.norms.forwards]
+        return [self, *self._forwards, *self.norms.forwards, *self.vocabulary.forwards]
 
     def remove_from_copy(self, copied: nn.Module) -> None:
         """Undo :meth:`install` in a deep copy of a module, which refers to :attr:`objects`."""
         forward = copied.__dict__.get("forward")
         if isinstance(forward, _UnitForward):
             forward.leave(copied)
-        elif isinstance(forward, NormForward):
+        elif isinstance(forward, (NormForward, CutLayer)):
             del copied.__dict__["forward"]
         before, after = copied._forward_pre_hooks, copied._forward_hooks
         for hooks, flags in ((before, None), (after, copied._forward_hooks_always_called)):
@@ -190,6 +196,8 @@ class UnitHooks:
             return
         if not self._outside_depth and not self._is_kept(root):
             self._meet(f"calling {self._name_of(module)} outside of a step", _REMEDY)
+            if root.is_cut:  # of the step before; microbatches meet inside of steps only
+                root.free()
         root.wait_gather()
         self._outside_depth += 1
 

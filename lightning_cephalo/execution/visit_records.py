@@ -14,6 +14,7 @@ from lightning_cephalo.execution.module_state import Stored
 from lightning_cephalo.execution.normalisation import Meeting
 from lightning_cephalo.execution.offload import OffloadedTensor
 from lightning_cephalo.execution.replay import RandomState, ThreadState
+from lightning_cephalo.execution.vocabulary.questions import Question
 
 
 @dataclass
@@ -108,17 +109,17 @@ class VisitRecords:
     """
 
     def __init__(self) -> None:
-        self._records: list[UnitRecord | Meeting | None] = []
+        self._records: list[UnitRecord | Meeting | Question | None] = []
         self.made: list[int] = []
         self.entered: Entered | None = None
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, position: int) -> UnitRecord | Meeting | None:
+    def __getitem__(self, position: int) -> UnitRecord | Meeting | Question | None:
         return self._records[position]
 
-    def add(self, record: UnitRecord | Meeting | None) -> None:
+    def add(self, record: UnitRecord | Meeting | Question | None) -> None:
         """Add the microbatch's own next visit; None: it retains nothing."""
         self.made.append(len(self._records))
         self._records.append(record)
@@ -147,7 +148,9 @@ class VisitRecords:
     def unit_at(self, position: int) -> UnitRecord | None:
         """Return the record of the unit that is visited at a position, or that meets there."""
         record = self._records[position]
-        return record.record if isinstance(record, Meeting) else record
+        if record is None or isinstance(record, UnitRecord):
+            return record
+        return record.record if isinstance(record, Meeting) else None
 
     def units(self) -> Iterator[UnitRecord]:
         """Yield the records of units."""

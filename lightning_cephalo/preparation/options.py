@@ -93,6 +93,20 @@ def parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     )
 
 
+def parse_vocabulary_sharding(value: bool) -> bool:
+    """Read the option ``vocabulary_sharding``.
+
+    Raises:
+        ValueError: If it is neither True nor False.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ValueError(
+        f"vocabulary_sharding: expected True or False, but got {value!r}. The planner has no price"
+        " for it, and cannot choose."
+    )
+
+
 def parse_optimizer_offload(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
     """Read the option ``optimizer_offload``.
 
@@ -123,6 +137,7 @@ class Options:
             not fit otherwise, or steps get shorter.
         optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         reduce_dtype: Dtype that gradients travel in; None: their own.
+        vocabulary_sharding: Whether embedding and head stay cut along the vocabulary.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Whether the plan may change while training; "auto": where it was solved.
         on_replan: Called on every rank after each such change.
@@ -148,6 +163,7 @@ class Options:
     optimizer_offload: bool | Literal["auto"] = False
     optimizer_scope: str | Mapping[Any, str] = "auto"
     reduce_dtype: torch.dtype | None = None
+    vocabulary_sharding: bool = False
     profile_budget_s: float = 20.0
     replan: bool | Literal["auto"] = "auto"
     on_replan: Callable[[Replan], Any] | None = None

@@ -19,6 +19,11 @@
 - RESIDENT: a storage of the flat, which stays allocated. The flat is gathered from the forward to
   the backward, and hooks may free it in between. All RESIDENT flats are gathered at the same time
   anyway.
+
+[Note: flats that stay cut]
+A flat of one parameter may stay cut in steps (``is_cut``): each rank computes with the rows that it
+holds. Then ``rows`` are these in compute dtype, and ``grad_full`` is their gradient only. ``full``
+and ``parameters`` are unused: modules show ``sharded``. Nothing travels.
 """
 
 from __future__ import annotations
@@ -135,6 +140,10 @@ class Flat:
         layout: Cuts between the ranks; None keeps a copy on every rank (0-d parameters, which
             have no rows to shard).
         context: Device, mesh and groups.
+
+    Attributes:
+        is_cut: Whether it stays cut until it is freed; see [Note: flats that stay cut].
+        rows: This rank's rows of its one parameter while it is gathered and cut.
     """
 
     def __init__(
@@ -151,6 +160,8 @@ class Flat:
         self.numel = sum(self._numels)
         self._set_layout(layout)
         self.locking = Lock()
+        self.is_cut = self._is_armed_cut = False
+        self.rows: torch.Tensor | None = None
 
         master = torch.empty(self.numel, dtype=self.master_dtype, device=context.device)
         if context.rank == 0:
@@ -297,6 +308,10 @@ class Flat:
     def gather(self) -> Pending:
         """Allocate or borrow memory for ``full`` and begin to fill it."""
         with torch.inference_mode(False), torch.no_grad():
+            if self.is_cut:
+                rows = self.shard.view(-1, *self.shapes[0][1:])
+                self.rows = rows.detach().to(self.dtype)
+                return Pending()
             if self._full_buffer is None and self.full.untyped_storage().nbytes() == 0:
                 self._find_memory()
             # saved tensors of a retained graph point into `full`; refilling it with equal values
@@ -341,6 +356,7 @@ class Flat:
 
     def free(self) -> None:
         """Free the memory of ``full``, except for a RESIDENT flat."""
+        self.is_cut, self.rows = False, None
         if self._full_buffer is None:
             if self.residence is not Residence.RESIDENT:
                 self.release()
@@ -450,6 +466,8 @@ class Flat:
         The gradients of the running step, which add up there, stay hidden. Another call passes on
         what code has assigned since then, to either of both.
         """
+        if self._is_armed_cut or self.is_cut:  # modules show the shards themselves
+            return
         before = self._held or [sharded.grad for sharded in self.sharded]
         if self._held is None:
             for parameter, held in zip(self.parameters, before, strict=True):
@@ -514,10 +532,17 @@ class Flat:
     def arm(self) -> None:
         """Give autograd zeroed views of ``grad_full`` to accumulate into."""
         dtype = self.master_dtype if self.dtype.is_floating_point else self.dtype
+        numel = self._end - self._start if self.is_cut else self.numel
         if self._grad_buffer is None:
-            nbytes = self.numel * dtype.itemsize
+            nbytes = numel * dtype.itemsize
             self._grad_buffer = self.context.gradient_buffers.take(nbytes, self.context.device)
-        buffer = self._grad_buffer
+        buffer, self._is_armed_cut = self._grad_buffer, self.is_cut
+        if self.is_cut:
+            self.grad_full = buffer.view(numel, dtype)
+            self._grad_views = [self.grad_full.view(-1, *self.shapes[0][1:]).data]
+            self.grad_full.zero_()
+            self._armed_versions = [view._version for view in self._grad_views]
+            return
         views = self._grad_views_in.get(buffer)
         if views is None:
             whole, *parts = self._views(buffer.view(self.numel, dtype))
@@ -532,6 +557,11 @@ class Flat:
                 if parameter.dtype != view.dtype:
                     parameter.grad_dtype = view.dtype
                 parameter.grad = view
+
+    @property
+    def grad_rows(self) -> torch.Tensor | None:
+        """The gradient of :attr:`rows`, to add to; None: it is frozen, or not armed."""
+        return self._grad_views[0] if self._is_armed_cut and self._grad_views else None
 
     def used(self) -> list[bool]:
         """Per parameter, whether a gradient has landed on this rank since :meth:`arm`."""
@@ -557,7 +587,7 @@ class Flat:
         accumulate = any(parameter.grad is not None for parameter in self.sharded)
         if accumulate:
             self._keep_only_held_gradients()
-        if self.context.world_size == 1:
+        if self.context.world_size == 1 or self._is_armed_cut:
             pending = Pending()
             self._deliver_local(scale, accumulate)
         elif self.layout is None:
@@ -615,7 +645,7 @@ class Flat:
     @property
     def received_bytes(self) -> int:
         """Bytes that a reduce of this rank takes in addition; see ``reduce_slices``."""
-        if self.layout is None or self.context.world_size == 1:
+        if self.layout is None or self.context.world_size == 1 or self._is_armed_cut:
             return 0
         received = self.context.routing.received_numel(self.sizes, self.context.rank)
         nbytes = received * self.sent_dtype.itemsize
@@ -632,7 +662,7 @@ class Flat:
 
     def disarm(self) -> None:
         """Give back the memory of ``grad_full``; call it after the wait for its reduce."""
-        self._held = None
+        self._held, self._is_armed_cut = None, False
         for parameter in self.parameters:
             parameter.grad = None
         self.grad_full, self._grad_views = None, []

@@ -15,6 +15,7 @@ from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, di
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.transfers import Pending, Wait, wait_for
+from lightning_cephalo.sharding.vocabulary import VocabularyParameter
 from lightning_cephalo.sharding.write_guard import GatheredParameter
 
 # 16 bytes in the narrowest dtype, which has one byte
@@ -44,22 +45,38 @@ class Unit:
         members: The unit as found by :func:`~lightning_cephalo.sharding.discovery.find_units`.
         divider: Cuts the flats; carries rounding errors from unit to unit.
         context: Device, mesh and groups.
+        vocabulary: Parameters that stay cut in training steps, each in a flat of its own.
+
+    Attributes:
+        vocabulary: These parameters.
+        cuts: Their flats.
+        is_cut: Whether these flats are cut while the unit is gathered.
     """
 
-    def __init__(self, members: UnitMembers, divider: Divider, context: ShardingContext) -> None:
+    def __init__(
+        self,
+        members: UnitMembers,
+        divider: Divider,
+        context: ShardingContext,
+        vocabulary: Sequence[VocabularyParameter] = (),
+    ) -> None:
         self.name = members.name
         self.module = members.module
         self.state = UnitState.SHARDED
+        self.is_cut = False
         self._pending: list[Pending] = []
         self._reducing: list[Pending] = []
-        groups: dict[tuple[bool, torch.dtype, bool], list[int]] = {}
+        alone = {each.index: number for number, each in enumerate(vocabulary)}
+        groups: dict[tuple[bool, torch.dtype, bool, int], list[int]] = {}
         for index, (parameter, _) in enumerate(members.parameters):
-            key = (parameter.requires_grad, parameter.dtype, parameter.ndim == 0)
+            own = alone.get(index, -1)
+            key = (parameter.requires_grad, parameter.dtype, parameter.ndim == 0, own)
             groups.setdefault(key, []).append(index)
         self._owners = []
         self._names: list[list[str]] = []
         self.flats: list[Flat] = []
-        for indices in groups.values():
+        cuts: dict[int, Flat] = {}
+        for (*_, own), indices in groups.items():
             # odd sizes go last, so that the other parameters stay aligned for fast kernels
             indices.sort(
                 key=lambda index: members.parameters[index][0].numel() % _ALIGNED_NUMEL > 0
@@ -67,12 +84,16 @@ class Unit:
             chosen = [members.parameters[index] for index in indices]
             layout = divide_flat([tuple(parameter.shape) for parameter, _ in chosen], divider)
             self.flats.append(Flat([parameter for parameter, _ in chosen], layout, context))
+            if own >= 0:
+                cuts[own] = self.flats[-1]
             self._owners.append([owners for _, owners in chosen])
             self._names.append([owners[0].name for _, owners in chosen])
         for names, flat in zip(self._names, self.flats, strict=True):
             for name, parameter in zip(names, flat.parameters, strict=True):
                 assert isinstance(parameter, GatheredParameter)
                 parameter.full_name, parameter.lock = name, flat.locking
+        self.vocabulary = tuple(vocabulary)
+        self.cuts = [cuts[number] for number in range(len(vocabulary))]
         self._shown: Sequence[Sequence[nn.Parameter]] = ()
         self._replaced: list[str] = []
         self._show_sharded()
@@ -244,10 +265,17 @@ class Unit:
 
     # -- gathering ----------------------------------------------------------------------------
 
-    def start_gather(self) -> None:
-        """Begin to gather; does nothing if the gather has already begun."""
+    def start_gather(self, *, is_cut: bool = False) -> None:
+        """Begin to gather; does nothing if the gather has already begun.
+
+        Args:
+            is_cut: Whether :attr:`cuts` stay cut.
+        """
         if self.state is not UnitState.SHARDED:
             return
+        self.is_cut = is_cut
+        for flat in self.cuts:
+            flat.is_cut = is_cut
         # resumes where a call without enough memory stopped: nothing is communicated twice
         for flat in self.flats[len(self._pending) :]:
             self._pending.append(flat.gather())
@@ -265,7 +293,7 @@ class Unit:
         for pending in self._pending:
             pending.wait(wait)
         self._pending = []
-        self._show([flat.parameters for flat in self.flats])
+        self._show([f.sharded if f.is_cut else f.parameters for f in self.flats])
         self.state = UnitState.GATHERED
 
     def free(self, wait: Wait = wait_for) -> None:
@@ -283,6 +311,7 @@ class Unit:
         for flat in self.flats:
             flat.free()
         self.state = UnitState.SHARDED
+        self.is_cut = False
 
     def change_fractions(
         self, divider: Divider, columns_of: Callable[[Flat], Sequence[Column]] = lambda flat: ()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.execution.vocabulary.layers import tables_of
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
@@ -76,6 +77,7 @@ def make_executor(
     recompute: bool,
     *,
     reshard: bool = True,
+    cuts_vocabulary: bool = False,
     **discovery: Any,
 ) -> Executor:
     device = torch.device("cpu")
@@ -83,7 +85,10 @@ def make_executor(
     routing = Routing([0] * len(fractions))
     context = ShardingContext(device, default_mesh("cpu"), gather_group, reduce_group, routing)
     divider = Divider(fractions)
-    units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
+    root, *others = find_units(model, **discovery)
+    tables = tables_of(model, root) if cuts_vocabulary else ()
+    units = [Unit(root, divider, context, tables)]
+    units += [Unit(members, divider, context) for members in others]
     executor = Executor(units, ControlGroup(control_group), accelerator_of(device), recompute)
     executor.reshard_after_forward = reshard
     executor.hooks.install()

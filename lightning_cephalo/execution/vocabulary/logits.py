@@ -1,0 +1,466 @@
+"""The logits of a head that is cut along the vocabulary: no rank holds them all.
+
+They exist as the hidden states that they are computed from. Losses ask the ranks for three numbers
+per token: the log-sum of exponentials, the target's logit, and the mean logit. All else gathers the
+logits themselves, once, with a warning.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.execution.vocabulary.questions import Kind, Question
+
+if TYPE_CHECKING:
+    from lightning_cephalo.execution.vocabulary.layers import CutLayer
+
+_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn"} | {
+    name
+    for name in dir(Tensor)
+    if name.startswith("is_") and inspect.isdatadescriptor(getattr(Tensor, name))
+}
+_READS = frozenset(getattr(Tensor, name).__get__ for name in _ATTRIBUTES) | frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.element_size,
+        Tensor.__len__,
+        Tensor.__hash__,
+        torch.is_tensor,
+        torch.numel,
+    }
+)
+
+
+class CutLogits(Tensor):
+    """Logits, or their log-softmax, of which each rank can compute some columns.
+
+    Args:
+        head: The layer.
+        hidden: What it was called with, of shape ``(..., width)``.
+        dtype: Dtype that the layer computes in.
+        dim: The dimension of the vocabulary.
+        needs_gradient: Whether the graph of the loss goes through them.
+        out: Their own dtype; None: ``dtype``.
+        is_normalised: Whether they are log-softmax.
+
+    Attributes:
+        whole: All of them, once they are gathered.
+    """
+
+    head: CutLayer
+    hidden: Tensor
+    linear_dtype: torch.dtype
+    vocabulary_dim: int
+    is_normalised: bool
+    whole: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        head: CutLayer,
+        hidden: Tensor,
+        dtype: torch.dtype,
+        dim: int,
+        needs_gradient: bool,
+        out: torch.dtype | None = None,
+        is_normalised: bool = False,
+    ) -> Any:
+        shape = list(hidden.shape[:-1])
+        shape.insert(dim, head.vocabulary)
+        logits = Tensor._make_wrapper_subclass(
+            cls,
+            torch.Size(shape),
+            dtype=out or dtype,
+            device=hidden.device,
+            requires_grad=needs_gradient,
+            storage_size=0,  # else those who count memory would count it
+        )
+        logits.head, logits.hidden, logits.linear_dtype = head, hidden, dtype
+        logits.vocabulary_dim, logits.is_normalised, logits.whole = dim, is_normalised, None
+        return logits
+
+    def like(self, hidden: Tensor, **changes: Any) -> Tensor:
+        """Return the logits of other hidden states, or in another form."""
+        given: dict[str, Any] = {
+            "dim": self.vocabulary_dim,
+            "needs_gradient": self.requires_grad,
+            "out": self.dtype,
+            "is_normalised": self.is_normalised,
+        }
+        return CutLogits(self.head, hidden, self.linear_dtype, **{**given, **changes})
+
+    def __repr__(  # type: ignore[override]
+        self, *, tensor_contents: Any = None
+    ) -> str:
+        return f"CutLogits(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.head.name!r})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        rule = _RULES.get(func)
+        first = args[0] if args else kwargs.get("input")
+        if rule is not None and isinstance(first, CutLogits) and first.whole is None:
+            result = rule(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        gathered = [
+            gather(leaf, func) if isinstance(leaf, CutLogits) else leaf
+            for leaf in pytree.tree_leaves((args, kwargs))
+        ]
+        args, kwargs = pytree.tree_unflatten(gathered, pytree.tree_structure((args, kwargs)))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        gathered = pytree.tree_map_only(CutLogits, lambda each: gather(each, func), (args, kwargs))
+        return func(*gathered[0], **(gathered[1] or {}))
+
+    # -- questions ----------------------------------------------------------------------------
+
+    def _ask(self, kind: Kind, shape: tuple[int, ...], targets: Tensor | None = None) -> Tensor:
+        hidden = self.hidden
+        differentiable = self.requires_grad and torch.is_grad_enabled() and kind is not Kind.BEST
+        values = hidden.detach().reshape(-1, hidden.shape[-1]).to(self.linear_dtype)
+        question = Question(kind, self.head.meeting, values, shape, targets)
+        return self.head.ask(question, hidden, differentiable=differentiable)
+
+    def statistics(self, targets: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return log-sum of exponentials, the target's logit and the mean logit of each token.
+
+        Args:
+            targets: A token of the vocabulary for each, of the shape of the tokens.
+        """
+        lead = self.hidden.shape[:-1]
+        tokens = math.prod(lead)
+        if targets is None:
+            targets = torch.full((tokens,), -1, dtype=torch.int64, device=self.device)
+        wanted = targets.detach().reshape(-1).to(torch.int64)
+        found = self._ask(Kind.STATISTICS, (tokens, 3), wanted)
+        return tuple(each.view(lead) for each in found.unbind(1))
+
+    def best(self) -> Tensor:
+        """Return the place of each token's largest logit."""
+        return self._ask(Kind.BEST, tuple(self.hidden.shape[:-1]))
+
+    def gathered(self) -> Tensor:
+        """Return all logits, and remember them: writes to them must not be lost."""
+        if self.whole is None:
+            shape = (*self.hidden.shape[:-1], self.head.vocabulary)
+            logits = self._ask(Kind.LOGITS, shape).movedim(-1, self.vocabulary_dim)
+            logits = logits.to(self.dtype)
+            if self.is_normalised:
+                logits = F.log_softmax(logits, self.vocabulary_dim)
+            self.whole = logits
+        return self.whole
+
+
+def gather(logits: CutLogits, func: Any) -> Tensor:
+    """Return all logits for an operator that needs them; warn once for each head."""
+    if logits.whole is None and not logits.head.has_warned:
+        logits.head.has_warned = True
+        name = getattr(func, "__name__", str(func))
+        warnings.warn(
+            f"{name!r} needs all logits of {logits.head.name!r}, which is cut along the vocabulary:"
+            " they are gathered, and take as much memory as on one device. cross_entropy, nll_loss,"
+            " log_softmax with gather, logsumexp and argmax need not. If all of training_step"
+            " needs them, use CephaloStrategy(vocabulary_sharding=False).",
+            stacklevel=2,
+        )
+    return logits.gathered()
+
+
+# -- rules: NotImplemented for what needs all logits --------------------------------------------
+
+
+def _is_last(logits: CutLogits) -> bool:
+    return logits.vocabulary_dim == logits.ndim - 1
+
+
+def _is_vocabulary(logits: CutLogits, dim: Any) -> bool:
+    return isinstance(dim, int) and dim % logits.ndim == logits.vocabulary_dim
+
+
+def _cross_entropy(
+    input: CutLogits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if input.is_normalised:  # the sum of exponentials is 1
+        return NotImplemented
+    given = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    return _negative_likelihood(input, target, *given)
+
+
+def _nll_loss(
+    input: CutLogits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    if not input.is_normalised:
+        return NotImplemented
+    given = (weight, size_average, ignore_index, reduce, reduction, 0.0)
+    return _negative_likelihood(input, target, *given)
+
+
+def _negative_likelihood(
+    logits: CutLogits,
+    target: Any,
+    weight: Tensor | None,
+    size_average: Any,
+    ignore_index: int,
+    reduce: Any,
+    reduction: str,
+    smoothing: float,
+) -> Any:
+    lead = logits.hidden.shape[:-1]
+    plain = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    if not plain or not isinstance(target, Tensor) or isinstance(target, CutLogits):
+        return NotImplemented
+    if target.is_floating_point() or target.shape != lead or not 0.0 <= smoothing <= 1.0:
+        return NotImplemented
+    if logits.vocabulary_dim != min(1, logits.ndim - 1) or (weight is not None and smoothing):
+        return NotImplemented
+    counted = target != ignore_index
+    wrong = counted & ((target < 0) | (target >= logits.head.vocabulary))
+    if wrong.any():
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
+    log_sum, picked, mean = logits.statistics(torch.where(counted, target, -1))
+    losses = log_sum - picked
+    if smoothing:
+        losses = (1.0 - smoothing) * losses + smoothing * (log_sum - mean)
+    weights = counted.to(losses.dtype)
+    if weight is not None:
+        weights = weights * weight.to(losses.dtype)[torch.where(counted, target, 0)]
+    losses = torch.where(counted, losses, 0.0) * weights
+    if reduction != "none":
+        losses = losses.sum()
+    if reduction == "mean":
+        losses = losses / weights.sum()
+    return losses.to(_wide_under_autocast(logits))
+
+
+def _wide_under_autocast(logits: CutLogits) -> torch.dtype:
+    """Return the dtype of losses and log-softmax."""
+    if torch.is_autocast_enabled(logits.device.type):
+        return torch.promote_types(logits.dtype, torch.float32)
+    return logits.dtype
+
+
+def _log_softmax(
+    input: CutLogits,
+    dim: Any = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    out = dtype or _wide_under_autocast(input)
+    widens = torch.promote_types(out, input.dtype) == out
+    if input.is_normalised or not _is_vocabulary(input, dim) or not widens:
+        return NotImplemented
+    return input.like(input.hidden, out=out, is_normalised=True)
+
+
+def _log_softmax_of_method(
+    input: CutLogits, dim: Any = None, dtype: torch.dtype | None = None
+) -> Any:
+    return _log_softmax(input, dim, dtype=dtype)
+
+
+def _logsumexp(input: CutLogits, dim: Any, keepdim: bool = False) -> Any:
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    if input.is_normalised or not _is_vocabulary(input, dim):
+        return NotImplemented
+    log_sum = input.statistics()[0].to(input.dtype)
+    return log_sum.unsqueeze(input.vocabulary_dim) if keepdim else log_sum
+
+
+def _argmax(input: CutLogits, dim: Any = None, keepdim: bool = False) -> Any:
+    if not _is_vocabulary(input, dim):
+        return NotImplemented
+    best = input.best()
+    return best.unsqueeze(input.vocabulary_dim) if keepdim else best
+
+
+def _gather(input: CutLogits, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
+    lead = input.hidden.shape[:-1]
+    if not _is_vocabulary(input, dim) or not _is_last(input) or not isinstance(index, Tensor):
+        return NotImplemented
+    if index.shape != (*lead, 1) or isinstance(index, CutLogits):
+        return NotImplemented
+    if index.numel():
+        low, high = (int(each) for each in torch.aminmax(index))
+        if low < 0 or high >= input.head.vocabulary:
+            raise RuntimeError(
+                f"index {low if low < 0 else high} is out of bounds for dimension"
+                f" {input.vocabulary_dim} with size {input.head.vocabulary}"
+            )
+    log_sum, picked, _ = input.statistics(index[..., 0])
+    found = picked - log_sum if input.is_normalised else picked
+    return found.to(input.dtype).unsqueeze(-1)
+
+
+def _same(input: CutLogits, *args: Any, **kwargs: Any) -> Any:
+    return input if not args and not kwargs else NotImplemented
+
+
+def _clone(input: CutLogits, *args: Any, **kwargs: Any) -> Any:
+    return input.like(input.hidden) if not args and not kwargs else NotImplemented
+
+
+def _detach(input: CutLogits) -> Any:
+    return input.like(input.hidden.detach(), needs_gradient=False)
+
+
+def _float(input: CutLogits) -> Any:
+    return _to(input, torch.float32)
+
+
+def _double(input: CutLogits) -> Any:
+    return _to(input, torch.float64)
+
+
+def _to(input: CutLogits, *args: Any, **kwargs: Any) -> Any:
+    wanted = {**dict(zip(("dtype",), args, strict=False)), **kwargs}
+    dtype = wanted.pop("dtype", None)
+    if len(args) > 1 or wanted or not isinstance(dtype, torch.dtype):
+        return NotImplemented
+    # the rounding of a narrower dtype would come before sums
+    if torch.promote_types(dtype, input.dtype) != dtype:
+        return NotImplemented
+    return input if dtype == input.dtype else input.like(input.hidden, out=dtype)
+
+
+def _view(input: CutLogits, *shape: Any) -> Any:
+    if len(shape) == 1 and not isinstance(shape[0], int):
+        if not isinstance(shape[0], (tuple, list)):
+            return NotImplemented  # as another dtype
+        shape = tuple(shape[0])
+    if not shape or not _is_last(input) or shape.count(-1) > 1:
+        return NotImplemented
+    sizes = [int(size) for size in shape]
+    if -1 in sizes:
+        rest = math.prod(size for size in sizes if size != -1)
+        if not rest:
+            return NotImplemented
+        sizes[sizes.index(-1)] = input.numel() // rest
+    if sizes[-1] != input.head.vocabulary or math.prod(sizes) != input.numel():
+        return NotImplemented
+    hidden = input.hidden.reshape(*sizes[:-1], input.hidden.shape[-1])
+    return input.like(hidden, dim=len(sizes) - 1)
+
+
+def _reshape(input: CutLogits, *shape: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else _view(input, *shape)
+
+
+def _flatten(input: CutLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    start, end = start_dim % input.ndim, end_dim % input.ndim
+    if not _is_last(input) or end >= input.vocabulary_dim:
+        return NotImplemented
+    hidden = input.hidden.flatten(start, end)
+    return input.like(hidden, dim=hidden.ndim - 1)
+
+
+def _transpose(input: CutLogits, dim0: Any, dim1: Any) -> Any:
+    """Move the vocabulary behind the samples, where ``cross_entropy`` expects it, or back."""
+    if input.ndim != 3 or {dim0 % 3, dim1 % 3} != {1, 2} or input.vocabulary_dim == 0:
+        return NotImplemented
+    return input.like(input.hidden, dim=3 - input.vocabulary_dim)
+
+
+def _matrix_transpose(input: CutLogits) -> Any:
+    return _transpose(input, 1, 2)
+
+
+def _permute(input: CutLogits, *dims: Any) -> Any:
+    order = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    if input.ndim != 3 or tuple(each % 3 for each in order) != (0, 2, 1):
+        return NotImplemented
+    return _transpose(input, 1, 2)
+
+
+def _getitem(input: CutLogits, index: Any) -> Any:
+    if not _is_last(input):
+        return NotImplemented
+    parts = index if isinstance(index, tuple) else (index,)
+    consumed = 0
+    for part in parts:
+        if isinstance(part, Tensor):
+            consumed += part.ndim if part.dtype == torch.bool else 1
+        elif part is not None and part is not Ellipsis:
+            if not isinstance(part, (int, slice)) or isinstance(part, bool):
+                return NotImplemented
+            consumed += 1
+    last = parts[-1] if parts else None
+    reaches = any(part is Ellipsis for part in parts) and last is not Ellipsis
+    reaches = reaches or consumed >= input.ndim
+    if reaches and not (isinstance(last, slice) and last == slice(None)):
+        return NotImplemented
+    hidden = input.hidden[index]
+    return input.like(hidden, dim=hidden.ndim - 1)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
+    F.log_softmax: _log_softmax,
+    torch.log_softmax: _log_softmax_of_method,
+    Tensor.log_softmax: _log_softmax_of_method,
+    torch.logsumexp: _logsumexp,
+    Tensor.logsumexp: _logsumexp,
+    torch.argmax: _argmax,
+    Tensor.argmax: _argmax,
+    torch.gather: _gather,
+    Tensor.gather: _gather,
+    Tensor.contiguous: _same,
+    Tensor.clone: _clone,
+    torch.clone: _clone,
+    Tensor.detach: _detach,
+    torch.detach: _detach,
+    Tensor.float: _float,
+    Tensor.double: _double,
+    Tensor.to: _to,
+    Tensor.view: _view,
+    Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+    Tensor.swapaxes: _transpose,
+    Tensor.permute: _permute,
+    torch.permute: _permute,
+    Tensor.mT.__get__: _matrix_transpose,  # type: ignore[attr-defined]
+    Tensor.__getitem__: _getitem,
+}

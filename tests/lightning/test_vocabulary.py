@@ -1,0 +1,138 @@
+"""A Trainer with vocabulary_sharding=True trains as on one device, and refuses what it cannot."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common import (
+    assert_same_optimizer_state,
+    assert_same_tensors,
+    by_plan,
+    in_ranks,
+    trainer,
+    values_of,
+)
+from lightning.pytorch import LightningModule, Trainer
+from plans import QUIET
+from torch import Tensor
+from torch.utils.data import DataLoader
+from zoo import gpt2
+
+from lightning_cephalo import CephaloStrategy
+from lightning_cephalo.common.errors import UnsupportedError
+
+TOLERANCE = 2e-5
+
+
+def _rows(count: int) -> list[dict[str, Tensor]]:
+    """Sequences of which different parts count."""
+    generator = torch.Generator().manual_seed(4)
+    rows = []
+    for index in range(count):
+        tokens = torch.randint(61, (6,), generator=generator)
+        labels = tokens.clone()
+        labels[: index % 5] = -100
+        rows.append({"input_ids": tokens, "labels": labels})
+    return rows
+
+
+class Language(LightningModule):
+    """An unmodified GPT-2; weighs microbatches by their tokens, and logs its accuracy."""
+
+    automatic = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # transformers warns of its own deprecations
+            self.model = gpt2()
+        self.automatic_optimization = self.automatic
+        self.seen: list[tuple[float, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        out = self.model(**batch)
+        counted = batch["labels"][:, 1:] >= 0
+        right = (out.logits[:, :-1].argmax(-1) == batch["labels"][:, 1:])[counted]
+        self.log("right", right.float().mean(), batch_size=len(right), sync_dist=True)
+        return {"loss": out.loss, "weight": counted.sum()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens = batch["input_ids"]
+        self.log("val", self.model(tokens, labels=tokens).loss, sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(**batch).logits[:, -1]
+
+    def on_train_epoch_end(self) -> None:
+        metrics = self.trainer.callback_metrics
+        self.seen.append((float(metrics["right"]), float(metrics.get("val", 0.0))))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=False)
+
+
+def _loader(count: int) -> DataLoader:
+    return DataLoader(_rows(count), batch_size=8)
+
+
+def _fit(plan: str | None, folder: str) -> Any:
+    """Train, save, and go on from the file of the other way of training."""
+    model, options = Language(), {"gradient_clip_val": 0.3}
+    run = trainer(plan, {"vocabulary_sharding": True}, max_epochs=2, **options)
+    run.fit(model, _loader(16), _loader(8))
+    path = Path(folder) / f"{plan}.ckpt"
+    run.save_checkpoint(path)
+    values = values_of(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*needs all logits")
+        predicted = run.predict(model, _loader(8))
+    assert all(type(each) is Tensor and each.shape[1:] == (61,) for each in predicted)
+    more = trainer(plan, {"vocabulary_sharding": True}, max_epochs=3, **options)
+    again = Language()
+    more.fit(again, _loader(16), _loader(8), ckpt_path=str(Path(folder) / "None.ckpt"))
+    return torch.tensor(model.seen + again.seen), values, values_of(again)
+
+
+def test_training_and_checkpoints_are_those_of_one_device(tmp_path: Path):
+    expected = by_plan(None, _fit, str(tmp_path))
+    for plan in ("3:1", "no data"):
+        found = by_plan(plan, _fit, str(tmp_path))
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+        for values, wanted in zip(found[1:], expected[1:], strict=True):
+            assert_same_tensors(values, wanted, TOLERANCE)
+        own, other = (
+            torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in (plan, "None")
+        )
+        assert_same_tensors(own["state_dict"], other["state_dict"], TOLERANCE)
+        states = [file["optimizer_states"][0] for file in (own, other)]
+        assert_same_optimizer_state(*states, TOLERANCE)
+
+
+class Manual(Language):
+    automatic = False
+
+
+def _refused() -> None:
+    cases: list[tuple[dict[str, Any], type[LightningModule], str]] = [
+        ({"replan": True}, Language, "replan=True"),
+        ({"optimizer_offload": "auto"}, Language, "optimizer_offload"),
+        ({"reduce_dtype": "bfloat16"}, Language, "reduce_dtype"),
+        ({}, Manual, "manual optimization"),
+    ]
+    for options, kind, what in cases:
+        given = {"vocabulary_sharding": True, **options}
+        with pytest.raises(UnsupportedError, match=f"does not work with {what}"):
+            trainer("even", given).fit(kind(), _loader(8), _loader(8))
+    unplanned = CephaloStrategy(vocabulary_sharding=True)
+    with pytest.raises(UnsupportedError, match="does not work with plan=None"):
+        run = Trainer(accelerator="cpu", strategy=unplanned, devices=2, **QUIET)
+        run.fit(Language(), _loader(8), _loader(8))
+
+
+def test_what_does_not_go_together_is_refused_by_name_on_all_ranks():
+    in_ranks(2, _refused)
