@@ -268,7 +268,6 @@ class Executor:
             The outcome. If no microbatch of any rank has a loss, there is no backward to call.
         """
         self.gave_up, self._is_cut = False, True
-        self._vocabulary.begin_step()
         self._hide_held_gradients()  # of a step whose backward has not come
         self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
@@ -482,7 +481,6 @@ class Executor:
             The result, if this rank had a step, and the notes; the weights are empty.
         """
         self._is_cut = True
-        self._vocabulary.begin_step()
         calls = [] if call is None else [call]
         steps = [self.hooks.vocabulary.with_whole_results(call.step) for call in calls]
         microbatches = [Microbatch(step, self.accelerator, recompute=False) for step in steps]
@@ -854,6 +852,7 @@ class Executor:
     def _release_all(self) -> None:
         self.failure.abandon()
         self.buffers.of_microbatches.abandon()
+        self._vocabulary.forget()
         self._reducing = None
         for unit in self.units:
             unit.wait_reduce()

@@ -93,8 +93,8 @@ class VocabularyRounds:
         self._device = device
         self._kept: dict[int, list[Round]] = {}
 
-    def begin_step(self) -> None:
-        """Drop what a step has left that has failed."""
+    def forget(self) -> None:
+        """Drop what is held for a backward that will not come."""
         self._kept.clear()
 
     def forward(
