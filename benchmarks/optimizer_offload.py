@@ -1,11 +1,12 @@
 """Optimizer state in host memory: policies side by side on emulated ranks, predicted and measured.
 
-    python benchmarks/optimizer_offload.py [--record FILE.md] [--figure FILE.png]
+    python benchmarks/optimizer_offload.py [--record FILE.md] [--figure FILE.png] [--logs FOLDER]
 
 Ranks of unequal speed, two and four, have a link in each direction and a host that updates, all in
 virtual time: no figure depends on this machine. Each policy is a plan of the same microbatches,
-which training follows. The last table finds the deepest model that trains on memories 3:1, with as
-much memory again on hosts.
+which training follows. A second table finds the deepest model that trains on memories 3:1, with as
+much memory again on hosts. With the logs of others (see update_logs.py) a third one has their
+update times beside those of this planner's model.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tests", "tests/distributed", "tests/lightning", "tests/profiling", "examples")
-sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
+sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", *FOLDERS)]
 # forked ranks hang in OpenMP if this process has ever run it with several threads
 torch.set_num_threads(1)
 
 from lightning.pytorch import Callback  # noqa: E402
 from profiled import GPT, RankFailure, fit, in_ranks, loader  # noqa: E402
+from update_logs import lines as lines_of_logs  # noqa: E402
 
 from lightning_cephalo.common.errors import TooLittleMemoryError  # noqa: E402
 from lightning_cephalo.execution.state_moves import StateMover  # noqa: E402
@@ -333,7 +335,9 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--record", type=Path)
     arguments.add_argument("--figure", type=Path)
+    arguments.add_argument("--logs", type=Path, help="a copy of the logs of update_logs.py")
     given = arguments.parse_args()
+    logged = lines_of_logs(given.logs) if given.logs else []
     lines = [f"# Optimizer state in host memory, {datetime.date.today().isoformat()}", ""]
     rows = [
         row
@@ -350,6 +354,7 @@ def main() -> None:
         depth, said = _deepest(offload)
         parameters = sum(p.numel() for p in GPT(**{**MODEL, "depth": depth}).parameters())
         lines.append(f"| {offload} | {depth} blocks, {parameters:,} parameters | {said} |")
+    lines += ["", *logged] if logged else []
     text = "\n".join(lines) + "\n"
     print(text)
     if given.record:

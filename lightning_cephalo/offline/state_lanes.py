@@ -4,6 +4,9 @@ A rank has a link in each direction and the host's processors, which work beside
 of one direction run one after the other. Streamed state passes through two buffers of the device:
 one is filled only when what it held before has left. Parameters come back as soon as the host has
 updated them and the link is idle.
+
+All of them read and write the host's memory, which serves one of them at a time, so many bytes per
+second: a piece of work is done when its own lane and the memory have done it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable
 
 from lightning_cephalo.common.lanes import Lane
 from lightning_cephalo.plan import Problem, RankPlan, RankProfile
-from lightning_cephalo.plan.moving import MovedState, moved_by
+from lightning_cephalo.plan.moving import HostTraffic, MovedState, moved_by
 from lightning_cephalo.plan.program import ROOT, Instruction, Operation
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.plan.timeline import Stream
@@ -58,6 +61,7 @@ class StateLanes:
         self._problem, self._profile, self._record = problem, profile, record
         streams = (Stream.TO_DEVICE, Stream.TO_HOST, Stream.HOST)
         self._lanes = {stream: Lane() for stream in streams}
+        self._memory, self._traffic = Lane(), HostTraffic.of(problem)
         self._buffers_s = [0.0] * STAGED_UNITS
         self._next = 0
         self._fetched: dict[int, tuple[float, int]] = {}
@@ -78,7 +82,8 @@ class StateLanes:
             case Operation.HOST_UPDATE:
                 arrived_s = self._copy(instruction, Stream.TO_HOST, now_s)
                 took_s = self._sizes[unit] / self._profile.host_updated_parameters_per_s
-                updated_s = self._work(instruction, Stream.HOST, arrived_s, took_s)
+                touched = self._traffic.updated * self._sizes[unit]
+                updated_s = self._work(instruction, Stream.HOST, arrived_s, took_s, touched)
                 back = Instruction(Operation.STORE_STATE, unit)
                 self._copy(back, Stream.TO_DEVICE, updated_s)
 
@@ -98,7 +103,8 @@ class StateLanes:
         to_device = stream is Stream.TO_DEVICE
         rate = profile.to_device_bytes_per_s if to_device else profile.to_host_bytes_per_s
         moved_bytes = each * self._sizes[unit]
-        return self._work(instruction, stream, start_s, moved_bytes / rate, moved_bytes)
+        took_s = moved_bytes / rate
+        return self._work(instruction, stream, start_s, took_s, moved_bytes, moved_bytes)
 
     def _work(
         self,
@@ -106,8 +112,12 @@ class StateLanes:
         stream: Stream,
         start_s: float,
         took_s: float,
+        touched_bytes: float,
         moved_bytes: float = 0.0,
     ) -> float:
-        end_s = self._lanes[stream].place(start_s, took_s)
+        memory_s = touched_bytes / self._profile.host_memory_bytes_per_s
+        # no sooner than the memory has done it
+        served_s = self._memory.place(start_s, memory_s)
+        end_s = self._lanes[stream].place(max(start_s, served_s - took_s), took_s)
         self._record(stream, instruction, end_s - took_s, end_s, moved_bytes)
         return end_s

@@ -7,11 +7,13 @@ which g are streamed and c are updated by the host. A parameter has ``moment_byt
 
     link = s (moment_bytes g + element_bytes c) / (the slower direction's rate)
     host = s c / (parameters that the host updates per second)
+    memory = s (bytes of host memory, see :class:`HostTraffic`) / (the rank's part of its rate)
 
 With updates inside the backward, the first k units of the backward have state that moves, of U. A
 backward of one unit takes ``pace``. What no compute hides, makes the step longer by::
 
-    max(0, link - k pace, fetches - f pace, host + last - (U - 2) pace)
+    max(0, link - k pace, fetches - f pace, host + last - (U - 2) pace,
+        memory + last - (k - 1) pace)
       + max(0, last - (U - k - 1) pace) + root
 
 A streamed unit's state starts on its way one unit ahead, so that each of the f streamed units has a
@@ -23,7 +25,7 @@ are both kinds, their copies wait for each other, and ``link`` has those of the 
 the other units hides it. ``root`` is that of the root unit's, which nothing hides. With updates
 behind the backward the pace is 0, and the root unit is one like the others::
 
-    max(link, host) + last
+    max(link, host, memory) + last
 
 A share that is larger than an even one takes the device longer to update. That counts too, where
 state moves: without, ``Problem.optimizer_s`` stands for all shares.
@@ -189,6 +191,57 @@ def choices(problem: Problem, profile: RankProfile) -> list[MovedState]:
 
 
 @dataclass(frozen=True)
+class HostTraffic:
+    """Bytes of host memory that are read or written for the update of one parameter.
+
+    ::
+
+        HostTraffic.of(problem).fetched        # 8 with AdamW in fp32, and 8 stored: 16
+        HostTraffic.of(problem).updated        # 28, and 4 of the gradient and 4 of the parameter
+
+    Attributes:
+        fetched: Streamed state on its way to the device.
+        stored: Streamed state on its way back.
+        arrived: The gradient of what the host updates.
+        updated: The host's update itself.
+        returned: The parameter that comes back.
+    """
+
+    fetched: float
+    stored: float
+    arrived: float
+    updated: float
+    returned: float
+
+    @classmethod
+    def of(cls, problem: Problem) -> HostTraffic:
+        """Return the traffic of this project: moments move, and the host has its own parameters.
+
+        An update reads parameter, gradient and moments, and writes all of them but the gradient.
+        """
+        state, element = problem.moment_bytes, problem.element_bytes
+        return cls(state, state, element, 2 * state + 3 * element, element)
+
+    def of_streamed(self) -> float:
+        """Return the bytes for one streamed parameter."""
+        return self.fetched + self.stored
+
+    def of_host(self) -> float:
+        """Return the bytes for one parameter that the host updates."""
+        return self.arrived + self.updated + self.returned
+
+    def memory_s(self, streamed: float, on_host: float, bytes_per_s: float) -> float:
+        """Return how long the host's memory is busy.
+
+        Args:
+            streamed: Streamed parameters.
+            on_host: Parameters that the host updates.
+            bytes_per_s: What it reads and writes in a second; infinite: it is never busy.
+        """
+        return (streamed * self.of_streamed() + on_host * self.of_host()) / bytes_per_s
+
+
+@dataclass(frozen=True)
 class Exposure:
     """Seconds that a step takes longer, as a function of a rank's share of the state.
 
@@ -239,10 +292,12 @@ def exposure(
     state_s = problem.moment_bytes * streamed / rate
     copies_s = problem.element_bytes * on_host / rate
     host_s = on_host / profile.host_updated_parameters_per_s if on_host else 0.0
+    memory_s = HostTraffic.of(problem).memory_s(streamed, on_host, profile.host_memory_bytes_per_s)
     link_s = state_s + (2 if streamed else 1) * copies_s
     last_s = max(ways[1:], default=0.0)
     if not is_early:  # a root unit of another size fits no gap
-        return Exposure((update, ((link_s, 0.0), (host_s, 0.0)), ((last_s, 0.0),)), ways[0])
+        longest = ((link_s, 0.0), (host_s, 0.0), (memory_s, 0.0))
+        return Exposure((update, longest, ((last_s, 0.0),)), ways[0])
     pace_s = backward_s * problem.units / max(moved.units, 1)
 
     def hidden_s(units: int) -> float:
@@ -254,6 +309,7 @@ def exposure(
         (link_s, hidden_s(away)),
         (state_s + behind_s, hidden_s(moved.units_streamed)),
         (host_s + last_s * (on_host > 0), hidden_s(units - 2)),
+        (memory_s + last_s, hidden_s(away - 1)) if memory_s else (0.0, 0.0),
     )
     last = ((last_s, hidden_s(units - away - 1)),)
     return Exposure((update, moving, last), ways[0])
@@ -272,10 +328,16 @@ def _way_s(problem: Problem, profile: RankProfile, size: int, home: StateHome) -
     """Return the seconds in which one unit's state goes its way and back, for all of the state."""
     if home is StateHome.RESIDENT or not size:
         return 0.0
-    nbytes = problem.moment_bytes if home is StateHome.STREAMED else problem.element_bytes
-    both = 1 / profile.to_device_bytes_per_s + 1 / profile.to_host_bytes_per_s
-    update_s = size / profile.host_updated_parameters_per_s if home is StateHome.HOST else 0.0
-    return size * nbytes * both + update_s
+    is_streamed = home is StateHome.STREAMED
+    nbytes = problem.moment_bytes if is_streamed else problem.element_bytes
+    memory = profile.host_memory_bytes_per_s
+    traffic = HostTraffic.of(problem)
+    there = max(nbytes / profile.to_device_bytes_per_s, nbytes / memory)
+    back = max(nbytes / profile.to_host_bytes_per_s, nbytes / memory)
+    if is_streamed:
+        return size * (there + back)
+    update = max(1 / profile.host_updated_parameters_per_s, traffic.updated / memory)
+    return size * (there + back + update)
 
 
 def _even_update_s(problem: Problem) -> float:

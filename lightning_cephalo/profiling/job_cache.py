@@ -2,7 +2,8 @@
 
 A second start of the same job on the same devices measures nothing. One on other numbers of
 devices, each of a kind that was measured before, measures the network and the update alone: what a
-device computes does not depend on the others. :func:`describe` lists what identifies a job: the
+device computes does not depend on the others. It also measures what moving state costs, as ranks of
+a host share its memory. :func:`describe` lists what identifies a job: the
 model and the source files of its classes, the form of a sample, batch size, precision, options,
 versions. Hosts are not part of it, and free memory is read anew at each start. Problems of emulated
 devices are never cached: their speed differs from start to start.
@@ -34,6 +35,7 @@ from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.profiling.measure import merge_equal_ranks
+from lightning_cephalo.profiling.state_rates import StateRates
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
@@ -168,7 +170,8 @@ def _known(kinds: Sequence[Path], capacities: Sequence[float]) -> Problem | None
         less, more = sorted((profile.capacity_bytes, capacity))
         if more > _SAME_CAPACITY * less:
             return None
-        profiles.append(dataclasses.replace(profile, capacity_bytes=capacity))
+        # ranks of one host slow each other's copies down: those of this start are measured
+        profiles.append(dataclasses.replace(profile, capacity_bytes=capacity, **vars(StateRates())))
     return dataclasses.replace(
         problems[0],
         ranks=tuple(merge_equal_ranks(profiles)),

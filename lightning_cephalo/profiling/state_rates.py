@@ -1,15 +1,18 @@
 """Measures what optimizer state in host memory would cost: copies and updates.
 
 Ranks of one host share its memory and processors. So all ranks copy at the same time, in both
-directions, and then all let their host update. AdamW stands for the user's optimizer, which is made
-later. This takes some hundredths of a second.
+directions, and then all let their host update. At last all do both at once: what then takes longer
+than each alone waits for the host's memory. AdamW stands for the user's optimizer, which is made
+later. This takes some tenths of a second at most.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +29,12 @@ _PART = 1 / 64
 MOMENTS = 2
 _UPDATE_BYTES = 16
 _HOST_ELEMENTS = 2**20
+# Of host memory that AdamW in fp32 reads and writes for one parameter.
+_UPDATED_BYTES = 28
+# Copies in each direction beside one update by the host, at most.
+_MOST_COPIES = 64
+# Work at once that takes less than this much longer than the longest alone does not wait.
+_NOISE = 1.1
 
 
 @dataclass(frozen=True)
@@ -37,12 +46,15 @@ class StateRates:
         host_updated_parameters_per_s: Of its host's processors.
         to_device_bytes_per_s: Of copies to its device.
         to_host_bytes_per_s: Of copies to its host.
+        host_memory_bytes_per_s: Of its part of the host's memory, which copies and updates read and
+            write; infinite: they do not wait for it.
     """
 
     updated_parameters_per_s: float = math.inf
     host_updated_parameters_per_s: float = 0.0
     to_device_bytes_per_s: float = math.inf
     to_host_bytes_per_s: float = math.inf
+    host_memory_bytes_per_s: float = math.inf
 
 
 def has_state_rates(problem: Problem) -> bool:
@@ -86,12 +98,21 @@ def measure_state_rates(
     """
     room = min(_COPIED_BYTES, max(_LEAST_BYTES, int(min(capacity_bytes, 2.0**62) * _PART)))
     nbytes = room // 256 * 256
-    own = (*_copy_rates(model, nbytes), _update_rate(model, nbytes // _UPDATE_BYTES))
+    copies = _Copies(model, nbytes)
+    to_device, to_host = copies.rates()
+    on_device = _update_rate(model, nbytes // _UPDATE_BYTES)
     model.control.barrier()
-    on_host = _host_update_rate(model) if with_host_updates else 0.0
+    on_host, memory = 0.0, math.inf
+    if with_host_updates:
+        updates = _HostUpdates(model)
+        try:
+            on_host = updates.rate()
+            memory = _memory_rate(copies, updates, min(to_device, to_host), on_host)
+        finally:
+            updates.close()
+    del copies
     model.accelerator.empty_cache()
-    to_device, to_host, on_device = own
-    rates = StateRates(on_device, on_host, to_device, to_host)
+    rates = StateRates(on_device, on_host, to_device, to_host, memory)
     return [StateRates(*row) for row in model.control.gather(astuple(rates))]
 
 
@@ -111,28 +132,47 @@ def without_host_updates(problem: Problem) -> Problem:
     return replace(problem, ranks=tuple[RankProfile, ...](ranks))
 
 
-def _copy_rates(model: ShardedModel, nbytes: int) -> tuple[float, float]:
-    accelerator = model.accelerator
-    host = [accelerator.allocate_host(nbytes) for _ in range(2)]
-    device = [torch.zeros(nbytes, dtype=torch.uint8, device=model.device) for _ in range(2)]
-    to_device, to_host = accelerator.copies(), accelerator.copies()
-    best = [math.inf, math.inf]
-    for repeat in range(1 + _REPEATS):
-        accelerator.synchronize()
-        model.control.barrier()
-        start_s = accelerator.now_s()
-        arrivals = [
-            (0, to_device, to_device.start(device[0], host[0])),
-            (1, to_host, to_host.start(host[1], device[1], after=())),
+class _Copies:
+    """Copies in both directions at once, of as many bytes each."""
+
+    def __init__(self, model: ShardedModel, nbytes: int) -> None:
+        accelerator = model.accelerator
+        self.model, self.nbytes = model, nbytes
+        self._host = [accelerator.allocate_host(nbytes) for _ in range(2)]
+        self._device = [
+            torch.zeros(nbytes, dtype=torch.uint8, device=model.device) for _ in range(2)
         ]
-        # the wait for the first hides how long the second took, if it is done before
-        for way, copies, arrival in arrivals if repeat % 2 else reversed(arrivals):
-            copies.finish(arrival)
-            took_s = accelerator.now_s() - start_s
-            if repeat:  # the first one is not warm
-                best[way] = min(best[way], took_s)
-    in_s, out_s = best
-    return _rate(nbytes, in_s), _rate(nbytes, out_s)
+        self._ways = accelerator.copies(), accelerator.copies()
+
+    def start(self) -> list[Any]:
+        """Start one copy in each direction, that to the device first."""
+        (to_device, to_host), device, host = self._ways, self._device, self._host
+        return [
+            to_device.start(device[0], host[0]),
+            to_host.start(host[1], device[1], after=()),
+        ]
+
+    def finish(self, way: int, arrival: Any) -> None:
+        """Wait for a copy in a direction: 0 is to the device."""
+        self._ways[way].finish(arrival)
+
+    def rates(self) -> tuple[float, float]:
+        """Return the bytes per second to the device and to the host."""
+        accelerator = self.model.accelerator
+        best = [math.inf, math.inf]
+        for repeat in range(1 + _REPEATS):
+            accelerator.synchronize()
+            self.model.control.barrier()
+            start_s = accelerator.now_s()
+            arrivals = list(enumerate(self.start()))
+            # the wait for the first hides how long the second took, if it is done before
+            for way, arrival in arrivals if repeat % 2 else reversed(arrivals):
+                self.finish(way, arrival)
+                took_s = accelerator.now_s() - start_s
+                if repeat:  # the first one is not warm
+                    best[way] = min(best[way], took_s)
+        in_s, out_s = best
+        return _rate(self.nbytes, in_s), _rate(self.nbytes, out_s)
 
 
 def _update_rate(model: ShardedModel, elements: int) -> float:
@@ -145,25 +185,69 @@ def _update_rate(model: ShardedModel, elements: int) -> float:
     return _rate(elements, seconds)
 
 
-def _host_update_rate(model: ShardedModel) -> float:
-    accelerator = model.accelerator
-    with accelerator.on_host():
-        rows = nn.Parameter(torch.zeros(_HOST_ELEMENTS))
-        rows.grad = torch.zeros_like(rows)
-        optimizer = torch.optim.AdamW([rows], fused=True)
-    worker, copies, best_s = accelerator.host_worker(), accelerator.copies(), math.inf
-    try:
+class _HostUpdates:
+    """Updates by the host, in its own thread."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        accelerator = model.accelerator
+        with accelerator.on_host():
+            rows = nn.Parameter(torch.zeros(_HOST_ELEMENTS))
+            rows.grad = torch.zeros_like(rows)
+            self._optimizer = torch.optim.AdamW([rows], fused=True)
+        self.model, self._copies = model, accelerator.copies()
+        self._worker = accelerator.host_worker()
+
+    def start(self) -> Future[list[Any]]:
+        """Start one update."""
+        return self._worker.submit(self._optimizer.step, _HOST_ELEMENTS, (), list)
+
+    def finish(self, update: Future[list[Any]]) -> None:
+        """Wait for an update."""
+        for arrival in update.result():
+            self._copies.finish(arrival)
+
+    def rate(self) -> float:
+        """Return the parameters per second."""
+        best_s, accelerator = math.inf, self.model.accelerator
         for repeat in range(1 + _REPEATS):
-            model.control.barrier()
+            self.model.control.barrier()
             start_s = accelerator.now_s()
-            arrivals = worker.submit(optimizer.step, _HOST_ELEMENTS, (), list).result()
-            for arrival in arrivals:
-                copies.finish(arrival)
+            self.finish(self.start())
             if repeat:
                 best_s = min(best_s, accelerator.now_s() - start_s)
-    finally:
-        worker.close()
-    return min(_rate(_HOST_ELEMENTS, best_s), 1e15)
+        return min(_rate(_HOST_ELEMENTS, best_s), 1e15)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.close()
+
+
+def _memory_rate(
+    copies: _Copies, updates: _HostUpdates, copied_bytes_per_s: float, updated_per_s: float
+) -> float:
+    """Return the bytes of host memory per second; infinite: copies and updates do not wait for it.
+
+    As many copies as the host's update takes alone run beside it, on all ranks together.
+    """
+    accelerator, control = copies.model.accelerator, copies.model.control
+    update_s = _HOST_ELEMENTS / updated_per_s
+    copy_s = copies.nbytes / copied_bytes_per_s
+    count = max(1, min(_MOST_COPIES, round(update_s / copy_s))) if copy_s else 1
+    best_s = math.inf
+    for _ in range(_REPEATS):
+        accelerator.synchronize()
+        control.barrier()
+        start_s = accelerator.now_s()
+        update = updates.start()
+        arrivals = [copies.start() for _ in range(count)]
+        for way, arrival in enumerate(arrivals[-1]):  # those of one direction queue
+            copies.finish(way, arrival)
+        updates.finish(update)
+        best_s = min(best_s, accelerator.now_s() - start_s)
+    is_shared = best_s > _NOISE * max(update_s, count * copy_s)
+    if not (is_shared and accelerator.host_is_apart):
+        return math.inf
+    return _rate(2 * count * copies.nbytes + _HOST_ELEMENTS * _UPDATED_BYTES, best_s)
 
 
 def _rate(amount: float, seconds: float) -> float:

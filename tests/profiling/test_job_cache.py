@@ -21,6 +21,11 @@ from lightning_cephalo.common.files import replacing
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.profiling import job_cache
+from lightning_cephalo.profiling.state_rates import (
+    StateRates,
+    has_state_rates,
+    with_state_rates,
+)
 
 STEP = """
 from profiled import GPT
@@ -366,6 +371,7 @@ def problem_of(*profiles, **numbers):
 def test_kinds_of_devices_are_kept_apart_and_put_together(tmp_path):
     kinds = {name: tmp_path / f"{name}.json" for name in "abc"}
     first = problem_of(("a", 1.0), ("b", 3.0), ("a", 1.0), gather_s=7.0, boundary_bytes=5.0)
+    first = with_state_rates(first, [StateRates(9.0, 8.0, 7.0, 6.0, 5.0)] * 3)
     assert job_cache.save(tmp_path / "1", first, [kinds[n] for n in "aba"]) is None
     second = problem_of(("b", 4.0), ("c", 9.0), boundary_bytes=4.0)
     assert job_cache.save(tmp_path / "2", second, [kinds[n] for n in "bc"]) is None
@@ -381,6 +387,7 @@ def test_kinds_of_devices_are_kept_apart_and_put_together(tmp_path):
         ("a", (1.0,)),
     ]
     assert found.boundary_bytes == 5.0
+    assert not has_state_rates(found)  # copies slow those of the host's other ranks down
     assert known("ab", capacity=200.0) is None  # more memory may hold larger microbatches
     # devices of one name and two speeds: another start could not tell which it has
     noisy = problem_of(("a", 1.0), ("a", 1.5))

@@ -51,6 +51,8 @@ class Emulation(Callback):
         link_bytes_per_s: Rate of every rank's copies between device and host, as for
             :class:`EmulatedDevice`.
         host_updates_per_s: Parameters per second that every rank's host updates; the same.
+        host_memory_bytes_per_s: Bytes of host memory that these copies and updates of a rank read
+            and write per second; the same.
 
     Raises:
         ValueError: On construction, for a speed, capacity or total that is not a positive number,
@@ -67,8 +69,10 @@ class Emulation(Callback):
         clock: Callable[[], VirtualClock] = VirtualClock,
         link_bytes_per_s: float | None = None,
         host_updates_per_s: float | None = None,
+        host_memory_bytes_per_s: float | None = None,
     ) -> None:
         super().__init__()
+        self.host_memory_bytes_per_s = host_memory_bytes_per_s
         self.link_bytes_per_s, self.host_updates_per_s = link_bytes_per_s, host_updates_per_s
         self.speeds = tuple(float(speed) for speed in speeds)
         if not self.speeds or not all(speed > 0 and math.isfinite(speed) for speed in self.speeds):
@@ -117,6 +121,7 @@ class Emulation(Callback):
             capacity_bytes=self.capacity_bytes[trainer.global_rank],
             link_bytes_per_s=self.link_bytes_per_s,
             host_updates_per_s=self.host_updates_per_s,
+            host_memory_bytes_per_s=self.host_memory_bytes_per_s,
             name=f"cpu x{self.speeds[trainer.global_rank]:g}",
             clock=self._clock,
         )

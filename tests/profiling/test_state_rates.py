@@ -1,0 +1,54 @@
+"""Rates of copies, of updates by the host, and of the memory that both read and write."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from virtual_time import VirtualHost
+
+from lightning_cephalo.accelerator.emulated.accelerator import Emulated
+from lightning_cephalo.emulation import EmulatedDevice
+from lightning_cephalo.profiling.state_rates import StateRates, measure_state_rates
+
+LINK, UPDATES = 2e8, 2e7
+
+
+def measured(with_host_updates: bool = True, **rates: float) -> StateRates:
+    host = VirtualHost(tick_s=1e-9)
+    control = SimpleNamespace(barrier=lambda: None, gather=lambda row: [row])
+    given = {"link_bytes_per_s": LINK, "host_updates_per_s": UPDATES, **rates}
+    with EmulatedDevice(clock=host.clock, **given) as device:
+        accelerator = Emulated(torch.device("cpu"), device)
+        model: Any = SimpleNamespace(
+            accelerator=accelerator, control=control, device=accelerator.device
+        )
+        (found,) = measure_state_rates(model, 2.0**28, with_host_updates=with_host_updates)
+    return found
+
+
+def test_the_memory_of_a_host_that_serves_all_at_once_is_endless():
+    found = measured()
+    assert found.to_device_bytes_per_s == pytest.approx(LINK, rel=0.01)
+    assert found.to_host_bytes_per_s == pytest.approx(LINK, rel=0.01)
+    assert found.host_updated_parameters_per_s == pytest.approx(UPDATES, rel=0.01)
+    assert found.host_memory_bytes_per_s == math.inf
+
+
+@pytest.mark.parametrize("part", [0.6, 0.7])
+def test_memory_that_makes_copies_and_updates_wait_for_each_other_is_measured(part):
+    # each alone has all that it asks for, both together have a part of it
+    needed = 2 * LINK + 28 * UPDATES
+    rate = max(part * needed, 2 * LINK, 28 * UPDATES)
+    found = measured(host_memory_bytes_per_s=rate)
+    assert found.host_memory_bytes_per_s == pytest.approx(rate, rel=0.12)
+    assert found.to_device_bytes_per_s == pytest.approx(LINK, rel=0.01)
+    assert found.host_updated_parameters_per_s == pytest.approx(UPDATES, rel=0.01)
+
+
+def test_without_updates_by_the_host_copies_tell_all():
+    found = measured(with_host_updates=False)
+    assert found.host_updated_parameters_per_s == 0 and found.host_memory_bytes_per_s == math.inf
