@@ -1,6 +1,7 @@
 """Optimizer state in host memory: policies side by side on emulated ranks, predicted and measured.
 
     python benchmarks/optimizer_offload.py [--record FILE.md] [--figure FILE.png] [--logs FOLDER]
+                                           [--only policies | depths]
 
 Ranks of unequal speed, two and four, have a link in each direction and a host that updates, all in
 virtual time: no figure depends on this machine. Each policy is a plan of the same microbatches,
@@ -53,8 +54,8 @@ STEPS = 4
 ROOMY = 2**30
 # Part of the optimizer state for which devices have room in the policies that fill them.
 FILLED = 0.5
-DEPTHS = range(8, 64, 4)
-MEMORIES, HOST_MEMORY = (9_000_000, 3_000_000), "6 MB"
+DEPTHS = range(8, 129)
+MEMORIES, HOST_MEMORY_BYTES = (9_000_000, 3_000_000), 6_000_000
 BLOCKING = "static, all on host, blocking"
 POLICIES = (
     "all on device",
@@ -262,7 +263,7 @@ def _rows(ranks: int, batch: int) -> list[Row]:
 
 def _trains(depth: int, offload: Any) -> str:
     """Return the sentence with which a model is refused; empty: it trains."""
-    given = {"optimizer_offload": offload, "host_memory_cap": HOST_MEMORY}
+    given = {"optimizer_offload": offload, "host_memory_cap": HOST_MEMORY_BYTES}
     try:
         _fit(6, 2, 2, given, depth)
     except (InfeasibleError, TooLittleMemoryError, RuntimeError) as failure:
@@ -270,19 +271,62 @@ def _trains(depth: int, offload: Any) -> str:
     return ""
 
 
-def _deepest(offload: Any) -> tuple[int, str]:
-    """Return the deepest model that trains, and what the next one is refused with."""
-    best = 0
-    for depth in DEPTHS:
+@dataclass(frozen=True)
+class Depth:
+    """The deepest model that trains.
+
+    Attributes:
+        offload: The option ``optimizer_offload``.
+        deepest: Its blocks; 0: none trains.
+        refused: Blocks of the least deep model that is known not to train.
+        said: What that is refused with.
+    """
+
+    offload: Any
+    deepest: int
+    refused: int
+    said: str
+
+    def line(self) -> str:
+        """Return a row of the table."""
+        held, next_one = (_state_bytes(depth) / 1e6 for depth in (self.deepest, self.refused))
+        room = sum(MEMORIES) / 1e6
+        away = 0.0 if self.offload is False else len(MEMORIES) * HOST_MEMORY_BYTES / 1e6
+        return (
+            f"| {self.offload} | {self.deepest} blocks, {_parameters(self.deepest):,} parameters"
+            f" | {held:.1f} MB | {room + away:.1f} MB"
+            f" | {self.refused} blocks, {next_one:.1f} MB: {self.said} |"
+        )
+
+
+def _parameters(depth: int) -> int:
+    return sum(p.numel() for p in GPT(**{**MODEL, "depth": depth}).parameters())
+
+
+def _state_bytes(depth: int) -> int:
+    """Return the bytes of parameters and moments, which live on devices and hosts."""
+    return 12 * _parameters(depth)
+
+
+def _deepest(offload: Any, least: int = DEPTHS.start, most: int = DEPTHS.stop) -> Depth:
+    """Return the deepest model that trains: twice as deep until one does not, then halfway."""
+    best, refused, said = 0, most, "not looked for"
+    depth = least
+    while depth < refused:
         try:
-            said = in_ranks(2, _trains, depth, offload)[0]
-        except RankFailure as failure:
-            said = f"no answer: {str(failure).splitlines()[-1]}"
-        print(offload, depth, said, file=sys.stderr, flush=True)
-        if said:
-            return best, said
-        best = depth
-    return best, "not looked for"
+            answer = in_ranks(2, _trains, depth, offload)[0]
+        except RankFailure as failure:  # it has a limit of its own
+            answer = f"no answer: {str(failure).splitlines()[-1]}"
+        print(offload, depth, answer or "trains", file=sys.stderr, flush=True)
+        if answer:
+            refused, said = depth, answer
+        else:
+            best = depth
+        bound = refused if said != "not looked for" else min(refused, 4 * best)
+        depth = (best + bound) // 2
+        if depth == best:
+            break
+    return Depth(offload, best, refused, said)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -336,30 +380,29 @@ def main() -> None:
     arguments.add_argument("--record", type=Path)
     arguments.add_argument("--figure", type=Path)
     arguments.add_argument("--logs", type=Path, help="a copy of the logs of update_logs.py")
+    arguments.add_argument("--only", choices=("policies", "depths"), help="one of the tables")
     given = arguments.parse_args()
     logged = lines_of_logs(given.logs) if given.logs else []
     lines = [f"# Optimizer state in host memory, {datetime.date.today().isoformat()}", ""]
-    rows = [
-        row
-        for ranks, batches in BATCHES.items()
-        for batch in batches
-        for row in _rows(ranks, batch)
-    ]
-    lines += [*table(rows), ""]
-    lines += [
-        "| optimizer_offload | deepest model that trains on 3:1 | the next one |",
-        "|---|---|---|",
-    ]
-    for offload in (False, "auto"):
-        depth, said = _deepest(offload)
-        parameters = sum(p.numel() for p in GPT(**{**MODEL, "depth": depth}).parameters())
-        lines.append(f"| {offload} | {depth} blocks, {parameters:,} parameters | {said} |")
+    rows: list[Row] = []
+    if given.only in (None, "policies"):
+        for ranks, batches in BATCHES.items():
+            for batch in batches:
+                rows += _rows(ranks, batch)
+        lines += [*table(rows), ""]
+    if given.only in (None, "depths"):
+        lines += [
+            "| optimizer_offload | deepest model that trains on 3:1 | its parameters and moments"
+            " | memory that may hold them | the next one |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [_deepest(offload).line() for offload in (False, "auto")]
     lines += ["", *logged] if logged else []
     text = "\n".join(lines) + "\n"
     print(text)
     if given.record:
         given.record.write_text(text, encoding="utf-8")
-    if given.figure:
+    if given.figure and rows:
         figure(rows, given.figure)
 
 
