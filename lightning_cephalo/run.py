@@ -174,12 +174,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from lightning_cephalo.ranks import agents
+
+    agents.register()
     config = LaunchConfig(
         min_nodes=given.nnodes.least,
         max_nodes=given.nnodes.most,
         nproc_per_node=given.nproc_per_node,
         run_id=given.rdzv_id or uuid.uuid4().hex,
-        rdzv_backend="c10d",
+        rdzv_backend=agents.BACKEND,
         rdzv_endpoint=given.rdzv_endpoint or "localhost:0",
         rdzv_configs=dict(_RENDEZVOUS),
         max_restarts=given.max_restarts,

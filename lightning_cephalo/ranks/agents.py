@@ -1,0 +1,138 @@
+"""Lets the agents of several hosts meet, whatever their clocks say.
+
+torch's agents write the time of their clock into a common state, again and again. Each compares the
+times of the others with its own clock. So a host whose clock is some seconds behind counts as lost,
+and one that has not run for some seconds takes all others for lost. Here each agent notes by its
+own clock when it has seen a time change. It counts at most a moment between two looks, as it may
+not have run in between. What others have written stays in the common state as it is.
+
+[Note: torch's state] The state is private to torch; of it only ``last_heartbeats`` and ``deadline``
+are used. Only this file uses them; tests/distributed/test_agents.py fails when they change.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Hashable
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    create_handler,
+)
+
+BACKEND = "cephalo"
+"""The name under which torch's launcher finds :func:`meeting`."""
+
+_DEADLINE = "deadline"
+# an agent looks every second
+_MOST_S = 2.0
+
+
+def register() -> None:
+    """Let torch's launcher find :func:`meeting`."""
+    rendezvous_handler_registry.register(BACKEND, meeting)
+
+
+def meeting(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Return where the agents meet: torch's own place, with times of this host's clock.
+
+    Args:
+        parameters: As for torch's backend "c10d".
+    """
+    backend, store = create_backend(parameters)
+    last_call_s = float(parameters.get("last_call_timeout"))
+    return create_handler(store, OwnClock(backend, last_call_s), parameters)
+
+
+class OwnClock(RendezvousBackend):
+    """Gives each time of the common state as this host's clock has seen it change.
+
+    Args:
+        backend: Holds the common state.
+        last_call_s: Seconds from the moment when enough agents are there to the deadline.
+        clock_s: Seconds that pass on this host, from any moment.
+        now: This host's time of day, which torch compares with.
+    """
+
+    def __init__(
+        self,
+        backend: RendezvousBackend,
+        last_call_s: float,
+        clock_s: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
+    ) -> None:
+        self._backend, self._last_call_s = backend, last_call_s
+        self._clock_s, self._now = clock_s, now
+        self._looked_s, self._watched_s = clock_s(), 0.0
+        # the time that was written, and when it was seen first
+        self._seen: dict[Hashable, tuple[datetime, float]] = {}
+        self._given: dict[Hashable, datetime] = {}
+
+    @property
+    def name(self) -> str:
+        """The name that torch's launcher knows it by."""
+        return BACKEND
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """Return the common state, with times of this host, and its token."""
+        found = self._backend.get_state()
+        return None if found is None else (self._read(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Write the common state, unless another agent has; return it as :meth:`get_state` does.
+
+        Args:
+            state: The state, with times of this host.
+            token: Of the state that was changed.
+        """
+        found = self._backend.set_state(self._written(state), token)
+        return None if found is None else (self._read(found[0]), *found[1:])
+
+    def _read(self, written: bytes) -> bytes:
+        self._look()
+        state, now = pickle.loads(written), self._now()
+        times = _times_of(state)
+        self._seen = {
+            name: old
+            if (old := self._seen.get(name)) is not None and old[0] == moment
+            else (moment, self._watched_s)
+            for name, moment in times.items()
+        }
+        ages_s = {name: self._watched_s - seen_s for name, (_, seen_s) in self._seen.items()}
+        self._given = {name: now - timedelta(seconds=age_s) for name, age_s in ages_s.items()}
+        if _DEADLINE in self._given:
+            self._given[_DEADLINE] += timedelta(seconds=self._last_call_s)
+        return _with_times(state, self._given)
+
+    def _written(self, given: bytes) -> bytes:
+        state = pickle.loads(given)
+        times = {
+            name: self._seen[name][0] if self._given.get(name) == moment else moment
+            for name, moment in _times_of(state).items()
+        }
+        return _with_times(state, times)
+
+    def _look(self) -> None:
+        now_s = self._clock_s()
+        self._watched_s += min(now_s - self._looked_s, _MOST_S)
+        self._looked_s = now_s
+
+
+def _times_of(state: Any) -> dict[Hashable, datetime]:
+    deadline = {} if state.deadline is None else {_DEADLINE: state.deadline}
+    return {**state.last_heartbeats, **deadline}
+
+
+def _with_times(state: Any, times: dict[Hashable, datetime]) -> bytes:
+    state.last_heartbeats = {name: times[name] for name in state.last_heartbeats}
+    state.deadline = times.get(_DEADLINE)
+    return pickle.dumps(state)

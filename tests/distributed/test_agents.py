@@ -1,0 +1,122 @@
+"""Agents of several hosts meet whatever their clocks say, and lose only what is silent."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
+
+from lightning_cephalo.ranks.agents import OwnClock
+
+LAST_CALL_S = 3
+_BEGIN = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+class Shared(torchs.RendezvousBackend):
+    """A state in this process, written as torch's store does it."""
+
+    name = "shared"
+
+    def __init__(self):
+        self.state, self.token = None, 0
+
+    def get_state(self):
+        return None if self.state is None else (self.state, self.token)
+
+    def set_state(self, state, token=None):
+        has_set = self.state is None or token == self.token
+        if has_set:
+            self.state, self.token = state, self.token + 1
+        return self.state, self.token, has_set
+
+
+class Hosts:
+    """Hosts whose clocks differ, and an hour that passes on all of them."""
+
+    def __init__(self, monkeypatch, *hours_apart):
+        self.passed_s, self._at, shared = 0.0, 0, Shared()
+        self._apart = [timedelta(hours=hours) for hours in hours_apart]
+        settings = torchs.RendezvousSettings(
+            "job", 1, 3, torchs.RendezvousTimeout(), timedelta(seconds=1), 3
+        )
+        hosts = self
+
+        class Clock(datetime):
+            @classmethod
+            def now(cls, _):
+                return hosts.now(hosts._at)
+
+        monkeypatch.setattr(torchs, "datetime", Clock)
+        self.holders = []
+        for host in range(len(hours_apart)):
+            clock = {"clock_s": lambda: self.passed_s, "now": lambda host=host: self.now(host)}
+            backend = OwnClock(shared, LAST_CALL_S, **clock)
+            self.holders.append(
+                torchs._BackendRendezvousStateHolder(backend, settings, cache_duration=0)
+            )
+        self.nodes = [torchs._NodeDesc(str(host), 1, 1) for host in range(len(hours_apart))]
+
+    def now(self, host):
+        return _BEGIN + timedelta(seconds=self.passed_s) + self._apart[host]
+
+    def look(self, host, *, beats=False):
+        """Let a host read the state, and say that it is there; return it."""
+        self._at, holder = host, self.holders[host]
+        holder.sync()
+        if beats:
+            holder.state.participants[self.nodes[host]] = host
+            holder.state.last_heartbeats[self.nodes[host]] = self.now(host)
+            holder.mark_dirty()
+            assert holder.sync()
+        return holder.state
+
+    def pass_by(self, seconds, *running):
+        """Let seconds pass, in which some hosts say that they are there."""
+        for _ in range(seconds):
+            self.passed_s += 1.0
+            for host in running:
+                self.look(host, beats=True)
+
+    def present(self, host):
+        """Return the hosts that one sees."""
+        return sorted(self.nodes.index(node) for node in self.look(host).participants)
+
+
+def test_hosts_whose_clocks_differ_stay_and_only_a_silent_one_is_lost(monkeypatch):
+    hosts = Hosts(monkeypatch, 0, -1, 2)
+    hosts.pass_by(20, 0, 1, 2)
+    assert [hosts.present(host) for host in range(3)] == [[0, 1, 2]] * 3
+    hosts.pass_by(3, 0, 1)
+    assert hosts.present(0) == [0, 1, 2]
+    hosts.pass_by(1, 0, 1)
+    assert hosts.present(0) == hosts.present(1) == [0, 1]
+
+
+def test_a_host_that_did_not_run_takes_no_other_for_lost(monkeypatch):
+    hosts = Hosts(monkeypatch, 0, 0)
+    hosts.pass_by(5, 0, 1)
+    hosts.passed_s += 60.0  # neither has run, as on a machine that does much else
+    assert hosts.present(0) == hosts.present(1) == [0, 1]
+    hosts.pass_by(2, 0, 1)
+    assert hosts.present(0) == hosts.present(1) == [0, 1]
+
+
+def test_a_clock_that_is_set_anew_changes_nothing(monkeypatch):
+    hosts = Hosts(monkeypatch, 0, 0)
+    hosts.pass_by(5, 0, 1)
+    hosts._apart[0] += timedelta(minutes=10)
+    assert hosts.present(0) == hosts.present(1) == [0, 1]
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_the_last_call_is_as_long_for_all(monkeypatch, hours):
+    hosts = Hosts(monkeypatch, 0, hours)
+    state = hosts.look(1, beats=True)
+    state.deadline = hosts.now(1) + timedelta(seconds=LAST_CALL_S)
+    hosts.holders[1].mark_dirty()
+    for passed_s in range(LAST_CALL_S + 1):
+        for host in (1, 0):
+            left = hosts.look(host, beats=True).deadline - hosts.now(host)
+            assert left == timedelta(seconds=LAST_CALL_S - passed_s)
+        hosts.passed_s += 1.0
