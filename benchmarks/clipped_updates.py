@@ -6,9 +6,9 @@ With clipping by norm all updates follow the backward, as the norm is known last
 would update with the factor that is expected, write what is new beside what is old, and swap when
 the norm is known. This prices four kinds of plans by the planner's own model, from data sheets:
 
-- late: as training does with clipping.
+- late: all gradients stay on the devices until the norm is known.
 - leaving: gradients of units that the host updates leave the device at their reduce, and the host
-  waits for the norm. Nothing is speculated.
+  waits for the norm, as training does with clipping. Nothing is speculated.
 - speculated: the host's updates and the ways of state hide as those of early updates do. Gradients
   and old values are kept until the norm is known: devices hold what they hold with late updates.
 - early: without clipping. No speculation can be faster.
@@ -65,14 +65,7 @@ def kinds(problem: Problem) -> dict[str, Problem]:
     # the devices' own updates wait for the norm
     return {
         "late": replace(problem, unit_update_s=0.0),
-        # what leaves a device is moments and gradient; that also makes streams too expensive
-        "leaving": replace(
-            problem,
-            unit_update_s=0.0,
-            moment_bytes=problem.moment_bytes + problem.element_bytes,
-            # one gradient is on its way
-            reducing_state_bytes=problem.element_bytes * max(problem.unit_parameters),
-        ),
+        "leaving": replace(problem, unit_update_s=0.0, sends_gradients=True),
         "speculated": replace(speculated, unit_update_s=0.0),
         "early": early,
     }

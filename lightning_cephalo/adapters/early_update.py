@@ -42,6 +42,7 @@ _HOOKS_OF_MODULE = (
 )
 # What code of the user's names if it reads gradients: the attribute, and Lightning's function.
 _GRADIENTS = frozenset({"grad", "grad_norm"})
+_CLIPS = "gradient clipping by norm"
 # They set accumulate_grad_batches in the middle of a run.
 _ACCUMULATE = (GradientAccumulationScheduler, StochasticWeightAveraging)
 # Their hooks read no gradients but in the hooks above.
@@ -102,7 +103,7 @@ def _names_gradients(code: CodeType) -> bool:
 
 def _late_by_trainer(trainer: Trainer) -> str:
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
-        return "gradient clipping by norm"
+        return _CLIPS
     if trainer.accumulate_grad_batches != 1:
         return f"gradients of {trainer.accumulate_grad_batches} batches add up"
     return ""
@@ -116,6 +117,31 @@ def late_by_optimizer(optimizer: Optimizer) -> str:
     if known is not Scope.ELEMENT:
         return f"{name} is not element-wise"
     return _late_by_hooks(optimizer)
+
+
+def gradients_leave(late: str, trainer: Trainer) -> bool:
+    """Return whether a run's gradients may leave for the host before updates that are late.
+
+    Args:
+        late: Why updates follow the backward.
+        trainer: The trainer that is fitting.
+    """
+    return late == _CLIPS and trainer.accumulate_grad_batches == 1
+
+
+def may_send_gradients(late: str, optimizer: Optimizer, trainer: Trainer) -> bool:
+    """Return whether gradients of a step may leave for the host before its late updates.
+
+    Then nothing but the norm makes them late: nobody else reads gradients.
+
+    Args:
+        late: Why updates follow the backward.
+        optimizer: The optimizer of the step that begins.
+        trainer: The trainer that is fitting.
+    """
+    if torch.is_anomaly_enabled() or _late_by_trainer(trainer) != _CLIPS:
+        return False
+    return gradients_leave(late, trainer) and not late_by_optimizer(optimizer)
 
 
 def _late_by_hooks(optimizer: Optimizer) -> str:

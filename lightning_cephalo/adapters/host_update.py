@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.base import Copies
 from lightning_cephalo.accelerator.transfers import ToldWorker
-from lightning_cephalo.adapters.optimizer import clip_by_value
+from lightning_cephalo.adapters.optimizer import clip_by_value, norms_of
 from lightning_cephalo.execution.host_room import HostRoom
 from lightning_cephalo.sharding.placement import local_part
+from lightning_cephalo.sharding.spent_gradients import SentGradient, take_sent
 
 # Optimizers with a fused kernel for CPUs.
 _FUSED = (Adagrad, Adam, AdamW, SGD)
@@ -81,11 +82,38 @@ class HostUpdates:
         self._in, self._out = to_device, to_host
         self._held: dict[int, _OnHost] = {}
         self._jobs: dict[int, _Job] = {}
+        self._sent: dict[int, tuple[Tensor, Any]] = {}  # a parameter whose gradient left, its copy
+        self._leaving: list[tuple[Tensor, Any]] = []
         self._worker = ToldWorker(accelerator)
 
     def has_begun(self, unit: int) -> bool:
         """Return whether an update of a unit has begun that is not finished."""
         return unit in self._jobs
+
+    def send(self, unit: int, parameters: Sequence[Tensor]) -> list[SentGradient]:
+        """Start to copy gradients to the host, which waits for more before it updates.
+
+        Args:
+            unit: Index of the unit.
+            parameters: Parameters with gradients.
+
+        Raises:
+            HostMemoryError: If the host has no memory for rows and gradients.
+        """
+        self._let_go()
+        gradients = [local_part(cast(Tensor, parameter.grad)) for parameter in parameters]
+        norms = norms_of(gradients)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            arrival = self._out.start(self._on_host(unit, parameter).gradient, gradient)
+            self._leaving.append((gradient, arrival))
+            self._sent[id(parameter)] = parameter, arrival
+        return [SentGradient(norm) for norm in norms]
+
+    def _let_go(self) -> None:
+        """Give the memory of gradients back that have left, when their copies are done."""
+        for _, arrival in self._leaving:
+            self._out.wait(arrival)
+        self._leaving = []
 
     def begin(
         self, unit: int, optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], clip: Any
@@ -110,6 +138,9 @@ class HostUpdates:
         parameters: list[tuple[Tensor, _OnHost]] = []
         sources: list[tuple[Tensor, Any]] = []
         groups: list[dict[str, Any]] = []
+        arrivals: list[Any] = []
+        factors: list[tuple[Tensor, float]] = []
+        self._let_go()
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         for options, members in zip(optimizer.param_groups, chosen, strict=True):
             held = [self._on_host(unit, parameter) for parameter in members]
@@ -119,8 +150,14 @@ class HostUpdates:
                     sources.append((rows, self._out.start(own.rows, rows)))
                 own.version = None  # until the device has the new rows
                 assert parameter.grad is not None
-                gradient = local_part(parameter.grad)
-                sources.append((gradient, self._out.start(own.gradient, gradient)))
+                sent = take_sent(parameter.grad)
+                if sent is None:
+                    gradient = local_part(parameter.grad)
+                    sources.append((gradient, self._out.start(own.gradient, gradient)))
+                else:
+                    _, arrival = self._sent.pop(id(parameter))
+                    arrivals.append(arrival)
+                    factors.append((own.gradient, sent.factor))
                 own.rows.grad = own.gradient
                 entries = optimizer.state.get(parameter, {})
                 if entries:
@@ -131,7 +168,7 @@ class HostUpdates:
                 if rows_of:
                     groups.append(_options(optimizer, options, rows_of))
         twin = _twin(optimizer, groups, state)
-        arrivals = [arrival for _, arrival in sources]
+        arrivals += [arrival for _, arrival in sources]
 
         def to_device(after: Sequence[Any]) -> list[Any]:
             with torch.no_grad():
@@ -141,7 +178,8 @@ class HostUpdates:
                 ]
 
         elements = sum(own.rows.numel() for _, own in parameters)
-        future = self._worker.submit(partial(_step, twin), elements, arrivals, to_device)
+        step = partial(_step, twin, factors)
+        future = self._worker.submit(step, elements, arrivals, to_device)
         self._jobs[unit] = _Job(future, twin, parameters, sources)
 
     def finish(self, unit: int) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -170,7 +208,10 @@ class HostUpdates:
         """Forget updates that a failed step has begun, when they are done."""
         for job in self._jobs.values():
             job.future.exception()
-        self._jobs = {}
+        for parameter, _ in self._sent.values():
+            take_sent(parameter.grad)
+        self._jobs, self._sent = {}, {}
+        self._let_go()
 
     def close(self) -> None:
         """End the thread, when its updates are done."""
@@ -188,7 +229,9 @@ class HostUpdates:
         return self._room.take(rows.numel(), rows.dtype, unit).view(rows.shape)
 
 
-def _step(optimizer: Optimizer) -> None:
+def _step(optimizer: Optimizer, factors: Sequence[tuple[Tensor, float]]) -> None:
+    for gradient, factor in factors:
+        gradient.mul_(factor)
     # Private: below the hooks of instances, and torch's own for profilers
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 

@@ -34,7 +34,7 @@ from lightning_cephalo.adapters.scope import Scope, known_scope, state_bytes_per
 from lightning_cephalo.execution.host_room import HostRoom, aligned_bytes
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.sharding.placement import local_part
-from lightning_cephalo.sharding.spent_gradients import is_spent
+from lightning_cephalo.sharding.spent_gradients import SentGradient, is_spent, sent_gradient
 from lightning_cephalo.sharding.unit import Unit
 
 if TYPE_CHECKING:
@@ -253,6 +253,19 @@ class MovedState:
         self.update_chosen(chosen, on_host=on_host)
         self._updated.update(id(parameter) for group in chosen for parameter in group)
 
+    def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
+        """Start to copy gradients to the host, which will use them; None: there is none.
+
+        Args:
+            parameters: Parameters of one unit.
+        """
+        chosen = [p for group in self._with_gradients(parameters) for p in group]
+        if not chosen:
+            return [None] * len(parameters)
+        sent = self._host.send(self._unit_of[id(chosen[0])], chosen)
+        found = dict(zip(map(id, chosen), sent, strict=True))
+        return [found.get(id(parameter)) for parameter in parameters]
+
     def store(self, unit: int) -> None:
         """Start to copy a unit's state back, or take what the host has updated."""
         self._let_go()
@@ -389,7 +402,9 @@ class MovedState:
         chosen: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         for parameter in parameters:
             group = self._groups.get(id(parameter))
-            if group is not None and parameter.grad is not None and not is_spent(parameter.grad):
+            if group is None or parameter.grad is None:
+                continue
+            if not is_spent(parameter.grad) or sent_gradient(parameter.grad) is not None:
                 chosen[group].append(parameter)
         return chosen
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -29,7 +30,12 @@ from lightning_cephalo.adapters.scope import known_scope
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, row_spec
 from lightning_cephalo.sharding.row_operators import cut_gradients
-from lightning_cephalo.sharding.spent_gradients import is_spent, refuse_spent
+from lightning_cephalo.sharding.spent_gradients import (
+    SentGradient,
+    is_spent,
+    refuse_spent,
+    sent_gradient,
+)
 
 
 class UpdatesElsewhere(Protocol):
@@ -303,7 +309,8 @@ def as_state(name: str, parameter: Tensor, value: Tensor) -> Tensor:
 def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
     """Scale gradients down to a norm over all gradients and all ranks; collective.
 
-    Sends one message for all gradients; otherwise like ``torch.nn.utils.clip_grad_norm_``.
+    Sends one message for all gradients; otherwise like ``torch.nn.utils.clip_grad_norm_``. Of those
+    that have left for the host the norms are known. The host is told the factor.
 
     Args:
         parameters: DTensors in rows or with a copy on every rank; those without gradients are
@@ -315,26 +322,56 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
     """
     with _without_torch_functions(), torch.no_grad():
         held = [parameter for parameter in parameters if parameter.grad is not None]
+        sent = {id(p): own for p in held if (own := sent_gradient(p.grad)) is not None}
         for parameter in held:
-            refuse_spent(cast(Tensor, parameter.grad))
+            if id(parameter) not in sent:
+                refuse_spent(cast(Tensor, parameter.grad))
         if not held:
             return torch.tensor(0.0)
         in_rows = [isinstance(p, DTensor) and isinstance(p.placements[0], Rows) for p in held]
         with _rows_of(held) as rows:
-            parts = [own.grad for own, part in zip(rows, in_rows, strict=True) if part]
-            copies = [own.grad for own, part in zip(rows, in_rows, strict=True) if not part]
+            gradients = [
+                _Part(own.grad, sent.get(id(parameter)), part)
+                for parameter, own, part in zip(held, rows, in_rows, strict=True)
+            ]
+            parts = [each for each in gradients if each.is_in_rows]
+            copies = [each for each in gradients if not each.is_in_rows]
             square, square_of_copies = (_square_of_norm(g, rows[0].device) for g in (parts, copies))
             if parts:
                 mesh = cast(DTensor, held[in_rows.index(True)]).device_mesh
                 all_reduce(square, mesh.get_group()).wait()
             norm = (square + square_of_copies).sqrt().to(rows[0].dtype)
             torch.nn.utils.clip_grads_with_norm_(rows, largest, norm)
+        if sent:
+            factor = float(torch.clamp(float(largest) / (norm + 1e-6), max=1.0))
+            for own_sent in sent.values():
+                own_sent.factor = factor
     return norm
 
 
-def _square_of_norm(gradients: list[Any], device: torch.device) -> Tensor:
-    if not gradients:  # torch's norm of no tensors is on the CPU: copying it waits for the device
+def norms_of(gradients: list[Tensor]) -> list[Tensor]:
+    """Return the norm of each gradient, as ``torch.nn.utils.get_total_norm`` computes it."""
+    return list(torch._foreach_norm(gradients))  # private: torch has no public form of it
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A gradient on this rank, or what is known of one that has left for the host."""
+
+    gradient: Tensor | None
+    sent: SentGradient | None
+    is_in_rows: bool
+
+
+def _square_of_norm(parts: list[_Part], device: torch.device) -> Tensor:
+    if not parts:  # torch's norm of no tensors is on the CPU: copying it waits for the device
         return torch.zeros((), dtype=torch.float64, device=device)
+    gradients = [part.gradient for part in parts if part.gradient is not None and not part.sent]
+    if len(gradients) < len(parts):
+        there = iter(norms_of(gradients) if gradients else [])
+        norms = [part.sent.norm if part.sent else next(there) for part in parts]
+        whole = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+        return whole.to(torch.float64).square()
     # in double precision, the square of a finite single-precision number is finite
     return torch.nn.utils.get_total_norm(gradients).to(device, torch.float64).square()
 

@@ -152,6 +152,7 @@ class Executor:
             Operation.REDUCE: Executor._reduce,
             Operation.UPDATE: Executor._update,
             Operation.FETCH_STATE: Executor._fetch_state,
+            Operation.SEND_GRADIENT: Executor._send_gradient,
             Operation.HOST_UPDATE: Executor._update,
             Operation.STORE_STATE: Executor._store_state,
             Operation.FREE: Executor._free,
@@ -343,6 +344,7 @@ class Executor:
             offload_boundaries=self.arena is not None,
             updates_early=self.early.is_on,
             homes=self.state_moves.homes,
+            sends_gradients=self.state_moves.sends_gradients and not self.early.is_on,
         )
 
     def begin_phases(
@@ -711,6 +713,13 @@ class Executor:
         self.early.count()
         has_samples = bool(step.calls)
         self.failure.guarded(self.early.update, unit, step.used[index], has_samples, on_host)
+
+    def _send_gradient(self, instruction: Instruction) -> None:
+        step, unit = self._step, self.units[instruction.unit]
+        if self._reducing is unit:
+            self._finish_reduce(None)
+        used, has_samples = step.used[instruction.unit], bool(step.calls)
+        self.failure.guarded(self.state_moves.send_gradient, unit, used, has_samples)
 
     def _fetch_state(self, instruction: Instruction) -> None:
         assert self.state_moves.mover is not None

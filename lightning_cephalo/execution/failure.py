@@ -25,6 +25,7 @@ _DOING = {
     Operation.ARM: "gradient",
     Operation.FREE: "release",
     Operation.MEET: "meeting",
+    Operation.SEND_GRADIENT: "gradient on its way to the host",
     Operation.UPDATE: "optimizer's step",
     Operation.HOST_UPDATE: "optimizer's step on the host",
 }

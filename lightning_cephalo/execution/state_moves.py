@@ -9,6 +9,10 @@ parameters there, and the new rows are copied to the device.
 Updates follow a unit's reduce where early updates are exact. The others come with the optimizer's
 own ``step``: when gradients are final and clipped, before it updates all that is on the device.
 What the host updates is awaited when ``step`` ends.
+
+Late updates wait for the norm by which gradients are clipped. Gradients that the host will use need
+not: they leave the device behind their unit's reduce, where nobody else reads gradients. Their part
+of the norm is computed before. The host multiplies them by the factor.
 """
 
 from __future__ import annotations
@@ -16,7 +20,11 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Protocol
 
+from torch import nn
+
 from lightning_cephalo.plan.state_homes import StateHome
+from lightning_cephalo.sharding.spent_gradients import SentGradient, mark_sent
+from lightning_cephalo.sharding.unit import Unit
 
 
 class StateMover(Protocol):
@@ -31,6 +39,13 @@ class StateMover(Protocol):
         Args:
             unit: Index of the unit.
             on_host: Whether the host updates it, which has only begun when this returns.
+        """
+
+    def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
+        """Start to copy gradients to the host, which will use them; None: there is none.
+
+        Args:
+            parameters: Parameters of one unit.
         """
 
     def store(self, unit: int) -> None:
@@ -52,14 +67,32 @@ class StateMoves:
         mover: Moves state; None: all of it is on the device.
         planned: Where the state of each unit lives by the plan; empty: on the device.
         is_late: Whether the updates of the optimizer's own step are running.
+        sends_gradients: Whether, in late updates, gradients leave for the host behind their reduce.
     """
 
     def __init__(self) -> None:
         self.mover: StateMover | None = None
         self.planned: tuple[StateHome, ...] = ()
-        self.is_late = False
+        self.is_late = self.sends_gradients = False
 
     @property
     def homes(self) -> Sequence[StateHome]:
         """Where the state of each unit lives; empty: all of it is on the device."""
         return self.planned if self.mover is not None else ()
+
+    def send_gradient(self, unit: Unit, used: Sequence[bool], has_samples: bool) -> None:
+        """Let the gradients of a unit leave for the host, where they are known to exist.
+
+        Args:
+            unit: A unit whose reduce is done.
+            used: Per trainable flat and parameter, whether this rank has used it.
+            has_samples: Whether this rank has any microbatch.
+        """
+        assert self.mover is not None
+        unit.publish(used if has_samples else unit.landed())
+        parameters = unit.reduced_parameters()
+        sent = self.mover.send_gradients(parameters)
+        unit.give_back([each is not None for each in sent])
+        for parameter, each in zip(parameters, sent, strict=True):
+            if each is not None:
+                mark_sent(parameter, each)

@@ -206,6 +206,7 @@ class Visits:
         offload_boundaries: bool,
         updates_early: bool = False,
         homes: Sequence[StateHome] = (),
+        sends_gradients: bool = False,
     ) -> Program:
         """Return the checked program of a step; see :func:`~.program.compile_step`."""
         key = (
@@ -216,6 +217,7 @@ class Visits:
             offload_boundaries,
             updates_early,
             tuple(homes),
+            sends_gradients,
         )
         if key not in self._programs:
             if len(self._programs) >= _PROGRAMS:
@@ -229,6 +231,7 @@ class Visits:
                     offload_boundaries=offload_boundaries,
                     updates_early=updates_early,
                     homes=homes,
+                    sends_gradients=sends_gradients,
                 )
                 for count in (microbatches, 0)
             )

@@ -68,7 +68,8 @@ from lightning_cephalo.plan.timeline import (
 # indices of Problem.states_bytes
 _FORWARD, _REDUCING, _UPDATING = range(3)
 _LINKED = frozenset({Operation.GATHER, Operation.REDUCE})
-_OF_STATE = frozenset({Operation.FETCH_STATE, Operation.STORE_STATE, Operation.HOST_UPDATE})
+_NEEDS_GRADIENT = frozenset({Operation.HOST_UPDATE, Operation.SEND_GRADIENT})
+_OF_STATE = frozenset({Operation.FETCH_STATE, Operation.STORE_STATE, *_NEEDS_GRADIENT})
 
 
 def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
@@ -131,6 +132,7 @@ def programs_of(problem: Problem, plan: Plan) -> list[Program]:
             offload_boundaries=part.offload,
             updates_early=problem.early_update,
             homes=homes_of(problem, part),
+            sends_gradients=problem.sends_gradients and not problem.early_update,
         )
         for part in plan.ranks
     ]
@@ -328,8 +330,8 @@ class _Lane:
             self._state.run(instruction, max(self.free_s, self._ready_s(instruction)))
 
     def _ready_s(self, instruction: Instruction) -> float:
-        is_update = instruction.operation is Operation.HOST_UPDATE
-        return self._reduced_s[instruction.unit] if is_update else 0.0
+        needs = instruction.operation in _NEEDS_GRADIENT
+        return self._reduced_s[instruction.unit] if needs else 0.0
 
     def _update(self, instruction: Instruction, ready_s: float, seconds: float) -> None:
         start_s = max(self.free_s, ready_s)

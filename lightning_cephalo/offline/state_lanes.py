@@ -65,6 +65,7 @@ class StateLanes:
         self._buffers_s = [0.0] * STAGED_UNITS
         self._next = 0
         self._fetched: dict[int, tuple[float, int]] = {}
+        self._sent_s: dict[int, float] = {}
 
     def run(self, instruction: Instruction, now_s: float) -> None:
         """Do an instruction, whose unit is ready at ``now_s``."""
@@ -79,8 +80,14 @@ class StateLanes:
             case Operation.STORE_STATE if is_streamed:
                 _, buffer = self._fetched.pop(unit)
                 self._buffers_s[buffer] = self._copy(instruction, Stream.TO_HOST, now_s)
+            case Operation.SEND_GRADIENT:
+                self._sent_s[unit] = self._copy(instruction, Stream.TO_HOST, now_s)
             case Operation.HOST_UPDATE:
-                arrived_s = self._copy(instruction, Stream.TO_HOST, now_s)
+                sent_s = self._sent_s.pop(unit, None)
+                if sent_s is None:
+                    arrived_s = self._copy(instruction, Stream.TO_HOST, now_s)
+                else:
+                    arrived_s = max(now_s, sent_s)
                 took_s = self._sizes[unit] / self._profile.host_updated_parameters_per_s
                 touched = self._traffic.updated * self._sizes[unit]
                 updated_s = self._work(instruction, Stream.HOST, arrived_s, took_s, touched)

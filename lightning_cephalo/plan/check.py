@@ -31,6 +31,7 @@ def check(programs: Sequence[Program]) -> None:
       updated once, and none is left out.
     - Optimizer state that is fetched is used for one update and stored, and no more of it is on the
       device than two buffers hold. What the host updates comes back.
+    - A gradient that has left for the host was reduced before, and the host updates its unit.
     - Nothing stays gathered, armed or offloaded at the end of the step.
     - All ranks issue the same collectives in the same order. Otherwise they would wait for each
       other forever.
@@ -92,6 +93,7 @@ class _State:
         self.updated: set[int] = set()
         self.has_early_updates = self.is_updated = False
         self.agreements = 0
+        self.sent: set[int] = set()  # units whose gradients are on the host
         self.fetched: set[int] = set()  # units whose optimizer state is on the device
         self.on_host: set[int] = set()  # units that the host updates
         self.away: set[tuple[int, int]] = set()
@@ -142,7 +144,13 @@ class _State:
             room = len(self.fetched) < STAGED_UNITS
             self._expect(instruction, room, f"the state of units {sorted(self.fetched)} is there")
             self.fetched.add(unit)
+        elif operation is Operation.SEND_GRADIENT:
+            self._expect(instruction, unit in self.reduced, "the unit is not reduced yet")
+            self._expect(instruction, unit not in self.sent, "its gradient has left already")
+            self.sent.add(unit)
         elif operation in (Operation.UPDATE, Operation.HOST_UPDATE) and unit != NONE:
+            on_host = operation is Operation.HOST_UPDATE or unit not in self.sent
+            self._expect(instruction, on_host, "its gradient is on the host")
             self._expect(instruction, unit in self.reduced, "the unit is not reduced yet")
             self._expect(instruction, unit not in self.gathered, "the unit is gathered still")
             self.has_early_updates |= self.agreements < _AGREEMENTS
@@ -153,6 +161,8 @@ class _State:
         elif operation is Operation.UPDATE:
             self._expect_nothing_held()
             self._expect(instruction, not self.fetched, f"units {sorted(self.fetched)} hold state")
+            away = sorted(self.sent - self.updated)
+            self._expect(instruction, not away, f"the host has not updated units {away}")
             left = sorted(self.reduced - self.updated - {ROOT}) if self.has_early_updates else []
             self._expect(instruction, not left, f"units {left} have missed their early update")
             self.is_updated = True

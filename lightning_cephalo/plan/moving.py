@@ -42,10 +42,13 @@ from dataclasses import dataclass
 from lightning_cephalo.plan.pinned import most_taken
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome, state_homes
 
 # A planned share lies between two whole units, so that rows that are cut elsewhere change nothing.
 _BETWEEN = 0.25
+# Units whose gradients are on the device while they leave for the host.
+_LEAVING_UNITS = 3
 # Numbers of units and of parts for the host that a plan chooses among.
 _LEVELS, _PARTS = 32, 4
 
@@ -104,12 +107,17 @@ class MovedState:
     def device_bytes(self, problem: Problem) -> float:
         """Return what a rank with all of the state holds more on its device; negative for less.
 
-        Streamed state passes through two buffers, and a gradient stays until it is copied.
+        Streamed state passes through two buffers, and a gradient stays until it is copied. Late
+        updates hold the other gradients; where those that the host needs leave, three units have
+        theirs on the device: one is copied, one has been reduced, one is being reduced.
         """
         away = self.count(StateHome.STREAMED) + self.count(StateHome.HOST)
         staged = STAGED_UNITS * self.largest(StateHome.STREAMED)
-        leaving = self.largest(StateHome.HOST) if problem.early_update else 0
-        return problem.moment_bytes * (staged - away) + problem.element_bytes * leaving
+        gradients = self.largest(StateHome.HOST) if problem.early_update else 0
+        if problem.sends_gradients and not problem.early_update:
+            sent = self.count(StateHome.HOST) - self._root_on_host
+            gradients = min(0, _LEAVING_UNITS * self.largest(StateHome.HOST) - sent)
+        return problem.moment_bytes * (staged - away) + problem.element_bytes * gradients
 
     def host_bytes(self, problem: Problem) -> float:
         """Return what a rank with all of the state takes of host memory, pinned memory at most."""
@@ -123,6 +131,10 @@ class MovedState:
             (problem.moment_bytes + 2 * problem.element_bytes) * self.largest(StateHome.HOST),
         )
         return needed * most_taken(needed / largest)
+
+    @property
+    def _root_on_host(self) -> int:
+        return self.sizes[ROOT] if self.homes[ROOT] is StateHome.HOST else 0
 
     @functools.cached_property
     def _counts(self) -> dict[StateHome, int]:

@@ -195,6 +195,8 @@ class Problem(FileRecord):
             visit a unit several times.
         moment_bytes: bytes of optimizer state for each, a part of ``state_bytes``.
         element_bytes: bytes of a parameter, and of its gradient.
+        sends_gradients: whether, with late updates, gradients of units that the host updates leave
+            the device as soon as they are reduced.
         offloads_boundaries: whether boundaries may live in host memory, too.
         pins_host_memory: whether host memory comes in powers of two, as pinned memory does. Each
             unit's state lies in one piece, so that it takes more than it needs.
@@ -249,6 +251,7 @@ class Problem(FileRecord):
     unit_parameters: Annotated[tuple[int, ...], _parameters] = ()
     moment_bytes: Amount = 0.0
     element_bytes: Amount = 4.0
+    sends_gradients: Annotated[bool, OneOf((True, False), "True or False")] = False
     offloads_boundaries: Annotated[bool, OneOf((True, False), "True or False")] = True
     pins_host_memory: Annotated[bool, OneOf((True, False), "True or False")] = False
 

@@ -68,6 +68,7 @@ class Operation(str, enum.Enum):
     AGREE = "agree"  # exchange weights, failures and uses between all ranks
     UPDATE = "update"  # run the optimizer's step, for one unit or for all that is left
     FETCH_STATE = "fetch state"  # start to copy the unit's optimizer state to the device
+    SEND_GRADIENT = "send gradient"  # start to copy its gradient to the host, and give it back
     HOST_UPDATE = "host update"  # start to copy its gradients to the host, which updates it
     STORE_STATE = "store state"  # start to copy state back, or take what the host has updated
     WAIT = "wait"
@@ -91,6 +92,7 @@ _LETTERS = {
     Operation.AGREE: "A",
     Operation.UPDATE: "U",
     Operation.FETCH_STATE: "I",
+    Operation.SEND_GRADIENT: "N",
     Operation.HOST_UPDATE: "C",
     Operation.STORE_STATE: "S",
     Operation.WAIT: "W",
@@ -192,6 +194,7 @@ def compile_step(
     offload_boundaries: bool = False,
     updates_early: bool = False,
     homes: Sequence[StateHome] = (),
+    sends_gradients: bool = False,
 ) -> Program:
     """Return the program of a rank's step.
 
@@ -204,6 +207,8 @@ def compile_step(
         offload_boundaries: Keep the inputs of units in host memory until their backward.
         updates_early: Update each unit inside the backward.
         homes: Where each unit's optimizer state lives; empty: all of it is on the device.
+        sends_gradients: With late updates, let gradients of units that the host updates leave the
+            device behind their reduce.
     """
     forward = tuple(
         layered_forward(visits, microbatches, lambda visit, _: visit == len(visits) - 1)
@@ -218,6 +223,8 @@ def compile_step(
         program = update_early(program)
     if homes:
         program = move_state(program, homes)
+        if sends_gradients:
+            program = send_gradients(program, homes)
     return program
 
 
@@ -547,6 +554,23 @@ def move_state(program: Program, homes: Sequence[StateHome]) -> Program:
     update += program.update
     update += [Instruction(Operation.STORE_STATE, unit) for unit in back]
     return replace(program, backward=tuple(backward), update=tuple(update))
+
+
+def send_gradients(program: Program, homes: Sequence[StateHome]) -> Program:
+    """Let gradients of units that the host updates late leave the device behind their reduce.
+
+    The next reduce has waited for it. The root unit's reduce is the last one: its gradient stays.
+    """
+    late = {i.unit for i in program.update if i.operation is Operation.HOST_UPDATE}
+    backward: list[Instruction] = []
+    reduced = NONE
+    for instruction in program.backward:
+        backward.append(instruction)
+        if instruction.operation is Operation.REDUCE:
+            if reduced in late and homes[reduced] is StateHome.HOST:
+                backward.append(Instruction(Operation.SEND_GRADIENT, reduced))
+            reduced = instruction.unit
+    return replace(program, backward=tuple(backward))
 
 
 def offloading(

@@ -23,7 +23,7 @@ import torch
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
 from lightning_cephalo.adapters.batch_norm import smallest_microbatch
-from lightning_cephalo.adapters.early_update import late_by_job
+from lightning_cephalo.adapters.early_update import gradients_leave, late_by_job
 from lightning_cephalo.adapters.precision import loss_scaler
 from lightning_cephalo.adapters.user_module import step_on
 from lightning_cephalo.data import BatchLayout, agreed_seed, global_batch_size, learn_layout
@@ -432,7 +432,11 @@ def measure_or_load(
         return replace(problem, reshard_after_forward=True)
     if not job.late:
         problem = problem.with_early_update()
-    problem = replace(with_unit_parameters(problem, model), optimizer_offload=offload)
+    problem = replace(
+        with_unit_parameters(problem, model),
+        optimizer_offload=offload,
+        sends_gradients=gradients_leave(job.late, trainer),
+    )
     if _gives_moved_state(job) and not _gives_host_updates(job):
         problem = without_host_updates(problem)
     # retained activations hold the boundaries: there is only state to offload

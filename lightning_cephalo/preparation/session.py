@@ -11,12 +11,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.checkpoint import release_optimizer
-from lightning_cephalo.adapters.early_update import EarlyUpdater, late_by_optimizer
+from lightning_cephalo.adapters.early_update import (
+    EarlyUpdater,
+    gradients_leave,
+    late_by_optimizer,
+    may_send_gradients,
+)
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.moved_state import MovedState
@@ -153,6 +159,7 @@ class Session:
         self.notes: tuple[str, ...] = ()
         self.late = job.late
         self._updater: EarlyUpdater | None = None
+        self._may_send: Callable[[Optimizer], bool] = lambda _: False
         host = job.limits[groups.control.rank].host
         self._host_state = HostState(self.model, host.capacity_bytes, groups.control)
         self._at_end.callback(self._host_state.close)
@@ -207,6 +214,8 @@ class Session:
         is_planned = self.plan.early_update is True
         more_bytes = state_bytes(self.model) - state_bytes(self.model, early=True)
         if self.late:
+            self._may_send = lambda own: may_send_gradients(self.late, own, trainer)
+            self._warn_of_gradients_that_stay(optimizers, trainer)
             if is_planned:
                 self._count_on_late_updates(more_bytes)
             return
@@ -214,6 +223,19 @@ class Session:
         consequence = f" The plan counts on early ones: ranks hold up to {most} more." * is_planned
         self._updater = EarlyUpdater(optimizers[0], trainer, consequence, self.moved)
         self.model.executor.early.updater = self._updater
+
+    def _warn_of_gradients_that_stay(
+        self, optimizers: Sequence[Optimizer], trainer: Trainer
+    ) -> None:
+        """Say that the plan counts on gradients that leave, where the optimizer keeps them."""
+        on_host = any(rank.host_update_fraction for rank in self.plan.ranks)
+        why = next(filter(None, map(late_by_optimizer, optimizers)), "")
+        if on_host and why and gradients_leave(self.late, trainer):
+            rank_zero_warn(
+                "Gradients of units that the host updates stay on the devices until the step ends:"
+                f" {why}. A plan that is made here counts on their memory. Leave room for them with"
+                " memory_cap=."
+            )
 
     def _predict_host_memory(self) -> None:
         memory = self._host_state.predicted(self.plan, self.predicted_memory, self.optimizers)
@@ -254,6 +276,7 @@ class Session:
         """
         if self.moved is not None:
             self.moved.begin(optimizer)
+            self.model.executor.state_moves.sends_gradients = self._may_send(optimizer)
         if self._updater is not None:
             self._updater.look(optimizer)
 

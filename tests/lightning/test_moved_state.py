@@ -22,7 +22,13 @@ from lightning_cephalo.plan.program import Instruction, Operation
 
 # what `_Gated` computes depends on the number of samples
 pytestmark = pytest.mark.filterwarnings("ignore:The loss of .* samples is")
-STATE = (Operation.FETCH_STATE, Operation.HOST_UPDATE, Operation.STORE_STATE, Operation.UPDATE)
+STATE = (
+    Operation.SEND_GRADIENT,
+    Operation.FETCH_STATE,
+    Operation.HOST_UPDATE,
+    Operation.STORE_STATE,
+    Operation.UPDATE,
+)
 
 
 def moved(plan: str, resident: float, on_host: float = 0.0) -> Plan:
@@ -121,6 +127,7 @@ def assert_same(found: Notes, wanted: Notes) -> None:
 
 BY_VALUE = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
 CLIPS, DOES_NOT = {"gradient_clip_val": 1e-3}, {"gradient_clip_val": 1e3}
+CLIPPED = (CLIPS, DOES_NOT)
 # plan, optimizer, early updates, options of the Trainer, resident fraction
 STREAMED = {
     2: [
@@ -166,17 +173,26 @@ def _on_host() -> None:
         ("3:1", "sgd", "auto", BY_VALUE),
         ("no data", "adamw", "auto", {}),
         ("3:1", "adamw", "auto", CLIPS),
+        ("no data", "adamw", "auto", DOES_NOT),
+        ("3:1", "adamw", "auto", {**CLIPS, "accumulate_grad_batches": 2}),
         ("no data", "adamw", False, {"accumulate_grad_batches": 2}),
     ):
         # where all is updated on the host, that is what the fused optimizer gives
         wanted = fitted(PLANS[plan], early, Partly(optimizer, True), [Writes()], **options)
         found = fitted(moved(plan, 0.0, 1.0), early, Partly(optimizer), [Writes()], **options)
         assert found.done.count("C2") == found.done.count("S2") > 0 and "I2" not in found.done
+        # gradients that nobody else reads leave for the host before their norm is known
+        assert found.done.count("N2") == (found.done.count("C2") if options in CLIPPED else 0)
         assert_same_tensors(found.values, wanted.values, 0.0)
         if wanted.state:
             assert list(found.state["state"]) == list(wanted.state["state"])
             for index, entries in wanted.state["state"].items():
                 assert_same_tensors(found.state["state"][index], entries, 0.0)
+    # the norm is of gradients on both sides
+    wanted = fitted(PLANS["3:1"], "auto", Partly(fused=True), **CLIPS)
+    both = fitted(moved("3:1", 0.5, 0.35), "auto", Partly(fused=True), **CLIPS)
+    assert {"N3", "C3", "I2", "U2"} <= set(both.done) and "N2" not in both.done
+    assert_same(both, wanted)
     # some of each: the units that the host does not update are not fused
     mixed = fitted(moved("3:1", 0.5, 0.35), "auto", Partly(fused=True))
     assert {"C3", "S3", "I2", "U2", "S2", "U1"} <= set(mixed.done)

@@ -562,6 +562,9 @@ def test_a_slow_memory_of_the_host_is_in_the_closed_form(seed, units, is_early, 
     rate = max(rank.to_device_bytes_per_s for rank in case.ranks) * 10**magnitude
     ranks = tuple(dataclasses.replace(r, host_memory_bytes_per_s=rate) for r in case.ranks)
     slow = dataclasses.replace(case, ranks=ranks)
+    # gradients that leave sooner make no step longer
+    sends = simulate(dataclasses.replace(case, sends_gradients=True), plan).step_s
+    assert sends <= simulate(case, plan).step_s * (1 + 1e-12)
     planned = cost.as_planned(slow, plan)
     simulated_s, predicted_s = simulate(slow, plan).step_s, predict(slow, plan).step_s
     assert simulated_s >= simulate(case, plan).step_s * (1 - 1e-12)

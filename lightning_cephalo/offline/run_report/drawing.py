@@ -41,6 +41,7 @@ OPERATION_COLOURS = {
     Operation.OFFLOAD: YELLOW,
     Operation.FETCH: OLIVE,
     Operation.STORE_STATE: YELLOW,
+    Operation.SEND_GRADIENT: YELLOW,
     Operation.FETCH_STATE: OLIVE,
     Operation.HOST_UPDATE: GREEN,
 }
