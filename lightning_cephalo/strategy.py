@@ -1077,6 +1077,11 @@ class CephaloStrategy(ParallelStrategy):
             launch.abort_groups()
             self.forget_groups()  # another fit creates new ones
 
+    @property
+    def failed_alone(self) -> bool:
+        """Whether the run has failed on this rank and not on all together."""
+        return self._ending.failed_alone
+
     def forget_groups(self) -> None:
         """Drop everything that refers to a process group; nothing can run afterwards."""
         session = self._take_session()

@@ -58,6 +58,11 @@ class Ending:
         self._ranks: Ranks | None = None
         self._abort: Callable[[], None] = _nothing
 
+    @property
+    def failed_alone(self) -> bool:
+        """Whether the run has ended with an error that not all ranks have raised together."""
+        return self._has_told and not self.failed_together
+
     def begin(self, trainer: Trainer) -> None:
         """Begin a run, which no failure has ended yet."""
         self._trainer = trainer

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
+import weakref
 
 import launch
 import pytest
+
+from lightning_cephalo.ranks import launch as ranks
 
 
 def _fails_first(rank):
@@ -39,3 +44,26 @@ def _has_a_slow_neighbour(rank):
 
 def test_ranks_that_end_one_after_another_are_waited_for():
     assert launch.run_ranks(3, _has_a_slow_neighbour, process_group=False) == [0, 1, 2]
+
+
+class _Holds:
+    failed_alone = True
+
+    def forget_groups(self):
+        pass
+
+
+def _leaves(rank, folder, is_uncaught):
+    """Whether the interpreter still looks for cycles when it ends, and what a file has by then."""
+    gc.unfreeze()
+    holder, file = _Holds(), (folder / str(is_uncaught)).open("w")
+    file.write("all")
+    if is_uncaught:
+        sys.last_value = RuntimeError("Rank 1 is gone")
+    ranks._leave(weakref.ref(holder))
+    return gc.get_freeze_count() == 0, (folder / str(is_uncaught)).read_text()
+
+
+def test_a_rank_that_fails_ends_soon_and_loses_nothing_that_it_writes(tmp_path):
+    assert launch.run_ranks(1, _leaves, tmp_path, False, process_group=False) == [(True, "")]
+    assert launch.run_ranks(1, _leaves, tmp_path, True, process_group=False) == [(False, "all")]
