@@ -1,14 +1,17 @@
-"""Kills ranks of a training that an agent restarts, and compares every step with a run without.
+"""Makes faults, and prints how often, what came of them, and how many seconds they took.
 
-    python benchmarks/faults.py [--kills 20] [--others 4] [--seed 1] [--folder FOLDER]
+    python benchmarks/faults.py [--ends 5] [--kills 20] [--others 4] [--only TEXT] [--load 8]
 
-Two ranks train a small model with dropout on this host, started by ``python -m
+A first table is of faults that end a run (``ending_faults.py``), beside Lightning's DDP. A second
+one is of ranks that an agent starts again: every step is compared with a run without faults.
+
+There two ranks train a small model with dropout on this host, started by ``python -m
 lightning_cephalo.run``. They are killed at random moments, several times in one run. Each row of
 the table is a fault: how often it was made, how many steps were repeated at most, whether each
 step's loss and samples are those of a run that nobody interrupted, to the last bit, and the seconds
-from the fault to the next new step. The last row is Lightning's DDP under torchrun, with a
-checkpoint every 10 steps and ``ckpt_path="last"``. Seconds hold for a machine that does nothing
-else. A second table is of hosts that go and come (``host_faults.py``).
+from the fault to the next new step. The last rows are Lightning's DDP under torchrun, with a
+checkpoint every 10 steps and ``ckpt_path="last"``. A third table is of hosts that go and come
+(``host_faults.py``). Seconds hold for a machine that does nothing else; all takes about an hour.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ending_faults
 import host_faults
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +110,7 @@ def train(folder: Path, steps: int, way: str, storage: str | None = None, copies
     # shuffled anew in every epoch, from a generator that a script makes alike at every start
     data = DataLoader(
         TensorDataset(x, torch.sin(x).sum(1, keepdim=True)),
-        batch_size=GLOBAL_BATCH // RANKS if way == "ddp" else GLOBAL_BATCH,
+        batch_size=GLOBAL_BATCH // RANKS if way.startswith("ddp") else GLOBAL_BATCH,
         shuffle=True,
     )
     plans = {
@@ -115,7 +119,7 @@ def train(folder: Path, steps: int, way: str, storage: str | None = None, copies
         3: Plan((RankPlan((3,), 0.5), RankPlan((3,), 0.3), RankPlan((2,), 0.2))),
     }
     plan = plans[int(os.environ["WORLD_SIZE"])]
-    is_ddp = way == "ddp"
+    is_ddp = way.startswith("ddp")
     recover: Any = True
     if way == "hosts":
         recover = Recovery(every=1, copies=copies, storage=storage, storage_every_s=0.5)
@@ -172,16 +176,16 @@ class Run:
         self.folder, self.way = folder, way
         self.log = (folder / "log").open("w")
         agent = (
-            ["torch.distributed.run", "--standalone", "--max-restarts=100"]
-            if way == "ddp"
-            else ["lightning_cephalo.run"]
+            ["lightning_cephalo.run"]
+            if way in ("cephalo", "hosts")
+            else ["torch.distributed.run", "--standalone", "--max-restarts=100"]
         )
         self.agent = subprocess.Popen(
             [
                 *(sys.executable, "-m", *agent, f"--nproc-per-node={RANKS}"),
                 *(__file__, "--train", way, "--folder", str(folder), "--steps", str(steps)),
             ],
-            env=environment(),
+            env=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=str(int(way == "ddp, own store"))),
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
@@ -230,7 +234,6 @@ def environment(**more: str) -> dict[str, str]:
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **more,
     }
 
@@ -315,6 +318,14 @@ def _measure(name: str, fault: Callable[[Run], None], count: int, folder: Path, 
     whole = Run(folder / "whole", steps, way)
     assert whole.end() == 0, f"see {folder}/whole/log"
     run = Run(folder / "faults", steps, way)
+    try:
+        return _compared(name, fault, count, whole, run)
+    finally:
+        if run.agent.poll() is None:
+            run.stop()
+
+
+def _compared(name: str, fault: Callable[[Run], None], count: int, whole: Run, run: Run) -> Row:
     seconds, repeated, made = [], 0, 0
     for _ in range(count):
         wanted = run.steps() + random.randint(5, 30)
@@ -349,10 +360,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="kills of one rank (20)")
     parser.add_argument("--others", type=int, default=4, help="faults of every other kind (4)")
+    parser.add_argument("--ends", type=int, default=5, help="faults of each kind that end (5)")
+    parser.add_argument("--load", type=int, default=0, help="busy processes beside those (0)")
     parser.add_argument("--seed", type=int, default=1, help="of the random moments (1)")
     parser.add_argument("--folder", type=Path, help="for logs (a temporary one)")
     parser.add_argument("--only", default="", help="the faults that contain this text")
-    parser.add_argument("--train", choices=["cephalo", "ddp", "hosts"], help=argparse.SUPPRESS)
+    parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--storage", help=argparse.SUPPRESS)
     parser.add_argument("--copies", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
@@ -364,15 +377,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         folder.mkdir(exist_ok=True)
+        ending_faults.report(folder / "ends", given.only, given.ends, given.load)
         print("| fault | count | steps repeated, at most | steps as without | seconds (longest) |")
         print("|---|---|---|---|---|", flush=True)
         rows = [(name, fault, "cephalo") for name, fault in FAULTS.items()]
-        rows.append(("DDP, checkpoint every 10 steps: kill -9 of a rank", _kill_one, "ddp"))
+        rows.append(("under plain torchrun: kill -9 of a rank", _kill_one, "torchrun"))
+        ddp = "DDP under torchrun, a checkpoint every 10 steps: kill -9 of a rank"
+        rows.append((ddp, _kill_one, "ddp"))
+        rows.append((f"{ddp}, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", _kill_one, "ddp, own store"))
         for index, (name, fault, way) in enumerate(rows):
             if given.only in name:
                 (folder / str(index)).mkdir()
                 count = given.kills if index == 0 else given.others
-                print(_measure(name, fault, count, folder / str(index), way).line(), flush=True)
+                try:
+                    row = _measure(name, fault, count, folder / str(index), way).line()
+                except (TimeoutError, subprocess.TimeoutExpired, AssertionError) as error:
+                    row = f"| {name} | does not go on: {error} | | | |"
+                print(row, flush=True)
         print(flush=True)
         host_faults.report(folder, given.only)
 
