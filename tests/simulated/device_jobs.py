@@ -119,6 +119,23 @@ class OverBatch(Encoder):
         return apart.mean() + self.head.bias.square().sum()
 
 
+class Tokens(Encoder):
+    """Reads samples as tokens, and predicts them; the head has the embedding's table and a bias."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.embed = nn.Embedding(23, 16)
+        self.head = nn.Linear(16, 23)
+        self.head.weight = self.embed.weight
+
+    def _loss(self, batch: list[Tensor]) -> Tensor:
+        tokens = (batch[0].sum(2) * 4).long().remainder(23)
+        logits = self.head(self.layers(self.embed(tokens)))
+        right = (logits.detach().argmax(-1) == tokens).float().mean()
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), tokens, label_smoothing=0.1)
+        return losses + 0.1 * logits.logsumexp(-1).square().mean() + 0.0 * right
+
+
 class PaddingSeen(pl.Callback):
     """Bytes of padded slices after a step: gathers and reduces, held and counted on."""
 
@@ -199,7 +216,8 @@ def train(
             "scale" of 16-mixed; "compile" with this backend; "resume" from this checkpoint, and
             "save" one; "padding" to look at that of the slices; "arrays" to look at parameters on
             the host; "change" to a plan of these ranks behind the second step;
-            "manual" for manual optimization; "over_batch" for a loss over the batch.
+            "manual" for manual optimization; "over_batch" for a loss over the batch;
+            "tokens" for a language model.
     """
     os.environ.update(environments[rank], OMP_NUM_THREADS="1")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -217,7 +235,8 @@ def train(
     else:
         plan = plan_of(*ranks, **given.get("plan", {}))
         chosen = strategy(plan, **given.get("strategy", {}))
-    kind = TwoLosses if "manual" in given else OverBatch if "over_batch" in given else Encoder
+    kinds = {"manual": TwoLosses, "over_batch": OverBatch, "tokens": Tokens}
+    kind = next((kinds[name] for name in kinds if name in given), Encoder)
     model = kind(**given.get("model", {}))
     if "compile" in given:
         for layer in model.layers:

@@ -263,3 +263,9 @@ def test_a_checkpoint_continues_under_another_plan(simulated, alone, tmp_path):
     found = trained(simulated, FOUR, trainer={"max_epochs": 2}, resume=path)
     assert found[0]["losses"] == pytest.approx(whole["losses"][4:], rel=1e-5)
     assert found[0]["weights"] == pytest.approx(whole["weights"], rel=1e-5)
+
+
+def test_a_vocabulary_that_stays_cut(simulated):
+    given = {"tokens": True, "trainer": {"val_check_interval": 2}}
+    (alone,) = trained(simulated, None, **given)
+    assert_equal(trained(simulated, FOUR, strategy={"vocabulary_sharding": True}, **given), alone)
