@@ -12,9 +12,13 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.utils import _pytree as pytree
+
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import step_on
 from lightning_cephalo.data.cutting import BatchCutter
+from lightning_cephalo.data.proportions import Batches, are_divided_alike
+from lightning_cephalo.data.reading import global_batch_size, has_custom_lists, is_stream
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation.prepare import Job
@@ -92,7 +96,7 @@ class LossCheck:
             whole = _cut(self._job, batch, (2, len(pieces) - 2))[0][0]
             samples = 2
         expect_samples(self._trainer, samples)
-        return whole, _cut(self._job, whole, (samples - samples // 2, samples // 2))
+        return whole, _in_two(self._job, whole, self._model.control.world_size)
 
 
 def check_measured(job: Job, problem: Problem, model: ShardedModel, trainer: Trainer) -> None:
@@ -119,9 +123,53 @@ def check_measured(job: Job, problem: Problem, model: ShardedModel, trainer: Tra
         batch = read_batch(job.loaders.source, 2 * half, job.layouts)
         expect_samples(trainer, 2 * half)
         batch = moved_to_device(trainer, module, batch)
-        return batch, _cut(job, batch, (half, half))
+        return batch, _in_two(job, batch, model.control.world_size)
 
     _compare(job, model, trainer, partial(step_on, module), halves)
+
+
+def _in_two(job: Job, batch: Any, world_size: int) -> list[tuple[Any, int]]:
+    """Cut a batch into halves; into others for one loader, if steps divide several so.
+
+    A loss that adds a mean over each loader is then no weighted mean of its parts.
+    """
+    if job.loaders.spec is None:
+        rows = job.layouts[0].batch_size(batch)
+        return _cut(job, batch, (rows - rows // 2, rows // 2))
+    leaves = job.loaders.spec.flatten_up_to(batch)
+    pairs = list(zip(leaves, job.layouts, strict=True))
+    counts = [0 if leaf is None else layout.batch_size(leaf) for leaf, layout in pairs]
+    sizes = [(count - count // 2, count // 2) for count in counts]
+    has_rows = max(counts) > 2 and min(filter(None, counts)) > 1
+    if has_rows and not _are_divided_alike(job, world_size):
+        largest = counts.index(max(counts))
+        sizes[largest] = (1, counts[largest] - 1)
+    cut = [
+        (None, None) if leaf is None else layout.split(leaf, size)
+        for (leaf, layout), size in zip(pairs, sizes, strict=True)
+    ]
+    return [
+        (
+            pytree.tree_unflatten([piece[half] for piece in cut], job.loaders.spec),
+            sum(size[half] for size in sizes),
+        )
+        for half in (0, 1)
+    ]
+
+
+def _are_divided_alike(job: Job, world_size: int) -> bool:
+    """Return whether each microbatch has the same part of every loader's batch."""
+    found = []
+    for loader in job.loaders.flat:
+        size = job.options.global_batch_size or global_batch_size(loader, world_size)
+        is_counted = not is_stream(loader) and not has_custom_lists(loader)
+        samples = len(loader.sampler) if is_counted else None
+        drop_last = bool(getattr(loader, "drop_last", False))
+        found.append(Batches.of(size, samples, drop_last=drop_last))
+    sizes = None
+    if job.plan is not None:
+        sizes = [size for rank in job.plan.ranks for size in rank.microbatch_sizes]
+    return are_divided_alike(found, job.loaders.mode, sizes)
 
 
 def _cut(job: Job, batch: Any, sizes: tuple[int, int]) -> list[tuple[Any, int]]:

@@ -64,10 +64,12 @@ class Loaders:
     Attributes:
         flat: All of them.
         spec: How they are nested; None for a single one.
+        mode: How Lightning's CombinedLoader puts their batches together.
     """
 
     flat: tuple[Any, ...]
     spec: Any
+    mode: str = "max_size_cycle"
 
     @property
     def source(self) -> Any:
@@ -236,7 +238,8 @@ def _training_loaders(trainer: Trainer, *, is_read: bool) -> Loaders:
     for each in flat if is_read else ():
         refuse_one_pass(each)
     single = len(flat) == 1 and nested is flat[0]
-    return Loaders(tuple(flat), None if single else spec)
+    mode = found._mode if isinstance(found, CombinedLoader) else Loaders.mode
+    return Loaders(tuple(flat), None if single else spec, mode)
 
 
 def _answer_next_request(source: Any, loaders: Any) -> None:

@@ -152,7 +152,8 @@ def _told(found: LossOfParts) -> str:
         f" parts of {parts} samples is {found.parts:.6g}. Microbatches are such parts, so that"
         " training will differ from one device. If the loss is a mean over tokens, or over samples"
         ' with weights, return {"loss": loss, "weight": number of tokens or sum of weights}. If it'
-        " compares samples with each other, or has a term about the whole batch, let"
+        " compares samples with each other, has a term about the whole batch, or adds means over"
+        " several dataloaders, whose batches are not always divided alike, let"
         " lightning_cephalo.loss_over_batch(function, *tensors) compute that."
     )
 

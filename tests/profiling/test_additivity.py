@@ -320,3 +320,61 @@ def test_the_first_step_of_a_given_plan_is_checked_and_not_changed():
             assert count == 2.0, name
     (told,), _ = ranks[0]["a rank without samples"]
     assert "parts of 2 and 2 samples" in told
+
+
+class _OfTwo(LightningModule):
+    """Trains on rows of two dataloaders."""
+
+    def __init__(self, loss) -> None:
+        super().__init__()
+        self.net, self.loss = nn.Linear(6, 6), loss
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(*(self.net(batch[key][0]) for key in ("a", "b")))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _mean_of_each(a, b):
+    return a.square().mean() + 0.5 * b.square().mean()
+
+
+def _mean_of_all(a, b):
+    return torch.cat([a, b]).square().mean()
+
+
+def _mean_of_each_over_batch(a, b):
+    return loss_over_batch(_mean_of_each, a, b)
+
+
+OF_TWO = {
+    "a last batch that is divided otherwise": (_mean_of_each, 12, True),
+    "the same rows of both": (_mean_of_each, 16, False),
+    "one mean of all rows": (_mean_of_all, 12, False),
+    "over the batch": (_mean_of_each_over_batch, 12, False),
+}
+"""A loss, the rows of the second dataloader, and whether the loss is found."""
+
+
+def _fit_of_two(rank, environments):
+    os.environ.update(environments[rank], OMP_NUM_THREADS="1")
+    said = {}
+    for name, (loss, count, _) in OF_TWO.items():
+        torch.manual_seed(5)
+        rows = {key: TensorDataset(torch.randn(n, 6)) for key, n in (("a", 16), ("b", count))}
+        loaders = {key: DataLoader(own, batch_size=4) for key, own in rows.items()}
+        strategy = CephaloStrategy(plan_of(((3, 2), 0.5), ((3,), 0.5)), verbose=False)
+        run = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=1, **QUIET)
+        with warnings.catch_warnings(record=True) as caught:
+            _ours_is_no_error()
+            run.fit(_OfTwo(loss), loaders)
+        said[name] = ["adds means over several dataloaders" in str(one.message) for one in caught]
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:No repeated block")
+def test_a_sum_of_means_is_found_if_dataloaders_are_not_always_divided_alike():
+    first, second = run_ranks(2, _fit_of_two, torchrun_environments(2), process_group=False)
+    assert first == {name: [True] * found for name, (_, _, found) in OF_TWO.items()}
+    assert not any(second.values())
