@@ -61,11 +61,13 @@ class Start:
             none, None if nothing in it can be seen.
         rows: samples of the first batch, for loaders of ready batches; else 0.
         begins_anew: a second iterator of the dataset begins with the same sample.
+        read: samples that were read to find this out.
     """
 
     fingerprint: int | None
     rows: int = 0
     begins_anew: bool = True
+    read: int = 0
 
     @property
     def numbers(self) -> list[float]:
@@ -95,7 +97,8 @@ def start_of(loader: Any, layout: BatchLayout | None, seed: int) -> Start:
         samples = _first_samples(loader, seed, _COMPARED)
         again = _first_samples(loader, seed, 1)
         anew = fingerprint(samples[:1]) == fingerprint(again)
-        return Start(fingerprint(samples) if samples else 0, begins_anew=anew)
+        read = len(samples) + len(again)
+        return Start(fingerprint(samples) if samples else 0, begins_anew=anew, read=read)
     with SwappedRandomness((seed % 2**64, 0)), reading.generators_kept(loader):
         batch = next(iter(_equally_seeded(loader)), None)
     if batch is None:
@@ -472,7 +475,7 @@ def deal_stream(
     alone = len(sizes) == 1  # nobody can have other samples, so that nothing is read ahead
     own = Start(None, 0) if alone else start_of(loader, layout, seed)
     if training and rank == 0 and not own.begins_anew:
-        warnings.warn(_goes_on(loader), stacklevel=2)
+        warnings.warn(_goes_on(loader, own), stacklevel=2)
     if not alone and not Start.is_whole(gather(own.numbers)):
         if rank == 0:
             said = (
@@ -573,13 +576,14 @@ def _name_of(loader: Any) -> str:
     return type(kind).__name__
 
 
-def _goes_on(loader: Any) -> str:
+def _goes_on(loader: Any, start: Start) -> str:
     return (
         f"The stream {_name_of(loader)} begins with another sample each time that it is read, and"
         " its first samples are also read before training. If it goes on where its last reader has"
-        " stopped, as an open file does, training misses them. If it counts its readings, its order"
-        " is a later one. So begin anew in __iter__, and take the epoch from set_epoch(). If it is"
-        " random, seed it, or draw from the global generators."
+        f" stopped, as an open file does, training misses them: {start.read} that are compared"
+        " between ranks, and those that show how batches are cut and how long they take. If it"
+        " counts its readings, its order is a later one. So begin anew in __iter__, and take the"
+        " epoch from set_epoch(). If it is random, seed it, or draw from the global generators."
     )
 
 

@@ -424,7 +424,9 @@ class Reads(IterableDataset):
 def test_a_stream_that_does_not_begin_anew_is_named_before_training():
     common = {"seed": 0, "broadcast": same, "all_have_next": alone, "gather": gathered_alone}
     two = {"rank": 0, "batch_sizes": (3, 1), **common}
-    with pytest.warns(UserWarning, match="Reads begins with another sample each time.*misses them"):
+    with pytest.warns(
+        UserWarning, match="Reads begins with another sample each time.*misses them: 9 "
+    ):
         rebuild_train_loader(DataLoader(Reads(), batch_size=4), **two)
     one = rebuild_train_loader(
         DataLoader(Reads(), batch_size=4), rank=0, batch_sizes=(4,), **common
