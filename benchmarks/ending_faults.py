@@ -231,7 +231,7 @@ class Run:
     def __init__(self, job: Job, folder: Path) -> None:
         from launch import torchrun_environments
 
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True)  # what an earlier run has told would be read
         self.job, self.folder = job, folder
         self._exits: dict[int, float] = {}
         context = multiprocessing.get_context("fork")
