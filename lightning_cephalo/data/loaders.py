@@ -19,6 +19,7 @@ gives each rank ``batch_sizes[rank]`` samples, or one ready batch, of its own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -35,6 +36,13 @@ from lightning_cephalo.data.reinstantiate import reinstantiate
 from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
 from lightning_cephalo.data.shares import deal
 from lightning_cephalo.data.streams import deal_stream
+
+_OTHER_ORDER = (
+    "{}(shuffle=True, generator=...) visits the samples in another order than on one device: it"
+    " draws the order before the seed of its workers, and ranks draw that seed first. All have"
+    " the same order, and no sample is left out or repeated. For the order of one device leave out"
+    " generator=, and seed the run with seed_everything()."
+)
 
 
 def rebuild_train_loader(
@@ -194,6 +202,8 @@ def _rebuild_map_style(
         # Reads the sampler directly: same samples, but drop_last must refer to the global batch.
         source: Any = batch_sampler.sampler
         drop_last = batch_sampler.drop_last
+        if rank == 0 and len(sizes) > 1 and reading.draws_order_before_seed(loader):
+            warnings.warn(_OTHER_ORDER.format(type(loader).__name__), stacklevel=2)
     else:
         source = batch_sampler
         lists_per_step = _lists_per_step(loader, len(sizes), total)

@@ -215,6 +215,21 @@ def is_standard(batch_sampler: Any) -> bool:
     )
 
 
+def draws_order_before_seed(loader: DataLoader[Any]) -> bool:
+    """Returns whether the loader draws an order before its workers' seed, from one generator.
+
+    torchdata's StatefulDataLoader does, if it is given a generator and shuffles; torch's DataLoader
+    draws the seed first. Its samplers draw when their iterators are made (torchdata 0.11).
+    """
+    batch_sampler = unwrapped_batch_sampler(loader)
+    return (
+        is_standard(batch_sampler)
+        and type(batch_sampler) is not BatchSampler
+        and loader.generator is not None
+        and getattr(batch_sampler.sampler, "generator", None) is loader.generator
+    )
+
+
 def has_custom_lists(loader: DataLoader[Any]) -> bool:
     """Returns whether the user's own batch sampler sets the number of samples of a list."""
     batch_sampler = unwrapped_batch_sampler(loader)
