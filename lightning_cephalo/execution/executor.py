@@ -270,6 +270,7 @@ class Executor:
         """
         self.gave_up, self._is_cut = False, True
         self._hide_held_gradients()  # of a step whose backward has not come
+        self._vocabulary.forget()
         self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
         visits = self._visits.known(trainable)

@@ -152,7 +152,11 @@ class Microbatch:
             is_on=meets and outside is None,
         )
         self.vocabulary = VocabularyAttendance(
-            self._records, self._boundaries, self._park, is_on=outside is None
+            self._records,
+            self._boundaries,
+            self._park,
+            is_on=outside is None,
+            has_backward=meets,
         )
         # the scheduler's are equal during a step
         self._scheduler_modes: ThreadState | None = None

@@ -28,7 +28,8 @@ def vocabulary_of(root: UnitMembers) -> tuple[VocabularyParameter, ...]:
 
     The vocabulary is the largest number of rows of a ``torch.nn.Embedding`` outside of the blocks.
     All such embeddings of as many rows count, and the ``torch.nn.Linear`` of as many outputs. A
-    parameter that anything else holds too does not: that needs it whole.
+    parameter that anything else holds too does not: that needs it whole. Nor does one of a layer
+    with a forward of its own, of its class or on the instance.
 
     Args:
         root: The root unit.
@@ -60,7 +61,7 @@ def modules_of(parameters: Sequence[VocabularyParameter]) -> list[tuple[str, nn.
 
 def _is_table(owner: Owner) -> bool:
     module = owner.module
-    if owner.attribute != "weight":
+    if owner.attribute != "weight" or "forward" in vars(module):
         return False
     if isinstance(module, nn.Embedding):
         plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq

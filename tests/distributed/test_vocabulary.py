@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,9 @@ from zoo import build, hugging_face_loss
 from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.observer import Observer
+from lightning_cephalo.execution.over_batch import loss_over_batch
 from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.execution.vocabulary import rounds
 from lightning_cephalo.plan.program import Instruction
 
 UNEVEN = Allocation(((3, 3), (2,)), (0.75, 0.25))
@@ -101,6 +104,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, vocabulary)
         self.head.weight = self.embed.weight
         self.other = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.extra = nn.Embedding(vocabulary, WIDTH)
         self.double()
 
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -177,10 +181,37 @@ def _accuracy(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
 
 def _whole(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
     logits = net(tokens)
-    logits[..., 0] += 0.5  # a write, which must not be lost
+    logits = logits.masked_fill(torch.arange(VOCABULARY) == 3, -1.0)
     entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
     loss = F.cross_entropy(logits[labels >= 0], labels[labels >= 0], reduction="sum")
     return _mean(loss + entropy[labels >= 0].sum(), labels)
+
+
+def _scored(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Reads all logits without a graph before the loss, then with one."""
+    hidden = net.hidden(tokens)
+    logits = net.head(hidden)
+    with torch.no_grad():
+        likely = (logits.topk(2).indices == labels.clamp(min=0)[..., None]).any(-1)
+        constant = logits[..., :1, :]
+    losses = F.cross_entropy(logits.mT, labels, reduction="none") * (1.0 + likely)
+    also = logits.softmax(-1).square().sum(-1) + hidden.square().sum(-1)
+    also = also * constant.logsumexp(-1)
+    return _mean((losses + also)[labels >= 0].sum(), labels)
+
+
+def _logged(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Uses two tables without a gradient, which keep None, so that AdamW skips them."""
+    hidden = net.hidden(tokens) + net.extra(tokens).detach()
+    F.cross_entropy(net.other(hidden).mT, labels).item()
+    return _mean(F.cross_entropy(net.head(hidden).mT, labels, reduction="sum"), labels)
+
+
+def _over_batch(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    return loss_over_batch(loss_of, net(tokens), labels)
 
 
 def _mean(total: Tensor, labels: Tensor) -> Tensor:
@@ -196,6 +227,9 @@ _LOSSES: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
     _in_chunks: lambda labels: (labels >= 0).sum(),
     _accuracy: lambda labels: (labels >= 0).sum(),
     _whole: lambda labels: (labels >= 0).sum(),
+    _scored: lambda labels: (labels >= 0).sum(),
+    _logged: lambda labels: (labels >= 0).sum(),
+    _over_batch: lambda labels: torch.tensor(len(labels)),
 }
 
 
@@ -274,12 +308,70 @@ def _own_gradient(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
     return loss + torch.autograd.grad(loss, x)[0].square().sum()
 
 
+def _writes(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits = net(tokens)
+    logits[..., 0] = -5.0
+    return logits.sum()
+
+
+def _writes_to_view(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits = net(tokens)
+    logits[:, -1].masked_fill_(labels[:, -1:] < 3, -5.0)
+    return F.cross_entropy(logits.mT, labels)
+
+
+def _writes_to_gathered(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits = net(tokens)
+    with torch.no_grad():
+        first = logits[..., 0]
+        first += 1.0
+    return F.cross_entropy(logits.mT, labels)
+
+
+def _writes_to_hidden(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    hidden = net.hidden(tokens)
+    logits = net.head(hidden)
+    hidden.mul_(2.0)
+    return F.cross_entropy(logits.mT, labels)
+
+
+def _float_tokens(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    return _plain(net, tokens.double() if dist.get_rank() == 0 else tokens, labels)
+
+
+def _tokens_elsewhere(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    return _plain(net, tokens.to("meta") if dist.get_rank() == 0 else tokens, labels)
+
+
+def _targets_elsewhere(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    return _plain(net, tokens, labels.to("meta") if dist.get_rank() == 0 else labels)
+
+
+def _short_targets(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    return _plain(net, tokens, labels.int() if dist.get_rank() == 0 else labels)
+
+
+def _narrow_hidden(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    hidden = net.hidden(tokens)
+    logits = net.head(hidden.float() if dist.get_rank() == 0 else hidden)
+    return F.cross_entropy(logits.mT, labels)
+
+
 _WRONG: dict[Callable[..., Tensor], tuple[type[Exception], str]] = {
     _wrong_token: (IndexError, "'embed' got tokens from 7"),
     _wrong_target: (IndexError, "Target .* is out of bounds"),
     _reads_table: (UnitUseError, "'embed.weight'"),
     _checkpointed: (UnitUseError, "cut along the vocabulary is called inside a saved-tensor"),
     _own_gradient: (UnitUseError, "computes a gradient through a unit itself"),
+    _writes: (UnitUseError, "'__setitem__' writes to logits of 'head'"),
+    _writes_to_view: (UnitUseError, "'masked_fill_' writes to logits of 'head'"),
+    _writes_to_gathered: (UnitUseError, "All logits of 'head' were written to"),
+    _writes_to_hidden: (UnitUseError, "Hidden states of 'head' were written to"),
+    _float_tokens: (RuntimeError, "scalar types: Long, Int; but got torch.float64"),
+    _tokens_elsewhere: (RuntimeError, "all tensors to be on the same device"),
+    _targets_elsewhere: (RuntimeError, "all tensors to be on the same device"),
+    _short_targets: (RuntimeError, "Long or Byte, but got torch.int32"),
+    _narrow_hidden: (RuntimeError, "must have the same dtype, but got torch.float32"),
 }
 
 
@@ -294,8 +386,10 @@ def _misuse(rank: int, expected: _Gradients) -> None:
             MicrobatchCall(partial(wrong, net, **part), lambda found: (found, 1.0), samples=2)
             for part in parts
         ]
-        with pytest.raises(error if fails_here else RemoteRankError, match=match):
-            executor.forward(calls)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*needs all logits")
+            with pytest.raises(error if fails_here else RemoteRankError, match=match):
+                executor.forward(calls)
         assert_idle(executor)
     calls = [_call(net, _plain, part) for part in parts]
     for net.place in ("", "hidden", ""):  # traced, then replayed
@@ -318,6 +412,64 @@ def test_misuse_and_failures_are_named_on_all_ranks_and_the_next_step_is_right()
     run_ranks(IDLE.world_size, _misuse, expected)
 
 
+def _everything(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Asks all kinds of questions."""
+    logits = net(tokens)
+    right = (logits.argmax(-1) == labels).sum()
+    loss = F.cross_entropy(logits.mT, labels, reduction="sum") * (1.0 + right)
+    return loss + logits.softmax(-1).square().sum()
+
+
+class LacksMemory:
+    """Lets one call of the collectives of meetings lack memory on this rank."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls, self.fails_at = 0, -1
+        for name in ("all_gather_rows", "all_to_all_rows", "reduce_slices"):
+            patch.setattr(rounds, name, partial(self._call, getattr(rounds, name)))
+
+    def _call(self, collective: Callable[..., Any], *args: Any) -> Any:
+        self.calls += 1
+        if self.calls - 1 == self.fails_at:
+            raise torch.OutOfMemoryError("no memory left")
+        return collective(*args)
+
+
+def _without_memory(rank: int, expected: _Gradients) -> None:
+    net = Net()
+    executor = make_executor(net, IDLE.fractions, True, cuts_vocabulary=True)
+    calls = [
+        MicrobatchCall(lambda part=part: _everything(net, **part), lambda loss: (loss, 1.0))
+        for part in microbatches_of(_batch(8), IDLE, rank)
+    ]
+    places = 0
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*needs all logits")
+        lacks = LacksMemory(patch)
+        while True:
+            lacks.calls, lacks.fails_at = 0, places if rank == 0 else -1
+            net.zero_grad()
+            try:
+                executor.forward(calls)
+                executor.backward()
+            except (torch.OutOfMemoryError, RemoteRankError) as error:
+                assert isinstance(error, torch.OutOfMemoryError) == (rank == 0)
+                assert "ran out of memory in the meeting of the root unit" in str(error)
+                assert_idle(executor)
+                places += 1
+                continue
+            break
+    assert places > 20  # forward and backward
+    assert relative_error(full_gradients(net), expected) < EXACT
+
+
+def test_a_rank_that_lacks_memory_at_a_meeting_is_named_on_all_ranks():
+    net, batch = Net(), _batch(8)
+    parts = [batch_part for rank in range(2) for batch_part in microbatches_of(batch, IDLE, rank)]
+    expected = _of_one_device(net, sum(_everything(net, **part) for part in parts) / len(parts))[1]
+    run_ranks(IDLE.world_size, _without_memory, expected)
+
+
 def _evaluated(net: Net, tokens: Tensor, steps: int) -> dict[str, Any]:
     """Append tokens, as text generation does, and return logits."""
     found = {"logits": net(tokens)}
@@ -330,11 +482,15 @@ def _evaluates(rank: int, expected: list[dict[str, Tensor]]) -> None:
     net = Net(5).eval()  # fewer tokens than 6 rows of shares would need
     executor = make_executor(net, (0.1, 0.1, 0.8), True, cuts_vocabulary=True)
     executor.attach(NeverWhole(executor))
-    call = MicrobatchCall(  # the last rank has no samples
-        lambda: _evaluated(net, torch.full((2, 1), rank), 3 - rank), lambda found: None
-    )
-    for _ in range(2):
-        with torch.inference_mode(), warnings.catch_warnings():
+
+    def step() -> dict[str, Any]:
+        switches_on = rank == 0 and not torch.is_inference_mode_enabled()
+        with torch.enable_grad() if switches_on else nullcontext():
+            return _evaluated(net, torch.full((2, 1), rank), 3 - rank)
+
+    call = MicrobatchCall(step, lambda found: None)  # the last rank has no samples
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             outcome = executor.evaluate(call if rank < 2 else None, "validating")
         for result in outcome.results:

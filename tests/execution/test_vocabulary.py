@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.vocabulary import columns
 from lightning_cephalo.execution.vocabulary.columns import Columns, Gradients, joined
 from lightning_cephalo.execution.vocabulary.layers import tables_of
+from lightning_cephalo.execution.vocabulary.logits import CutLogits
+from lightning_cephalo.execution.vocabulary.questions import Kind, Question
 from lightning_cephalo.sharding.discovery import find_units
 
 CUTS = (0, 4, 4, 7, 9)  # a rank without rows
@@ -53,6 +57,9 @@ def test_tables_are_the_largest_embeddings_and_the_heads_of_as_many_tokens():
         net.embed = embedding
         assert _tables(net) == [["positions.weight"]]  # the largest that is left
     net = Net()
+    net.head.forward = lambda hidden: 30.0 * torch.tanh(F.linear(hidden, net.head.weight) / 30.0)
+    assert _tables(net) == [["positions.weight"]]
+    net = Net()
     net.bias = net.positions.weight
     net.embed = net.blocks
     with pytest.raises(UnsupportedError, match=r"Net has no torch\.nn\.Embedding"):
@@ -65,6 +72,63 @@ def test_a_head_that_is_compiled_is_refused():
         net.get_submodule(name).compile(backend="eager")
         with pytest.raises(UnsupportedError, match=r"inside of a module that torch\.compile"):
             _tables(net)
+
+
+@dataclass
+class Head:
+    """A head whose columns are all here."""
+
+    weight: Tensor
+    name: str = "head"
+    vocabulary: int = VOCABULARY
+    meeting: int = 0
+    has_warned: bool = True
+
+    def ask(self, question: Question, source: Tensor, *, differentiable: bool) -> Tensor:
+        assert question.kind is Kind.LOGITS
+        with torch.set_grad_enabled(differentiable):
+            return F.linear(source, self.weight).view(question.shape)
+
+
+def _logits() -> CutLogits:
+    hidden = torch.ones(2, 3, WIDTH)
+    return CutLogits(Head(torch.ones(VOCABULARY, WIDTH)), hidden, torch.float32, 2, False)
+
+
+_WRITES: dict[str, Callable[[Tensor], object]] = {
+    "__setitem__": lambda logits: logits.__setitem__((0, 0), 1.0),
+    "mul_": lambda logits: logits.__imul__(2.0),
+    "add_": lambda logits: logits[:, -1].add_(1.0),
+    "zero_": lambda logits: logits.data.zero_(),
+    "masked_fill_": lambda logits: logits.view(6, -1).masked_fill_(torch.ones(6, 1) > 0, 1.0),
+    "exp": lambda logits: torch.exp(torch.ones(2, 3, VOCABULARY), out=logits),
+    "relu": lambda logits: F.relu(logits, inplace=True),
+    "copy_": lambda logits: logits.detach().copy_(torch.ones(2, 3, VOCABULARY)),
+    "__set__": lambda logits: setattr(logits, "data", torch.ones(2, 3, VOCABULARY)),
+}
+
+
+@pytest.mark.parametrize("name", _WRITES)
+def test_writes_to_cut_logits_are_refused_by_name(name: str):
+    with pytest.raises(UnitUseError, match=f"{name}' writes to logits of 'head'.*out of place"):
+        _WRITES[name](_logits())
+
+
+def test_what_is_read_of_cut_logits_may_be_written_to_and_is_found_if_they_are_used_again():
+    logits = _logits()
+    assert logits.shape == (2, 3, VOCABULARY) and not logits.requires_grad
+    view = logits[:, -1]
+    logits.softmax(-1).zero_()
+    torch.ones(2, 3, VOCABULARY).add_(logits)
+    assert logits.sum() == 6 * VOCABULARY * WIDTH
+    F.relu(logits[..., 1], True)
+    for wrong in (logits, view):
+        with pytest.raises(UnitUseError, match="All logits of 'head' were written to"):
+            wrong.sum()
+    with torch.inference_mode():
+        logits = _logits()
+        logits.hidden.zero_()  # their own copy
+        assert logits.sum() == 0
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2**20])

@@ -25,6 +25,7 @@ class VocabularyAttendance:
         boundaries: Its cuts.
         park: Parks until all microbatches have come to a visit.
         is_on: Whether its step meets all others: not with manual optimization.
+        has_backward: Whether a backward follows: not in evaluation, also where gradients are on.
 
     Attributes:
         question: What it waits for; None: nothing.
@@ -38,11 +39,12 @@ class VocabularyAttendance:
         park: Callable[[Visit], object],
         *,
         is_on: bool,
+        has_backward: bool,
     ) -> None:
         self._records = records
         self._boundaries = boundaries
         self._park = park
-        self._is_on = is_on
+        self._is_on, self._has_backward = is_on, has_backward
         self.question: Question | None = None
         self.answer: Tensor | None = None
 
@@ -71,9 +73,13 @@ class VocabularyAttendance:
             differentiable and source is not None and source.requires_grad
         )
         self.question = question
-        self._park(Visit(ROOT, differentiable, question.meeting))
+        self._park(Visit(ROOT, differentiable and self._has_backward, question.meeting))
         answer, self.answer, self.question = self.answer, None, None
-        assert answer is not None
+        if answer is None:
+            raise UnitUseError(
+                "A layer that is cut along the vocabulary is called where other ranks do not"
+                f" expect it, and got no answer. {WAY_OUT}"
+            )
         answer = answer.view(question.shape)
         if not differentiable:
             self._records.add(None)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.vocabulary.columns import Columns
-from lightning_cephalo.execution.vocabulary.logits import CutLogits, gather
+from lightning_cephalo.execution.vocabulary.logits import CutLogits, gather, refuse_other_device
 from lightning_cephalo.execution.vocabulary.questions import WAY_OUT, Kind, Question
 from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat
@@ -110,11 +110,17 @@ class CutLayer:
         if not self._layers.root.is_cut:
             whole: Tensor = type(self.module).forward(self.module, value)
             return whole
+        refuse_other_device(value, self._flat.shard.device, f"input of {self.name!r}")
         if isinstance(self.module, nn.Embedding):
             return self._look_up(value)
         dtype, kind = value.dtype, value.device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
+        elif dtype != self._flat.dtype:
+            raise RuntimeError(
+                f"{self.name!r}: mat1 and mat2 must have the same dtype, but got {dtype} and"
+                f" {self._flat.dtype}."
+            )
         if value.shape[-1] != self.width:
             raise RuntimeError(
                 f"{self.name!r} got hidden states of shape {tuple(value.shape)}; expected"
@@ -124,6 +130,11 @@ class CutLayer:
         return CutLogits(self, value, dtype, value.ndim - 1, needs_gradient)
 
     def _look_up(self, ids: Tensor) -> Tensor:
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise RuntimeError(
+                f"{self.name!r}: Expected tensor for argument #1 'indices' to have one of the"
+                f" following scalar types: Long, Int; but got {ids.dtype} instead."
+            )
         if ids.numel():
             low, high = (int(each) for each in torch.aminmax(ids))
             if low < 0 or high >= self.vocabulary:
@@ -224,15 +235,19 @@ class VocabularyLayers:
     def uninstall(self) -> None:
         """Undo :meth:`install`."""
         for layer in self.forwards:
-            vars(layer.module).pop("forward", None)
+            if vars(layer.module).get("forward") is layer:
+                del layer.module.forward
         self.forwards = []
 
     def with_whole_results(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Return a step whose results have no cut logits, which nobody could read afterwards."""
 
         def step_and_gather() -> Any:
+            result = step()
+            if not any(isinstance(leaf, CutLogits) for leaf in pytree.tree_leaves(result)):
+                return result  # the very object
             return pytree.tree_map_only(
-                CutLogits, lambda logits: gather(logits.detach(), "a result of the step"), step()
+                CutLogits, lambda logits: gather(logits.detach(), "a result of the step"), result
             )
 
         return step_and_gather if self.layers else step

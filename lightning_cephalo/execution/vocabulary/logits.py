@@ -3,6 +3,14 @@
 They exist as the hidden states that they are computed from. Losses ask the ranks for three numbers
 per token: the log-sum of exponentials, the target's logit, and the mean logit. All else gathers the
 logits themselves, once, with a warning.
+
+[Note: writes to cut logits]
+Views of cut logits share no memory, so a write to one would be missing in the others. All writes to
+them are refused. They are computed when they are asked for, so a write to their hidden states in
+between is refused too, and one to gathered logits before cut ones of them are used again.
+
+Private API: ``torch._C.DisableTorchFunctionSubclass`` and ``Tensor._make_wrapper_subclass``, as in
+torch's own tensor subclasses. tests/execution/test_vocabulary.py reads attributes through both.
 """
 
 from __future__ import annotations
@@ -18,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.execution.vocabulary.questions import Kind, Question
+from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.vocabulary.questions import WAY_OUT, Kind, Question
 
 if TYPE_CHECKING:
     from lightning_cephalo.execution.vocabulary.layers import CutLayer
@@ -45,6 +54,60 @@ _READS = frozenset(getattr(Tensor, name).__get__ for name in _ATTRIBUTES) | froz
     }
 )
 
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor")
+_IN_PLACE = frozenset(f"__i{name}__" for name in (*_OPERATORS, "lshift", "rshift")) | {
+    "__setitem__",
+    "__set__",
+    "__delete__",
+}
+
+
+class Watched:
+    """Tensors whose values cut logits, and views of these, are computed from or have shown.
+
+    Args:
+        head: Name of the layer.
+    """
+
+    def __init__(self, head: str) -> None:
+        self._head = head
+        self._versions: list[tuple[Tensor, int, str]] = []
+
+    def add(self, tensor: Tensor, what: str) -> None:
+        """Watch a tensor, which counts its writes.
+
+        Args:
+            tensor: No tensor of inference mode, which counts none.
+            what: What it is, for messages.
+        """
+        self._versions.append((tensor, tensor._version, what))
+
+    def check(self) -> None:
+        """Raise UnitUseError if a tensor was written to since :meth:`add`."""
+        for tensor, version, what in self._versions:
+            if tensor._version != version:
+                raise UnitUseError(
+                    f"{what} of {self._head!r} were written to, and its logits are used behind that"
+                    " write. It is cut along the vocabulary: its logits are computed when they are"
+                    f" used. Write out of place: x = x + 1 instead of x += 1. Or {_LOWER_WAY_OUT}"
+                )
+
+    def refuse(self, name: str) -> UnitUseError:
+        """Return the error for a write to the logits.
+
+        Args:
+            name: Name of the operator.
+        """
+        return UnitUseError(
+            f"{name!r} writes to logits of {self._head!r}, which is cut along the vocabulary: views"
+            " of them share no memory. Write out of place:"
+            " logits = logits.masked_fill(mask, value) instead of logits.masked_fill_(mask, value)."
+            f" Or {_LOWER_WAY_OUT}"
+        )
+
+
+_LOWER_WAY_OUT = WAY_OUT[0].lower() + WAY_OUT[1:]
+
 
 class CutLogits(Tensor):
     """Logits, or their log-softmax, of which each rank can compute some columns.
@@ -57,9 +120,12 @@ class CutLogits(Tensor):
         needs_gradient: Whether the graph of the loss goes through them.
         out: Their own dtype; None: ``dtype``.
         is_normalised: Whether they are log-softmax.
+        watched: What must not be written to; None: the hidden states.
 
     Attributes:
-        whole: All of them, once they are gathered.
+        whole: All of them with their graph, once they are gathered.
+        without_graph: All of them, once they are gathered where no graph was wanted.
+        watched: What must not be written to.
     """
 
     head: CutLayer
@@ -68,6 +134,8 @@ class CutLogits(Tensor):
     vocabulary_dim: int
     is_normalised: bool
     whole: Tensor | None
+    without_graph: Tensor | None
+    watched: Watched
 
     @staticmethod
     def __new__(
@@ -79,7 +147,14 @@ class CutLogits(Tensor):
         needs_gradient: bool,
         out: torch.dtype | None = None,
         is_normalised: bool = False,
+        watched: Watched | None = None,
     ) -> Any:
+        if watched is None:
+            watched = Watched(head.name)
+            if hidden.is_inference():
+                hidden = hidden.clone()  # it would not count writes
+            else:
+                watched.add(hidden, "Hidden states")
         shape = list(hidden.shape[:-1])
         shape.insert(dim, head.vocabulary)
         logits = Tensor._make_wrapper_subclass(
@@ -91,16 +166,18 @@ class CutLogits(Tensor):
             storage_size=0,  # else those who count memory would count it
         )
         logits.head, logits.hidden, logits.linear_dtype = head, hidden, dtype
-        logits.vocabulary_dim, logits.is_normalised, logits.whole = dim, is_normalised, None
+        logits.vocabulary_dim, logits.is_normalised, logits.watched = dim, is_normalised, watched
+        logits.whole = logits.without_graph = None
         return logits
 
     def like(self, hidden: Tensor, **changes: Any) -> Tensor:
         """Return the logits of other hidden states, or in another form."""
         given: dict[str, Any] = {
             "dim": self.vocabulary_dim,
-            "needs_gradient": self.requires_grad,
+            "needs_gradient": self.requires_grad and torch.is_grad_enabled(),
             "out": self.dtype,
             "is_normalised": self.is_normalised,
+            "watched": self.watched,
         }
         return CutLogits(self.head, hidden, self.linear_dtype, **{**given, **changes})
 
@@ -117,30 +194,40 @@ class CutLogits(Tensor):
         if func in _READS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        rule = _RULES.get(func)
         first = args[0] if args else kwargs.get("input")
-        if rule is not None and isinstance(first, CutLogits) and first.whole is None:
+        name = getattr(func, "__name__", str(func))
+        is_in_place = name.endswith("_") and not name.endswith("__")
+        written = [kwargs.get("out")]
+        if is_in_place or name in _IN_PLACE or kwargs.get("inplace"):
+            written.append(first)
+        for each in pytree.tree_leaves(written):
+            if isinstance(each, CutLogits):
+                raise each.watched.refuse(name)
+        rule = _RULES.get(func)
+        if rule is not None and isinstance(first, CutLogits) and first.held is None:
             result = rule(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        gathered = [
-            gather(leaf, func) if isinstance(leaf, CutLogits) else leaf
-            for leaf in pytree.tree_leaves((args, kwargs))
-        ]
-        args, kwargs = pytree.tree_unflatten(gathered, pytree.tree_structure((args, kwargs)))
-        return func(*args, **kwargs)
+        return _on_gathered(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        gathered = pytree.tree_map_only(CutLogits, lambda each: gather(each, func), (args, kwargs))
-        return func(*gathered[0], **(gathered[1] or {}))
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                for each in pytree.tree_leaves(value):
+                    if isinstance(each, CutLogits):
+                        raise each.watched.refuse(str(func))
+        return _on_gathered(func, args, kwargs)
 
     # -- questions ----------------------------------------------------------------------------
 
     def _ask(self, kind: Kind, shape: tuple[int, ...], targets: Tensor | None = None) -> Tensor:
         hidden = self.hidden
+        self.watched.check()
         differentiable = self.requires_grad and torch.is_grad_enabled() and kind is not Kind.BEST
         values = hidden.detach().reshape(-1, hidden.shape[-1]).to(self.linear_dtype)
         question = Question(kind, self.head.meeting, values, shape, targets)
@@ -165,20 +252,55 @@ class CutLogits(Tensor):
         return self._ask(Kind.BEST, tuple(self.hidden.shape[:-1]))
 
     def gathered(self) -> Tensor:
-        """Return all logits, and remember them: writes to them must not be lost."""
-        if self.whole is None:
-            shape = (*self.hidden.shape[:-1], self.head.vocabulary)
-            logits = self._ask(Kind.LOGITS, shape).movedim(-1, self.vocabulary_dim)
-            logits = logits.to(self.dtype)
-            if self.is_normalised:
-                logits = F.log_softmax(logits, self.vocabulary_dim)
+        """Return all logits, and remember them."""
+        self.watched.check()
+        held = self.held
+        if held is not None:
+            return held
+        shape = (*self.hidden.shape[:-1], self.head.vocabulary)
+        logits = self._ask(Kind.LOGITS, shape).movedim(-1, self.vocabulary_dim)
+        logits = logits.to(self.dtype)
+        if self.is_normalised:
+            logits = F.log_softmax(logits, self.vocabulary_dim)
+        if logits.is_inference():  # writes to them would not be found
+            return logits
+        self.watched.add(logits, "All logits")
+        if self._wants_graph:
             self.whole = logits
-        return self.whole
+        else:
+            self.without_graph = logits
+        return logits
+
+    @property
+    def _wants_graph(self) -> bool:
+        return self.requires_grad and torch.is_grad_enabled()
+
+    @property
+    def held(self) -> Tensor | None:
+        """All logits, if they were gathered with all that is wanted now."""
+        if self.whole is not None or self._wants_graph:
+            return self.whole
+        return self.without_graph
+
+
+def _on_gathered(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a function with all logits; raise UnitUseError if it has written to them."""
+    cut: list[CutLogits] = []
+
+    def whole_of(logits: CutLogits) -> Tensor:
+        cut.append(logits)
+        return gather(logits, func)
+
+    args, kwargs = pytree.tree_map_only(CutLogits, whole_of, (args, kwargs))
+    result = func(*args, **kwargs)
+    for each in cut:
+        each.watched.check()
+    return result
 
 
 def gather(logits: CutLogits, func: Any) -> Tensor:
     """Return all logits for an operator that needs them; warn once for each head."""
-    if logits.whole is None and not logits.head.has_warned:
+    if logits.held is None and not logits.head.has_warned:
         logits.head.has_warned = True
         name = getattr(func, "__name__", str(func))
         warnings.warn(
@@ -189,6 +311,15 @@ def gather(logits: CutLogits, func: Any) -> Tensor:
             stacklevel=2,
         )
     return logits.gathered()
+
+
+def refuse_other_device(tensor: Tensor, device: torch.device, what: str) -> None:
+    """Raise torch's error for a tensor on another device, before other ranks are asked."""
+    if tensor.device != device:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices,"
+            f" {device} and {tensor.device} (the {what})."
+        )
 
 
 # -- rules: NotImplemented for what needs all logits --------------------------------------------
@@ -249,6 +380,9 @@ def _negative_likelihood(
         return NotImplemented
     if target.is_floating_point() or target.shape != lead or not 0.0 <= smoothing <= 1.0:
         return NotImplemented
+    refuse_other_device(target, logits.device, "targets")
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise RuntimeError(f"expected target dtype to be Long or Byte, but got {target.dtype}")
     if logits.vocabulary_dim != min(1, logits.ndim - 1) or (weight is not None and smoothing):
         return NotImplemented
     counted = target != ignore_index
@@ -318,6 +452,9 @@ def _gather(input: CutLogits, dim: Any, index: Any, *, sparse_grad: bool = False
         return NotImplemented
     if index.shape != (*lead, 1) or isinstance(index, CutLogits):
         return NotImplemented
+    refuse_other_device(index, input.device, "index")
+    if index.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(f"gather(): Expected dtype int32/int64 for index, not {index.dtype}")
     if index.numel():
         low, high = (int(each) for each in torch.aminmax(index))
         if low < 0 or high >= input.head.vocabulary:
@@ -447,6 +584,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     Tensor.clone: _clone,
     torch.clone: _clone,
     Tensor.detach: _detach,
+    Tensor.data.__get__: _detach,  # type: ignore[attr-defined]
     torch.detach: _detach,
     Tensor.float: _float,
     Tensor.double: _double,

@@ -2,6 +2,9 @@
 
 The k-th microbatches that wait on each rank make a round. A rank without one takes part with no
 tokens: its rows are needed. So only the tokens of a round are together at one time.
+
+A rank that lacks the memory for its part of a round drops its microbatches and tries again, so that
+the other ranks do not wait. See [Note: failures] in failure.py.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +32,9 @@ from lightning_cephalo.sharding.collectives import (
     all_to_all_rows,
     reduce_slices,
 )
+from lightning_cephalo.sharding.transfers import Pending
 
+_Result = TypeVar("_Result")
 _Context = Callable[[], AbstractContextManager[None]]
 _Header = tuple[int, int, torch.dtype, bool]
 
@@ -61,6 +67,11 @@ class Round:
     def tokens(self) -> int:
         """Tokens of all ranks."""
         return sum(self.sizes)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient of this rank's answer has come."""
+        return self.own is not None and self.own.gradient is not None
 
     def parts(self) -> list[slice]:
         """Return where each rank's tokens are among those of all."""
@@ -147,8 +158,13 @@ class VocabularyRounds:
             waiting_for_ranks: As for :meth:`forward`.
         """
         layer = self._layers.at(visit.meeting)
-        for each in self._kept.pop(position, ()):
-            _Meeting(layer, each, self._failure, self._device, waiting_for_ranks).backward()
+        rounds = self._kept.pop(position, [])
+        with waiting_for_ranks():
+            # a table without a gradient on any rank keeps None, which optimizers skip
+            has_gradient = self._control.any([each.has_gradient for each in rounds])
+        for each, has in zip(rounds, has_gradient, strict=True):
+            if has:
+                _Meeting(layer, each, self._failure, self._device, waiting_for_ranks).backward()
 
         def finish() -> None:
             for microbatch in microbatches:
@@ -208,7 +224,7 @@ class _Meeting:
         """Return the answer to this rank's question; of no tokens if it has none."""
         own, width = self._round.own, self._layer.width
         shape = () if self._round.kind is Kind.LOOKUP else (width,)
-        values = self._new(0, *shape) if own is None else own.values
+        values = self._owed(self._new, 0, *shape) if own is None else own.values
         self._round.values = self._gathered(values)
         if self._round.kind is Kind.LOOKUP:
             return self._looked_up(values)
@@ -225,7 +241,7 @@ class _Meeting:
             return
         hidden = None
         if self._round.needs_gradient:
-            hidden = self._new(self._round.tokens, self._layer.width).zero_()
+            hidden = self._owed(self._zeros, self._round.tokens, self._layer.width)
         into = Gradients(self._layer.grad_rows, self._layer.grad_bias, hidden)
         if self._round.kind is Kind.STATISTICS:
             self._backward_of_statistics(into)
@@ -235,12 +251,17 @@ class _Meeting:
             return
         own = self._round.sizes[self._rank]
         dtype = wide(hidden.dtype)
-        output = torch.empty((own, self._layer.width), dtype=dtype, device=self._device)
         sizes = [size * self._layer.width for size in self._round.sizes]
+
+        def start() -> tuple[Tensor, Pending]:
+            sums = torch.empty((own, self._layer.width), dtype=dtype, device=self._device)
+            return sums, reduce_slices(hidden.view(-1), sizes, self._group, sums.view(-1))
+
         with self._waiting():
-            reduce_slices(hidden.view(-1), sizes, self._group, output.view(-1)).wait()
+            output, pending = self._owed(start)
+            pending.wait()
         question = self._round.own
-        if question is not None:
+        if question is not None and question.gradient is not None:
             self._failure.guarded(question.finish, output)
 
     # -- tables -------------------------------------------------------------------------------
@@ -260,30 +281,36 @@ class _Meeting:
         return wanted, [self._owned(of_ranks[self._rank], rank) for rank in ranks]
 
     def _looked_up(self, ids: Tensor) -> Tensor:
-        wanted, places = self._places()
+        wanted, places = self._owed(self._places)
         sends, receives = [len(each) for each in wanted], [len(each) for each in places]
         rows = self._layer.rows
-        sent = rows.new_zeros((sum(sends), self._layer.width))
+        sent = self._owed(rows.new_zeros, (sum(sends), self._layer.width))
 
         def pick() -> None:
             torch.index_select(rows, 0, torch.cat(wanted), out=sent)
 
         self._failure.guarded(pick)
         received = self._exchanged(sent, sends, receives)
-        answer = rows.new_empty((len(ids), self._layer.width))
-        answer[torch.cat(places)] = received
-        return answer
+
+        def in_order() -> Tensor:
+            answer = rows.new_empty((len(ids), self._layer.width))
+            answer[torch.cat(places)] = received
+            return answer
+
+        return self._owed(in_order)
 
     def _backward_of_lookup(self) -> None:
-        wanted, places = self._places()
+        wanted, places = self._owed(self._places)
         sends, receives = [len(each) for each in places], [len(each) for each in wanted]
         own = self._round.own
         found = None if own is None else own.gradient
-        if found is None:
-            sent = self._layer.rows.new_zeros((sum(sends), self._layer.width))
-        else:
-            sent = found.reshape(-1, self._layer.width)[torch.cat(places)]
-        received = self._exchanged(sent, sends, receives)
+
+        def pick() -> Tensor:
+            if found is None:
+                return self._layer.rows.new_zeros((sum(sends), self._layer.width))
+            return found.reshape(-1, self._layer.width)[torch.cat(places)]
+
+        received = self._exchanged(self._owed(pick), sends, receives)
 
         def add() -> None:
             into, rows = self._layer.grad_rows, torch.cat(wanted)
@@ -303,16 +330,18 @@ class _Meeting:
         assert hidden is not None
         targets = None if own is None else own.targets
         if targets is None:
-            targets = torch.empty(0, dtype=torch.int64, device=self._device)
+            new = partial(torch.empty, 0, dtype=torch.int64, device=self._device)
+            targets = self._owed(new)
         self._round.targets = whole = self._gathered(targets)
-        found = [torch.zeros((len(hidden), 4), dtype=wide(hidden.dtype), device=self._device)]
+        dtype = wide(hidden.dtype)
+        found = [self._owed(partial(hidden.new_zeros, (len(hidden), 4), dtype=dtype))]
 
         def compute() -> None:
             found[0] = self._layer.columns.statistics(hidden, whole)
 
         self._failure.guarded(compute)
         together = self._of_ranks(found[0])
-        answers, self._round.log_sum = joined(together, self._layer.vocabulary)
+        answers, self._round.log_sum = self._owed(joined, together, self._layer.vocabulary)
         return answers[self._round.parts()[self._rank]]
 
     def _backward_of_statistics(self, into: Gradients) -> None:
@@ -321,7 +350,7 @@ class _Meeting:
         assert hidden is not None and targets is not None and log_sum is not None
         found = None if own is None else own.gradient
         if found is None:
-            found = log_sum.new_zeros((self._round.sizes[self._rank], 3))
+            found = self._owed(log_sum.new_zeros, (self._round.sizes[self._rank], 3))
         gradients = self._gathered(found)
         self._failure.guarded(
             self._layer.columns.backward_of_statistics,
@@ -336,7 +365,7 @@ class _Meeting:
     def _best(self) -> Tensor:
         hidden = self._round.values
         assert hidden is not None
-        found = torch.zeros((len(hidden), 2), dtype=torch.float64, device=self._device)
+        found = self._owed(partial(hidden.new_zeros, (len(hidden), 2), dtype=torch.float64))
         found[:, 0] = -torch.inf
 
         def compute() -> None:
@@ -346,8 +375,13 @@ class _Meeting:
         self._failure.guarded(compute)
         value, place = self._of_ranks(found).unbind(2)
         last = float(self._layer.vocabulary - 1)
-        best = torch.where(value == value.amax(0), place, last).amin(0)
-        return best[self._round.parts()[self._rank]].to(torch.int64)
+
+        def first() -> Tensor:
+            top = value.amax(0)  # of tokens with a logit that is not a number, that
+            best = torch.where((value == top) | value.isnan(), place, last).amin(0)
+            return best[self._round.parts()[self._rank]].to(torch.int64)
+
+        return self._owed(first)
 
     def _logits(self) -> Tensor:
         hidden, parts = self._round.values, self._round.parts()
@@ -356,7 +390,7 @@ class _Meeting:
         own = self._round.sizes[self._rank]
         sends = [size * len(columns.rows) for size in self._round.sizes]
         widths = [end - first for first, end in self._layer.intervals]
-        sent = hidden.new_zeros(sum(sends))
+        sent = self._owed(hidden.new_zeros, sum(sends))
 
         def compute() -> None:
             torch.cat([columns.logits(hidden[part]).view(-1) for part in parts], out=sent)
@@ -364,22 +398,29 @@ class _Meeting:
         self._failure.guarded(compute)
         receives = [own * width for width in widths]
         received = self._exchanged(sent, sends, receives).split(receives)
-        pairs = zip(received, widths, strict=True)
-        return torch.cat([each.view(own, width) for each, width in pairs], 1)
+
+        def in_order() -> Tensor:
+            pairs = zip(received, widths, strict=True)
+            return torch.cat([each.view(own, width) for each, width in pairs], 1)
+
+        return self._owed(in_order)
 
     def _backward_of_logits(self, into: Gradients) -> None:
         question, hidden, parts = self._round.own, self._round.values, self._round.parts()
         assert hidden is not None
         columns, own = self._layer.columns, self._round.sizes[self._rank]
         found = None if question is None else question.gradient
-        if found is None:
-            found = hidden.new_zeros((own, self._layer.vocabulary))
         widths = [end - first for first, end in self._layer.intervals]
         sends = [own * width for width in widths]
         receives = [size * len(columns.rows) for size in self._round.sizes]
-        found = found.reshape(own, self._layer.vocabulary)
-        sent = torch.cat([each.reshape(-1) for each in found.split(widths, 1)])
-        received = self._exchanged(sent, sends, receives).split(receives)
+
+        def in_columns() -> Tensor:
+            if found is None:
+                return hidden.new_zeros(own * self._layer.vocabulary)
+            whole = found.reshape(own, self._layer.vocabulary)
+            return torch.cat([each.reshape(-1) for each in whole.split(widths, 1)])
+
+        received = self._exchanged(self._owed(in_columns), sends, receives).split(receives)
 
         def add() -> None:
             for part, each in zip(parts, received, strict=True):
@@ -391,22 +432,36 @@ class _Meeting:
 
     # -- ranks --------------------------------------------------------------------------------
 
+    def _owed(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Return what a part of the round gives that this rank owes to the others.
+
+        Without the memory for it, the rank drops its microbatches and tries again.
+        """
+        found: list[_Result] = []
+        self._failure.with_memory(lambda: found.append(function(*args)))
+        return found[0]
+
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._round.dtype, device=self._device)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return self._new(*shape).zero_()
 
     def _gathered(self, own: Tensor) -> Tensor:
         """Return the rows of all ranks' tokens."""
         with self._waiting():
-            return all_gather_rows(own.contiguous(), self._round.sizes, self._group)
+            return self._owed(
+                lambda: all_gather_rows(own.contiguous(), self._round.sizes, self._group)
+            )
 
     def _exchanged(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
         """Return what every rank has sent here."""
         with self._waiting():
-            return all_to_all_rows(rows, sends, receives, self._group)
+            return self._owed(all_to_all_rows, rows, sends, receives, self._group)
 
     def _of_ranks(self, own: Tensor) -> Tensor:
         """Return what every rank knows of all tokens, stacked."""
         ranks, tokens = len(self._round.sizes), len(own)
         with self._waiting():
-            joined_rows = all_gather_rows(own, [tokens] * ranks, self._group)
+            joined_rows = self._owed(all_gather_rows, own, [tokens] * ranks, self._group)
         return joined_rows.view(ranks, tokens, *own.shape[1:])
