@@ -525,6 +525,8 @@ class CephaloStrategy(ParallelStrategy):
                 replans.count_on_late_updates()
             if self._options.verbose and self.is_global_zero:
                 report.show(self.session.plan_table(self._options.details))
+                if self._options.vocabulary_sharding:
+                    report.show(self.session.model.executor.hooks.vocabulary.described())
         self.setup_precision_plugin()
         self._ending.set_up()
 

@@ -108,7 +108,7 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
     _refuse_averaged_statistics(trainer, module)
 
 
-_BESIDE_VOCABULARY = {
+_TOGETHER_WITH_VOCABULARY = {
     "plan=None": "the planner has no price for it: give plan=",
     "replan=True": "a plan that is solved anew has no price for it: leave replan out",
     "optimizer_offload": "leave optimizer_offload out",
@@ -130,7 +130,7 @@ def refuse_with_vocabulary_sharding(given: Mapping[str, bool]) -> None:
         if is_given:
             raise UnsupportedError(
                 f"vocabulary_sharding=True does not work with {name} so far;"
-                f" {_BESIDE_VOCABULARY[name]}, or use vocabulary_sharding=False."
+                f" {_TOGETHER_WITH_VOCABULARY[name]}, or use vocabulary_sharding=False."
             )
 
 

@@ -117,19 +117,25 @@ class Unit:
         return any(flat.trainable for flat in self.flats)
 
     @property
+    def _whole(self) -> list[Flat]:
+        return [flat for flat in self.flats if all(flat is not cut for cut in self.cuts)]
+
+    @property
     def full_bytes(self) -> int:
-        """Bytes of the gathered parameters."""
-        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
+        """Bytes of the gathered parameters; without those that stay cut in steps."""
+        return sum(flat.numel * flat.dtype.itemsize for flat in self._whole)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the full gradients during a backward."""
-        return sum(flat.numel * flat.master_dtype.itemsize for flat in self.flats if flat.trainable)
+        """Bytes of the full gradients during a backward; without those that stay cut."""
+        return sum(
+            flat.numel * flat.master_dtype.itemsize for flat in self._whole if flat.trainable
+        )
 
     @property
     def sent_gradient_bytes(self) -> int:
-        """Bytes of the full gradients as they travel."""
-        return sum(flat.numel * flat.sent_dtype.itemsize for flat in self.flats if flat.trainable)
+        """Bytes of the full gradients as they travel; without those that stay cut."""
+        return sum(flat.numel * flat.sent_dtype.itemsize for flat in self._whole if flat.trainable)
 
     @property
     def receiving_bytes(self) -> int:

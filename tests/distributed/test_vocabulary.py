@@ -243,6 +243,10 @@ def _call(net: Net, loss: Callable[..., Tensor], part: dict[str, Tensor]) -> Mic
 def _losses(rank: int, allocation: Allocation, expected: list[_Gradients]) -> None:
     net = Net()
     executor = make_executor(net, allocation.fractions, False, cuts_vocabulary=True)
+    root = executor.units[0]
+    assert root.full_bytes == root.gradient_bytes == 8 * VOCABULARY  # of the bias alone
+    names = executor.hooks.vocabulary.described()
+    assert names == "cut along the vocabulary of 7 tokens: embed, head, other, extra"
     parts = microbatches_of(_batch(8), allocation, rank)
     for loss, gradients in zip(_LOSSES, expected, strict=True):
         executor.forget_order()

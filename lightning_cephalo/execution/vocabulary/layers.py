@@ -239,6 +239,13 @@ class VocabularyLayers:
                 del layer.module.forward
         self.forwards = []
 
+    def described(self) -> str:
+        """Return a line that names the layers; it is empty if there are none."""
+        if not self.layers:
+            return ""
+        names = ", ".join(layer.name for layer in self.layers)
+        return f"cut along the vocabulary of {self.layers[0].vocabulary:,} tokens: {names}"
+
     def with_whole_results(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Return a step whose results have no cut logits, which nobody could read afterwards."""
 
