@@ -266,6 +266,10 @@ class MovedState:
         found = dict(zip(map(id, chosen), sent, strict=True))
         return [found.get(id(parameter)) for parameter in parameters]
 
+    def forget_sent(self) -> None:
+        """Forget gradients that have left, in a step that is repeated."""
+        self._host.drop()
+
     def store(self, unit: int) -> None:
         """Start to copy a unit's state back, or take what the host has updated."""
         self._let_go()

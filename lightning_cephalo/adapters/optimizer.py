@@ -345,7 +345,8 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
         if sent:
             factor = float(torch.clamp(float(largest) / (norm + 1e-6), max=1.0))
             for own_sent in sent.values():
-                own_sent.factor = factor
+                own_sent.factor *= factor  # a second clipping finds what the first has left
+                own_sent.norm = own_sent.norm * factor
     return norm
 
 

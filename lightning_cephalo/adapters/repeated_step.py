@@ -105,10 +105,11 @@ class RepeatedStep:
             run: Runs it.
             relief: Makes room.
         """
+        holds_gradients = any(_hold_gradients(flat.sharded) for flat in self._model.flats)
         error, _ = _attempt(run)
         while error is not None:
             refused = ""
-            if any(_hold_gradients(flat.sharded) for flat in self._model.flats):
+            if holds_gradients:
                 refused = (
                     "The step cannot be repeated: gradients add up over several batches, and its"
                     " backward may have added some already."
@@ -149,6 +150,8 @@ class RepeatedStep:
             raise error  # on every rank
         if self._repeats == MOST_REPEATS:
             refused = f"The step was repeated {MOST_REPEATS} times already."
+        if not refused:
+            executor.state_moves.repeat(self._model.units)
         relief(error, refused)
         self._repeats += 1
         executor.early.repeat()

@@ -38,7 +38,7 @@ from lightning_cephalo.data.shares import deal
 from lightning_cephalo.data.streams import deal_stream
 
 _OTHER_ORDER = (
-    "{}(shuffle=True, generator=...) visits the samples in another order than on one device: it"
+    "{}(generator=...) visits the samples in another order than on one device: it"
     " draws the order before the seed of its workers, and ranks draw that seed first. All have"
     " the same order, and no sample is left out or repeated. For the order of one device leave out"
     " generator=, and seed the run with seed_everything()."

@@ -118,8 +118,9 @@ class Executor:
         self._vocabulary = VocabularyRounds(
             self.hooks.vocabulary, self.failure, control, accelerator.device
         )
-        # whether the root unit keeps its vocabulary cut: not with manual optimization
-        self._is_cut = False
+        # whether the root unit keeps its vocabulary cut, and gradients may leave for the host: not
+        # with manual optimization
+        self._is_cut = self._sends_gradients = False
         self.state = ModuleState(units[ROOT].module)
         self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
         self.early = EarlyUpdates(units)
@@ -269,6 +270,7 @@ class Executor:
             The outcome. If no microbatch of any rank has a loss, there is no backward to call.
         """
         self.gave_up, self._is_cut = False, True
+        self._sends_gradients = self.state_moves.begin_step()
         self._hide_held_gradients()  # of a step whose backward has not come
         self._vocabulary.forget()
         self._throttle.begin_step()
@@ -345,7 +347,7 @@ class Executor:
             offload_boundaries=self.arena is not None,
             updates_early=self.early.is_on,
             homes=self.state_moves.homes,
-            sends_gradients=self.state_moves.sends_gradients and not self.early.is_on,
+            sends_gradients=self._sends_gradients and not self.early.is_on,
         )
 
     def begin_phases(
@@ -361,7 +363,7 @@ class Executor:
             microbatches: Its run.
             visits: The order of the step, which grows while the step runs.
         """
-        self.gave_up = self._is_cut = False
+        self.gave_up = self._is_cut = self._sends_gradients = False
         self._throttle.begin_step()
         step = self._step = self._new_step(calls, microbatches)
         step.visits, step.is_traced, step.goes_on = visits, True, True

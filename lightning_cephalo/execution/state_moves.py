@@ -48,6 +48,9 @@ class StateMover(Protocol):
             parameters: Parameters of one unit.
         """
 
+    def forget_sent(self) -> None:
+        """Forget gradients that have left, in a step that is repeated."""
+
     def store(self, unit: int) -> None:
         """Start to copy a unit's state back, or take what the host has updated."""
 
@@ -67,13 +70,34 @@ class StateMoves:
         mover: Moves state; None: all of it is on the device.
         planned: Where the state of each unit lives by the plan; empty: on the device.
         is_late: Whether the updates of the optimizer's own step are running.
-        sends_gradients: Whether, in late updates, gradients leave for the host behind their reduce.
+        sends_gradients: Whether, in late updates of the next step, gradients leave for the host
+            behind their reduce. A step that nobody has announced, as one that only accumulates
+            gradients, sends none.
     """
 
     def __init__(self) -> None:
         self.mover: StateMover | None = None
         self.planned: tuple[StateHome, ...] = ()
-        self.is_late = self.sends_gradients = False
+        self.is_late = self.sends_gradients = self._sent_last = False
+
+    def begin_step(self) -> bool:
+        """Return whether gradients of the step that begins may leave for the host."""
+        self._sent_last, self.sends_gradients = self.sends_gradients, False
+        return self._sent_last
+
+    def repeat(self, units: Sequence[Unit]) -> None:
+        """Prepare to repeat a step: forget all that it has reduced, on the device and the host.
+
+        Args:
+            units: All units; none held a gradient before the step.
+        """
+        self.sends_gradients = self._sent_last
+        if not self._sent_last or self.mover is None:
+            return
+        self.mover.forget_sent()
+        for unit in units:
+            for flat in unit.flats:
+                flat.forget_gradient()
 
     @property
     def homes(self) -> Sequence[StateHome]:

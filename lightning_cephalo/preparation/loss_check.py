@@ -18,7 +18,12 @@ from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import step_on
 from lightning_cephalo.data.cutting import BatchCutter
 from lightning_cephalo.data.proportions import Batches, are_divided_alike
-from lightning_cephalo.data.reading import global_batch_size, has_custom_lists, is_stream
+from lightning_cephalo.data.reading import (
+    global_batch_size,
+    has_custom_lists,
+    is_stream,
+    original_of,
+)
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation.prepare import Job
@@ -160,16 +165,24 @@ def _in_two(job: Job, batch: Any, world_size: int) -> list[tuple[Any, int]]:
 def _are_divided_alike(job: Job, world_size: int) -> bool:
     """Return whether each microbatch has the same part of every loader's batch."""
     found = []
-    for loader in job.loaders.flat:
+    for loader in map(original_of, job.loaders.flat):
         size = job.options.global_batch_size or global_batch_size(loader, world_size)
-        is_counted = not is_stream(loader) and not has_custom_lists(loader)
-        samples = len(loader.sampler) if is_counted else None
         drop_last = bool(getattr(loader, "drop_last", False))
-        found.append(Batches.of(size, samples, drop_last=drop_last))
+        found.append(Batches.of(size, _samples_of(loader), drop_last=drop_last))
     sizes = None
     if job.plan is not None:
         sizes = [size for rank in job.plan.ranks for size in rank.microbatch_sizes]
     return are_divided_alike(found, job.loaders.mode, sizes)
+
+
+def _samples_of(loader: Any) -> int | None:
+    """Return the samples of a loader in one pass; None: unknown."""
+    if is_stream(loader) or has_custom_lists(loader) or loader.batch_sampler is None:
+        return None
+    try:
+        return len(loader.sampler)
+    except TypeError:  # a sampler of any length
+        return None
 
 
 def _cut(job: Job, batch: Any, sizes: tuple[int, int]) -> list[tuple[Any, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,8 @@ from lightning_cephalo.plan import Problem, RankProfile, solve
 from lightning_cephalo.plan.replan import ReplanPolicy
 from lightning_cephalo.preparation import replanning
 from lightning_cephalo.preparation.options import Options
+from lightning_cephalo.sharding.flat import Flat
+from lightning_cephalo.sharding.spent_gradients import sent_gradient
 
 CURVE = [0.01 * size for size in range(1, 9)]
 BYTES = [1000.0 * size for size in range(1, 9)]
@@ -54,6 +56,8 @@ class Planted:
 class Hungry(Net):
     """Runs out of memory, and keeps every kind of state that a step may write."""
 
+    hungry = 1
+
     def __init__(self, *places: tuple[int, str], optimizer: str = "adamw") -> None:
         super().__init__(optimizer)
         self.planted = Planted(*places)
@@ -63,7 +67,7 @@ class Hungry(Net):
         self.zeroed: list[int] = []
         self.early: list[bool] = []
         self.count = 0
-        inside = next(self.blocks[1].children())
+        inside = next(self.blocks[self.hungry].children())
         inside.register_forward_pre_hook(self._eat)
 
     @property
@@ -97,6 +101,25 @@ class UpdatesEarly(Hungry):
         super().on_train_batch_end(*given)
         if self.trainer.world_size > 1:
             self.early.append(self.trainer.strategy.session.model.executor.early.is_on)
+
+
+class Sends(Hungry):
+    """Lacks memory behind gradients that have left for the host, which wait for their norm."""
+
+    hungry = 0
+
+    def _eat(self, *given: object) -> None:
+        try:
+            super()._eat(*given)
+        except torch.OutOfMemoryError:
+            assert _has_sent(self.trainer.strategy.session.model.flats)
+            raise
+
+
+def _has_sent(flats: Sequence[Flat]) -> bool:
+    # not in the module: gradients of one that reads them stay
+    held = [parameter.grad for flat in flats for parameter in flat.sharded]
+    return any(sent_gradient(gradient) is not None for gradient in held)
 
 
 class Counts(Hungry):
@@ -169,16 +192,31 @@ CASES: dict[str, tuple[Callable[[], Hungry], dict[str, Any]]] = {
     "behind early updates": (lambda: UpdatesEarly((3, "forward")), {"early": "auto"}),
     "accumulation": (lambda: Counts((1, "forward")), {"accumulate_grad_batches": 2}),
 }
+MOVING = replace(
+    PROBLEM,
+    ranks=(replace(RANK, host_updated_parameters_per_s=1e9),) * 2,
+    unit_parameters=(350, 300, 300, 300),
+    moment_bytes=8.0,
+)
+SENDS: tuple[Callable[[], Hungry], dict[str, Any]] = (
+    lambda: Sends((3, "backward")),
+    {"gradient_clip_val": 1e-2, "early": "auto", "problem": MOVING},
+)
 
 
 def _all(plan: Plan | None):
-    return {name: _result(make, plan, **options) for name, (make, options) in CASES.items()}
+    found = {name: _result(make, plan, **options) for name, (make, options) in CASES.items()}
+    if plan is not None:
+        ranks = [replace(r, resident_fraction=0.0, host_update_fraction=1.0) for r in plan.ranks]
+        plan = replace(plan, ranks=tuple(ranks))
+    make, options = SENDS
+    return found | {"behind gradients that have left": _result(make, plan, **options)}
 
 
 def test_a_repeated_step_is_that_of_one_device():
     wanted = in_ranks(1, _all, None)[0]
     ranks = in_ranks(2, _all, PLAN)
-    for name in CASES:
+    for name in wanted:
         one, _, _ = wanted[name]
         (first, plans, again), (second, others, _) = (rank[name] for rank in ranks)
         assert again == 0, name
