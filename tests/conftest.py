@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 def pytest_xdist_auto_num_workers(config):
     """Half as many workers again as processors: ranks of a test wait for each other in between.
 
-    Twice as many take a third more processor time: threads that communicate wait by turning.
+    Twice as many take more processor time: threads of gloo spin while they wait.
     """
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     return processors + processors // 2
