@@ -162,9 +162,10 @@ class TakesTurns(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
         strategy: Any = trainer.strategy
+        training = strategy._training
         if self._held is None:
-            self._held = strategy._replanning, strategy._repeated
-            policy = strategy._replanning._policy
+            self._held = training.replanning, training.repeated
+            policy = training.replanning._policy
             if policy is not None:
                 policy.judge = lambda *_: None  # it looks, but no plan changes
         now_s = time.process_time()
@@ -173,7 +174,7 @@ class TakesTurns(Callback):
             self.cpu_s[self._watches].append(now_s - self._last_s)
         if place == 0:
             self._watches = not self._watches
-            strategy._replanning, strategy._repeated = self._held if self._watches else (None, None)
+            training.replanning, training.repeated = self._held if self._watches else (None, None)
             strategy.session.model.executor.state.keeps_start = self._watches
         self._last_s = time.process_time()
 

@@ -190,7 +190,7 @@ def _profile(
     prober = Prober(sharded, clock, batch_of, step, nullcontext)
     sizes = sorted({*ladder(1, case.samples), case.global_batch_size})
     devices = sharded.control.gather(device.name)
-    measured = measure_times(prober, Sweep(sizes, _PROFILE_S, devices))
+    measured = measure_times(prober, Sweep(sizes, case.global_batch_size, _PROFILE_S, devices))
     optimizer_s = optimizer_time(sharded, clock, None)
     network = measure_network(sharded, clock, math.inf)
     for unit in sharded.units:
