@@ -161,9 +161,11 @@ class TakesTurns(Callback):
         self._watches = True
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
+        assert isinstance(strategy, CephaloStrategy) and strategy._training is not None
         training = strategy._training
         if self._held is None:
+            assert training.replanning is not None
             self._held = training.replanning, training.repeated
             policy = training.replanning._policy
             if policy is not None:

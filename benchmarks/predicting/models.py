@@ -181,20 +181,19 @@ def _vit() -> nn.Module:
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY,
-            d_model=WIDTH,
-            d_kv=WIDTH // HEADS,
-            d_ff=4 * WIDTH,
-            num_layers=2,
-            num_decoder_layers=3,
-            num_heads=HEADS,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-            use_cache=False,
-        )
+    config: Any = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=WIDTH // HEADS,
+        d_ff=4 * WIDTH,
+        num_layers=2,
+        num_decoder_layers=3,
+        num_heads=HEADS,
+        dropout_rate=0.0,
+        use_cache=False,
     )
+    config.decoder_start_token_id = 0
+    return T5ForConditionalGeneration(config)
 
 
 def _frozen_llama() -> nn.Module:
