@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from common import Block, assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
+from common import Block, assert_same_tensors, loader, trainer, values_of
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
+from warm_ranks import by_plan, in_ranks
 
 from lightning_cephalo import loss_over_batch
 
@@ -87,13 +88,18 @@ def fit(
     return model.losses, values_of(model)
 
 
+@cache
+def fit_alone(kind: type[Contrasts]) -> Any:
+    return fit(None, kind)
+
+
 @pytest.mark.parametrize("kind", [Contrasts, BalancesInTheMiddle])
 @pytest.mark.parametrize(
     ("plan", "options"), [("3:1", {}), ("three", {"recompute": False}), ("no data", {})]
 )
 @pytest.mark.filterwarnings("ignore:In . of the last . steps, microbatches visited")
 def test_a_loss_over_the_batch_is_that_of_one_device(plan, options, kind):
-    wanted_losses, wanted = by_plan(None, fit, kind)
+    wanted_losses, wanted = fit_alone(kind)
     losses, values = by_plan(plan, fit, kind, options)
     assert losses == pytest.approx(wanted_losses, rel=TOLERANCE)
     assert_same_tensors(values, wanted, TOLERANCE)
