@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
 import torch
-from common import assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
+from common import assert_same_tensors, loader, trainer, values_of
 from lightning.pytorch import LightningModule
+from plans import PLANS
 from torch import Tensor, nn
+from warm_ranks import in_ranks
 
 TOLERANCE = 1e-5
 CODES = 4
@@ -117,6 +120,11 @@ def _fit(plan, late=False, **options):
     return values_of(module), module.starts
 
 
+@functools.cache
+def _fit_alone(late):
+    return _fit(None, late)
+
+
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
@@ -127,8 +135,8 @@ def _fit(plan, late=False, **options):
     ],
 )
 def test_buffers_are_those_of_one_device(plan, options):
-    found = in_ranks({"three": 3}.get(plan, 2), lambda: _fit(plan, **options))
-    wanted, steps = by_plan(None, _fit, options.get("late", False))
+    found = in_ranks(len(PLANS[plan].ranks), functools.partial(_fit, plan, **options))
+    wanted, steps = _fit_alone(options.get("late", False))
     for values, starts in found:
         assert_same_tensors(values, wanted, TOLERANCE)
         # in the forward of every step of every microbatch
