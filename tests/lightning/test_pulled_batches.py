@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from common import Net, assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
+from common import Net, assert_same_tensors, loader, trainer, values_of
 from plans import PLANS
 from torch import Tensor
+from warm_ranks import by_plan, in_ranks
 
 from lightning_cephalo.common.errors import UnsupportedError
 
