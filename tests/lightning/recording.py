@@ -1,4 +1,4 @@
-"""Runs through the real Trainer on forked ranks, and what every rank saw, brought to the parent.
+"""Runs through the real Trainer on ranks that stay, and what every rank saw, brought to the parent.
 
 Each rank writes what its module recorded into a file when a run ends well, so that tests compare
 in the parent: several ranks under a plan against one device with the global batch.
@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from plans import GLOBAL_BATCH, PLANS, QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from warm_ranks import in_ranks
 
 from lightning_cephalo import CephaloStrategy, Plan
 
@@ -150,14 +151,51 @@ def run(
     strategy_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[Record]:
-    """``Trainer.fit``, ``validate``, ``test`` or ``predict``; the record of every rank."""
-    trainer = make_trainer(plan, strategy_options, **options)
+    """``Trainer.fit``, ``validate``, ``test`` or ``predict``; the record of every rank.
+
+    Under a plan, module and data are sent to ranks that stay, and the trained values come back.
+    """
+    if plan is None:
+        _go_through(stage, make_trainer(None, **options), module, data)
+        return records(module.folder)
+    ranks = len((PLANS[plan] if isinstance(plan, str) else plan).ranks)
+    values, *_ = in_ranks(ranks, _on_rank, stage, plan, module, data, strategy_options, options)
+    module.load_state_dict(values)
+    return records(module.folder)
+
+
+def messages(plan: str, module: Recorder) -> list[str]:
+    """What each rank raises in ``Trainer.fit``."""
+    return in_ranks(len(PLANS[plan].ranks), _message, plan, module)
+
+
+def _message(plan: str, module: Recorder) -> str:
+    try:
+        _on_rank("fit", plan, module, (), None, {})
+    except Exception as error:
+        return str(error)
+    raise AssertionError("it trained")
+
+
+def _on_rank(
+    stage: str,
+    plan: str | Plan,
+    module: Recorder,
+    data: tuple[Any, ...],
+    strategy_options: dict[str, Any] | None,
+    options: dict[str, Any],
+) -> dict[str, Tensor]:
+    trainer = make_trainer(plan, {"start_method": "popen", **(strategy_options or {})}, **options)
+    _go_through(stage, trainer, module, data)
+    return module.state_dict()
+
+
+def _go_through(stage: str, trainer: Trainer, module: Recorder, data: tuple[Any, ...]) -> None:
     if stage == "predict":
         options = {"return_predictions": False}
     else:
         options = {} if stage == "fit" else {"verbose": False}
     getattr(trainer, stage)(module, *data, **options)
-    return records(module.folder)
 
 
 def joined(ranks: list[Record]) -> list[list[int]]:

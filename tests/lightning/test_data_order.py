@@ -19,6 +19,7 @@ from recording import (
     hook_indices,
     joined,
     loader,
+    messages,
     run,
     samples,
 )
@@ -32,6 +33,7 @@ from torch.utils.data import (
     SequentialSampler,
     WeightedRandomSampler,
 )
+from transformers import BatchEncoding
 
 
 def seeded(seed: int = 11) -> torch.Generator:
@@ -85,6 +87,12 @@ ORDERS: dict[str, Any] = {
 }
 
 
+# of all others, one that begins a second epoch in the middle of a step, and one that does not
+NEW_EACH_EPOCH = (
+    *("shuffle", "shuffle, drop_last", "weighted", "with replacement", "two workers that stay"),
+    *("one left over", "divides"),
+)
+
 # where the number of samples decides who has any in the last step
 WITH_IDLE_RANKS = ("divides", "one left over", "less than a batch", "shuffle")
 
@@ -98,8 +106,9 @@ WITH_IDLE_RANKS = ("divides", "one left over", "less than a batch", "shuffle")
 )
 def test_every_step_has_the_samples_of_one_device(order: str, plan: str, tmp_path: Path) -> None:
     alone, together = Recorder(tmp_path), Recorder(tmp_path)
-    wanted = joined(run("fit", None, alone, ORDERS[order](None), max_epochs=2))
-    ranks = run("fit", plan, together, ORDERS[order](plan), max_epochs=2)
+    epochs = 2 if order in NEW_EACH_EPOCH else 1
+    wanted = joined(run("fit", None, alone, ORDERS[order](None), max_epochs=epochs))
+    ranks = run("fit", plan, together, ORDERS[order](plan), max_epochs=epochs)
     assert joined(ranks) == wanted
     assert hook_indices(ranks, "on_train_batch_start") == wanted
     assert_same_weights(together, alone)
@@ -155,40 +164,46 @@ class Stream(IterableDataset[Any]):
         yield from list(samples(1000))[100 * rank : 100 * rank + self.lengths[rank]]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("lengths", [(30, 7), (5, 20), (0, 9)])
-@pytest.mark.filterwarnings("ignore:The training stream")
-def test_streams_of_different_lengths_end_together_and_lose_nothing(
-    lengths: tuple[int, int], workers: int, tmp_path: Path
-) -> None:
-    class Streaming(Recorder):
-        def train_dataloader(self) -> DataLoader[Any]:
-            # workers know no process group: the rank's own share is cut out beforehand
-            stream = Stream(lengths)
-            own = list(stream)
-            if workers:
-                stream.__class__ = Listed
-                stream.items = own
-            return DataLoader(stream, batch_size=4, num_workers=workers)
-
-    if 0 in lengths:
-        # two samples per rank are read to learn how batches are cut
-        with pytest.raises(Exception, match="Expects at least one sample"):
-            run("fit", "3:1", Streaming(tmp_path), max_epochs=2)
-        return
-    ranks = run("fit", "3:1", Streaming(tmp_path), max_epochs=2)
-    steps = max(-(-lengths[0] // 6), -(-lengths[1] // 2))
-    for index, rank in enumerate(ranks):
-        assert len(rank.steps) == 2 * steps
-        seen = [sample for step in rank.steps[:steps] for part in step for sample in part]
-        assert seen == [100 * index + number for number in range(lengths[index])]
-
-
 class Listed(Stream):
     items: list[Any]
 
     def __iter__(self) -> Any:
         return iter(self.items)
+
+
+class Streaming(Recorder):
+    def __init__(self, folder: Path, lengths: tuple[int, ...], workers: int) -> None:
+        super().__init__(folder)
+        self.lengths, self.workers = lengths, workers
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        # workers know no process group: the rank's own share is cut out beforehand
+        stream = Stream(self.lengths)
+        own = list(stream)
+        if self.workers:
+            stream.__class__ = Listed
+            stream.items = own
+        return DataLoader(stream, batch_size=4, num_workers=self.workers)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("lengths", [(14, 3), (3, 8), (0, 9)])
+@pytest.mark.filterwarnings("ignore:The training stream")
+def test_streams_of_different_lengths_end_together_and_lose_nothing(
+    lengths: tuple[int, int], workers: int, tmp_path: Path
+) -> None:
+    module = Streaming(tmp_path, lengths, workers)
+    if 0 in lengths:
+        # two samples per rank are read to learn how batches are cut
+        for message in messages("3:1", module):
+            assert "Expects at least one sample" in message
+        return
+    ranks = run("fit", "3:1", module, max_epochs=2)
+    steps = max(-(-lengths[0] // 6), -(-lengths[1] // 2))
+    for index, rank in enumerate(ranks):
+        assert len(rank.steps) == 2 * steps
+        seen = [sample for step in rank.steps[:steps] for part in step for sample in part]
+        assert seen == [100 * index + number for number in range(lengths[index])]
 
 
 class Several(Recorder):
@@ -248,26 +263,27 @@ def test_several_loaders_are_dealt_each_in_its_own_order(
     assert_same_weights(together, alone, tolerance=1e-5)
 
 
+class Hooked(Recorder):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert isinstance(batch, list) and isinstance(batch[0], torch.Tensor)
+        self.see("before", batch)
+        return [batch[0], batch[1] + 1.0, batch[2]]
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self.see("transfer", batch)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.see("after", batch)
+        return batch[0], batch[1] - 0.5, batch[2]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.testing.assert_close(batch[1].sum(1, keepdim=True), batch[2] + 1.5)
+        assert isinstance(batch, tuple)
+        return super().training_step(batch, batch_idx)
+
+
 def test_transfer_hooks_see_one_ordinary_batch_of_the_ranks_samples(tmp_path: Path) -> None:
-    class Hooked(Recorder):
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            assert isinstance(batch, list) and isinstance(batch[0], torch.Tensor)
-            self.see("before", batch)
-            return [batch[0], batch[1] + 1.0, batch[2]]
-
-        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-            self.see("transfer", batch)
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            self.see("after", batch)
-            return batch[0], batch[1] - 0.5, batch[2]
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            torch.testing.assert_close(batch[1].sum(1, keepdim=True), batch[2] + 1.5)
-            assert isinstance(batch, tuple)
-            return super().training_step(batch, batch_idx)
-
     ranks = run("fit", "idle last", Hooked(tmp_path), loader("idle last"))
     for hook in ("before", "transfer", "after", "on_train_batch_start", "on_train_batch_end"):
         assert hook_indices(ranks, hook) == joined(ranks), hook
@@ -298,14 +314,15 @@ class OfNested(Recorder):
         return batch["deep"]["index"], *batch["pair"]
 
 
+class Microbatches(OfNested):
+    def indices(self, batch: Any) -> list[int]:
+        if isinstance(batch, list):  # what hooks see when each microbatch is collated alone
+            return list(chain(*(super(Microbatches, self).indices(part) for part in batch)))
+        return super().indices(batch)
+
+
 @pytest.mark.parametrize("per_microbatch", [False, True])
 def test_nested_batches_with_strings_are_cut_alike(per_microbatch: bool, tmp_path: Path) -> None:
-    class Microbatches(OfNested):
-        def indices(self, batch: Any) -> list[int]:
-            if isinstance(batch, list):  # what hooks see when each microbatch is collated alone
-                return list(chain(*(super(Microbatches, self).indices(part) for part in batch)))
-            return super().indices(batch)
-
     alone, together = OfNested(tmp_path), Microbatches(tmp_path)
     wanted = joined(run("fit", None, alone, DataLoader(Nested(), batch_size=8)))
     ranks = run(
@@ -331,43 +348,45 @@ def padded(rows: list[Any]) -> dict[str, torch.Tensor]:
     }
 
 
+class Padded(Recorder):
+    def parts(self, batch: Any) -> Any:
+        assert batch["tokens"][:, 0].tolist() == (batch["index"] + 1.0).tolist()
+        return batch["index"], batch["x"], batch["y"]
+
+    def indices(self, batch: Any) -> list[int]:
+        parts = batch if isinstance(batch, list) else [batch]
+        return [i for part in parts for i in super(Padded, self).indices(part)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.record.note("width", batch["tokens"].shape[1])
+        return super().training_step(batch, batch_idx)
+
+
+def of_padded(size: int) -> DataLoader[Any]:
+    return DataLoader(samples(21), batch_size=size, collate_fn=padded)
+
+
 @pytest.mark.parametrize("per_microbatch", [False, True])
 def test_padded_batches_are_cut_or_collated_again(per_microbatch: bool, tmp_path: Path) -> None:
-    class Padded(Recorder):
-        def parts(self, batch: Any) -> Any:
-            assert batch["tokens"][:, 0].tolist() == (batch["index"] + 1.0).tolist()
-            return batch["index"], batch["x"], batch["y"]
-
-        def indices(self, batch: Any) -> list[int]:
-            parts = batch if isinstance(batch, list) else [batch]
-            return [i for part in parts for i in super(Padded, self).indices(part)]
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.record.note("width", batch["tokens"].shape[1])
-            return super().training_step(batch, batch_idx)
-
-    def data(size: int) -> DataLoader[Any]:
-        return DataLoader(samples(21), batch_size=size, collate_fn=padded)
-
-    wanted = joined(run("fit", None, Padded(tmp_path), data(8)))
+    wanted = joined(run("fit", None, Padded(tmp_path), of_padded(8)))
     options = {"collate_per_microbatch": per_microbatch}
-    ranks = run("fit", "3:1", Padded(tmp_path), data(4), strategy_options=options)
+    ranks = run("fit", "3:1", Padded(tmp_path), of_padded(4), strategy_options=options)
     assert joined(ranks) == wanted
     # samples 0 to 2 are up to 3 long, 3 to 5 up to 5
     assert ranks[0].notes["width"][:2] == ([3, 5] if per_microbatch else [5, 5])
 
 
+def encode(rows: list[Any]) -> Any:
+    return BatchEncoding(padded(rows))
+
+
+class Encoded(Recorder):
+    def parts(self, batch: Any) -> Any:
+        assert isinstance(batch, BatchEncoding)
+        return batch["index"], batch.x, batch.y
+
+
 def test_a_tokenizers_batch_encoding_stays_one(tmp_path: Path) -> None:
-    from transformers import BatchEncoding
-
-    def encode(rows: list[Any]) -> Any:
-        return BatchEncoding(padded(rows))
-
-    class Encoded(Recorder):
-        def parts(self, batch: Any) -> Any:
-            assert isinstance(batch, BatchEncoding)
-            return batch["index"], batch.x, batch.y
-
     data = DataLoader(samples(22), batch_size=4, collate_fn=encode)
     ranks = run("fit", "idle last", Encoded(tmp_path), data)
     assert joined(ranks) == [list(range(8)), list(range(8, 16)), list(range(16, 22))]
@@ -379,30 +398,34 @@ def time_major(rows: list[Any]) -> Any:
     )
 
 
+def split(batch: Any, sizes: list[int]) -> list[Any]:
+    return [tuple(column) for column in zip(*(p.split(sizes, 1) for p in batch), strict=True)]
+
+
+class TimeMajor(Recorder):
+    def parts(self, batch: Any) -> Any:
+        return batch[0][0], batch[1][:3].T, batch[1][3:].T
+
+
+def of_time_major(size: int) -> DataLoader[Any]:
+    return DataLoader(samples(16), batch_size=size, collate_fn=time_major)
+
+
 def test_batches_cut_by_the_users_own_function(tmp_path: Path) -> None:
-    def split(batch: Any, sizes: list[int]) -> list[Any]:
-        return [tuple(column) for column in zip(*(p.split(sizes, 1) for p in batch), strict=True)]
-
-    class TimeMajor(Recorder):
-        def parts(self, batch: Any) -> Any:
-            return batch[0][0], batch[1][:3].T, batch[1][3:].T
-
-    def data(size: int) -> DataLoader[Any]:
-        return DataLoader(samples(16), batch_size=size, collate_fn=time_major)
-
-    wanted = joined(run("fit", None, TimeMajor(tmp_path), data(8)))
+    wanted = joined(run("fit", None, TimeMajor(tmp_path), of_time_major(8)))
     options = {"split_batch": split}
-    ranks = run("fit", "even", TimeMajor(tmp_path), data(4), strategy_options=options)
+    ranks = run("fit", "even", TimeMajor(tmp_path), of_time_major(4), strategy_options=options)
     assert joined(ranks) == wanted
 
 
-def test_without_lightnings_sampler_every_rank_deals_for_itself(tmp_path: Path) -> None:
-    class OwnShare(Recorder):
-        def train_dataloader(self) -> DataLoader[Any]:
-            rank = self.global_rank
-            own = torch.utils.data.Subset(samples(24), range(rank, 24, 2))
-            return DataLoader(own, batch_size=6 if rank == 0 else 2, drop_last=True)
+class OwnShare(Recorder):
+    def train_dataloader(self) -> DataLoader[Any]:
+        rank = self.global_rank
+        own = torch.utils.data.Subset(samples(24), range(rank, 24, 2))
+        return DataLoader(own, batch_size=6 if rank == 0 else 2, drop_last=True)
 
+
+def test_without_lightnings_sampler_every_rank_deals_for_itself(tmp_path: Path) -> None:
     ranks = run(
         "fit", "3:1", OwnShare(tmp_path), use_distributed_sampler=False, limit_train_batches=2
     )
@@ -414,13 +437,14 @@ def test_without_lightnings_sampler_every_rank_deals_for_itself(tmp_path: Path) 
     ]
 
 
-def test_a_datamodule_whose_loaders_are_reloaded_every_epoch(tmp_path: Path) -> None:
-    class Growing(LightningDataModule):
-        def train_dataloader(self) -> DataLoader[Any]:
-            epoch = self.trainer.current_epoch
-            size = 8 if self.trainer.world_size == 1 else 4
-            return DataLoader(samples(10 + 6 * epoch), batch_size=size)
+class Growing(LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        epoch = self.trainer.current_epoch
+        size = 8 if self.trainer.world_size == 1 else 4
+        return DataLoader(samples(10 + 6 * epoch), batch_size=size)
 
+
+def test_a_datamodule_whose_loaders_are_reloaded_every_epoch(tmp_path: Path) -> None:
     options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
     wanted = joined(run("fit", None, Recorder(tmp_path), Growing(), **options))
     assert [len(step) for step in wanted] == [8, 2, 8, 8, 8, 8, 6]
@@ -493,17 +517,23 @@ class Reads(Dataset[Any]):
         return self.data[index]
 
 
+class CountsReads(Recorder):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.data = Reads()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.data, batch_size=4)
+
+    def on_train_start(self) -> None:
+        self.data.read.clear()
+
+    def on_train_end(self) -> None:
+        self.record.note("read", dict(self.data.read))
+
+
 def test_a_rank_reads_only_its_own_samples(tmp_path: Path) -> None:
-    data = Reads()
-
-    class Counting(Recorder):
-        def on_train_start(self) -> None:
-            data.read.clear()
-
-        def on_train_end(self) -> None:
-            self.record.note("read", dict(data.read))
-
-    ranks = run("fit", "3:1", Counting(tmp_path), DataLoader(data, batch_size=4))
+    ranks = run("fit", "3:1", CountsReads(tmp_path))
     reads = Counter[int]()
     for rank in ranks:
         reads.update(rank.notes["read"][0])

@@ -17,8 +17,6 @@ from recording import (
     assert_same_weights,
     batch_size,
     loader,
-    make_trainer,
-    records,
     run,
     samples,
 )
@@ -322,15 +320,14 @@ def test_fit_then_validate_test_and_predict_with_one_trainer_per_stage(tmp_path:
     assert_same_weights(together, alone)
 
 
-def test_a_user_may_deal_evaluation_himself(tmp_path: Path) -> None:
-    class OwnShare(Evaluated):
-        def val_dataloader(self) -> DataLoader[Any]:
-            own = range(self.global_rank, 8, 2)
-            return DataLoader(torch.utils.data.Subset(samples(8), own), batch_size=2)
+class OwnShare(Evaluated):
+    def val_dataloader(self) -> DataLoader[Any]:
+        own = range(self.global_rank, 8, 2)
+        return DataLoader(torch.utils.data.Subset(samples(8), own), batch_size=2)
 
-    trainer = make_trainer("even", use_distributed_sampler=False)
-    trainer.validate(OwnShare(tmp_path), verbose=False)
-    ranks = records(tmp_path)
+
+def test_a_user_may_deal_evaluation_himself(tmp_path: Path) -> None:
+    ranks = run("validate", "even", OwnShare(tmp_path), use_distributed_sampler=False)
     assert [rank.notes["validate 0"] for rank in ranks] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
 
 

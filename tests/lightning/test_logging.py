@@ -14,9 +14,7 @@ import torchmetrics
 from common import (
     Net,
     assert_same_tensors,
-    by_plan,
     dataset,
-    in_ranks,
     trainer,
     values_of,
 )
@@ -31,15 +29,19 @@ from recording import (
     joined,
     loader,
     make_trainer,
-    records,
     run,
     samples,
 )
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
+from warm_ranks import by_plan, in_ranks
 
 # said for every key that is logged per epoch without sync_dist, which is what is tested
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
+
+
+# what holds for uneven ranks and without samples holds for even ones
+EVEN = pytest.mark.slow
 
 
 class Logger(Recorder):
@@ -95,7 +97,9 @@ class MeanLoss(Logger):
         self.log("val_both", loss, on_step=True, on_epoch=True, sync_dist=True)
 
 
-@pytest.mark.parametrize("plan", RECORDED)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=EVEN if plan == "even" else ()) for plan in RECORDED]
+)
 def test_a_synchronised_mean_is_the_global_one_everywhere(plan: str, tmp_path: Path) -> None:
     alone, together = MeanLoss(tmp_path), MeanLoss(tmp_path)
     data = lambda p: (loader(p), loader(p, 13))  # noqa: E731
@@ -109,41 +113,19 @@ def test_a_synchronised_mean_is_the_global_one_everywhere(plan: str, tmp_path: P
     assert_same_weights(together, alone, tolerance=1e-5)
 
 
-class OwnMean(Logger):
+class Various(Logger):
+    """Logs what is summed, weighed, of other types, and of this rank alone."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         losses = self.per_sample(batch)
         self.record.steps[-1].append(self.indices(batch))
-        self.record.note("losses", losses.detach().tolist())
-        self.log("loss", losses.mean(), on_step=True, on_epoch=True)
+        self.log_reduced(losses)
+        self.log_with_batch_sizes(self.parts(batch)[0])
+        self.log_other_types(self.parts(batch)[0], losses.mean())
+        self.log(OWN, losses.mean(), on_step=True, on_epoch=True)
         return losses.mean()
 
-
-def test_without_synchronisation_a_rank_logs_the_mean_of_its_own_batch(tmp_path: Path) -> None:
-    ranks = run("fit", "3:1", OwnMean(tmp_path), loader("3:1"))
-    for rank in ranks:
-        own = iter(rank.notes["losses"])
-        everything = []
-        for microbatches, seen in zip(rank.steps, rank.notes["step"], strict=True):
-            step = [loss for _ in microbatches for loss in next(own)]
-            everything += step
-            assert step, (rank.steps, rank.notes)
-            assert seen["loss_step"] == pytest.approx(sum(step) / len(step), rel=1e-5)
-        (end,) = rank.notes["end"]
-        assert end["loss_epoch"] == pytest.approx(sum(everything) / len(everything), rel=1e-5)
-
-
-@pytest.mark.parametrize("plan", ["idle first", "idle last"])
-def test_a_rank_without_samples_shows_what_the_others_log(plan: str, tmp_path: Path) -> None:
-    (wanted,) = run("fit", None, OwnMean(tmp_path), loader(None), max_epochs=2)
-    ranks = run("fit", plan, OwnMean(tmp_path), loader(plan), max_epochs=2)
-    assert_same_notes(ranks, wanted, ("step", "end"))
-
-
-class Reduced(Logger):
-    sync = True
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        losses = self.per_sample(batch)
+    def log_reduced(self, losses: Tensor) -> None:
         for on_epoch in (False, True):
             for reduce, value in (
                 ("sum", losses.sum()),
@@ -156,22 +138,10 @@ class Reduced(Logger):
                     on_step=True,
                     on_epoch=on_epoch,
                     reduce_fx=reduce,
-                    sync_dist=self.sync,
+                    sync_dist=True,
                 )
-        return losses.mean()
 
-
-@pytest.mark.parametrize("plan", ["idle first", "three"])
-def test_sum_maximum_and_minimum_are_over_all_samples(plan: str, tmp_path: Path) -> None:
-    (wanted,) = run("fit", None, Reduced(tmp_path), loader(None), max_epochs=2)
-    ranks = run("fit", plan, Reduced(tmp_path), loader(plan), max_epochs=2)
-    assert_same_notes(ranks, wanted, ("step", "end"))
-
-
-class Counts(Logger):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        index = self.parts(batch)[0]
+    def log_with_batch_sizes(self, index: Tensor) -> None:
         even = index % 2 == 0
         # a mean over a part of the samples, with how many they are
         share = index[even].double().mean() if even.any() else torch.zeros(())
@@ -186,13 +156,26 @@ class Counts(Logger):
             )
         self.log("whole", float(index.sum()), reduce_fx="sum", sync_dist=True)
         self.log("number", 3.0, sync_dist=True)
-        return loss
+
+    def log_other_types(self, index: Tensor, loss: Tensor) -> None:
+        self.log("index", index.sum(), reduce_fx="sum", sync_dist=True)
+        self.log("count", len(index), on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log("half", loss.half() * 0 + 0.5, sync_dist=True, on_epoch=True)
 
 
-@pytest.mark.parametrize("plan", ["idle last", "three"])
-def test_a_batch_size_of_ones_own_weighs_the_value(plan: str, tmp_path: Path) -> None:
-    (wanted,) = run("fit", None, Counts(tmp_path), loader(None), max_epochs=2)
-    ranks = run("fit", plan, Counts(tmp_path), loader(plan), max_epochs=2)
+OWN = "of each rank"
+
+
+@pytest.mark.filterwarnings("ignore:You called .self.log.*needs to be floating")
+@pytest.mark.parametrize("plan", ["idle first", "idle last", "three"])
+def test_sums_weighed_means_and_integers_are_over_all_samples(plan: str, tmp_path: Path) -> None:
+    (wanted,) = run("fit", None, Various(tmp_path), loader(None), max_epochs=2)
+    ranks = run("fit", plan, Various(tmp_path), loader(plan), max_epochs=2)
+    if plan == "three":  # else a rank without samples shows what the one with all of them logs
+        for record in [wanted, *ranks]:
+            for notes in record.notes["step"] + record.notes["end"]:
+                for key in (OWN, f"{OWN}_step", f"{OWN}_epoch"):
+                    notes.pop(key, None)
     assert_same_notes(ranks, wanted, ("step", "end"))
 
 
@@ -284,38 +267,46 @@ def test_torchmetrics_are_those_of_one_device(plan: str, tmp_path: Path) -> None
     assert_same_notes(ranks, wanted, ("end", "validation"))
 
 
-def test_a_metrics_value_of_a_step_is_the_ranks_own(tmp_path: Path) -> None:
-    (wanted,) = run("fit", None, Metrics(tmp_path), loader(None), loader(None, 17))
-    ranks = run("fit", "3:1", Metrics(tmp_path), loader("3:1"), loader("3:1", 17))
-    for step, alone in enumerate(wanted.notes["step"]):
-        counts = [len(rank.hooks["on_train_batch_end"][step]) for rank in ranks]
-        found = [rank.notes["step"][step]["error_step"] for rank in ranks]
-        mean = sum(c * f for c, f in zip(counts, found, strict=True)) / sum(counts)
-        assert mean == pytest.approx(alone["error_step"], rel=1e-5)
-
-
-class Integers(Logger):
+class OwnValues(Metrics):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        self.log("index", self.parts(batch)[0].sum(), reduce_fx="sum", sync_dist=True)
-        self.log("count", len(self.indices(batch)), on_epoch=True, reduce_fx="sum", sync_dist=True)
-        self.log("half", loss.half() * 0 + 0.5, sync_dist=True, on_epoch=True)
+        self.record.note("losses", self.per_sample(batch).detach().tolist())
+        self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
 
-@pytest.mark.filterwarnings("ignore:You called .self.log.*needs to be floating")
-def test_integers_and_half_precision_can_be_logged(tmp_path: Path) -> None:
-    (wanted,) = run("fit", None, Integers(tmp_path), loader(None))
-    ranks = run("fit", "idle first", Integers(tmp_path), loader("idle first"))
-    assert_same_notes(ranks, wanted, ("step", "end"))
+def test_values_that_are_not_synchronised_are_those_of_the_ranks_own_batch(tmp_path: Path) -> None:
+    (wanted,) = run("fit", None, OwnValues(tmp_path), loader(None), loader(None, 5))
+    ranks = run("fit", "3:1", OwnValues(tmp_path), loader("3:1"), loader("3:1", 5))
+    for rank in ranks:
+        own = iter(rank.notes["losses"])
+        everything = []
+        for microbatches, seen in zip(rank.steps, rank.notes["step"], strict=True):
+            step = [loss for _ in microbatches for loss in next(own)]
+            everything += step
+            assert step, (rank.steps, rank.notes)
+            assert seen["loss_step"] == pytest.approx(sum(step) / len(step), rel=1e-5)
+        (end,) = rank.notes["end"]
+        assert end["loss_epoch"] == pytest.approx(sum(everything) / len(everything), rel=1e-5)
+    for step, alone in enumerate(wanted.notes["step"]):
+        errors = [rank.notes["step"][step]["error_step"] for rank in ranks]
+        assert over_ranks(ranks, step, errors) == pytest.approx(alone["error_step"], rel=1e-5)
+    for step, alone in enumerate(wanted.notes["outputs"]):
+        losses = [float(rank.notes["outputs"][step]["loss"]) for rank in ranks]
+        assert over_ranks(ranks, step, losses) == pytest.approx(float(alone["loss"]), rel=1e-5)
+
+
+def over_ranks(ranks: list[Record], step: int, values: list[float]) -> float:
+    """Mean over the samples of a step, from one value of each rank."""
+    counts = [len(rank.hooks["on_train_batch_end"][step]) for rank in ranks]
+    return sum(c * value for c, value in zip(counts, values, strict=True)) / sum(counts)
 
 
 @pytest.mark.parametrize("plan", [None, "idle first"])
 def test_a_logger_gets_every_key_once_per_step(plan: str | None, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="log", version=0)
-    trainer = make_trainer(plan, logger=logger, log_every_n_steps=1, max_epochs=2)
-    trainer.fit(MeanLoss(tmp_path), loader(plan), loader(plan, 5))
-    records(tmp_path)
+    data = loader(plan), loader(plan, 5)
+    run("fit", plan, MeanLoss(tmp_path), *data, logger=logger, log_every_n_steps=1, max_epochs=2)
     with open(tmp_path / "log/version_0/metrics.csv") as file:
         rows = list(csv.DictReader(file))
     # the CSV file is sorted by step within what was written at once
@@ -375,7 +366,13 @@ class Tokens(Logger):
 
 @pytest.mark.parametrize(
     ("plan", "per_microbatch"),
-    [("3:1", False), ("three", True), ("even", True), ("idle first", False), ("idle last", True)],
+    [
+        ("3:1", False),
+        ("three", True),
+        pytest.param("even", True, marks=EVEN),
+        ("idle first", False),
+        ("idle last", True),
+    ],
 )
 def test_token_means_are_those_of_one_device(
     plan: str, per_microbatch: bool, tmp_path: Path
@@ -399,53 +396,38 @@ def test_token_means_are_those_of_one_device(
     assert joined(ranks) == joined([wanted])
     assert_same_weights(together, alone, tolerance=1e-5)
     assert_same_notes(ranks, wanted, ("step", "end"))
+    if not per_microbatch:
+        assert_same_outputs(ranks, wanted)
 
 
-def test_outputs_of_a_step_are_those_of_the_ranks_batch(tmp_path: Path) -> None:
-    data = DataLoader(sentences(22), batch_size=4, collate_fn=pad)  # type: ignore[arg-type]
-    alone = DataLoader(sentences(22), batch_size=8, collate_fn=pad)  # type: ignore[arg-type]
-    (wanted,) = run("fit", None, Tokens(tmp_path), alone, alone)
-    for plan in ("3:1", "idle first"):
-        ranks = run("fit", plan, Tokens(tmp_path), data, data)
-        for step, one_device in enumerate(wanted.notes["outputs"]):
-            outputs = [rank.notes["outputs"][step] for rank in ranks]
-            busy = [o for rank, o in zip(ranks, outputs, strict=True) if rank.steps[step]]
-            assert all(o["note"] == "kept" and not o["loss"].requires_grad for o in busy)
-            weights = torch.stack([o["weight"] for o in busy])
-            losses = torch.stack([o["loss"] for o in busy])
-            assert int(weights.sum()) == int(one_device["weight"])
-            torch.testing.assert_close((losses * weights).sum() / weights.sum(), one_device["loss"])
-            logits = torch.cat([o["logits"] for o in busy])
-            torch.testing.assert_close(logits, one_device["logits"])
+def assert_same_outputs(ranks: list[Record], wanted: Record) -> None:
+    """Outputs of a step are those of the rank's batch."""
+    for step, one_device in enumerate(wanted.notes["outputs"]):
+        outputs = [rank.notes["outputs"][step] for rank in ranks]
+        busy = [o for rank, o in zip(ranks, outputs, strict=True) if rank.steps[step]]
+        assert all(o["note"] == "kept" and not o["loss"].requires_grad for o in busy)
+        weights = torch.stack([o["weight"] for o in busy])
+        losses = torch.stack([o["loss"] for o in busy])
+        assert int(weights.sum()) == int(one_device["weight"])
+        torch.testing.assert_close((losses * weights).sum() / weights.sum(), one_device["loss"])
+        logits = torch.cat([o["logits"] for o in busy])
+        torch.testing.assert_close(logits, one_device["logits"])
 
 
-class Plain(Logger):
-    pass
+class Hooks(MeanLoss):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.log("start", float(batch_idx), on_step=True, on_epoch=True, sync_dist=True)
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("rank", float(self.global_rank), on_step=True, sync_dist=True, batch_size=1)
+        super().on_train_batch_end(outputs, batch, batch_idx)
 
-def test_the_loss_of_a_step_is_the_mean_of_the_ranks_batch(tmp_path: Path) -> None:
-    (wanted,) = run("fit", None, Plain(tmp_path), loader(None))
-    ranks = run("fit", "3:1", Plain(tmp_path), loader("3:1"))
-    for step, alone in enumerate(wanted.notes["outputs"]):
-        counts = [len(rank.hooks["on_train_batch_end"][step]) for rank in ranks]
-        losses = [float(rank.notes["outputs"][step]["loss"]) for rank in ranks]
-        mean = sum(c * loss for c, loss in zip(counts, losses, strict=True)) / sum(counts)
-        assert mean == pytest.approx(float(alone["loss"]), rel=1e-5)
+    def on_train_epoch_end(self) -> None:
+        self.log("done", 4.0, sync_dist=True)
 
 
 def test_hooks_may_log_beside_the_steps(tmp_path: Path) -> None:
-    class Hooks(MeanLoss):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            super().on_train_batch_start(batch, batch_idx)
-            self.log("start", float(batch_idx), on_step=True, on_epoch=True, sync_dist=True)
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.log("rank", float(self.global_rank), on_step=True, sync_dist=True, batch_size=1)
-            super().on_train_batch_end(outputs, batch, batch_idx)
-
-        def on_train_epoch_end(self) -> None:
-            self.log("done", 4.0, sync_dist=True)
-
     ranks = run("fit", "3:1", Hooks(tmp_path), loader("3:1"), loader("3:1", 5), max_epochs=2)
     for rank in ranks:
         assert [step["rank"] for step in rank.notes["step"]] == [0.5] * 6
@@ -528,16 +510,17 @@ class _LogsInMicrobatches(Recorder):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_constant_that_is_summed_over_microbatches_is_named_once(tmp_path):
-    def fit():
-        module = _LogsInMicrobatches(tmp_path)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            make_trainer("3:1", {"start_method": "popen"}, max_epochs=2).fit(module, loader("3:1"))
-        totals = {key: float(value) for key, value in module.trainer.callback_metrics.items()}
-        return [str(one.message) for one in found if "reduce_fx" in str(one.message)], totals
+def _sums_that_are_named(folder):
+    module = _LogsInMicrobatches(folder)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make_trainer("3:1", {"start_method": "popen"}, max_epochs=2).fit(module, loader("3:1"))
+    totals = {key: float(value) for key, value in module.trainer.callback_metrics.items()}
+    return [str(one.message) for one in found if "reduce_fx" in str(one.message)], totals
 
-    (first, totals), (second, others) = in_ranks(2, fit)
+
+def test_a_constant_that_is_summed_over_microbatches_is_named_once(tmp_path):
+    (first, totals), (second, others) = in_ranks(2, _sums_that_are_named, tmp_path)
     assert len(first) == 1 and "self.log('one', ..., reduce_fx='sum') got 1" in first[0]
     assert "on_train_batch_end" in first[0]
     assert not second  # one microbatch a step: it counts once a step

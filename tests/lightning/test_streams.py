@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from common import in_ranks
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
 from plans import QUIET, plan_of
@@ -27,8 +26,9 @@ from recording import (
     samples,
 )
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from warm_ranks import in_ranks
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Plan
 
 
 class Lines(IterableDataset[Any]):
@@ -132,22 +132,22 @@ def test_a_shuffle_without_a_seed_is_the_same_on_all_ranks(tmp_path: Path) -> No
         os.environ.pop("PL_GLOBAL_SEED", None)
 
 
+def divided(plan: Plan, module: Recorder) -> Any:
+    trainer = make_trainer(plan, {"start_method": "popen", "global_batch_size": 8})
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(ByRank(), batch_size=4))
+    said = [str(one.message) for one in found if "training stream" in str(one.message)]
+    return said, module.state_dict()
+
+
 @pytest.mark.parametrize("sizes", [((3, 3), (2,)), ((4, 4), ())])
 def test_a_stream_that_divides_itself_is_trained_to_its_end_with_one_warning(
     sizes: Any, tmp_path: Path
 ) -> None:
     plan = plan_of((sizes[0], 0.5), (sizes[1], 0.5))
     together = Recorder(tmp_path)
-
-    def fit() -> Any:
-        trainer = make_trainer(plan, {"start_method": "popen", "global_batch_size": 8})
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            trainer.fit(together, DataLoader(ByRank(), batch_size=4))
-        said = [str(one.message) for one in found if "training stream" in str(one.message)]
-        return said, together.state_dict()
-
-    (said, weights), (nothing, _) = in_ranks(2, fit)
+    (said, weights), (nothing, _) = in_ranks(2, divided, plan, together)
     assert len(said) == 1 and not nothing
     assert "ByRank begins with other samples" in said[0]
     assert ("The parts of the ranks [1] are lost" in said[0]) == (not sizes[1])
@@ -260,27 +260,29 @@ class MeasuredSealed(Measured):
         self.log("val", self.per_sample(batch).mean(), sync_dist=True, batch_size=known)
 
 
+def fit(ranks: int, folder: Path, data: Any, *validated: Any, **options: Any) -> Any:
+    module, strategy = MeasuredSealed(folder), "auto"
+    if ranks > 1:
+        fast: Any = {"verbose": False, "profile_budget_s": 0.5, "remeasure": True}
+        strategy = CephaloStrategy(**fast, **options)
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=ranks, **QUIET)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The training stream BatchesByRank")
+        warnings.filterwarnings("ignore", "You defined a `validation_step` but")
+        trainer.fit(module, data, *validated)
+    batch = getattr(getattr(trainer.strategy, "plan", None), "global_batch_size", None)
+    return batch, module.state_dict(), float(trainer.callback_metrics.get("val", 0.0))
+
+
+def fit_all(ranks: int, folder: Path) -> Any:
+    # the rows of the first batch are the global batch
+    found = [fit(ranks, folder, ReadyBatches())]
+    found.append(fit(ranks, folder, SealedBatches(), SealedBatches(7), split_batch=Sealed.split))
+    return [*found, fit(ranks, folder, BatchesByRank())]
+
+
 def test_ready_batches_are_measured_planned_and_evaluated(tmp_path: Path) -> None:
-    def fit(ranks: int, data: Any, *validated: Any, **options: Any) -> Any:
-        module, strategy = MeasuredSealed(tmp_path), "auto"
-        if ranks > 1:
-            fast: Any = {"verbose": False, "profile_budget_s": 0.5, "remeasure": True}
-            strategy = CephaloStrategy(**fast, **options)
-        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=ranks, **QUIET)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The training stream BatchesByRank")
-            warnings.filterwarnings("ignore", "You defined a `validation_step` but")
-            trainer.fit(module, data, *validated)
-        batch = getattr(getattr(trainer.strategy, "plan", None), "global_batch_size", None)
-        return batch, module.state_dict(), float(trainer.callback_metrics.get("val", 0.0))
-
-    def fit_all(ranks: int) -> Any:
-        # the rows of the first batch are the global batch
-        found = [fit(ranks, ReadyBatches())]
-        found.append(fit(ranks, SealedBatches(), SealedBatches(7), split_batch=Sealed.split))
-        return [*found, fit(ranks, BatchesByRank())]
-
-    found, wanted = in_ranks(2, fit_all, 2), in_ranks(1, fit_all, 1)[0]
+    found, wanted = in_ranks(2, fit_all, 2, tmp_path), fit_all(1, tmp_path)
     for of_rank in found:
         assert [batch for batch, _, _ in of_rank] == [8, 8, 12]
         assert of_rank[1][2] == pytest.approx(wanted[1][2], rel=1e-5)
