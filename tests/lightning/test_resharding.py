@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
-from profiled import GPT, fit, in_ranks, loader
+from profiled import GPT, fit, loader
+from profiled import in_ranks as in_ranks_of_virtual_time
+from warm_ranks import in_ranks
 
 from lightning_cephalo import CephaloStrategy, Plan, RankPlan
 from lightning_cephalo.emulation import active_device
@@ -129,7 +131,7 @@ def where_memory_is_short():
 
 @pytest.mark.slow
 def test_the_plan_keeps_units_gathered_where_gathers_take_longest_and_memory_allows():
-    for rank, (slow, quick) in enumerate(in_ranks(2, where_memory_allows)):
+    for rank, (slow, quick) in enumerate(in_ranks_of_virtual_time(2, where_memory_allows)):
         plan, gathers, peak_bytes = slow
         assert plan.reshard_after_forward is False
         assert gathers == STAYED
@@ -138,7 +140,7 @@ def test_the_plan_keeps_units_gathered_where_gathers_take_longest_and_memory_all
         plan, gathers, _ = quick
         assert plan.reshard_after_forward is True
         assert gathers == GIVEN_BACK
-    for plan, gathers, _ in in_ranks(2, where_memory_is_short):
+    for plan, gathers, _ in in_ranks_of_virtual_time(2, where_memory_is_short):
         assert plan.reshard_after_forward is True
         assert gathers == GIVEN_BACK
 
