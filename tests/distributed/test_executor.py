@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Cases
 from harness import (
     batch_size_of,
     full_gradients,
@@ -386,37 +386,42 @@ MODELS = {
 }
 
 
-def _equals(rank: int, single: nn.Module, expected: Tensor, recompute: bool, reshard: bool) -> None:
-    """Compare with ``single``, which has the gradients of one step, and its loss."""
-    model = copy.deepcopy(single)
-    model.zero_grad()
-    executor = make_executor(model, UNEVEN.fractions, recompute, reshard=reshard)
-    assert len(executor.units) > 2
-    parts = microbatches_of(make_batch(batch_size_of(UNEVEN)), UNEVEN, rank)
-    wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
-    for times in (1, 2):  # the first step is traced; the second replays it and adds to it
-        loss = torch.tensor(sharded_step(executor, model, mean_loss, parts))
-        dist.all_reduce(loss)
-        torch.testing.assert_close(loss, expected)
-        found = full_gradients(model)
-        sums = {key: None if g is None else times * g for key, g in wanted.items()}
-        assert relative_error(found, sums) <= 1e-5
-        assert_idle(executor)
-    for key, gradient in sums.items():
-        if gradient is not None:
-            torch.testing.assert_close(found[key], gradient)
+WAYS = [(True, True), (False, True), (True, False), (False, False)]
+"""With recompute and without, with units given back after the forward and without."""
+
+IN_RANKS = Cases(run_ranks, UNEVEN.world_size)
 
 
+@IN_RANKS.each(*((name,) for name in MODELS))
 def _equals_all_ways(rank: int, name: str) -> None:
+    """One executor for all ways: to make one takes as long as a step."""
     torch.manual_seed(3)
     single = MODELS[name]()
-    loss = mean_loss(single, make_batch(batch_size_of(UNEVEN)))
-    loss.backward()
-    for recompute, reshard in itertools.product((True, False), repeat=2):
-        _equals(rank, single, loss.detach(), recompute, reshard)
+    model = copy.deepcopy(single)
+    expected = mean_loss(single, make_batch(batch_size_of(UNEVEN)))
+    expected.backward()
+    wanted = {key: parameter.grad for key, parameter in single.named_parameters()}
+    executor = make_executor(model, UNEVEN.fractions, True)
+    assert len(executor.units) > 2
+    parts = microbatches_of(make_batch(batch_size_of(UNEVEN)), UNEVEN, rank)
+    for executor.recompute, executor.reshard_after_forward in WAYS:
+        model.zero_grad()
+        executor.forget_order()
+        losses = []
+        for times in (1, 2):  # the first step is traced; the second replays it and adds to it
+            losses.append(sharded_step(executor, model, mean_loss, parts))
+            sums = {key: None if g is None else times * g for key, g in wanted.items()}
+            found = full_gradients(model)
+            assert relative_error(found, sums) <= 1e-5
+            assert_idle(executor)
+        total = torch.tensor(losses)
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, expected.detach().expand(2))
+        for key, gradient in sums.items():
+            if gradient is not None:
+                torch.testing.assert_close(found[key], gradient)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_one_device_however_units_are_used(name):
-    """With recompute and without, with units given back after the forward and without."""
-    run_ranks(UNEVEN.world_size, _equals_all_ways, name)
+    IN_RANKS.of(_equals_all_ways, name)
