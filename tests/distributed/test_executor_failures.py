@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Cases
 from harness import full_gradients, make_executor, microbatches_of, relative_error
 from launch import SOON_S, run_ranks
 from torch import Tensor
@@ -22,6 +23,8 @@ from toys import UNEVEN, Base, Block, assert_idle, make_batch, mean_loss
 from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import MicrobatchCall
+
+IN_RANKS = Cases(run_ranks, 3)
 
 
 class Broken(RuntimeError):
@@ -212,6 +215,7 @@ def expect(
     assert_idle(executor)
 
 
+@IN_RANKS.each(*((name,) for name in SCENARIOS))
 def _fails(rank: int, name: str) -> None:
     scenario = SCENARIOS[name]
     for recompute, good_steps_before in itertools.product((True, False), (0, 1)):
@@ -245,13 +249,24 @@ def _fails(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_failure_is_raised_on_all_ranks_and_the_next_step_is_right(name):
     """In the first step, which discovers the order of visits, and in a later one."""
-    run_ranks(3, _fails, name)
+    IN_RANKS.of(_fails, name)
 
 
 # -- ranks that have nothing to run, though they should -----------------------------------------
 
 
-def _cannot_cut(rank: int, good_steps_before: int, failure: Exception, message: str) -> None:
+CANNOT_CUT = {
+    "raises": (Broken("no such column"), "no such column"),
+    "runs out of memory": (
+        torch.OutOfMemoryError("no memory left"),
+        "ran out of memory in the beginning of",
+    ),
+}
+
+
+@IN_RANKS.each(*itertools.product(CANNOT_CUT, (0, 1)))
+def _cannot_cut(rank: int, kind: str, good_steps_before: int) -> None:
+    failure, message = CANNOT_CUT[kind]
     model = Faulty()
     single = copy.deepcopy(model)
     executor = make_executor(model, UNEVEN.fractions, True)
@@ -268,24 +283,15 @@ def _cannot_cut(rank: int, good_steps_before: int, failure: Exception, message: 
 
 
 @pytest.mark.parametrize("good_steps_before", [0, 1], ids=["first step", "later step"])
-@pytest.mark.parametrize(
-    ("failure", "message"),
-    [
-        (Broken("no such column"), "no such column"),
-        (
-            torch.OutOfMemoryError("no memory left"),
-            "ran out of memory in the beginning of",
-        ),
-    ],
-    ids=["raises", "runs out of memory"],
-)
-def test_a_failure_before_the_step_is_raised_on_all_ranks(failure, message, good_steps_before):
-    run_ranks(3, _cannot_cut, good_steps_before, failure, message)
+@pytest.mark.parametrize("kind", CANNOT_CUT)
+def test_a_failure_before_the_step_is_raised_on_all_ranks(kind, good_steps_before):
+    IN_RANKS.of(_cannot_cut, kind, good_steps_before)
 
 
 # -- weights ----------------------------------------------------------------------------------
 
 
+@IN_RANKS
 def _zero_weights(rank: int) -> None:
     model = Faulty()
     single = copy.deepcopy(model)
@@ -312,9 +318,10 @@ def _zero_weights(rank: int) -> None:
 
 
 def test_weights_that_sum_to_zero_or_are_not_numbers_are_refused_on_all_ranks():
-    run_ranks(3, _zero_weights)
+    IN_RANKS.of(_zero_weights)
 
 
+@IN_RANKS
 def _bad_weight_of(rank: int) -> None:
     model = Faulty()
     single = copy.deepcopy(model)
@@ -330,7 +337,7 @@ def _bad_weight_of(rank: int) -> None:
 
 
 def test_a_failing_weight_is_raised_on_all_ranks():
-    run_ranks(3, _bad_weight_of)
+    IN_RANKS.of(_bad_weight_of)
 
 
 # -- steps that are stopped where they are ------------------------------------------------------
@@ -352,6 +359,7 @@ class CleansUp(Faulty):
                 self.blocks[2](x)
 
 
+@IN_RANKS
 def _stopped(rank: int) -> None:
     torch.manual_seed(3)
     model = CleansUp()
@@ -373,4 +381,4 @@ def _stopped(rank: int) -> None:
 
 
 def test_a_step_that_is_stopped_may_clean_up_and_leaves_no_mode_behind():
-    run_ranks(3, _stopped)
+    IN_RANKS.of(_stopped)
