@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import Cases
 from common import (
     assert_same_tensors,
-    by_plan,
     in_ranks,
     loader,
     look_soon,
@@ -21,6 +21,8 @@ from lightning_cephalo import writable_parameters
 
 TOLERANCE = 1e-5
 MOMENTUM = 0.6
+
+IN_ONE, IN_TWO, IN_THREE = (Cases(in_ranks, ranks) for ranks in (1, 2, 3))
 
 
 class _Layer(nn.Module):
@@ -137,6 +139,17 @@ def _fit(plan, write, place):
     return values_of(module), module.losses
 
 
+PAIRS = [(_by_data, "on_train_batch_start"), (_by_foreach, "on_before_optimizer_step")]
+THREES = [(_by_assignment, "on_after_backward"), (_by_state_dict, "on_train_batch_end")]
+
+
+@IN_ONE.each(*((None, *case) for case in PAIRS + THREES))
+@IN_TWO.each(("3:1", *PAIRS[0]), ("no data", *PAIRS[1]))
+@IN_THREE.each(*(("three", *case) for case in THREES))
+def _fit_in_full(plan, write, place):
+    return _fit(plan, _in_full(write), place)
+
+
 @pytest.mark.parametrize(
     ("write", "plan", "hook"),
     [
@@ -147,13 +160,16 @@ def _fit(plan, write, place):
     ],
 )
 def test_a_teacher_that_is_written_in_a_hook_is_that_of_one_device(write, plan, hook):
-    found, _ = by_plan(plan, _fit, _in_full(write), hook)
-    wanted, _ = by_plan(None, _fit, _in_full(write), hook)
+    ranks = IN_THREE if plan == "three" else IN_TWO
+    found, _ = ranks.of(_fit_in_full, plan, write, hook)[0]
+    wanted, _ = IN_ONE.of(_fit_in_full, None, write, hook)[0]
     moved = {"teacher.projector.weight": _Student().teacher.projector.weight.detach()}
     assert not torch.allclose(wanted["teacher.projector.weight"], *moved.values())
     assert_same_tensors(found, wanted, TOLERANCE)
 
 
+@IN_ONE.each((None,))
+@IN_THREE.each(("three",))
 def _fit_averaged(plan):
     """torch's own average of weights, whose copy is made before the model is sharded."""
     module = _Student()
@@ -170,9 +186,11 @@ def _fit_averaged(plan):
 
 
 def test_torchs_averaged_model_is_that_of_one_device():
-    assert_same_tensors(by_plan("three", _fit_averaged), by_plan(None, _fit_averaged), TOLERANCE)
+    found, wanted = IN_THREE.of(_fit_averaged, "three")[0], IN_ONE.of(_fit_averaged, None)[0]
+    assert_same_tensors(found, wanted, TOLERANCE)
 
 
+@IN_TWO.each(("3:1",))
 def _misuse(plan):
     """What writable_parameters says where it cannot work, and that it then writes nothing."""
     messages, unchanged = [], []
@@ -205,7 +223,7 @@ def _misuse(plan):
 
 
 def test_writable_parameters_writes_all_or_nothing():
-    for messages, unchanged in in_ranks(2, _misuse, "3:1"):
+    for messages, unchanged in IN_TWO.of(_misuse, "3:1"):
         replaced, reshaped, failed = messages
         assert "'weight' of Linear is replaced" in replaced and "copy_(values)" in replaced
         assert "shape (2, 5)" in reshaped and "expected (3, 5)" in reshaped
@@ -298,9 +316,15 @@ INSIDE = {
 }
 
 
-def _refusals(plan, write, places):
+IN_THREE_RANKS = ("_by_data", "root by data", "unit by data")
+
+
+@IN_TWO.each(*(("no data", name) for name in INSIDE if name not in IN_THREE_RANKS))
+@IN_THREE.each(*(("three", name) for name in IN_THREE_RANKS))
+def _refusals(plan, name):
     """Per place, how fit ended on this rank."""
     look_soon()
+    write, places = INSIDE[name]
     ends = []
     for place in places:
         module = _Student(write, place)
@@ -314,9 +338,10 @@ def _refusals(plan, write, places):
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_write_inside_of_a_step_is_refused_by_name_on_every_rank(name):
-    write, places = INSIDE[name]
-    plan = "three" if name in ("_by_data", "root by data", "unit by data") else "no data"
-    ranks = in_ranks(3 if plan == "three" else 2, _refusals, plan, write, places)
+    if name in IN_THREE_RANKS:
+        ranks = IN_THREE.of(_refusals, "three", name)
+    else:
+        ranks = IN_TWO.of(_refusals, "no data", name)
     for ends in zip(*ranks, strict=True):
         assert all(not losses for _, _, losses in ends)  # refused before the first update
         kinds = {kind for kind, _, _ in ends}
@@ -333,13 +358,12 @@ def _late(module):
 
 
 def test_a_write_in_a_later_step_is_refused_too():
-    for kind, message, losses in (
-        end for ends in in_ranks(2, _late_refusals, "3:1") for end in ends
-    ):
+    for kind, message, losses in (end for ends in IN_TWO.of(_late_refusals, "3:1") for end in ends):
         assert kind == "UnitUseError" and "teacher.projector.weight" in message
         assert len(losses) == 1
 
 
+@IN_TWO.each(("3:1",))
 def _late_refusals(plan):
     module = _Student(_late, "end")
     try:
@@ -357,8 +381,14 @@ def _harmless(module):
     module.teacher.layers[0].requires_grad_(False)
 
 
+@IN_ONE.each((None,))
+@IN_THREE.each(("three",))
+def _fit_and_read(plan):
+    return _fit(plan, _harmless, "end")
+
+
 def test_reading_is_allowed_and_changes_nothing():
-    found, losses = by_plan("three", _fit, _harmless, "end")
-    wanted, _ = by_plan(None, _fit, _harmless, "end")
+    found, losses = IN_THREE.of(_fit_and_read, "three")[0]
+    wanted, _ = IN_ONE.of(_fit_and_read, None)[0]
     assert len(losses) == 2
     assert_same_tensors(found, wanted, TOLERANCE)
