@@ -8,10 +8,10 @@ from functools import cache
 
 import pytest
 import torch
+from cases import Cases, on_one_device
 from common import (
     Net,
     assert_same_tensors,
-    by_plan,
     in_ranks,
     loader,
     run_ranks,
@@ -62,14 +62,22 @@ def _fit(plan, options, strategy_options=None, samples=30):
 
 @cache
 def _one_device(**options):
-    return by_plan(None, _fit, options)
+    return on_one_device(_fit, options)
 
 
-@pytest.mark.parametrize(("plan", "precision"), [("three", "32-true"), ("3:1", "64-true")])
+def _fitted(case):
+    """What rank 0 gives in one of the cases that FITS lists below."""
+    return FITS[case][0]
+
+
+FULL = [("three", "32-true"), ("3:1", "64-true")]
+
+
+@pytest.mark.parametrize(("plan", "precision"), FULL)
 def test_full_precision_equals_one_device(plan, precision):
     # doubles leave only the order of summation, which is 1e-12 of a value here
     tolerance = 1e-12 if precision == "64-true" else TOLERANCE
-    losses, values, seen, val = by_plan(plan, _fit, {"precision": precision})
+    losses, values, seen, val = _fitted((plan, precision))
     wanted_losses, wanted, wanted_seen, wanted_val = _one_device(precision=precision)
     torch.testing.assert_close(losses, wanted_losses, rtol=tolerance, atol=1e-6)
     assert_same_tensors(values, wanted, tolerance)
@@ -84,7 +92,7 @@ BFLOAT16 = 2e-2
 
 
 def test_bf16_mixed_keeps_full_precision_weights_and_follows_one_device():
-    losses, values, seen, val = by_plan("3:1", _fit, {"precision": "bf16-mixed"})
+    losses, values, seen, val = _fitted(("bf16-mixed", True))
     wanted_losses, wanted, wanted_seen, wanted_val = _one_device(precision="bf16-mixed")
     torch.testing.assert_close(losses, wanted_losses, rtol=BFLOAT16, atol=0.0)
     assert val == pytest.approx(wanted_val, rel=BFLOAT16)
@@ -101,9 +109,9 @@ def _fit_rounding(plan, dtype):
 
 
 def test_gradients_that_travel_as_bfloat16_are_rounded_once_and_summed_in_full_precision():
-    exact, _, share = by_plan("three", _fit_rounding, torch.float32)
+    exact, _, share = _fitted("sums of float32")
     assert share == 0.0
-    losses, dtype, share = by_plan("three", _fit_rounding, torch.bfloat16)
+    losses, dtype, share = _fitted("sums of bfloat16")
     assert dtype is torch.float32
     # a rounding takes up to 2^-9 of a value, and about 2^-9 / sqrt(3) on average
     assert 2**-11 < share < 2**-9
@@ -111,23 +119,19 @@ def test_gradients_that_travel_as_bfloat16_are_rounded_once_and_summed_in_full_p
     torch.testing.assert_close(losses, exact, rtol=2**-9, atol=0.0)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+RECOMPUTED = ("bf16-mixed", "bf16-true", "32-true")
+
+
+@pytest.mark.parametrize("precision", RECOMPUTED)
 def test_recompute_changes_nothing_in_any_precision(precision):
-    runs = [
-        by_plan("3:1", _fit, {"precision": precision}, {"recompute": recompute})
-        for recompute in (True, False)
-    ]
+    runs = [_fitted((precision, recompute)) for recompute in (True, False)]
     assert runs[0][0] == runs[1][0]
     assert_same_tensors(runs[0][1], runs[1][1], 0.0)
 
 
-def _recomputing(chosen):
-    plan = Plan(
-        tuple(
-            replace(rank, recompute=own)
-            for rank, own in zip(PLANS["3:1"].ranks, chosen, strict=True)
-        )
-    )
+def _recomputing(name, chosen):
+    ranks = zip(PLANS[name].ranks, chosen, strict=True)
+    plan = Plan(tuple(replace(rank, recompute=own) for rank, own in ranks))
     runs = Trainer(
         strategy=CephaloStrategy(plan=plan, global_batch_size=8, verbose=False),
         accelerator="cpu",
@@ -148,15 +152,15 @@ def _recomputing(chosen):
 
 
 def test_a_plan_chooses_recomputation_rank_by_rank():
-    mixed = in_ranks(2, _recomputing, (True, False))
+    mixed = FITS["recomputed by one rank"]
     assert [used for _, used in mixed] == [{True}, {False}]
-    by_strategy = in_ranks(2, _recomputing, (None, None))
+    by_strategy = FITS["recomputed as the strategy says"]
     assert [used for _, used in by_strategy] == [{True}, {True}]
     assert mixed[0][0] == by_strategy[0][0]
 
 
 def test_bf16_true_computes_in_bfloat16_and_updates_in_full_precision():
-    losses, values, seen, val = by_plan("three", _fit, {"precision": "bf16-true"})
+    losses, values, seen, val = _fitted(("three", "bf16-true"))
     # one device updates bfloat16 weights, which loses small updates: its losses are no reference
     # for ours, those of full-precision weights are
     wanted_losses, wanted, _, wanted_val = _one_device(precision="bf16-mixed")
@@ -170,21 +174,23 @@ def test_bf16_true_computes_in_bfloat16_and_updates_in_full_precision():
 BY_NORM = {"gradient_clip_val": 0.3}
 
 
-@pytest.mark.parametrize(
-    ("plan", "options"),
-    [
-        ("3:1", BY_NORM),
-        ("no data", BY_NORM),
-        ("3:1", {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
-        ("no data", {"accumulate_grad_batches": 3}),
-        ("3:1", {"accumulate_grad_batches": 2, "precision": "64-true", **BY_NORM}),
-    ],
-    ids=["by norm", "by norm, no data", "by value", "three batches", "two batches, clipped"],
-)
-def test_clipping_and_accumulating_equal_one_device(plan, options):
+CLIPPED_OR_ACCUMULATED = {
+    "by norm": ("3:1", BY_NORM),
+    "by norm, no data": ("no data", BY_NORM),
+    "by value": ("3:1", {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
+    "three batches": ("no data", {"accumulate_grad_batches": 3}),
+    "two batches, clipped": (
+        "3:1",
+        {"accumulate_grad_batches": 2, "precision": "64-true", **BY_NORM},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLIPPED_OR_ACCUMULATED)
+def test_clipping_and_accumulating_equal_one_device(case):
     # 30 samples are 4 batches, the last of 6: of three accumulated ones the last group has one
-    losses, values, _, _ = by_plan(plan, _fit, options)
-    wanted_losses, wanted, _, _ = _one_device(**options)
+    losses, values, _, _ = _fitted(case)
+    wanted_losses, wanted, _, _ = _one_device(**CLIPPED_OR_ACCUMULATED[case][1])
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
     assert_same_tensors(values, wanted, TOLERANCE)
 
@@ -223,10 +229,13 @@ def _fit_scheduled(plan, interval):
     return model.rates, model.losses
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch", "plateau"])
+INTERVALS = ("step", "epoch", "plateau")
+
+
+@pytest.mark.parametrize("interval", INTERVALS)
 def test_learning_rates_are_scheduled_as_on_one_device(interval):
-    rates, losses = by_plan("three", _fit_scheduled, interval)
-    wanted_rates, wanted_losses = by_plan(None, _fit_scheduled, interval)
+    rates, losses = _fitted(interval)
+    wanted_rates, wanted_losses = on_one_device(_fit_scheduled, interval)
     assert rates == wanted_rates
     assert interval == "plateau" or len(set(rates)) > 2
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
@@ -257,12 +266,12 @@ def _fit_freezing(plan):
 
 @pytest.fixture(scope="module")
 def frozen_on_one_device():
-    return by_plan(None, _fit_freezing)
+    return on_one_device(_fit_freezing)
 
 
 @pytest.mark.parametrize("plan", ["three", "no data"])
 def test_freezing_and_thawing_between_epochs_equals_one_device(plan, frozen_on_one_device):
-    losses, values = by_plan(plan, _fit_freezing)
+    losses, values = _fitted((plan, "freezing"))
     wanted_losses, wanted = frozen_on_one_device
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
     assert_same_tensors(values, wanted, TOLERANCE)
@@ -291,8 +300,8 @@ def _fit_finetuning(plan):
 
 
 def test_a_backbone_that_is_thawed_by_lightnings_callback_trains_on():
-    losses, values, groups = by_plan("three", _fit_finetuning)
-    wanted_losses, wanted, wanted_groups = by_plan(None, _fit_finetuning)
+    losses, values, groups = _fitted("a thawed backbone")
+    wanted_losses, wanted, wanted_groups = on_one_device(_fit_finetuning)
     assert groups == wanted_groups == 2
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
     assert_same_tensors(values, wanted, TOLERANCE)
@@ -343,18 +352,31 @@ def _scale_steps(rank, overflowing, make):
     return notes
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.SGD(p, lr=0.1),
-        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),  # looks for overflows in its kernel
-        lambda p: torch.optim.RMSprop(p, lr=0.1),  # over DTensors
-    ],
-    ids=["SGD", "fused", "RMSprop"],
-)
+SCALED = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),  # looks for overflows in a kernel
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1),  # over DTensors
+}
+
+
+def _scale_all(rank):
+    return {
+        (overflowing, name): _scale_steps(rank, overflowing, make)
+        for overflowing in (0, 1)
+        for name, make in SCALED.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def scaled():
+    return run_ranks(2, _scale_all)
+
+
+@pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("overflowing", [0, 1])
-def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_update(overflowing, make):
-    for rank, notes in enumerate(run_ranks(2, _scale_steps, overflowing, make)):
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_update(overflowing, name, scaled):
+    for rank, found in enumerate(scaled):
+        notes = found[overflowing, name]
         (first, gradients, scale), (second, _, scale_after), (third, again, last) = notes
         assert first and all(first), rank
         assert set(gradients) == {2.0} == set(again)
@@ -441,11 +463,11 @@ class Scales(Net):
         return loss
 
 
-def scales_of(plan):
+def scales_of(plan, origin):
     module = Scales()
     module.scales = []
-    run = trainer("3:1", max_steps=3)
-    if plan == "solved":
+    run = trainer(plan, max_steps=3)
+    if origin == "solved":
         run.strategy._options = replace(run.strategy._options, plan=None)
     run.fit(module, loader(), loader(8))
     own = run.strategy.plan.ranks[run.global_rank].microbatch_sizes
@@ -453,9 +475,31 @@ def scales_of(plan):
     return module.scales[len(module.scales) - 3 * len(own) :], own
 
 
-@pytest.mark.parametrize("plan", ["given", "solved"])
-def test_losses_of_the_first_step_are_scaled_as_those_of_later_ones(plan):
+@pytest.mark.parametrize("origin", ["given", "solved"])
+def test_losses_of_the_first_step_are_scaled_as_those_of_later_ones(origin):
     """Gradients are as large as those of one device: in fp16 larger ones overflow."""
-    for scales, sizes in in_ranks(2, scales_of, plan):
+    for scales, sizes in FITS[origin]:
         # of 8 samples in all
         assert sorted(scales) == sorted(3 * [size / 8 for size in sizes])
+
+
+FITS = Cases(
+    {
+        **{(plan, kind): (plan, _fit, {"precision": kind}) for plan, kind in FULL},
+        ("three", "bf16-true"): ("three", _fit, {"precision": "bf16-true"}),
+        "sums of float32": ("three", _fit_rounding, torch.float32),
+        "sums of bfloat16": ("three", _fit_rounding, torch.bfloat16),
+        **{
+            (kind, again): ("3:1", _fit, {"precision": kind}, {"recompute": again})
+            for kind in RECOMPUTED
+            for again in (True, False)
+        },
+        "recomputed by one rank": ("3:1", _recomputing, (True, False)),
+        "recomputed as the strategy says": ("3:1", _recomputing, (None, None)),
+        **{case: (plan, _fit, given) for case, (plan, given) in CLIPPED_OR_ACCUMULATED.items()},
+        **{interval: ("three", _fit_scheduled, interval) for interval in INTERVALS},
+        **{(plan, "freezing"): (plan, _fit_freezing) for plan in ("three", "no data")},
+        "a thawed backbone": ("three", _fit_finetuning),
+        **{origin: ("3:1", scales_of, origin) for origin in ("given", "solved")},
+    }
+)
