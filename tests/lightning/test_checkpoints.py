@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from cases import Cases, on_one_device
 from common import (
     Net,
     assert_same_optimizer_state,
@@ -46,22 +48,38 @@ def one_device(tmp_path_factory):
     """Per optimizer: file, losses and values of the same training on one device."""
     folder = tmp_path_factory.mktemp("one")
     paths = {optimizer: folder / f"{optimizer}.ckpt" for optimizer in ("adamw", "sgd")}
-    return {name: (path, *by_plan(None, _fit_and_save, path, name)) for name, path in paths.items()}
+    return {name: (path, *on_one_device(_fit_and_save, path, name)) for name, path in paths.items()}
 
 
-@pytest.mark.parametrize(
-    ("plan", "optimizer"),
-    [
-        *((plan, "adamw") for plan in ("one", "3:1", "no state", "no data", "three")),
-        *((plan, "sgd") for plan in ("3:1", "no state")),
-    ],
-)
-def test_a_checkpoint_after_fit_is_that_of_one_device(tmp_path, one_device, plan, optimizer):
-    losses, values = by_plan(plan, _fit_and_save, tmp_path / "cephalo.ckpt", optimizer)
+SAVED = [
+    *((plan, "adamw") for plan in ("one", "3:1", "no state", "no data", "three")),
+    *((plan, "sgd") for plan in ("3:1", "no state")),
+]
+
+
+def _path(folder, plan, optimizer):
+    return folder / f"{plan} {optimizer}.ckpt"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of all files, and the trainings that write them."""
+    folder = tmp_path_factory.mktemp("saved")
+    cases = {
+        (plan, optimizer): (plan, _fit_and_save, _path(folder, plan, optimizer), optimizer)
+        for plan, optimizer in SAVED
+    }
+    return folder, Cases(cases)
+
+
+@pytest.mark.parametrize(("plan", "optimizer"), SAVED)
+def test_a_checkpoint_after_fit_is_that_of_one_device(saved, one_device, plan, optimizer):
+    folder, fits = saved
+    losses, values = fits[plan, optimizer][0]
     path, wanted_losses, wanted_values = one_device[optimizer]
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
     assert_same_tensors(values, wanted_values, TOLERANCE)
-    _assert_same_checkpoint(tmp_path / "cephalo.ckpt", path)
+    _assert_same_checkpoint(_path(folder, plan, optimizer), path)
 
 
 def _assert_same_checkpoint(found_path, wanted_path, loops=True):
@@ -105,7 +123,7 @@ def test_a_checkpoint_during_an_epoch_holds_what_one_device_writes_though_gradie
     tmp_path,
 ):
     losses, values, had = by_plan("3:1", _fit_saving, tmp_path / "cephalo.ckpt", 6)
-    wanted_losses, wanted, _ = by_plan(None, _fit_saving, tmp_path / "one.ckpt", 6)
+    wanted_losses, wanted, _ = on_one_device(_fit_saving, tmp_path / "one.ckpt", 6)
     assert had
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
     assert_same_tensors(values, wanted, TOLERANCE)
@@ -122,11 +140,13 @@ def _train_an_epoch_more(plan, saved, path, epochs):
 
 
 def test_resuming_under_other_plans_and_numbers_of_ranks_continues_the_loss_curve(tmp_path):
-    wanted_losses, wanted = by_plan(None, _train_an_epoch_more, None, tmp_path / "one.ckpt", 5)
+    path = tmp_path / "one.ckpt"
+    wanted_losses, wanted = on_one_device(_train_an_epoch_more, None, path, 5)
     saved, losses = None, []
     for epochs, plan in enumerate(["3:1", "three", None, "no data", "one"], start=1):
         path = tmp_path / f"{epochs}.ckpt"
-        more, values = by_plan(plan, _train_an_epoch_more, saved, path, epochs)
+        run = on_one_device if plan is None else partial(by_plan, plan)
+        more, values = run(_train_an_epoch_more, saved, path, epochs)
         losses += more
         saved = path
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
@@ -142,10 +162,11 @@ def _read_checkpoint_in_one_process(path):
 
 
 def test_a_checkpoint_serves_load_from_checkpoint_and_validate_in_a_plain_trainer(
-    tmp_path, one_device
+    saved, one_device
 ):
-    by_plan("3:1", _fit_and_save, tmp_path / "cephalo.ckpt")
-    values, loss = _read_checkpoint_in_one_process(tmp_path / "cephalo.ckpt")
+    folder, fits = saved
+    assert fits["3:1", "adamw"]  # is written
+    values, loss = _read_checkpoint_in_one_process(_path(folder, "3:1", "adamw"))
     wanted_values, wanted_loss = _read_checkpoint_in_one_process(one_device["adamw"][0])
     assert_same_tensors(values, wanted_values, TOLERANCE)
     assert loss == pytest.approx(wanted_loss, abs=TOLERANCE)
@@ -186,7 +207,7 @@ def _stages(plan, path):
 @pytest.fixture(scope="module")
 def stages_of_one_device(tmp_path_factory):
     path = tmp_path_factory.mktemp("stages") / "one.ckpt"
-    return path, by_plan(None, _stages, path)
+    return path, on_one_device(_stages, path)
 
 
 @pytest.mark.parametrize("plan", ["three", "no data"])
@@ -220,7 +241,7 @@ def _keep_best(plan, folder):
 
 def test_model_checkpoint_keeps_the_same_best_and_last_files(tmp_path):
     best, score, files = by_plan("three", _keep_best, tmp_path / "cephalo")
-    wanted_best, wanted_score, wanted_files = by_plan(None, _keep_best, tmp_path / "one")
+    wanted_best, wanted_score, wanted_files = on_one_device(_keep_best, tmp_path / "one")
     assert files == wanted_files and "last.ckpt" in files and len(files) == 3
     assert os.path.basename(best) == os.path.basename(wanted_best)
     assert score == pytest.approx(wanted_score, abs=TOLERANCE)
@@ -338,7 +359,7 @@ def _fit_without_optimizer(plan, path):
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
 def test_a_module_without_optimizer_is_saved_and_resumed(tmp_path):
     found = by_plan("3:1", _fit_without_optimizer, tmp_path / "cephalo.ckpt")
-    wanted = by_plan(None, _fit_without_optimizer, tmp_path / "one.ckpt")
+    wanted = on_one_device(_fit_without_optimizer, tmp_path / "one.ckpt")
     assert found == (pytest.approx(wanted[0], rel=TOLERANCE), wanted[1])
     states = [torch.load(tmp_path / f"{name}.ckpt") for name in ("cephalo", "one")]
     assert states[0]["optimizer_states"] == states[1]["optimizer_states"] == [{}]
@@ -357,7 +378,7 @@ def test_a_checkpoint_without_states_of_optimizers_is_resumed_with_new_ones(tmp_
     checkpoint = torch.load(one_device["adamw"][0], weights_only=True)
     path = tmp_path / "without.ckpt"
     torch.save({**checkpoint, "optimizer_states": {}}, path)
-    wanted, _ = by_plan(None, _fit_with_new_optimizers, path)
+    wanted, _ = on_one_device(_fit_with_new_optimizers, path)
     losses, said = by_plan("3:1", _fit_with_new_optimizers, path)
     assert losses == pytest.approx(wanted, rel=1e-5) and len(losses) > 0
     (message,) = said
