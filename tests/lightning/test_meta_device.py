@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import Cases
 from common import (
     Block,
     Net,
@@ -96,8 +97,16 @@ def _fit(plan, saved, path, epochs=1):
     return model.before, model.losses, values_of(model)
 
 
-def test_values_do_not_depend_on_the_plan_and_training_goes_on_from_them(tmp_path):
-    runs = [by_plan(plan, _fit, None, tmp_path / "a.ckpt") for plan in ("one", "3:1", "three")]
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The file of one rank's first epoch, and what came of that epoch."""
+    path = tmp_path_factory.mktemp("first") / "first.ckpt"
+    return path, by_plan("one", _fit, None, path)
+
+
+def test_values_do_not_depend_on_the_plan_and_training_goes_on_from_them(first, tmp_path):
+    plans = ("3:1", "three")
+    runs = [first[1], *(by_plan(plan, _fit, None, tmp_path / "a.ckpt") for plan in plans)]
     for before, losses, values in runs[1:]:
         assert_same_tensors(before, runs[0][0], 0.0)
         torch.testing.assert_close(losses, runs[0][1], **CLOSE)
@@ -109,9 +118,9 @@ def test_values_do_not_depend_on_the_plan_and_training_goes_on_from_them(tmp_pat
     assert not torch.equal(before["blocks.1.up.weight"], before["blocks.0.up.weight"])
 
 
-def test_a_checkpoint_fills_a_model_on_meta_in_fit(tmp_path):
-    before, _, values = by_plan("one", _fit, None, tmp_path / "first.ckpt", 1)
-    loaded, losses, _ = by_plan("three", _fit, tmp_path / "first.ckpt", tmp_path / "second.ckpt", 2)
+def test_a_checkpoint_fills_a_model_on_meta_in_fit(first, tmp_path):
+    path, (before, _, values) = first
+    loaded, losses, _ = by_plan("three", _fit, path, tmp_path / "second.ckpt", 2)
     assert_same_tensors(loaded, {name: values[name] for name in loaded}, 0.0)
     assert any(not torch.equal(before[name], values[name]) for name in before)
     _, whole, _ = by_plan("one", _fit, None, tmp_path / "whole.ckpt", 2)
@@ -126,10 +135,10 @@ def _validate(plan, path):
     return float(runs.callback_metrics["val"]), values_of(model), tied
 
 
-def test_a_checkpoint_fills_a_model_on_meta_in_validate(tmp_path):
-    _, _, values = by_plan("one", _fit, None, tmp_path / "a.ckpt")
-    loss, loaded, tied = by_plan("three", _validate, tmp_path / "a.ckpt")
-    wanted, _, _ = by_plan("one", _validate, tmp_path / "a.ckpt")
+def test_a_checkpoint_fills_a_model_on_meta_in_validate(first):
+    path, (_, _, values) = first
+    loss, loaded, tied = by_plan("three", _validate, path)
+    wanted, _, _ = by_plan("one", _validate, path)
     assert_same_tensors(loaded, values, 0.0)
     assert tied
     assert loss == pytest.approx(wanted, rel=TOLERANCE)
@@ -151,9 +160,9 @@ def _fit_partly(plan, saved):
     return values_of(model)
 
 
-def test_what_a_checkpoint_lacks_is_initialised_and_what_it_has_is_kept(tmp_path):
-    _, _, values = by_plan("one", _fit, None, tmp_path / "a.ckpt")
-    loaded = by_plan("3:1", _fit_partly, tmp_path / "a.ckpt")
+def test_what_a_checkpoint_lacks_is_initialised_and_what_it_has_is_kept(first):
+    path, (_, _, values) = first
+    loaded = by_plan("3:1", _fit_partly, path)
     missing = {"blocks.0.up.bias", "head.bias", "gain.weight"}
     for name, value in values.items():
         if name in missing:
@@ -218,10 +227,16 @@ def _fit_hugging_face(plan, name):
     return model.losses, values_of(model)
 
 
-@pytest.mark.parametrize("name", ["llama tied", "gpt2", "bert"])
+NAMES = ("llama tied", "gpt2", "bert")
+HUGGING_FACE = Cases(
+    {(plan, name): (plan, _fit_hugging_face, name) for plan in ("one", "3:1") for name in NAMES}
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_hugging_face_model_on_meta_is_initialised_by_its_own_rules(name):
-    losses, values = by_plan("one", _fit_hugging_face, name)
-    other_losses, other_values = by_plan("3:1", _fit_hugging_face, name)
+    losses, values = HUGGING_FACE["one", name][0]
+    other_losses, other_values = HUGGING_FACE["3:1", name][0]
     torch.testing.assert_close(other_losses, losses, **CLOSE)
     assert_same_tensors(other_values, values, 1e-4)
     matrices = [value for key, value in values.items() if value.ndim == 2 and "weight" in key]
