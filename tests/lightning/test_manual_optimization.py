@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import Cases, on_one_device
 from common import (
     Block,
     assert_same_tensors,
-    by_plan,
     dataset,
     in_ranks,
     loader,
@@ -256,12 +257,25 @@ def fit(
     return model.losses, getattr(model, "seen", []), values_of(model), fitting.global_step
 
 
-@pytest.mark.parametrize(
-    "kind", [Gan, LooksOnOneRank, WithClosures, OwnBackward, ByFlags, ActorCritic]
+KINDS = (Gan, LooksOnOneRank, WithClosures, OwnBackward, ByFlags, ActorCritic)
+WAYS = ({"recompute": False}, {"unit_types": ["Stack"]})
+FITS = Cases(
+    {
+        **{kind: ("whole three", fit, kind, {}) for kind in KINDS},
+        **{(kind, *way): ("whole", fit, kind, {}, way) for kind in (Gan, ByFlags) for way in WAYS},
+    }
 )
+
+
+@cache
+def one_device(kind: type[Any]) -> Any:
+    return on_one_device(fit, kind, {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_as_on_one_device(kind):
-    wanted_losses, wanted_seen, wanted, steps = by_plan(None, fit, kind, {})
-    for losses, seen, values, done in in_ranks(3, fit, "whole three", kind, {}):
+    wanted_losses, wanted_seen, wanted, steps = one_device(kind)
+    for losses, seen, values, done in FITS[kind]:
         assert losses == pytest.approx(wanted_losses, rel=TOLERANCE)
         assert seen == pytest.approx(wanted_seen, rel=1e-4, abs=1e-6)
         assert_same_tensors(values, wanted, TOLERANCE)
@@ -269,10 +283,10 @@ def test_it_trains_as_on_one_device(kind):
 
 
 @pytest.mark.parametrize("kind", [Gan, ByFlags])
-@pytest.mark.parametrize("options", [{"recompute": False}, {"unit_types": ["Stack"]}])
+@pytest.mark.parametrize("options", WAYS)
 def test_so_do_retained_activations_and_whole_networks_as_units(kind, options):
-    wanted_losses, _, wanted, _ = by_plan(None, fit, kind, {})
-    for losses, _, values, _ in in_ranks(2, fit, "whole", kind, {}, options):
+    wanted_losses, _, wanted, _ = one_device(kind)
+    for losses, _, values, _ in FITS[(kind, *options)]:
         assert losses == pytest.approx(wanted_losses, rel=TOLERANCE)
         assert_same_tensors(values, wanted, TOLERANCE)
 
@@ -423,14 +437,18 @@ def test_what_cannot_be_is_refused_by_name_on_every_rank():
             assert re.search(wanted, message), (kind, name, message)
 
 
+def refused(plan: str) -> str:
+    with pytest.raises(PlanError) as raised:
+        fit(plan, Gan, {})
+    return str(raised.value)
+
+
+REFUSED_PLANS = Cases({plan: (plan, refused) for plan in ("3:1", "no data")})
+
+
 @pytest.mark.parametrize("plan", ["3:1", "no data"])
 def test_a_plan_of_several_microbatches_or_none_is_refused(plan):
-    def refused() -> str:
-        with pytest.raises(PlanError) as raised:
-            fit(plan, Gan, {})
-        return str(raised.value)
-
-    for message in in_ranks(2, refused):
+    for message in REFUSED_PLANS[plan]:
         assert "with manual optimization training_step runs once on every rank" in message
 
 
@@ -461,7 +479,7 @@ def fit_measured(devices: int) -> Any:
 
 
 def test_a_measured_plan_gives_each_rank_one_microbatch_and_trains_as_on_one_device():
-    ((wanted_losses, wanted, (_, steps, _, _)),) = in_ranks(1, fit_measured, 1)
+    wanted_losses, wanted, (_, steps, _, _) = fit_measured(1)
     for losses, values, (asked, own_steps, sizes, moved) in in_ranks(2, fit_measured, 2):
         assert losses == pytest.approx(wanted_losses, rel=TOLERANCE)
         assert_same_tensors(values, wanted, TOLERANCE)
@@ -486,9 +504,9 @@ def go_on(plan: str | None, path: Path) -> dict[str, Tensor]:
 
 def test_checkpoints_go_on_elsewhere(tmp_path):
     in_ranks(2, fit_and_save, "whole", tmp_path / "own.ckpt")
-    by_plan(None, fit_and_save, tmp_path / "one.ckpt")
-    wanted = by_plan(None, go_on, tmp_path / "one.ckpt")
-    assert_same_tensors(by_plan(None, go_on, tmp_path / "own.ckpt"), wanted, TOLERANCE)
+    on_one_device(fit_and_save, tmp_path / "one.ckpt")
+    wanted = on_one_device(go_on, tmp_path / "one.ckpt")
+    assert_same_tensors(on_one_device(go_on, tmp_path / "own.ckpt"), wanted, TOLERANCE)
     for values in in_ranks(3, go_on, "whole three", tmp_path / "one.ckpt"):
         assert_same_tensors(values, wanted, TOLERANCE)
 
