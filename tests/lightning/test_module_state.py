@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
-from common import assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
+from cases import Cases, on_one_device
+from common import assert_same_tensors, in_ranks, loader, trainer, values_of
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -91,23 +94,37 @@ def _fit(plan, kind, samples=32):
     return values_of(module), module.seen
 
 
-@pytest.mark.parametrize("kind", ["hidden", "unit", "features"])
+KINDS = ("hidden", "unit", "features")
+FITS = Cases(
+    {
+        **{(plan, kind): (plan, _fit, kind) for plan in ("3:1", "three") for kind in KINDS},
+        "smaller last batch": ("3:1", _fit, "hidden", 14),
+    }
+)
+
+
+@cache
+def _one_device(kind, samples=32):
+    return on_one_device(_fit, kind, samples)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", ["3:1", "three"])
 def test_what_a_step_stores_is_that_of_one_device(plan, kind):
-    found, _ = by_plan(plan, _fit, kind)
-    wanted, _ = by_plan(None, _fit, kind)
+    found, _ = FITS[plan, kind][0]
+    wanted, _ = _one_device(kind)
     assert_same_tensors(found, wanted, TOLERANCE)
 
 
 def test_a_smaller_last_batch_begins_anew_as_on_one_device():
-    found, _ = by_plan("3:1", _fit, "hidden", 14)
-    wanted, _ = by_plan(None, _fit, "hidden", 14)
+    found, _ = FITS["smaller last batch"][0]
+    wanted, _ = _one_device("hidden", 14)
     assert_same_tensors(found, wanted, TOLERANCE)
 
 
 def test_hooks_see_what_was_stored_for_all_samples_of_their_rank():
-    _, wanted = by_plan(None, _fit, "features")
-    ranks = [seen for _, seen in in_ranks(2, _fit, "3:1", "features")]
+    _, wanted = _one_device("features")
+    ranks = [seen for _, seen in FITS["3:1", "features"]]
     for steps in zip(*ranks, wanted, strict=True):
         *parts, (_, whole) = steps
         for y, last in parts:
