@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from common import Net, assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
+from cases import Cases, on_one_device
+from common import Net, assert_same_tensors, loader, trainer, values_of
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
@@ -68,11 +69,13 @@ OPTIONS: dict[type[Net], dict[str, Any]] = {
 }
 
 
+FITS = Cases({kind: ("three", fit, kind, options) for kind, options in OPTIONS.items()})
+
+
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_an_own_backward_gives_the_gradients_of_one_device(kind):
-    options = OPTIONS[kind]
-    wanted_losses, wanted_norms, wanted = by_plan(None, fit, kind, options)
-    for losses, norms, values in in_ranks(3, fit, "three", kind, options):
+    wanted_losses, wanted_norms, wanted = on_one_device(fit, kind, OPTIONS[kind])
+    for losses, norms, values in FITS[kind]:
         assert losses == pytest.approx(wanted_losses, rel=TOLERANCE)
         assert norms == pytest.approx(wanted_norms, rel=1e-4)
         assert_same_tensors(values, wanted, TOLERANCE)
@@ -122,13 +125,17 @@ REFUSED = {
 }
 
 
+def fails(plan: str, kind: type[Net]) -> tuple[str, str]:
+    with pytest.raises((UnsupportedError, RemoteRankError, RuntimeError)) as refused:
+        fit(plan, kind, {})
+    return type(refused.value).__name__, str(refused.value)
+
+
+FAILURES = Cases({kind: ("3:1", fails, kind) for kind in REFUSED})
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_it_cannot_do_is_refused_by_name_on_all_ranks(kind):
-    def fails():
-        with pytest.raises((UnsupportedError, RemoteRankError, RuntimeError)) as refused:
-            fit("3:1", kind, {})
-        return type(refused.value).__name__, str(refused.value)
-
-    for name, message in in_ranks(2, fails):
+    for name, message in FAILURES[kind]:
         assert REFUSED[kind] in message, (name, message)
         assert kind is Twice or name in ("UnsupportedError", "RemoteRankError")
