@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from cases import Cases, on_one_device
 from common import (
     Net,
     assert_same_tensors,
@@ -98,8 +99,8 @@ def fit_averaging(plan, average, folder):
 def test_an_average_written_by_hand_is_that_of_one_device(tmp_path):
     plan, average = "three", by_parameters
     outputs, averaged, values, after = by_plan(plan, fit_averaging, average, tmp_path)
-    wanted_outputs, wanted, wanted_values, wanted_after = by_plan(
-        None, fit_averaging, average, tmp_path
+    wanted_outputs, wanted, wanted_values, wanted_after = on_one_device(
+        fit_averaging, average, tmp_path
     )
     torch.testing.assert_close(outputs, wanted_outputs, rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(after, wanted_after, rtol=TOLERANCE, atol=TOLERANCE)
@@ -120,8 +121,8 @@ def fit_with_every_average(plan):
 
 
 def test_every_way_to_write_the_average_gives_the_same():
-    wanted = by_plan(None, fit_with_every_average)
-    for found in in_ranks(2, fit_with_every_average, "3:1"):
+    wanted = on_one_device(fit_with_every_average)
+    for found in FITS["every average"]:
         for values, expected in zip(found, wanted, strict=True):
             assert_same_tensors(values, expected, TOLERANCE)
 
@@ -141,8 +142,8 @@ def fit_with_torchs_average(plan):
 
 
 def test_torchs_averaged_model_works_in_hooks():
-    wanted = by_plan(None, fit_with_torchs_average)
-    assert_same_tensors(by_plan("3:1", fit_with_torchs_average), wanted, TOLERANCE)
+    wanted = on_one_device(fit_with_torchs_average)
+    assert_same_tensors(FITS["torch's average"][0], wanted, TOLERANCE)
 
 
 class Teaches(Net):
@@ -173,8 +174,8 @@ def fit_with_target(plan):
 
 
 def test_a_copied_part_of_the_model_teaches_it():
-    losses, values = by_plan("3:1", fit_with_target)
-    wanted_losses, wanted = by_plan(None, fit_with_target)
+    losses, values = FITS["a part"][0]
+    wanted_losses, wanted = on_one_device(fit_with_target)
     assert losses == pytest.approx(wanted_losses, rel=1e-4)
     assert_same_tensors(values, wanted, TOLERANCE)
 
@@ -207,8 +208,8 @@ def fit_copying(plan, dtype="32-true"):
 
 
 def test_a_copy_has_writable_parameters_wherever_it_is_made():
-    kept, values = by_plan("3:1", fit_copying)
-    wanted_kept, wanted = by_plan(None, fit_copying)
+    kept, values = FITS["everywhere"][0]
+    wanted_kept, wanted = on_one_device(fit_copying)
     assert len(kept) == len(wanted_kept) == 6
     for found, expected in zip(kept, wanted_kept, strict=True):
         assert_same_tensors(found, expected, TOLERANCE)
@@ -269,8 +270,8 @@ def fit_copying_in_step(plan):
 
 
 def test_a_copy_inside_of_a_step_with_manual_optimization_is_that_of_one_device():
-    wanted_kept, wanted = by_plan(None, fit_copying_in_step)
-    kept, values = by_plan("whole", fit_copying_in_step)
+    wanted_kept, wanted = on_one_device(fit_copying_in_step)
+    kept, values = FITS["inside of a step"][0]
     assert len(kept) == len(wanted_kept) == 4
     for found, expected in zip(kept, wanted_kept, strict=True):
         assert_same_tensors(found, expected, TOLERANCE)
@@ -308,4 +309,16 @@ def fit_keeping(plan):
 
 
 def test_callbacks_are_copied_and_a_copied_state_dict_keeps_its_values_and_is_loaded_again():
-    assert_same_tensors(by_plan("3:1", fit_keeping), by_plan(None, fit_keeping), TOLERANCE)
+    assert_same_tensors(FITS["state dict"][0], on_one_device(fit_keeping), TOLERANCE)
+
+
+FITS = Cases(
+    {
+        "every average": ("3:1", fit_with_every_average),
+        "torch's average": ("3:1", fit_with_torchs_average),
+        "a part": ("3:1", fit_with_target),
+        "everywhere": ("3:1", fit_copying),
+        "inside of a step": ("whole", fit_copying_in_step),
+        "state dict": ("3:1", fit_keeping),
+    }
+)
