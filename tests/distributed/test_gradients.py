@@ -121,6 +121,16 @@ CASES = [
 ]
 
 
+def is_quick(name: str, case: Case) -> bool:
+    """Whether `make test` holds this case of the model: half of them, the others are slow.
+
+    It holds every plan with every model, and each mode with every plan and with every model.
+    """
+    modes = set(case.recompute)
+    place = list(ZOO).index(name) + CASES.index(case) // 2
+    return len(modes) > 1 or modes == {place % 2 == 0}
+
+
 def _compare_all(rank: int, name: str, cases: list[Case]) -> dict[Case, dict[str, float]]:
     return {
         case: compare(rank, name, ALLOCATIONS[case.plan], case.recompute[rank], case.reshard)
@@ -129,9 +139,13 @@ def _compare_all(rank: int, name: str, cases: list[Case]) -> dict[Case, dict[str
 
 
 @functools.cache
-def _errors(name: str, world_size: int) -> list[dict] | RankFailure:
-    """All cases of one number of ranks in one fork, which is most of the time of a case."""
-    cases = [case for case in CASES if len(case.recompute) == world_size]
+def _errors(name: str, world_size: int, quick: bool) -> list[dict] | RankFailure:
+    """All such cases of one number of ranks in one fork, which is most of the time of a case."""
+    cases = [
+        case
+        for case in CASES
+        if len(case.recompute) == world_size and is_quick(name, case) == quick
+    ]
     for samples in {batch_size_of(ALLOCATIONS[case.plan]) for case in cases}:
         one_device(name, samples)  # once for all ranks; it also imports the model's code
     try:
@@ -140,10 +154,21 @@ def _errors(name: str, world_size: int) -> list[dict] | RankFailure:
         return failure
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(
+            name,
+            case,
+            id=f"{name}-{case}",
+            marks=() if is_quick(name, case) else pytest.mark.slow,
+        )
+        for name in ZOO
+        for case in CASES
+    ],
+)
 def test_three_clipped_adamw_steps_equal_one_device(name, case):
-    found = _errors(name, len(case.recompute))
+    found = _errors(name, len(case.recompute), is_quick(name, case))
     if isinstance(found, RankFailure):
         raise found
     for errors in (of_rank[case] for of_rank in found):
