@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from cases import Cases, on_one_device
 from common import (
     Net,
     assert_same_optimizer_state,
@@ -99,12 +101,19 @@ def _fit(plan, make):
 WITH_EMPTY_RANKS = ("RMSprop", "AdamW loop", "AdamW foreach", "AdamW fused", "Rprop")
 
 
+STEPPED = Cases(
+    {
+        # in "three" a rank holds none of the state
+        name: ("three" if name in WITH_EMPTY_RANKS else "3:1", _fit, make)
+        for name, make in OPTIMIZERS.items()
+    }
+)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_three_steps_equal_one_device(name):
-    # in "three" a rank holds none of the state
-    plan = "three" if name in WITH_EMPTY_RANKS else "3:1"
-    losses, values, state = by_plan(plan, _fit, OPTIMIZERS[name])
-    wanted_losses, wanted, wanted_state = by_plan(None, _fit, OPTIMIZERS[name])
+    losses, values, state = STEPPED[name][0]
+    wanted_losses, wanted, wanted_state = on_one_device(_fit, OPTIMIZERS[name])
     torch.testing.assert_close(losses, wanted_losses, rtol=TOLERANCE, atol=TOLERANCE)
     assert_same_tensors(values, wanted, TOLERANCE)
     assert_same_optimizer_state(state, wanted_state, TOLERANCE)
@@ -219,11 +228,13 @@ def _fit_more(plan, folder):
         torch.manual_seed(0)
         model = Fitted(make)
         options = {"limit_val_batches": 0, "precision": "64-true", "gradient_clip_val": 2.0}
+        # two updates of each
+        batches = 2
         if "LBFGS" not in name:
-            options["accumulate_grad_batches"] = 2
+            options["accumulate_grad_batches"], batches = 2, 4
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*(one rank|So rank).*")
-            runs = trainer(plan, limit_train_batches=4, **options)
+            runs = trainer(plan, limit_train_batches=batches, **options)
             runs.fit(model, loader(40), loader(8))
         path = folder / f"{name}.ckpt"
         runs.save_checkpoint(path)
@@ -234,14 +245,14 @@ def _fit_more(plan, folder):
 @pytest.fixture(scope="module")
 def more_on_one_device(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    return folder, by_plan(None, _fit_more, folder)
+    return folder, on_one_device(_fit_more, folder)
 
 
 @pytest.mark.parametrize("plan", [pytest.param("3:1", marks=pytest.mark.slow), "three"])
 def test_updates_of_whole_parameters_equal_one_device(plan, more_on_one_device, tmp_path):
     """Losses, weights, and checkpoints with the state of optimizers."""
     folder, wanted = more_on_one_device
-    found = by_plan(plan, _fit_more, tmp_path)
+    found = in_ranks(len(PLANS[plan].ranks), _fit_more, plan, tmp_path)[0]
     ways = {name: ways for name, (*_, ways) in found.items()}
     whole = {"Prodigy", "LBFGS", "LBFGS strong Wolfe"}
     assert ways == {name: ["model" if name in whole else "parameter"] for name in MORE}
@@ -290,7 +301,8 @@ def test_resuming_under_other_plans_continues_the_state_of_owners(tmp_path_facto
     losses = []
     for plans in (["3:1", "three", None], [None] * 3):
         folder = tmp_path_factory.mktemp("saved")
-        losses.append([by_plan(p, _fit_a_step_more, folder, n + 1) for n, p in enumerate(plans)])
+        runs = [on_one_device if plan is None else partial(by_plan, plan) for plan in plans]
+        losses.append([run(_fit_a_step_more, folder, n + 1) for n, run in enumerate(runs)])
     found, wanted = losses
     assert all(len(step) == len(RESUMED) for step in found)
     for step, wanted_step in zip(found, wanted, strict=True):
@@ -335,7 +347,7 @@ def _fit_moving(plan):
 
 
 def test_owners_follow_the_shares_with_their_state_but_for_optimizers_of_others():
-    wanted = in_ranks(1, _fit_moving, None)[0]
+    wanted = on_one_device(_fit_moving)
     first, second = in_ranks(2, _fit_moving, "3:1")
     for name, (losses, values, _) in wanted.items():
         for found in (first[name], second[name]):
@@ -377,7 +389,8 @@ class _Switched(Lamb):
 
 def _compiled(p):
     optimizer = torch.optim.SGD(p, lr=0.1)
-    optimizer.step = torch.compile(optimizer.step)
+    # a backend that needs none of the compiler, whose import takes seconds in every rank
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
     return optimizer
 
 
@@ -394,7 +407,7 @@ REFUSED = {
 def _fit_all_refused(plan):
     found = []
     # torch.compile, which one of them calls, marks LBFGS as never compiled
-    for make in (*REFUSED.values(), torch.optim.LBFGS):
+    for make in (*REFUSED.values(), lambda p: torch.optim.LBFGS(p, max_iter=2)):
         try:
             _fit(plan, make)
         except Exception as error:
@@ -504,7 +517,7 @@ def _fit_averaged(plan):
 
 def test_an_optimizer_that_is_said_to_be_element_wise_switches_parameters_in_hooks():
     seen, values = by_plan("three", _fit_averaged)
-    wanted_seen, wanted = by_plan(None, _fit_averaged)
+    wanted_seen, wanted = on_one_device(_fit_averaged)
     assert len(seen) == 6 and seen == pytest.approx(wanted_seen, rel=TOLERANCE)
     assert_same_tensors(values, wanted, TOLERANCE)
 
@@ -563,7 +576,7 @@ def _fit_twice_with_early_optimizer(plan, second):
 
 @pytest.mark.parametrize("plans", [("three", "whole three"), ("one", "one")])
 def test_an_optimizer_made_in_init_holds_the_parameters_in_every_run(plans):
-    wanted_losses, wanted, state = by_plan(None, _fit_twice_with_early_optimizer, None)
+    wanted_losses, wanted, state = on_one_device(_fit_twice_with_early_optimizer, None)
     losses, values, own_state = by_plan(plans[0], _fit_twice_with_early_optimizer, plans[1])
     assert losses == pytest.approx(wanted_losses, rel=1e-5)
     assert_same_tensors(values, wanted, 1e-5)
