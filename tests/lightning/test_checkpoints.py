@@ -62,19 +62,24 @@ def _path(folder, plan, optimizer):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """The folder of all files, and the trainings that write them."""
+def trained(tmp_path_factory, one_device):
+    """The folder of all files, and the trainings that write or read them."""
     folder = tmp_path_factory.mktemp("saved")
+    checkpoint = torch.load(one_device["adamw"][0], weights_only=True)
+    torch.save({**checkpoint, "optimizer_states": {}}, folder / "without.ckpt")
     cases = {
         (plan, optimizer): (plan, _fit_and_save, _path(folder, plan, optimizer), optimizer)
         for plan, optimizer in SAVED
     }
+    cases["during an epoch"] = ("3:1", _fit_saving, folder / "during.ckpt", 6)
+    cases["a copy"] = ("3:1", _fit_with_copy)
+    cases["without states"] = ("3:1", _fit_with_new_optimizers, folder / "without.ckpt")
     return folder, Cases(cases)
 
 
 @pytest.mark.parametrize(("plan", "optimizer"), SAVED)
-def test_a_checkpoint_after_fit_is_that_of_one_device(saved, one_device, plan, optimizer):
-    folder, fits = saved
+def test_a_checkpoint_after_fit_is_that_of_one_device(trained, one_device, plan, optimizer):
+    folder, fits = trained
     losses, values = fits[plan, optimizer][0]
     path, wanted_losses, wanted_values = one_device[optimizer]
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
@@ -120,14 +125,15 @@ def _fit_saving(plan, path, step):
 
 
 def test_a_checkpoint_during_an_epoch_holds_what_one_device_writes_though_gradients_are_set(
-    tmp_path,
+    tmp_path, trained
 ):
-    losses, values, had = by_plan("3:1", _fit_saving, tmp_path / "cephalo.ckpt", 6)
+    folder, fits = trained
+    losses, values, had = fits["during an epoch"][0]
     wanted_losses, wanted, _ = on_one_device(_fit_saving, tmp_path / "one.ckpt", 6)
     assert had
     torch.testing.assert_close(losses, wanted_losses, **CLOSE)
     assert_same_tensors(values, wanted, TOLERANCE)
-    _assert_same_checkpoint(tmp_path / "cephalo.ckpt", tmp_path / "one.ckpt")
+    _assert_same_checkpoint(folder / "during.ckpt", tmp_path / "one.ckpt")
 
 
 def _train_an_epoch_more(plan, saved, path, epochs):
@@ -162,9 +168,9 @@ def _read_checkpoint_in_one_process(path):
 
 
 def test_a_checkpoint_serves_load_from_checkpoint_and_validate_in_a_plain_trainer(
-    saved, one_device
+    trained, one_device
 ):
-    folder, fits = saved
+    folder, fits = trained
     assert fits["3:1", "adamw"]  # is written
     values, loss = _read_checkpoint_in_one_process(_path(folder, "3:1", "adamw"))
     wanted_values, wanted_loss = _read_checkpoint_in_one_process(one_device["adamw"][0])
@@ -267,8 +273,8 @@ def _fit_with_copy(plan):
     return before, copies.untouched
 
 
-def test_a_copy_of_the_module_made_in_setup_stays_an_ordinary_module():
-    before, untouched = by_plan("3:1", _fit_with_copy)
+def test_a_copy_of_the_module_made_in_setup_stays_an_ordinary_module(trained):
+    before, untouched = trained[1]["a copy"][0]
     assert_same_tensors(untouched, before, 0.0)
 
 
@@ -374,12 +380,10 @@ def _fit_with_new_optimizers(plan: str | None, path: Path) -> tuple[list[float],
     return model.losses, said
 
 
-def test_a_checkpoint_without_states_of_optimizers_is_resumed_with_new_ones(tmp_path, one_device):
-    checkpoint = torch.load(one_device["adamw"][0], weights_only=True)
-    path = tmp_path / "without.ckpt"
-    torch.save({**checkpoint, "optimizer_states": {}}, path)
-    wanted, _ = on_one_device(_fit_with_new_optimizers, path)
-    losses, said = by_plan("3:1", _fit_with_new_optimizers, path)
+def test_a_checkpoint_without_states_of_optimizers_is_resumed_with_new_ones(trained):
+    folder, fits = trained
+    wanted, _ = on_one_device(_fit_with_new_optimizers, folder / "without.ckpt")
+    losses, said = fits["without states"][0]
     assert losses == pytest.approx(wanted, rel=1e-5) and len(losses) > 0
     (message,) = said
     assert "state of 0 optimizers" in message and "1 start anew" in message
