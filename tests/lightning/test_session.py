@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import Net, assert_same_tensors, in_ranks, loader, trainer, values_of
+from cases import Cases
+from common import Net, assert_same_tensors, loader, trainer, values_of
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from plans import PLANS, plan_of
@@ -48,25 +49,29 @@ def trained(make: Callable[[], Net] = Net, *callbacks: Callback):
     return model.losses, values_of(model), run
 
 
-def test_a_plan_that_moves_no_shards_can_be_applied_while_training():
-    def fit():
-        wanted, _, _ = trained()
-        callback = Applies(OTHER_MICROBATCHES)
-        losses, _, run = trained(Net, callback)
-        return wanted, losses, callback.counts, run.global_rank
+def fit_unchanged(plan: str):
+    return trained()[0]
 
-    for wanted, losses, counts, rank in in_ranks(2, fit):
+
+def fit_with_other_microbatches(plan: str):
+    callback = Applies(OTHER_MICROBATCHES)
+    losses, _, run = trained(Net, callback)
+    return losses, callback.counts, run.global_rank
+
+
+def test_a_plan_that_moves_no_shards_can_be_applied_while_training():
+    for wanted, own in zip(FITS["unchanged"], FITS["other microbatches"], strict=True):
+        losses, counts, rank = own
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert counts == [len(OTHER_MICROBATCHES.ranks[rank].microbatch_sizes)] * 3
 
 
-def test_shards_move_before_there_are_optimizers():
-    def fit():
-        wanted, _, _ = trained()
-        losses, _, _ = trained(AppliesEarly)
-        return wanted, losses
+def fit_with_an_early_plan(plan: str):
+    return trained(AppliesEarly)[0]
 
-    for wanted, losses in in_ranks(2, fit):
+
+def test_shards_move_before_there_are_optimizers():
+    for wanted, losses in zip(FITS["unchanged"], FITS["early plan"], strict=True):
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
@@ -88,19 +93,18 @@ MOVED = {
 }
 
 
-def test_shards_move_with_optimizers_and_averages_wherever_updates_run():
+def fit_kept_and_moved(plan: str, optimizer):
+    same_data = plan_of(((3, 3), 0.1), ((2,), 0.9))
+    return _fit_with(optimizer), _fit_with(optimizer, Applies(same_data))
+
+
+@pytest.mark.parametrize("optimizer", MOVED)
+def test_shards_move_with_optimizers_and_averages_wherever_updates_run(optimizer):
     """With other shares alone, all values are those of a run without the move, bit for bit."""
-
-    def fit():
-        for name, optimizer in MOVED.items():
-            same_data = plan_of(((3, 3), 0.1), ((2,), 0.9))
-            wanted, found = _fit_with(optimizer), _fit_with(optimizer, Applies(same_data))
-            assert found[0] == wanted[0], name
-            assert_same_tensors(found[1], wanted[1], 0.0)
-            assert_same_tensors(found[2], wanted[2], 0.0)
-        return True
-
-    assert in_ranks(2, fit) == [True] * 2
+    for wanted, found in FITS[optimizer]:
+        assert found[0] == wanted[0]
+        assert_same_tensors(found[1], wanted[1], 0.0)
+        assert_same_tensors(found[2], wanted[2], 0.0)
 
 
 class Looks(Callback):
@@ -111,38 +115,56 @@ class Looks(Callback):
         self.sizes = trainer.strategy.session.cutter.microbatch_sizes
 
 
-def test_a_session_lasts_from_setup_to_teardown():
-    def fit():
-        looks = Looks()
-        run = trainer("3:1", callbacks=[looks], max_steps=1)
-        with pytest.raises(RuntimeError, match="works only while training runs"):
-            run.strategy.session  # noqa: B018
-        run.fit(Net(), loader(), loader(8))
-        with pytest.raises(RuntimeError, match="works only while training runs"):
-            run.strategy.session  # noqa: B018
-        own = run.strategy.plan.ranks[run.global_rank].microbatch_sizes
-        return looks.plan == run.strategy.plan == PLANS["3:1"], looks.sizes == own
+def fit_looking(plan: str):
+    looks = Looks()
+    run = trainer(plan, callbacks=[looks], max_steps=1)
+    with pytest.raises(RuntimeError, match="works only while training runs"):
+        run.strategy.session  # noqa: B018
+    run.fit(Net(), loader(), loader(8))
+    with pytest.raises(RuntimeError, match="works only while training runs"):
+        run.strategy.session  # noqa: B018
+    own = run.strategy.plan.ranks[run.global_rank].microbatch_sizes
+    return looks.plan == run.strategy.plan == PLANS[plan], looks.sizes == own
 
-    assert in_ranks(2, fit) == [(True, True)] * 2
+
+def test_a_session_lasts_from_setup_to_teardown():
+    assert FITS["looks"] == [(True, True)] * 2
+
+
+class Overrules(Callback):
+    """Applies a plan with an option of its own, and then one without."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plans = [replace(plan, reshard_after_forward=False), plan]
+        self.seen: list[bool] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        session = trainer.strategy.session
+        session.apply(self.plans[batch_idx])
+        self.seen.append(session.model.executor.reshard_after_forward)
+
+
+def fit_overruling(plan: str):
+    overrules = Overrules(PLANS[plan])
+    run = trainer(plan, callbacks=[overrules], max_steps=2)
+    run.fit(Net(), loader(), loader(8))
+    return overrules.seen
 
 
 def test_a_plan_with_options_of_its_own_overrules_the_strategys_and_the_next_does_not():
-    says = replace(PLANS["3:1"], reshard_after_forward=False)
+    assert FITS["overruled options"] == [[False, True]] * 2
 
-    def fit():
-        seen = []
 
-        class Overrules(Callback):
-            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-                session = trainer.strategy.session
-                session.apply([says, PLANS["3:1"]][batch_idx])
-                seen.append(session.model.executor.reshard_after_forward)
-
-        run = trainer("3:1", callbacks=[Overrules()], max_steps=2)
-        run.fit(Net(), loader(), loader(8))
-        return seen
-
-    assert in_ranks(2, fit) == [[False, True]] * 2
+FITS = Cases(
+    {
+        "unchanged": ("3:1", fit_unchanged),
+        "other microbatches": ("3:1", fit_with_other_microbatches),
+        "early plan": ("3:1", fit_with_an_early_plan),
+        **{name: ("3:1", fit_kept_and_moved, optimizer) for name, optimizer in MOVED.items()},
+        "looks": ("3:1", fit_looking),
+        "overruled options": ("3:1", fit_overruling),
+    }
+)
 
 
 def test_the_world_size_is_known_before_setup():
