@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from cases import on_one_device
 from common import (
     Net,
     assert_same_tensors,
@@ -129,11 +130,11 @@ def _same_files(folder, plan, resumed):
 
 @pytest.mark.slow
 def test_lightnings_callbacks_average_validate_save_and_resume_as_on_one_device(tmp_path):
-    wanted = in_ranks(1, _fit_all, None, tmp_path)[0]
+    wanted = on_one_device(_fit_all, tmp_path)
     for found in in_ranks(3, _fit_all, "three", tmp_path):
         _same(found, wanted)
     _same_files(tmp_path, "three", False)
-    wanted = in_ranks(1, _fit_all, None, tmp_path, "None")[0]
+    wanted = on_one_device(_fit_all, tmp_path, "None")
     for found in in_ranks(2, _fit_all, "3:1", tmp_path, "three"):
         _same(found, wanted)
     _same_files(tmp_path, "3:1", True)
@@ -272,7 +273,7 @@ def _fit_own(plan, folder, resume=None):
 @pytest.mark.filterwarnings("ignore:The layers .'norm'. .1 in all. are batch normalisation")
 def test_averages_that_users_write_are_those_of_one_device_and_their_files_too(tmp_path):
     for plan, ranks, resume in (("three", 3, None), ("3:1", 2, "three")):
-        wanted = in_ranks(1, _fit_own, None, tmp_path, resume and "None")[0]
+        wanted = on_one_device(_fit_own, tmp_path, resume and "None")
         for validated, values, models in in_ranks(ranks, _fit_own, plan, tmp_path, resume):
             assert validated == pytest.approx(wanted[0], rel=1e-4)
             assert_same_tensors(values, wanted[1], TOLERANCE)

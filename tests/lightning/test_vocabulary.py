@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Cases, on_one_device
 from common import (
     assert_same_optimizer_state,
     assert_same_tensors,
-    by_plan,
     in_ranks,
     trainer,
     values_of,
@@ -113,9 +113,10 @@ def _fit(plan: str | None, folder: str) -> Any:
 
 
 def test_training_and_checkpoints_are_those_of_one_device(tmp_path: Path):
-    expected = by_plan(None, _fit, str(tmp_path))
-    for plan in ("3:1", "no data"):
-        found = by_plan(plan, _fit, str(tmp_path))
+    expected = on_one_device(_fit, str(tmp_path))
+    fits = Cases({plan: (plan, _fit, str(tmp_path)) for plan in ("3:1", "no data")})
+    for plan in fits.cases:
+        found = fits[plan][0]
         torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
         for values, wanted in zip(found[1:], expected[1:], strict=True):
             assert_same_tensors(values, wanted, TOLERANCE)
