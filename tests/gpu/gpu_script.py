@@ -21,12 +21,12 @@ NO_SYNCS_IN = (3, 4, 5)
 
 
 class Model(pl.LightningModule):
-    def __init__(self, no_syncs: bool = False) -> None:
+    def __init__(self, layers: int, no_syncs: bool = False) -> None:
         super().__init__()
         self.no_syncs = no_syncs
         torch.manual_seed(1)
         self.layers = nn.Sequential(
-            *[nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(4)]
+            *[nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(layers)]
         )
         self.head = nn.Linear(32, 1)
         self.losses: list[torch.Tensor] = []
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--clip", type=float, help="norm of the gradients")
     parser.add_argument("--no-syncs", action="store_true", help="some steps raise where they wait")
     parser.add_argument("--epochs", type=int, default=2, help="of four steps")
+    parser.add_argument("--layers", type=int, default=4)
     options = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)
     generator = torch.Generator().manual_seed(0)
@@ -124,7 +125,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = Model(options.no_syncs)
+    model = Model(options.layers, options.no_syncs)
     trainer.fit(model, DataLoader(data, batch_size=GLOBAL_BATCH))
     said = {
         "losses": [float(loss) for loss in model.losses],

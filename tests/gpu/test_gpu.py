@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,17 +27,38 @@ UNEVEN = [[[3, 3], 0.75], [[2], 0.25]]
 IDLE = [[[4, 4], 0.0], [[], 1.0]]
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run of the script.
+
+    Attributes:
+        folder: Where it writes what it has found; it is new.
+        ranks: Number of ranks.
+        options: Of the script.
+        epochs: Of four steps; 0: as many as is usual.
+    """
+
+    folder: Path
+    ranks: int
+    options: tuple[str, ...] = ()
+    epochs: int = 0
+
+
 class RealGpus:
     """This machine's GPUs."""
 
-    is_real = True
+    is_real, epochs, layers = True, 2, 4
 
     @property
     def count(self) -> int:
         return torch.cuda.device_count()
 
-    def run(self, ranks: int, arguments: list[str]) -> None:
-        """Run the script on every rank."""
+    def run_each(self, runs: list[tuple[int, list[str]]]) -> None:
+        """Run the script on as many ranks as each run wants, with its arguments."""
+        for ranks, arguments in runs:
+            self._run(ranks, arguments)
+
+    def _run(self, ranks: int, arguments: list[str]) -> None:
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
         start = launcher if ranks > 1 else []
         run = subprocess.run(
@@ -50,22 +72,33 @@ class RealGpus:
 
 
 class SimulatedGpus:
-    """Devices of host memory, and a checker.
+    """Devices of host memory, and a checker; they are slow.
 
     Args:
         server: Runs functions on ranks that have them.
     """
 
-    is_real, count = False, DEVICES
+    is_real, epochs, layers, count = False, 1, 2, DEVICES
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
-    def run(self, ranks: int, arguments: list[str]) -> None:
-        """Run the script on every rank; nothing may be out of order."""
-        environments = torchrun_environments(ranks)
-        for outcome in self._server.run(ranks, run_as_script, arguments, environments):
-            assert not outcome.findings, "\n".join(outcome.findings)
+    def run_each(self, runs: list[tuple[int, list[str]]]) -> None:
+        """Run the script on as many ranks as each run wants; nothing may be out of order.
+
+        Ranks start once for each number of them, and each backend.
+        """
+        together: dict[tuple[int, bool], list[list[str]]] = {}
+        for ranks, arguments in runs:
+            together.setdefault((ranks, "gloo" in arguments), []).append(arguments)
+        for (ranks, _), each in together.items():
+            environments = torchrun_environments(ranks)
+            calls = [(arguments, environments) for arguments in each]
+            for arguments, outcomes in zip(
+                each, self._server.run_each(ranks, run_as_script, calls), strict=True
+            ):
+                for outcome in outcomes:
+                    assert not outcome.findings, "\n".join([*arguments, *outcome.findings])
 
 
 def run_as_script(rank: int, arguments: list[str], environments: list[dict[str, str]]) -> None:
@@ -88,11 +121,21 @@ def gpus(request):
     return SimulatedGpus(request.getfixturevalue("simulated"))
 
 
-def losses(gpus, folder: Path, ranks: int, *options: str, steps: int = 8) -> list[float]:
-    """The losses of every step, the same on all ranks."""
-    folder.mkdir()
-    gpus.run(ranks, [str(folder), "--accelerator", "gpu", *options])
-    return said_losses(folder, ranks, steps)
+def losses_of_each(gpus, runs: list[Run]) -> list[list[float]]:
+    """For each run the losses of every step, the same on all ranks."""
+    for run in runs:
+        run.folder.mkdir()
+    epochs = [run.epochs or gpus.epochs for run in runs]
+    given = ["--accelerator", "gpu", "--layers", str(gpus.layers)]
+    gpus.run_each(
+        [
+            (run.ranks, [str(run.folder), *given, "--epochs", str(each), *run.options])
+            for run, each in zip(runs, epochs, strict=True)
+        ]
+    )
+    return [
+        said_losses(run.folder, run.ranks, 4 * each) for run, each in zip(runs, epochs, strict=True)
+    ]
 
 
 def losses_on_the_cpu(folder: Path, ranks: int, *options: str) -> list[float]:
@@ -110,8 +153,9 @@ def said_losses(folder: Path, ranks: int, steps: int) -> list[float]:
     return found
 
 
-def check_times(folder: Path, ranks: int) -> None:
+def check_times(folder: Path, ranks: int, layers: int) -> None:
     """What was measured and recorded makes sense: times in order and of the right size."""
+    collectives = (2 * layers, layers + 1) if ranks > 1 else (0, 0)
     said = json.loads((folder / "0.json").read_text())
     assert len(said["busy_s"]) == ranks and min(said["busy_s"]) > 0
     entries = json.loads((folder / "trace.json").read_text())["traceEvents"]
@@ -120,7 +164,7 @@ def check_times(folder: Path, ranks: int) -> None:
         count = Counter(event["cat"] for event in events)
         # the root unit has a forward for each loss, and no backward of its own
         assert count["forward"] - count["loss"] == count["backward"] > 0
-        assert (count["gather"], count["reduce"]) == ((8, 5) if ranks > 1 else (0, 0))
+        assert (count["gather"], count["reduce"]) == collectives
         compute = [e for e in events if e["cat"] in ("forward", "loss", "backward", "update")]
         assert compute[-1]["cat"] == "update"
         for before, after in pairwise(compute):
@@ -148,7 +192,7 @@ def test_the_script_itself_on_the_cpu(tmp_path):
     given = ["--clip", "0.5", "--share-one-device"]
     options = [*given, "--plan", json.dumps(UNEVEN), "--trace", "--offload"]
     assert losses_on_the_cpu(tmp_path / "two", 2, *options) == pytest.approx(wanted, rel=1e-5)
-    check_times(tmp_path / "two", 2)
+    check_times(tmp_path / "two", 2, layers=4)
     check_held(tmp_path / "two", step=2)
     assert losses_on_the_cpu(tmp_path / "solved", 2, *given, "--solve") == pytest.approx(
         wanted, rel=1e-5
@@ -157,71 +201,93 @@ def test_the_script_itself_on_the_cpu(tmp_path):
     assert losses_on_the_cpu(tmp_path / "stay", 1, *options) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["recompute", "kept"])
-def test_one_rank_on_nccl_equals_plain_lightning(gpus, tmp_path, keep):
-    wanted = losses(gpus, tmp_path / "plain", 1)
-    options = ["--plan", json.dumps(ONE), *(["--keep"] if keep else [])]
-    assert losses(gpus, tmp_path / "ours", 1, *options) == pytest.approx(wanted, rel=1e-5)
-    check_held(tmp_path / "ours", step=None)
+MODES = ["--keep", "--offload", "--stay", None]
 
 
-@pytest.mark.parametrize("option", ["--keep", "--offload", "--stay", None])
-def test_the_host_waits_for_the_device_nowhere_in_a_step(gpus, tmp_path, option):
+def with_modes(folder: Path, options: list[str], epochs: int) -> list[Run]:
+    """A run on one rank for each mode."""
+    return [
+        Run(folder / str(mode), 1, (*options, *([mode] if mode else [])), epochs) for mode in MODES
+    ]
+
+
+def test_one_rank_on_nccl_equals_plain_lightning(gpus, tmp_path):
+    given = ("--plan", json.dumps(ONE))
+    wanted, recomputed, kept, moved = losses_of_each(
+        gpus,
+        [
+            Run(tmp_path / "plain", 1),
+            Run(tmp_path / "recomputed", 1, given),
+            Run(tmp_path / "kept", 1, (*given, "--keep")),
+            Run(tmp_path / "moved", 1, (*given, "--offload")),
+        ],
+    )
+    assert recomputed == pytest.approx(wanted, rel=1e-5)
+    assert kept == pytest.approx(wanted, rel=1e-5)
+    assert moved == recomputed, "offloading changes nothing"
+    check_held(tmp_path / "recomputed", step=None)
+    check_held(tmp_path / "kept", step=None)
+
+
+def test_the_host_waits_for_the_device_nowhere_in_a_step(gpus, tmp_path):
     options = ["--plan", json.dumps(ONE), "--clip", "0.5", "--no-syncs"]
-    losses(gpus, tmp_path / "ours", 1, *options, *([option] if option else []))
+    losses_of_each(gpus, with_modes(tmp_path, options, epochs=2))
+
+
+def test_reserved_memory_is_flat_over_many_steps(gpus, tmp_path):
+    epochs = 50 if gpus.is_real else 2  # a simulated device is slow, and has no fragments
+    runs = with_modes(tmp_path, ["--plan", json.dumps(ONE)], epochs)
+    losses_of_each(gpus, runs)
+    for run in runs:
+        reserved = json.loads((run.folder / "0.json").read_text())["reserved_bytes"]
+        assert set(reserved[5:]) == {reserved[-1]}, run.folder.name
 
 
 def test_a_plan_is_measured_solved_and_held(gpus, tmp_path):
     alone = gpus.count < 2
     options = ["--solve"]
     options += ["--backend", "gloo", "--share-one-device"] if alone else []
-    wanted = losses(gpus, tmp_path / "plain", 1)
-    assert losses(gpus, tmp_path / "ours", 2, *options) == pytest.approx(wanted, rel=1e-5)
+    wanted, found = losses_of_each(
+        gpus, [Run(tmp_path / "plain", 1), Run(tmp_path / "ours", 2, tuple(options))]
+    )
+    assert found == pytest.approx(wanted, rel=1e-5)
     check_held(tmp_path / "ours", step=None)
 
 
-def test_offloading_changes_nothing(gpus, tmp_path):
-    options = ["--plan", json.dumps(ONE)]
-    wanted = losses(gpus, tmp_path / "kept", 1, *options)
-    assert losses(gpus, tmp_path / "moved", 1, *options, "--offload") == wanted
+def test_times_are_read_off_the_device(gpus, tmp_path):
+    options = ["--trace", "--plan"]
+    alone = ["--backend", "gloo", "--share-one-device"] if gpus.count < 2 else []
+    runs = [
+        Run(tmp_path / "one", 1, (*options, json.dumps(ONE))),
+        Run(tmp_path / "two", 2, (*options, json.dumps(UNEVEN), *alone)),
+    ]
+    losses_of_each(gpus, runs)
+    for run in runs:
+        check_times(run.folder, run.ranks, gpus.layers)
 
 
-@pytest.mark.parametrize("option", ["--keep", "--offload", "--stay", None])
-def test_reserved_memory_is_flat_over_many_steps(gpus, tmp_path, option):
-    epochs = 50 if gpus.is_real else 3  # a simulated device is slow, and has no fragments
-    options = ["--plan", json.dumps(ONE), "--epochs", str(epochs)]
-    options += [option] if option else []
-    losses(gpus, tmp_path / "ours", 1, *options, steps=4 * epochs)
-    reserved = json.loads((tmp_path / "ours" / "0.json").read_text())["reserved_bytes"]
-    assert set(reserved[5:]) == {reserved[-1]}
+def test_mixed_precision_follows_plain_lightning(gpus, tmp_path):
+    runs = []
+    for precision in ("16-mixed", "bf16-mixed"):
+        options = ("--precision", precision)
+        runs.append(Run(tmp_path / f"{precision}, plain", 1, options))
+        runs.append(Run(tmp_path / precision, 1, (*options, "--plan", json.dumps(ONE))))
+    found = losses_of_each(gpus, runs)
+    for wanted, ours in zip(found[::2], found[1::2], strict=True):
+        # half precision rounds each microbatch where the whole batch would be rounded once
+        assert ours == pytest.approx(wanted, rel=2e-2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_times_are_read_off_the_device(gpus, tmp_path, ranks):
+def test_two_ranks_equal_one(gpus, tmp_path):
     alone = gpus.count < 2
-    options = ["--trace", "--plan", json.dumps([ONE, UNEVEN][ranks - 1])]
-    options += ["--backend", "gloo", "--share-one-device"] if alone and ranks > 1 else []
-    losses(gpus, tmp_path / "ours", ranks, *options)
-    check_times(tmp_path / "ours", ranks)
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_mixed_precision_follows_plain_lightning(gpus, tmp_path, precision):
-    options = ["--precision", precision]
-    wanted = losses(gpus, tmp_path / "plain", 1, *options)
-    found = losses(gpus, tmp_path / "ours", 1, *options, "--plan", json.dumps(ONE))
-    # half precision rounds each microbatch where the whole batch would be rounded once
-    assert found == pytest.approx(wanted, rel=2e-2)
-
-
-@pytest.mark.parametrize("plan", [UNEVEN, IDLE], ids=["uneven", "idle rank, no state"])
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_two_ranks_equal_one(gpus, tmp_path, plan, backend):
-    alone = gpus.count < 2
-    if backend == "nccl" and alone:
-        pytest.skip("NCCL wants a GPU for each rank")
-    options = ["--backend", backend, "--plan", json.dumps(plan)]
-    if alone:
-        options.append("--share-one-device")
-    wanted = losses(gpus, tmp_path / "plain", 1)
-    assert losses(gpus, tmp_path / "ours", 2, *options) == pytest.approx(wanted, rel=1e-5)
+    runs = [Run(tmp_path / "plain", 1)]
+    for backend in ["gloo"] if alone else ["gloo", "nccl"]:  # NCCL wants a GPU for each rank
+        for name, plan in {"uneven": UNEVEN, "idle rank, no state": IDLE}.items():
+            if not gpus.is_real and (backend, plan) == ("nccl", UNEVEN):
+                continue  # tests/simulated has it
+            options = ["--backend", backend, "--plan", json.dumps(plan)]
+            options += ["--share-one-device"] if alone else []
+            runs.append(Run(tmp_path / f"{name}, {backend}", 2, tuple(options)))
+    wanted, *each = losses_of_each(gpus, runs)
+    for run, found in zip(runs[1:], each, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5), run.folder.name

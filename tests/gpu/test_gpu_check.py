@@ -43,7 +43,7 @@ def test_a_record_has_every_figure(simulated, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_check
 
-    size = gpu_check.Size(32, 3, 2, 8, microbatch=2, microbatches=2, steps=3, rounds=1)
+    size = gpu_check.Size(32, 2, 2, 8, microbatch=2, microbatches=2, steps=1, rounds=1)
     today = datetime.date(2030, 1, 2)
     record = gpu_check.check(SimulatedMachine(simulated), size, today, tests=False)
     assert record.startswith("# 2030-01-02, two simulated devices\n")

@@ -8,6 +8,7 @@ next to nothing.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -15,7 +16,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -72,10 +73,34 @@ class Server:
         Raises:
             AssertionError: If a rank fails or hangs, with its traceback and what it printed.
         """
+        (outcomes,) = self.run_each(world_size, function, [args], timeout_s=timeout_s)
+        return outcomes
+
+    def run_each(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        calls: Sequence[tuple[Any, ...]],
+        timeout_s: float = 450.0,
+    ) -> list[list[Outcome]]:
+        """Return what :meth:`run` returns for each call, in one start of the ranks.
+
+        A second training in ranks that are warm costs a fraction of a start. Process groups that a
+        call leaves behind are there in the next one; findings and environment variables are not.
+
+        Args:
+            world_size: Number of ranks; each may use all devices.
+            function: A function at the top of a file, which is sent by file and name.
+            calls: The further arguments of each call.
+            timeout_s: When ranks that still run are killed.
+
+        Raises:
+            AssertionError: As :meth:`run`; it names the call by its position.
+        """
         start = self._log.seek(0, os.SEEK_END)
         assert self._process.stdin is not None and self._process.stdout is not None
         known = inspect.getfile(function), function.__qualname__
-        _send(self._process.stdin, (world_size, known, args, timeout_s))
+        _send(self._process.stdin, (world_size, known, calls, timeout_s))
         try:
             is_done, value = _receive(self._process.stdout)
         except EOFError:
@@ -84,8 +109,8 @@ class Server:
             self._log.seek(start)
             printed = self._log.read().decode(errors="replace")[-6000:]
             raise AssertionError(f"{value}\n\nranks printed:\n{printed}")
-        outcomes: list[Outcome] = value
-        return outcomes
+        of_ranks: list[list[Outcome]] = value
+        return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
 
     def close(self) -> None:
         """End the interpreter."""
@@ -131,15 +156,16 @@ def serve() -> None:
         importlib.import_module(name)  # once, for all forks
 
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         try:
-            world_size, known, args, timeout_s = _receive(sys.stdin.buffer)
+            world_size, known, calls, timeout_s = _receive(sys.stdin.buffer)
         except EOFError:
             return
         try:
             function = getattr(_module(known[0]), known[1])
             value = launch.run_ranks(
-                world_size, _observed, function, args, timeout_s=timeout_s, process_group=False
+                world_size, observed_each, function, calls, timeout_s=timeout_s, process_group=False
             )
             _send(answers, (True, value))
         except BaseException as error:
@@ -152,15 +178,37 @@ def _module(path: str) -> Any:
     spec = importlib.util.spec_from_file_location(os.path.basename(path)[:-3], path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look for their types
     spec.loader.exec_module(module)
     return module
 
 
-def _observed(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+def observed_each(
+    rank: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
+) -> list[Outcome]:
+    """Return what one rank does in each call, in a process that has simulated devices."""
     import simulated_cuda
+    import torch
 
-    simulated_cuda.clear()
-    value = function(rank, *args)
-    return Outcome(
-        value, simulated_cuda.findings(), simulated_cuda.waits(), simulated_cuda.kernels()
-    )
+    outcomes = []
+    for number, args in enumerate(calls):
+        before = dict(os.environ)
+        simulated_cuda.clear()
+        try:
+            value = function(rank, *args)
+        except BaseException as error:
+            raise AssertionError(f"call {number} of {len(calls)} failed") from error
+        outcomes.append(
+            Outcome(
+                value, simulated_cuda.findings(), simulated_cuda.waits(), simulated_cuda.kernels()
+            )
+        )
+        if number + 1 < len(calls):
+            os.environ.clear()
+            os.environ.update(before)
+            # what this call leaves behind is no finding of the next one, nor memory of it
+            for device in range(DEVICES):
+                torch.accelerator.synchronize(device)
+            gc.collect()
+            torch.accelerator.empty_cache()
+    return outcomes
