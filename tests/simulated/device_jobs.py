@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cephalo import CephaloStrategy, loss_over_batch
 from lightning_cephalo.plan import Plan
 
-STEPS = 4
+STEPS = 3
 
 
 class Encoder(pl.LightningModule):

@@ -66,21 +66,25 @@ def fails(rank, environments, way, failing_rank):
         return type(error).__name__, str(error), model.global_step, time.monotonic() - start_s
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
-@pytest.mark.parametrize("way", ["out of memory", "a kernel's error"])
-def test_in_a_unit(simulated, way, failing_rank):
+def test_in_a_unit(simulated):
     environments = torchrun_environments(2)
-    outcomes = simulated.run(2, fails, environments, way, failing_rank)
-    name, said, step, _ = outcomes[failing_rank].value
-    assert step == STEP
-    if way == "out of memory":
-        assert name == "OutOfMemoryInStepError" and "CUDA out of memory" in said
-        assert "unit 'layers.1'" in said
-    else:
-        assert name == "AcceleratorError" and "illegal memory access" in said
-    name, said, step, _ = outcomes[1 - failing_rank].value
-    assert name == "RemoteRankError" and step == STEP
-    assert f"Rank {failing_rank}" in said
+    calls = [
+        (environments, way, failing_rank)
+        for way, failing_rank in (("out of memory", 0), ("a kernel's error", 1))
+    ]
+    for (_, way, failing_rank), outcomes in zip(
+        calls, simulated.run_each(2, fails, calls), strict=True
+    ):
+        name, said, step, _ = outcomes[failing_rank].value
+        assert step == STEP, (way, failing_rank)
+        if way == "out of memory":
+            assert name == "OutOfMemoryInStepError" and "CUDA out of memory" in said
+            assert "unit 'layers.1'" in said
+        else:
+            assert name == "AcceleratorError" and "illegal memory access" in said
+        name, said, step, _ = outcomes[1 - failing_rank].value
+        assert name == "RemoteRankError" and step == STEP, (way, failing_rank)
+        assert f"Rank {failing_rank}" in said
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])

@@ -12,8 +12,11 @@ from test_training import IDLE_WITH_ALL_STATE, ONE, UNEVEN
 
 pytestmark = pytest.mark.simulated
 
-STEADY = (3, 7)
-"""From the start of this step to the start of that one, everything is as it stays."""
+STEADY = (2, 4)
+"""From the start of this step to the start of that one, everything is as it stays. The second epoch
+begins in between."""
+STEPS = STEADY[1] - STEADY[0]
+LENGTH = {"max_epochs": 2, "max_steps": STEADY[1] + 1}
 
 
 def counted(rank, environments, ranks, given):
@@ -32,7 +35,7 @@ def counted(rank, environments, ranks, given):
     if "scale" in given:
         options["plugins"] = [half("cuda", given["scale"])]
     plan = plan_of(*ranks, **given.get("plan", {}))
-    used = trainer(strategy(plan, **given.get("strategy", {})), max_epochs=2, **options)
+    used = trainer(strategy(plan, **given.get("strategy", {})), **options, **LENGTH)
     used.fit(Watched(**given.get("model", {})), data(**given.get("data", {})))
     before, after = counts
     found = {}
@@ -43,54 +46,55 @@ def counted(rank, environments, ranks, given):
     return found
 
 
-def waits(simulated, ranks, **given):
-    environments = torchrun_environments(len(ranks))
-    outcomes = simulated.run(len(ranks), counted, environments, ranks, given)
-    assert not any(outcome.findings for outcome in outcomes)
-    return [
-        {line.rsplit(":", 1)[0]: count for line, count in outcome.value.items()}
-        for outcome in outcomes
-    ]
-
-
-ONLY_THE_THROTTLE = {"event in throttle.py": STEADY[1] - STEADY[0]}
-# torch's gradient scaler itself reads whether the step overflowed, with or without us
-AND_THE_SCALER = {**ONLY_THE_THROTTLE, "aten::_local_scalar_dense in amp.py": 4}
-
-
-@pytest.mark.parametrize("ranks", [ONE, UNEVEN, IDLE_WITH_ALL_STATE], ids=["one", "two", "idle"])
-@pytest.mark.parametrize("sync_dist", [False, True])
-def test_only_the_throttle_waits(simulated, ranks, sync_dist):
-    # a rank without samples asks of each unit whether any sample has used it, before it updates it
-    asks = (
-        [{}, {"copy to the host in flat.py": 3 * 4}] if ranks is IDLE_WITH_ALL_STATE else [{}, {}]
-    )
-    for found, also in zip(
-        waits(simulated, ranks, model={"sync_dist": sync_dist}), asks, strict=False
+def waits_of_each(simulated, cases):
+    """What each rank of each case waited for; all cases have the same number of ranks."""
+    environments = torchrun_environments(len(next(iter(cases.values()))[0]))
+    calls = [(environments, ranks, given) for ranks, given in cases.values()]
+    found = {}
+    for name, outcomes in zip(
+        cases, simulated.run_each(len(environments), counted, calls), strict=True
     ):
-        assert found == {**ONLY_THE_THROTTLE, **also}
+        assert not any(outcome.findings for outcome in outcomes), name
+        found[name] = [
+            {line.rsplit(":", 1)[0]: count for line, count in outcome.value.items()}
+            for outcome in outcomes
+        ]
+    return found
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"plan": {"offload": True}},
-        {"strategy": {"recompute": False}},
-        {"trainer": {"gradient_clip_val": 0.1}},
-    ],
-    ids=["offload", "keep", "clip"],
-)
-def test_no_mode_makes_the_host_wait(simulated, given):
-    for found in waits(simulated, UNEVEN, **given):
-        assert found == ONLY_THE_THROTTLE
+ONLY_THE_THROTTLE = {"event in throttle.py": STEPS}
+# torch's gradient scaler itself reads whether the step overflowed, with or without us
+AND_THE_SCALER = {**ONLY_THE_THROTTLE, "aten::_local_scalar_dense in amp.py": STEPS}
+# of each unit this rank without samples asks whether any sample has used it, before it updates it
+AND_WHAT_IS_USED = {**ONLY_THE_THROTTLE, "copy to the host in flat.py": 3 * STEPS}
+LOCAL = {"model": {"sync_dist": False}}
 
 
-def test_weights_on_the_device_are_read_once_while_it_has_work(simulated):
-    given = {"model": {"weighted": True}, "data": {"without_target": 3}}
-    for rank, found in enumerate(waits(simulated, UNEVEN, **given)):
-        assert found == {**ONLY_THE_THROTTLE, "event in torch_device.py": 4}, rank
+def test_only_the_throttle_waits_on_one_rank(simulated):
+    cases = {"synchronised logs": (ONE, {}), "local logs": (ONE, LOCAL)}
+    for name, (found,) in waits_of_each(simulated, cases).items():
+        assert found == ONLY_THE_THROTTLE, name
 
 
-def test_16_mixed_waits_where_torch_itself_does(simulated):
-    for found in waits(simulated, UNEVEN, scale=2.0**10):
-        assert found == AND_THE_SCALER
+def test_only_the_throttle_waits_in_every_mode(simulated):
+    cases = {
+        "plain": (UNEVEN, {}),
+        "keep, local logs": (UNEVEN, {"strategy": {"recompute": False}, **LOCAL}),
+        "offload, clip": (
+            UNEVEN,
+            {"plan": {"offload": True}, "trainer": {"gradient_clip_val": 0.1}},
+        ),
+        "idle": (IDLE_WITH_ALL_STATE, {}),
+    }
+    for name, (first, second) in waits_of_each(simulated, cases).items():
+        assert first == ONLY_THE_THROTTLE, name
+        assert second == (AND_WHAT_IS_USED if name == "idle" else ONLY_THE_THROTTLE), name
+
+
+def test_weights_on_the_device_and_16_mixed_wait_where_they_must(simulated):
+    weighted = {"model": {"weighted": True}, "data": {"without_target": 3}}
+    cases = {"weighted": (UNEVEN, weighted), "16-mixed": (UNEVEN, {"scale": 2.0**10})}
+    found = waits_of_each(simulated, cases)
+    # weights on the device are read once, while it has work
+    once = {**ONLY_THE_THROTTLE, "event in torch_device.py": STEPS}
+    assert found == {"weighted": [once, once], "16-mixed": [AND_THE_SCALER, AND_THE_SCALER]}

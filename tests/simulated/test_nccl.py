@@ -17,11 +17,19 @@ pytestmark = pytest.mark.simulated
 def connect(rank, environments):
     os.environ.update(environments[rank])
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 
 
 def run(simulated, world_size, function, *args):
     return simulated.run(world_size, function, torchrun_environments(world_size), *args)
+
+
+def run_each(simulated, world_size, function, ways):
+    """What the ranks do in each way, one after the other in one start."""
+    environments = torchrun_environments(world_size)
+    outcomes = simulated.run_each(world_size, function, [(environments, way) for way in ways])
+    return list(zip(ways, outcomes, strict=True))
 
 
 def every_form(rank, environments):
@@ -96,12 +104,13 @@ def waits_or_not(rank, environments, way):
     return y.tolist()
 
 
-@pytest.mark.parametrize("way", ["blocking", "waits", "waits aside", "not"])
-def test_only_a_wait_on_the_same_stream_orders_what_follows(simulated, way):
-    for outcome in run(simulated, 2, waits_or_not, way):
-        assert outcome.value == [4.0] * 4
-        kinds = [line.split(":")[0] for line in outcome.findings]
-        assert kinds == (["race"] if way in ("not", "waits aside") else [])
+def test_only_a_wait_on_the_same_stream_orders_what_follows(simulated):
+    ways = ["blocking", "waits", "waits aside", "not"]
+    for way, outcomes in run_each(simulated, 2, waits_or_not, ways):
+        for outcome in outcomes:
+            assert outcome.value == [4.0] * 4, way
+            kinds = [line.split(":")[0] for line in outcome.findings]
+            assert kinds == (["race"] if way in ("not", "waits aside") else []), way
 
 
 def lets_go(rank, environments, way):
@@ -117,11 +126,11 @@ def lets_go(rank, environments, way):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("way", ["waits", "does not wait", "waits aside"])
-def test_tensors_are_kept_until_the_wait_and_no_longer(simulated, way):
-    for outcome in run(simulated, 2, lets_go, way):
-        kinds = [line.split(":")[0] for line in outcome.findings]
-        assert kinds == (["freed early"] if way == "waits aside" else [])
+def test_tensors_are_kept_until_the_wait_and_no_longer(simulated):
+    for way, outcomes in run_each(simulated, 2, lets_go, ["waits", "does not wait", "waits aside"]):
+        for outcome in outcomes:
+            kinds = [line.split(":")[0] for line in outcome.findings]
+            assert kinds == (["freed early"] if way == "waits aside" else []), way
 
 
 # -- rules ----------------------------------------------------------------------------------------
@@ -160,22 +169,33 @@ def breaks(rank, environments, rule):
     return None
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "other order of groups",
-        "other sizes",
-        "other dtypes",
-        "other operations",
-        "other reductions",
-        "other roots",
-    ],
-)
-def test_ranks_that_call_different_collectives_are_told_both_sides(simulated, rule):
-    for outcome in run(simulated, 2, breaks, rule):
-        assert "RuleBroken" in outcome.value and "a hang or wrong data" in outcome.value
-        sides = [line for line in outcome.value.splitlines() if line.startswith("  rank ")]
-        assert len(sides) == 2 and sides[0][9:] != sides[1][9:]
+DIFFER = [
+    "other order of groups",
+    "other sizes",
+    "other dtypes",
+    "other operations",
+    "other reductions",
+    "other roots",
+]
+REFUSED = {
+    "not contiguous": "expected contiguous tensors",
+    "of the host": "expected CUDA tensors, got one on cpu",
+    "of another device": "the communicator is that of cuda:",
+    "wrong output": "expected 4 times 2 elements, got 7",
+}
+
+
+def test_what_breaks_a_rule_is_refused_and_differences_are_told_with_both_sides(simulated):
+    for rule, outcomes in run_each(simulated, 2, breaks, [*DIFFER, *REFUSED]):
+        for outcome in outcomes:
+            said = outcome.value
+            assert said is not None and "RuleBroken" in said, rule
+            if rule in REFUSED:
+                assert REFUSED[rule] in said
+                continue
+            assert "a hang or wrong data" in said, rule
+            sides = [line for line in said.splitlines() if line.startswith("  rank ")]
+            assert len(sides) == 2 and sides[0][9:] != sides[1][9:], rule
 
 
 def overlaps(rank, environments, first_of_rank_1):
@@ -194,27 +214,13 @@ def overlaps(rank, environments, first_of_rank_1):
 
 
 def test_groups_that_share_some_ranks_are_called_in_one_order(simulated):
-    for outcome in run(simulated, 3, overlaps, "all"):
+    (_, everywhere), (_, (*both, third)) = run_each(simulated, 3, overlaps, ["all", "pair"])
+    for outcome in everywhere:
         assert outcome.value is None and not outcome.findings
-    *both, third = run(simulated, 3, overlaps, "pair")
     for outcome in both:
         sides = {line[:8] for line in outcome.value.splitlines() if line.startswith("  rank ")}
         assert sides == {"  rank 0", "  rank 1"}
     assert third.value is not None
-
-
-@pytest.mark.parametrize(
-    ("rule", "said"),
-    [
-        ("not contiguous", "expected contiguous tensors"),
-        ("of the host", "expected CUDA tensors, got one on cpu"),
-        ("of another device", "the communicator is that of cuda:"),
-        ("wrong output", "expected 4 times 2 elements, got 7"),
-    ],
-)
-def test_what_nccl_refuses_is_refused(simulated, rule, said):
-    for outcome in run(simulated, 2, breaks, rule):
-        assert "RuleBroken" in outcome.value and said in outcome.value
 
 
 # -- ends -----------------------------------------------------------------------------------------

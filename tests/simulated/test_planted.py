@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 from collections import deque
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,11 @@ from lightning_cephalo.sharding.collectives import reduce_slices
 pytestmark = pytest.mark.simulated
 
 
-# -- the defects ----------------------------------------------------------------------------------
+# -- the defects: what each of them replaces ------------------------------------------------------
+
+
+def nothing():
+    return []
 
 
 def copies_do_not_wait_for_earlier_work():
@@ -31,13 +37,13 @@ def copies_do_not_wait_for_earlier_work():
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
 
-    StreamCopies.start = start
+    return [(StreamCopies, "start", start)]
 
 
 def nothing_waits_for_copies():
     from lightning_cephalo.accelerator.torch_device import StreamCopies
 
-    StreamCopies.wait = lambda self, arrival: None
+    return [(StreamCopies, "wait", lambda self, arrival: None)]
 
 
 def offloaded_memory_is_let_go_at_once():
@@ -53,7 +59,7 @@ def offloaded_memory_is_let_go_at_once():
         create(self, *args)
         self._leaving = Nothing()
 
-    HostArena.__init__ = init
+    return [(HostArena, "__init__", init)]
 
 
 def offloaded_memory_is_let_go_without_a_wait():
@@ -63,7 +69,7 @@ def offloaded_memory_is_let_go_without_a_wait():
         while len(self._leaving) > but:
             self._leaving.popleft()
 
-    HostArena._let_go_of_copied = let_go
+    return [(HostArena, "_let_go_of_copied", let_go)]
 
 
 def collectives_are_not_waited_for():
@@ -75,7 +81,7 @@ def collectives_are_not_waited_for():
             finish, self.finish = self.finish, None
             finish()
 
-    Pending.wait = wait
+    return [(Pending, "wait", wait)]
 
 
 def the_host_reads_what_is_being_copied():
@@ -88,7 +94,7 @@ def the_host_reads_what_is_being_copied():
         away.host.sum()
         return away
 
-    HostArena.offload = reads
+    return [(HostArena, "offload", reads)]
 
 
 def staged_slices_leave_before_they_arrive():
@@ -104,7 +110,7 @@ def staged_slices_leave_before_they_arrive():
         start(self, target, source)
         return Now()
 
-    StreamCopies.start = starts
+    return [(StreamCopies, "start", starts)]
 
 
 def one_rank_swaps_its_groups():
@@ -118,58 +124,70 @@ def one_rank_swaps_its_groups():
             return made
         return dataclasses.replace(made, gather=made.reduce, reduce=made.gather)
 
-    Groups.create = classmethod(swapped)
+    return [(Groups, "create", classmethod(swapped))]
 
 
 # -- what is found --------------------------------------------------------------------------------
 
 
 def with_defect(rank, defect, *args):
-    globals()[defect]()
-    return train(rank, *args)
+    with contextlib.ExitStack() as until_then:
+        for owner, name, replacement in globals()[defect]():
+            until_then.enter_context(mock.patch.object(owner, name, replacement))
+        return train(rank, *args)
 
 
-def losses_and_kinds(simulated, ranks, defect, **given):
+def losses_and_kinds(simulated, ranks, defects, **given):
+    """Of training with each defect, in one start of ranks: losses, and kinds of findings."""
     environments = torchrun_environments(len(ranks))
-    outcomes = simulated.run(len(ranks), with_defect, defect, environments, ranks, given)
-    kinds = {line.split(":")[0] for outcome in outcomes for line in outcome.findings}
-    return outcomes[0].value["losses"], kinds
+    calls = [(defect, environments, ranks, given) for defect in defects]
+    found = {}
+    for defect, outcomes in zip(
+        defects, simulated.run_each(len(ranks), with_defect, calls), strict=True
+    ):
+        kinds = {line.split(":")[0] for outcome in outcomes for line in outcome.findings}
+        found[defect] = outcomes[0].value["losses"], kinds
+    return found
 
 
 @pytest.fixture(scope="module")
 def right(simulated):
-    (outcome,) = simulated.run(1, train, torchrun_environments(1), ONE, {})
-    return outcome.value["losses"]
+    ((losses, kinds),) = losses_and_kinds(simulated, ONE, ["nothing"]).values()
+    assert not kinds
+    return losses
 
 
-@pytest.mark.parametrize(
-    ("defect", "kinds"),
-    [
-        ("copies_do_not_wait_for_earlier_work", {"race"}),
-        ("nothing_waits_for_copies", {"race"}),
-        ("offloaded_memory_is_let_go_at_once", {"freed early"}),
-        ("offloaded_memory_is_let_go_without_a_wait", {"freed early"}),
-        ("the_host_reads_what_is_being_copied", {"host race"}),
-    ],
-)
-def test_defects_of_offloading(simulated, right, defect, kinds):
-    losses, found = losses_and_kinds(simulated, ONE, defect, plan={"offload": True})
-    assert losses == pytest.approx(right, rel=1e-5)
-    assert kinds <= found
+def test_defects_of_offloading(simulated, right):
+    kinds_of = {
+        "copies_do_not_wait_for_earlier_work": {"race"},
+        "nothing_waits_for_copies": {"race"},
+        "offloaded_memory_is_let_go_at_once": {"freed early"},
+        "offloaded_memory_is_let_go_without_a_wait": {"freed early"},
+        "the_host_reads_what_is_being_copied": {"host race"},
+    }
+    # a defect leaves nothing behind: what comes after them all is right
+    defects = [*kinds_of, "nothing"]
+    found = losses_and_kinds(simulated, ONE, defects, plan={"offload": True})
+    losses, kinds = found.pop("nothing")
+    assert losses == pytest.approx(right, rel=1e-5) and not kinds
+    for defect, (losses, kinds) in found.items():
+        assert losses == pytest.approx(right, rel=1e-5), defect
+        assert kinds_of[defect] <= kinds, defect
 
 
 def test_a_defect_of_staging(simulated, right):
     gloo = {"process_group_backend": "gloo"}
-    defect = "staged_slices_leave_before_they_arrive"
-    losses, found = losses_and_kinds(simulated, UNEVEN, defect, strategy=gloo)
+    defects = ["staged_slices_leave_before_they_arrive"]
+    ((losses, kinds),) = losses_and_kinds(simulated, UNEVEN, defects, strategy=gloo).values()
     assert losses == pytest.approx(right, rel=1e-5)
-    assert "host race" in found
+    assert "host race" in kinds
 
 
 def test_collectives_that_nobody_waits_for(simulated, right):
-    losses, found = losses_and_kinds(simulated, UNEVEN, "collectives_are_not_waited_for")
+    defects = ["collectives_are_not_waited_for"]
+    ((losses, kinds),) = losses_and_kinds(simulated, UNEVEN, defects).values()
     assert losses == pytest.approx(right, rel=1e-5)
-    assert "race" in found
+    assert "race" in kinds
 
 
 def is_observed_first(rank, environments, keeps):
@@ -186,14 +204,17 @@ def is_observed_first(rank, environments, keeps):
 
 def test_memory_that_only_a_collective_holds_although_an_observer_has_waited(simulated):
     environments = torchrun_environments(2)
-    for keeps in (True, False):
-        for outcome in simulated.run(2, is_observed_first, environments, keeps):
+    calls = [(environments, keeps) for keeps in (True, False)]
+    for (_, keeps), outcomes in zip(
+        calls, simulated.run_each(2, is_observed_first, calls), strict=True
+    ):
+        for outcome in outcomes:
             assert any("freed early" in line for line in outcome.findings) != keeps
 
 
 def test_another_order_of_collectives_is_an_error_that_names_both_sides(simulated):
     with pytest.raises(AssertionError) as error:
-        losses_and_kinds(simulated, UNEVEN, "one_rank_swaps_its_groups")
+        losses_and_kinds(simulated, UNEVEN, ["one_rank_swaps_its_groups"])
     said = str(error.value)
     assert "RuleBroken" in said and "ranks call different collectives at the same place" in said
     assert re.search(r"rank 0: \w+ in group", said) and re.search(r"rank 1: \w+ in group", said)

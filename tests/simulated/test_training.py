@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
-from device_jobs import train
-from launch import torchrun_environments
+from cases import (
+    assert_each_is_as_alone,
+    assert_equal,
+    case,
+    outcomes_of_each,
+    trained_each,
+)
+from device_jobs import STEPS
 from lightning.pytorch.callbacks import WeightAveraging
 
 pytestmark = pytest.mark.simulated
@@ -19,155 +25,179 @@ IDLE_WITHOUT_STATE = [((), 0.0), ((4, 4), 1.0)]
 IDLE_WITH_ALL_STATE = [((4, 4), 0.0), ((), 1.0)]
 MIXED = {"resident_fraction": 0.3, "host_update_fraction": 0.3}
 FOUR = [((2, 1), 0.5), ((3,), 0.3), ((2,), 0.2), ((), 0.0)]
+GLOO = {"process_group_backend": "gloo"}
 
 
-def trained(simulated, ranks, *, environments=None, **given):
-    """What every rank found, after a look at what the checker found."""
-    outcomes = outcomes_of(simulated, ranks, environments=environments, **given)
-    return [outcome.value for outcome in outcomes]
+def few(names, cases):
+    """The cases that no quicker test has."""
+    assert set(names) <= set(cases)
+    return list(names)
 
 
-def outcomes_of(simulated, ranks, *, environments=None, **given):
-    environments = environments or torchrun_environments(len(ranks) if ranks else 1)
-    outcomes = simulated.run(len(environments), train, environments, ranks, given)
-    for outcome in outcomes:
-        assert not outcome.findings, "\n".join(outcome.findings)
-        losses = outcomes[0].value["losses"]
-        assert outcome.value["losses"] == pytest.approx(losses, rel=1e-6)
-    return outcomes
+def others(names, cases):
+    """The cases that hold the same for more plans and modes."""
+    return [name for name in cases if name not in names]
 
 
-def assert_equal(found, wanted, rel=1e-5):
-    for one in found:
-        assert one["losses"] == pytest.approx(wanted["losses"], rel=rel)
-        assert one["validated"] == pytest.approx(wanted["validated"], rel=rel)
-        assert one["weights"] == pytest.approx(wanted["weights"], rel=rel)
+FEW_AND_OTHERS = pytest.mark.parametrize(
+    "names",
+    [few, pytest.param(others, marks=pytest.mark.slow)],
+    ids=["few", "others"],
+)
 
 
 @pytest.fixture(scope="module")
 def alone(simulated):
     """Plain Lightning on one device."""
-    (found,) = trained(simulated, None)
-    assert len(found["losses"]) == 4 and found["device"] == "cuda:0"
+    (found,) = trained_each(simulated, {"alone": case(None)})["alone"]
+    assert len(found["losses"]) == STEPS and found["device"] == "cuda:0"
     return found
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [ONE, UNEVEN, IDLE_WITHOUT_STATE, IDLE_WITH_ALL_STATE, FOUR],
-    ids=["one", "uneven", "idle without state", "idle with all state", "four"],
-)
-def test_plans(simulated, alone, ranks):
-    found = trained(simulated, ranks)
-    assert_equal(found, alone)
-    assert [one["device"] for one in found] == [f"cuda:{rank}" for rank in range(len(ranks))]
+PLANS = {
+    "one": ONE,
+    "uneven": UNEVEN,
+    "idle without state": IDLE_WITHOUT_STATE,
+    "idle with all state": IDLE_WITH_ALL_STATE,
+    "four": FOUR,
+}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kinds", "by_node"),
-    [
-        (UNEVEN, "gpu gpu", None),
-        (UNEVEN, "gpu cpu", None),
-        (EVEN, "cpu gpu", None),
-        (IDLE_WITH_ALL_STATE, "cpu gpu", None),
-        (FOUR, "gpu cpu gpu cpu", None),
-        (FOUR, "gpu cpu gpu cpu", True),
-        ("solve", "gpu cpu", None),
-    ],
-    ids=["gpus", "uneven", "even", "idle cpu with all state", "four", "by node", "solved"],
-)
-def test_ranks_of_several_kinds_train_over_gloo(simulated, alone, ranks, kinds, by_node):
-    accelerators = kinds.split()
-    environments = torchrun_environments(len(accelerators))
-    if by_node:
-        for rank, environment in enumerate(environments):
-            environment["GROUP_RANK"] = str(rank // 2)
-    gloo = {"process_group_backend": "gloo"}
-    found = trained(
-        simulated,
-        ranks,
-        environments=environments,
-        plan={"by_node": by_node},
-        accelerators=accelerators,
-        strategy=gloo,
-        model={"logs_host_values": True},
-    )
-    assert_equal(found, alone)
+@FEW_AND_OTHERS
+def test_plans(simulated, alone, names):
+    most_important = ("one", "idle with all state", "four")
+    cases = {name: case(PLANS[name]) for name in names(most_important, PLANS)}
+    for name, found in trained_each(simulated, cases).items():
+        assert_equal(found, alone, name=name)
+        assert [one["device"] for one in found] == [f"cuda:{rank}" for rank in range(len(found))]
+
+
+NODES_OF_TWO = tuple({"GROUP_RANK": str(rank // 2)} for rank in range(4))
+
+
+@FEW_AND_OTHERS
+def test_ranks_of_several_kinds_train_over_gloo(simulated, names):
+    def of_kinds(ranks, kinds, **given):
+        return case(
+            ranks,
+            accelerators=kinds.split(),
+            world_size=len(kinds.split()),
+            strategy=GLOO,
+            model={"logs_host_values": True},
+            **given,
+        )
+
+    cases = {
+        "gpus": of_kinds(UNEVEN, "gpu gpu"),
+        "uneven": of_kinds(UNEVEN, "gpu cpu"),
+        "even": of_kinds(EVEN, "cpu gpu"),
+        "idle cpu with all state": of_kinds(IDLE_WITH_ALL_STATE, "cpu gpu"),
+        "solved": of_kinds("solve", "gpu cpu"),
+        "four": of_kinds(FOUR, "gpu cpu gpu cpu"),
+        "by node": of_kinds(FOUR, "gpu cpu gpu cpu", places=NODES_OF_TWO, plan={"by_node": True}),
+    }
+    most_important = ("uneven", "idle cpu with all state", "solved", "by node")
+    cases = {name: cases[name] for name in names(most_important, cases)}
     used = {"gpu": "cuda", "cpu": "cpu"}
-    assert [one["device"].split(":")[0] for one in found] == [used[k] for k in accelerators]
+    for name, found in assert_each_is_as_alone(simulated, cases).items():
+        kinds = [one["device"].split(":")[0] for one in found]
+        assert kinds == [used[kind] for kind in cases[name].given["accelerators"]], name
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{}, {"strategy": {"recompute": False}}, {"plan": {"stay_gathered": True}}],
-    ids=["plain", "keep", "stay"],
-)
-def test_slices_of_even_shares_travel_in_single_tensors(simulated, alone, given):
-    for ranks in (EVEN, EVEN_FOUR) if given == {} else (EVEN,):
-        outcomes = outcomes_of(simulated, ranks, **given, padding=True)
-        assert_equal([outcome.value for outcome in outcomes], alone)
+@FEW_AND_OTHERS
+def test_slices_of_even_shares_travel_in_single_tensors(simulated, alone, names):
+    cases = {
+        "plain": case(EVEN, padding=True),
+        "four": case(EVEN_FOUR, padding=True),
+        "keep": case(EVEN, padding=True, strategy={"recompute": False}),
+        "stay": case(EVEN, padding=True, plan={"stay_gathered": True}),
+        "lists": case(EVEN, padding=True, plan={"padded": False}),
+    }
+    most_important = ("plain", "stay", "lists")
+    cases = {name: cases[name] for name in names(most_important, cases)}
+    for name, outcomes in outcomes_of_each(simulated, cases).items():
+        assert_equal([outcome.value for outcome in outcomes], alone, name=name)
         for outcome in outcomes:
-            # the head has 17 elements, too few to pad: they go as a list in both passes
-            assert outcome.kernels["nccl:reduce_scatter"] == 4
-            assert outcome.kernels["nccl:reduce_scatter_single"] == 4 * 3
             held, counted = outcome.value["padding"]
-            assert 0 < held[0] <= counted[0] and 0 < held[1] <= counted[1]
+            if name == "lists":  # as its plan leaves padding out
+                assert outcome.kernels["nccl:reduce_scatter"] == 4 * STEPS
+                assert held == [0, 0]
+                continue
+            # the head has 17 elements, too few to pad: they go as a list in both passes
+            assert outcome.kernels["nccl:reduce_scatter"] == STEPS, name
+            assert outcome.kernels["nccl:reduce_scatter_single"] == 3 * STEPS, name
+            assert 0 < held[0] <= counted[0] and 0 < held[1] <= counted[1], name
 
 
-def test_a_plan_may_leave_padding_out(simulated, alone):
-    outcomes = outcomes_of(simulated, EVEN, plan={"padded": False}, padding=True)
-    assert_equal([outcome.value for outcome in outcomes], alone)
-    for outcome in outcomes:
-        assert outcome.kernels["nccl:reduce_scatter"] == 4 * 4
-        assert outcome.value["padding"][0] == [0, 0]
+MODES = {
+    "offload": {"plan": {"offload": True}},
+    "stay": {"plan": {"stay_gathered": True}},
+    "offload and stay": {"plan": {"offload": True, "stay_gathered": True}},
+    "keep": {"strategy": {"recompute": False}},
+    "early": {"strategy": {"early_update": "auto"}},
+    "streamed": {"plan": {"resident_fraction": 0.3}},
+    "early, mixed": {"strategy": {"early_update": "auto"}, "plan": MIXED},
+}
 
 
-@pytest.mark.parametrize("ranks", [ONE, UNEVEN, IDLE_WITH_ALL_STATE], ids=["1", "2", "idle"])
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"plan": {"offload": True}},
-        {"plan": {"stay_gathered": True}},
-        {"plan": {"offload": True, "stay_gathered": True}},
-        {"strategy": {"recompute": False}},
-        {"strategy": {"early_update": "auto"}},
-        {"plan": {"resident_fraction": 0.3}},
-        {"strategy": {"early_update": "auto"}, "plan": MIXED},
-    ],
-    ids=["offload", "stay", "offload and stay", "keep", "early", "streamed", "early, mixed"],
-)
-def test_modes(simulated, alone, ranks, given):
-    assert_equal(trained(simulated, ranks, **given), alone)
+@FEW_AND_OTHERS
+def test_modes(simulated, alone, names):
+    plans = {"1": ONE, "2": UNEVEN, "idle": IDLE_WITH_ALL_STATE}
+    cases = {
+        f"{mode}, {plan}": case(ranks, **given)
+        for plan, ranks in plans.items()
+        for mode, given in MODES.items()
+    }
+    # tests/gpu has one rank in some modes
+    most_important = [
+        *(f"{mode}, 2" for mode in MODES),
+        "offload and stay, idle",
+        "early, mixed, idle",
+    ]
+    cases = {name: cases[name] for name in names(most_important, cases)}
+    for name, found in trained_each(simulated, cases).items():
+        assert_equal(found, alone, name=name)
 
 
-def test_a_trace_and_parameters_on_the_host(simulated, alone, tmp_path):
+@FEW_AND_OTHERS
+def test_a_trace_parameters_on_the_host_and_compiled_blocks(simulated, alone, tmp_path, names):
     given = {"strategy": {"trace": tmp_path / "trace.json"}, "folder": str(tmp_path)}
-    found = trained(simulated, UNEVEN, **given, arrays=True)
-    assert_equal(found, alone)
-    assert "trace.json" in os.listdir(tmp_path)
-    assert all(one["arrays"] for one in found)
+    cases = {
+        "trace and arrays": case(UNEVEN, **given, arrays=True),
+        "compiled by eager": case(UNEVEN, compile="eager"),
+        "compiled by aot_eager": case(UNEVEN, compile="aot_eager"),
+    }
+    most_important = ("trace and arrays", "compiled by aot_eager")
+    runs = trained_each(simulated, {name: cases[name] for name in names(most_important, cases)})
+    for name, found in runs.items():
+        assert_equal(found, alone, name=name)
+    if "trace and arrays" in runs:
+        assert "trace.json" in os.listdir(tmp_path)
+        assert all(one["arrays"] for one in runs["trace and arrays"])
 
 
+@pytest.mark.slow  # tests/gpu holds it for two ranks over NCCL, and the mixed ranks above over gloo
 def test_a_plan_that_is_measured_and_solved(simulated, alone):
-    environments = torchrun_environments(2)
-    assert_equal(trained(simulated, "solve", environments=environments), alone)
+    cases = {"solved": case("solve", world_size=2)}
+    assert_equal(trained_each(simulated, cases)["solved"], alone)
 
 
-@pytest.mark.parametrize("other", [IDLE_WITHOUT_STATE, EVEN], ids=["idle without state", "even"])
-def test_another_plan_in_the_middle_of_training(simulated, alone, other):
-    assert_equal(trained(simulated, UNEVEN, change=other), alone)
+def test_another_plan_in_the_middle_of_training(simulated, alone):
+    cases = {
+        "idle without state": case(UNEVEN, change=IDLE_WITHOUT_STATE),
+        "even": case(UNEVEN, change=EVEN),
+    }
+    for name, found in trained_each(simulated, cases).items():
+        assert_equal(found, alone, name=name)
 
 
 def test_nodes_with_different_numbers_of_devices(simulated, alone):
-    environments = torchrun_environments(3)
-    for rank, (node, local, size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
-        environments[rank] |= {
-            "GROUP_RANK": str(node),
-            "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(size),
-        }
+    places = tuple(
+        {"GROUP_RANK": str(node), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)}
+        for node, local, size in [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
+    )
     ranks = [((2, 1), 0.5), ((3,), 0.3), ((2,), 0.2)]
-    found = trained(simulated, ranks, environments=environments)
+    found = trained_each(simulated, {"nodes": case(ranks, places=places)})["nodes"]
     assert_equal(found, alone)
     assert [one["device"] for one in found] == ["cuda:0", "cuda:1", "cuda:0"]
 
@@ -175,97 +205,105 @@ def test_nodes_with_different_numbers_of_devices(simulated, alone):
 # -- what users do --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"accumulate_grad_batches": 2},
+def test_options_of_the_trainer(simulated):
+    options = {
+        "clip by norm": {"gradient_clip_val": 0.1},
+        "clip by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        "accumulate": {"accumulate_grad_batches": 2},
         # the average, which is validated, is in host memory
-        {"val_check_interval": 1, "callbacks": [WeightAveraging(device="cpu")]},
-        {"precision": "64-true"},
-    ],
-    ids=["clip by norm", "clip by value", "accumulate", "validate the average", "double"],
-)
-def test_options_of_the_trainer(simulated, options):
-    (wanted,) = trained(simulated, None, trainer=options)
-    assert_equal(trained(simulated, UNEVEN, trainer=options, plan={"offload": True}), wanted)
+        "validate the average": {
+            "val_check_interval": 1,
+            "callbacks": [WeightAveraging(device="cpu")],
+        },
+        "double": {"precision": "64-true"},
+    }
+    cases = {
+        name: case(UNEVEN, trainer=given, plan={"offload": True}) for name, given in options.items()
+    }
+    assert_each_is_as_alone(simulated, cases)
 
 
-@pytest.mark.parametrize("given", [{}, {"scale": 2.0**10}], ids=["full", "16-mixed"])
-def test_a_microbatch_without_weight_adds_nothing(simulated, given):
+def test_a_microbatch_without_weight_adds_nothing(simulated):
     """Its loss is 0/0, and the host does not know when the backward begins."""
-    given = {"model": {"weighted": True}, "data": {"without_target": 3}, **given}
-    (wanted,) = trained(simulated, None, **given)
-    for ranks in (UNEVEN, IDLE_WITH_ALL_STATE):
-        assert_equal(trained(simulated, ranks, **given), wanted, 1e-2 if "scale" in given else 1e-5)
+    given = {"model": {"weighted": True}, "data": {"without_target": 3}}
+    plans = {"uneven": UNEVEN, "idle": IDLE_WITH_ALL_STATE}
+    cases = {f"full, {plan}": case(ranks, **given) for plan, ranks in plans.items()}
+    for plan, ranks in plans.items():
+        cases[f"16-mixed, {plan}"] = case(ranks, **given, scale=2.0**10, rel=1e-2)
+    assert_each_is_as_alone(simulated, cases)
 
 
-@pytest.fixture(scope="module", params=["16-mixed", "bf16-mixed", "bf16-true", "16-true"])
-def in_half_precision(simulated, request):
-    """Options of training in half precision, and what one device finds with them."""
-    given = {"trainer": {"precision": request.param, "gradient_clip_val": 0.5}}
-    if request.param == "16-mixed":
-        given = {"trainer": {"gradient_clip_val": 0.5}, "scale": 2.0**10}
-    (wanted,) = trained(simulated, None, **given)
-    return given, wanted
-
-
-@pytest.mark.parametrize("ranks", [ONE, IDLE_WITH_ALL_STATE], ids=["one", "idle"])
-def test_half_precision_follows_one_device(simulated, in_half_precision, ranks):
-    given, wanted = in_half_precision
+@FEW_AND_OTHERS
+def test_half_precision_follows_one_device(simulated, names):
+    clip = {"gradient_clip_val": 0.5}
+    precisions = {
+        name: {"trainer": {"precision": name, **clip}}
+        for name in ("bf16-mixed", "bf16-true", "16-true")
+    }
+    precisions["16-mixed"] = {"trainer": clip, "scale": 2.0**10}
     # half precision rounds each microbatch where the whole batch would be rounded once
-    assert_equal(trained(simulated, ranks, **given), wanted, rel=3e-2)
+    cases = {
+        f"{name}, {plan}": case(ranks, **given, rel=3e-2)
+        for name, given in precisions.items()
+        for plan, ranks in {"one": ONE, "idle": IDLE_WITH_ALL_STATE}.items()
+    }
+    # tests/gpu has one rank
+    cases = {name: cases[name] for name in names([f"{each}, idle" for each in precisions], cases)}
+    assert_each_is_as_alone(simulated, cases)
 
 
-IN_EACH_WAY = pytest.mark.parametrize(
-    ("given", "rel"),
-    [({}, 1e-5), ({"strategy": {"recompute": False}}, 1e-5), ({"scale": 2.0**10}, 3e-2)],
-    ids=["full", "retained", "16-mixed"],
-)
+@FEW_AND_OTHERS
+def test_losses_over_the_batch_and_manual_optimization(simulated, names):
+    cases = {}
+    for form, ranks in {
+        "over_batch": [((3, 2), 0.8), ((3,), 0.2)],
+        "manual": [((5,), 0.8), ((3,), 0.2)],
+    }.items():
+        cases[f"{form}, full"] = case(ranks, **{form: True})
+        retained = {form: True, "strategy": {"recompute": False}}
+        cases[f"{form}, retained"] = case(ranks, **retained)
+        cases[f"{form}, 16-mixed"] = case(ranks, **{form: True}, scale=2.0**10, rel=3e-2)
+        cases[f"{form}, 16-mixed, retained"] = case(ranks, **retained, scale=2.0**10, rel=3e-2)
+    most_important = [name for name in cases if name.endswith(("full", "16-mixed, retained"))]
+    cases = {name: cases[name] for name in names(most_important, cases)}
+    assert_each_is_as_alone(simulated, cases)
 
 
-@IN_EACH_WAY
-def test_a_loss_over_the_batch(simulated, given, rel):
-    (wanted,) = trained(simulated, None, over_batch=True, **{**given, "strategy": {}})
-    ranks = [((3, 2), 0.8), ((3,), 0.2)]
-    assert_equal(trained(simulated, ranks, over_batch=True, **given), wanted, rel)
-
-
-@IN_EACH_WAY
-def test_manual_optimization(simulated, given, rel):
-    (wanted,) = trained(simulated, None, manual=True, **{**given, "strategy": {}})
-    assert_equal(trained(simulated, [((5,), 0.8), ((3,), 0.2)], manual=True, **given), wanted, rel)
-
-
-def test_overflow_skips_the_same_steps(simulated):
+@FEW_AND_OTHERS
+def test_overflow_skips_the_same_steps(simulated, names):
+    plans = {"one": ONE, "uneven": UNEVEN, "idle": IDLE_WITH_ALL_STATE}
     given = {"scale": 2.0**30}
-    (wanted,) = trained(simulated, None, **given)
+    cases = {plan: case(plans[plan], **given) for plan in names(("uneven", "idle"), plans)}
+    runs = trained_each(simulated, {"alone": case(None, **given), **cases})
+    (wanted,) = runs.pop("alone")
     assert wanted["scale"] < 2.0**30
-    for ranks in (ONE, UNEVEN, IDLE_WITH_ALL_STATE):
-        found = trained(simulated, ranks, **given)
-        assert [one["scale"] for one in found] == [wanted["scale"]] * len(ranks)
-        assert_equal(found, wanted, rel=1e-2)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_blocks(simulated, alone, backend):
-    assert_equal(trained(simulated, UNEVEN, compile=backend), alone)
+    for name, found in runs.items():
+        assert [one["scale"] for one in found] == [wanted["scale"]] * len(found), name
+        assert_equal(found, wanted, 1e-2, name)
 
 
 def test_a_checkpoint_continues_under_another_plan(simulated, alone, tmp_path):
-    path = str(tmp_path / "half.ckpt")
-    first = trained(simulated, UNEVEN, trainer={"max_steps": 2}, save=path)
-    assert first[0]["losses"] == pytest.approx(alone["losses"][:2], rel=1e-5)
-    (whole,) = trained(simulated, None, trainer={"max_epochs": 2})
-    path = str(tmp_path / "epoch.ckpt")
-    trained(simulated, UNEVEN, save=path)
-    found = trained(simulated, FOUR, trainer={"max_epochs": 2}, resume=path)
-    assert found[0]["losses"] == pytest.approx(whole["losses"][4:], rel=1e-5)
+    half, epoch = str(tmp_path / "half.ckpt"), str(tmp_path / "epoch.ckpt")
+    two_epochs = {"max_epochs": 2}
+    runs = trained_each(
+        simulated,
+        {
+            "half": case(UNEVEN, trainer={"max_steps": 2}, save=half),
+            "epoch": case(UNEVEN, save=epoch),
+            "whole": case(None, trainer=two_epochs),
+            "resumed": case(ONE, trainer=two_epochs, resume=epoch),
+        },
+    )
+    assert runs["half"][0]["losses"] == pytest.approx(alone["losses"][:2], rel=1e-5)
+    (whole,) = runs["whole"]
+    found = runs["resumed"]
+    assert found[0]["losses"] == pytest.approx(whole["losses"][STEPS:], rel=1e-5)
     assert found[0]["weights"] == pytest.approx(whole["weights"], rel=1e-5)
 
 
 def test_a_vocabulary_that_stays_cut(simulated):
     given = {"tokens": True, "trainer": {"val_check_interval": 2}}
-    (alone,) = trained(simulated, None, **given)
-    assert_equal(trained(simulated, FOUR, strategy={"vocabulary_sharding": True}, **given), alone)
+    cut = {"vocabulary_sharding": True}
+    plans = {"uneven": UNEVEN, "idle": IDLE_WITH_ALL_STATE}
+    cases = {plan: case(ranks, **given, strategy=cut) for plan, ranks in plans.items()}
+    assert_each_is_as_alone(simulated, cases)
