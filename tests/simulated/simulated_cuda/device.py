@@ -22,7 +22,7 @@ def unavailable() -> str | None:
 
 
 def start(devices: int = 2, capacity_bytes: int | None = None, name: str = "cuda") -> None:
-    """Make torch have simulated devices; once for a process, and before torch is imported.
+    """Make torch have simulated devices; once for a process, and "cuda" before torch is imported.
 
     Forks of the process have them too, each with a memory of its own.
 
@@ -36,7 +36,7 @@ def start(devices: int = 2, capacity_bytes: int | None = None, name: str = "cuda
         Unavailable: Without a compiler, or with a torch for which this is not written.
         ImportError: If torch was imported before: it asks for CUDA's hooks once, at its import.
     """
-    if "torch" in sys.modules:
+    if name == "cuda" and "torch" in sys.modules:
         raise ImportError("start the simulated device before torch is imported")
     if name != "cuda":
         os.environ["SIMULATED_DEVICE_NAME"] = name  # the C++ part reads it when it is loaded
