@@ -9,14 +9,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import byte_data
+import job
 import pytest
 import torch
 from common import in_ranks
+from forked_interpreter import forked_interpreter
 from hydra import compose, initialize_config_dir
-from hydra.utils import get_class
+from hydra.utils import get_class, instantiate
 from launch import port_to_meet
 from omegaconf import DictConfig, OmegaConf
 from plans import plan_of
+from train import with_record
 
 from lightning_cephalo.offline.run_report import RunFolder, page
 
@@ -27,9 +31,11 @@ CHOICES = sorted(
 )
 
 
-@pytest.fixture(autouse=True)
-def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+@pytest.fixture
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundredth of the text, for runs in forks of this process."""
+    few = byte_data.standard_library_files()[::100]
+    monkeypatch.setattr(byte_data, "standard_library_files", lambda: few)
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -37,8 +43,10 @@ def composed(*overrides: str) -> DictConfig:
         return compose("config", list(overrides))
 
 
-def run_main_job(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "examples" / "train.py", *overrides]
+def run_main_job(
+    folder: Path, *overrides: str, interpreter: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    command = [interpreter, ROOT / "examples" / "train.py", *overrides]
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -47,14 +55,14 @@ def run_main_job(folder: Path, *overrides: str) -> subprocess.CompletedProcess[s
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    ) as job:
+    ) as run:
         try:
-            stdout, stderr = job.communicate(timeout=250)
+            stdout, stderr = run.communicate(timeout=250)
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGABRT)  # each rank says where it waits
-            stdout, stderr = job.communicate()
+            os.killpg(run.pid, signal.SIGABRT)  # each rank says where it waits
+            stdout, stderr = run.communicate()
             pytest.fail(f"no end in 250 s:\n{stdout}\n{stderr}")
-    return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
+    return subprocess.CompletedProcess(command, run.returncode, stdout, stderr)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -72,45 +80,37 @@ def test_every_choice_names_classes_and_arguments_that_exist(choice: str) -> Non
 
 
 def test_the_default_model_has_about_three_million_parameters() -> None:
-    from hydra.utils import instantiate
-
     model = instantiate(composed().model)
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(3e6, rel=0.1)
     assert len(model.network.blocks) >= 6
 
 
 def test_a_crop_depends_on_its_index_alone() -> None:
-    from byte_data import RandomCrops
-
     text = torch.arange(200, dtype=torch.uint8)
-    crops, others = RandomCrops(text, 8, 100, seed=1), RandomCrops(text, 8, 100, seed=2)
+    crops, others = (byte_data.RandomCrops(text, 8, 100, seed=seed) for seed in (1, 2))
     tokens, following = crops[3]
     assert torch.equal(tokens[1:], following[:-1])
     crops[4]
     assert torch.equal(crops[3][0], tokens)
     assert any(not torch.equal(crops[i][0], others[i][0]) for i in range(10))
     with pytest.raises(ValueError, match="choose a smaller context"):
-        RandomCrops(text, 200, 1, seed=0)
+        byte_data.RandomCrops(text, 200, 1, seed=0)
 
 
 def test_training_and_validation_text_come_from_different_files() -> None:
-    from byte_data import StandardLibraryBytes, standard_library_files
-
-    data = StandardLibraryBytes(batch_size=2, context=16)
+    data = byte_data.StandardLibraryBytes(batch_size=2, context=16)
     data.setup("fit")
-    total = sum(file.stat().st_size for file in standard_library_files())
+    total = sum(file.stat().st_size for file in byte_data.standard_library_files())
     assert len(data.training.text) + len(data.validation.text) == total
     assert 0.01 < len(data.validation.text) / total < 0.15
     tokens, following = next(iter(data.train_dataloader()))
     assert tokens.shape == following.shape == (2, 16)
 
 
+@pytest.mark.usefixtures("little_text")
 def test_a_run_of_cephalo_leaves_a_full_report_and_measured_bytes_per_parameter(
     tmp_path: Path,
 ) -> None:
-    from job import main
-    from train import with_record
-
     plan = plan_of(((3, 3), 0.75), ((2,), 0.25), forward_s=0.1, backward_s=0.1, tail_s=0.1)
     replace(plan, step_s=0.5).save(tmp_path / "given.yaml")
     config = with_record(
@@ -129,7 +129,7 @@ def test_a_run_of_cephalo_leaves_a_full_report_and_measured_bytes_per_parameter(
     )
     (tmp_path / "run").mkdir()
     OmegaConf.save(config, tmp_path / "run" / "job.yaml", resolve=True)
-    in_ranks(2, main, tmp_path / "run" / "job.yaml")
+    in_ranks(2, job.main, tmp_path / "run" / "job.yaml")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     held = metrics["bytes_per_parameter"]
     # Adam's two moments and the parameter: gradients are given back early
@@ -143,25 +143,26 @@ def test_a_run_of_cephalo_leaves_a_full_report_and_measured_bytes_per_parameter(
 
 
 def test_the_folder_of_a_record_may_be_another_one_and_other_strategies_have_none() -> None:
-    from train import with_record
-
     folder = Path("outputs")
     assert with_record(composed(), folder).strategy.record == "outputs"
     assert with_record(composed("strategy.record=runs"), folder).strategy.record == "runs"
     assert "record" not in with_record(composed("strategy=ddp"), folder).strategy
 
 
+@pytest.mark.usefixtures("little_text")
 def test_a_run_ends_with_a_comparison_and_leaves_its_figures(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    result = run_main_job(
-        tmp_path,
-        "experiment=quick",
-        "strategy=ddp",
-        "cluster=this_machine",
-        "cluster.accelerator=cpu",
-        "cluster.devices=2",
-        f"hydra.run.dir={folder}",
-    )
+    with forked_interpreter(tmp_path) as interpreter:
+        result = run_main_job(
+            tmp_path,
+            "experiment=quick",
+            "strategy=ddp",
+            "cluster=this_machine",
+            "cluster.accelerator=cpu",
+            "cluster.devices=2",
+            f"hydra.run.dir={folder}",
+            interpreter=interpreter,
+        )
     assert result.returncode == 0, result.stderr
     assert "Side by side" in result.stdout
     metrics = json.loads((folder / "metrics.json").read_text())
