@@ -1,5 +1,6 @@
 """Caps on the memory of ranks: the plan obeys them, emulated devices enforce them."""
 
+import functools
 import time
 from dataclasses import replace
 
@@ -87,9 +88,8 @@ def test_what_is_above_the_cap_is_refused_though_the_device_has_it():
             failure = str(refused)
         return failure
 
-    assert in_ranks(2, greedy, 0.5) == ["", ""]
-    for failure in in_ranks(2, greedy, "6 MB"):
-        assert "capacity is 6000000 bytes" in failure
+    for free, failure in in_ranks(2, lambda: [greedy(cap) for cap in (0.5, "6 MB")]):
+        assert free == "" and "capacity is 6000000 bytes" in failure
 
 
 class Untrained(GPT):
@@ -99,57 +99,87 @@ class Untrained(GPT):
         raise AssertionError("training has started")
 
 
-def refusals(memory_cap, capacity_bytes=(None, None), **options):
-    def refused():
-        started = time.monotonic()
-        try:
-            fit(
-                Untrained(**SMALL),
-                loader(context=32, batch_size=8),
-                capacity_bytes=capacity_bytes,
-                strategy={"memory_cap": memory_cap, **options},
-            )
-        except Exception as failure:
-            return str(failure), time.monotonic() - started
-        return "", 0.0
+REFUSED = {
+    "a thousand bytes": {"memory_cap": 1000},
+    "900 kB": {"memory_cap": "900 kB"},
+    "too few on one rank": {"memory_cap": {1: 1000}},
+    "too few on each": {"memory_cap": {0: "1100 kB", 1: "1100 kB"}},
+    "no plan": {"memory_cap": "1400 kB", "recompute": False},
+    "more than emulated": {"memory_cap": {1: 7 * MEGABYTE}, "capacity_bytes": (None, 6 * MEGABYTE)},
+    "more than the machine has": {"memory_cap": "1000 TB"},
+    "no such rank": {"memory_cap": {1: 0.5, 2: 0.5, 7: 0.5}},
+    "less than a plan says": {
+        "memory_cap": {1: 2**20},
+        "plan": replace(
+            BY_HAND, ranks=tuple(replace(rank, memory_bytes=3.0 * 2**20) for rank in BY_HAND.ranks)
+        ),
+    },
+    "less than units that stay": {
+        "memory_cap": {1: 2**20},
+        "plan": replace(BY_HAND, reshard_after_forward=False),
+    },
+    "too few for a plan": {"memory_cap": {1: 1000}, "plan": BY_HAND},
+}
+"""Options of the strategy, and the capacities of emulated devices."""
 
-    found = in_ranks(2, refused)
+
+def refused(capacity_bytes=(None, None), **options):
+    """What a start says, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        fit(
+            Untrained(**SMALL),
+            loader(context=32, batch_size=8),
+            capacity_bytes=capacity_bytes,
+            strategy=options,
+        )
+    except Exception as failure:
+        return str(failure), time.monotonic() - started
+    return "", 0.0
+
+
+@functools.cache
+def all_refused():
+    return in_ranks(2, lambda: {name: refused(**options) for name, options in REFUSED.items()})
+
+
+def refusals(name):
+    """What every rank says in a case."""
+    found = [own[name] for own in all_refused()]
     for message, seconds in found:
         assert message and seconds < SOON_S, found
     return [message for message, _ in found]
 
 
-@pytest.mark.parametrize("memory_cap", [1000, "900 kB", {1: 1000}, {0: "1100 kB", 1: "1100 kB"}])
-def test_a_cap_that_nothing_fits_is_named_on_every_rank(memory_cap):
-    for message in refusals(memory_cap):
+@pytest.mark.parametrize("name", list(REFUSED)[:4])
+def test_a_cap_that_nothing_fits_is_named_on_every_rank(name):
+    for message in refusals(name):
         assert "memory_cap allows" in message and "a larger one may do" in message
         assert "MiB" in message
 
 
 def test_a_cap_that_fits_no_plan_is_named_on_every_rank():
-    for message in refusals("1400 kB", recompute=False):
+    for message in refusals("no plan"):
         assert "memory_cap allows rank 0 1.3 MiB, rank 1 1.3 MiB" in message
 
 
 def test_a_cap_above_the_device_is_refused_on_every_rank():
-    for message in refusals({1: 7 * MEGABYTE}, (None, 6 * MEGABYTE)):
+    for message in refusals("more than emulated"):
         assert "memory_cap of rank 1 is 6.7 MiB" in message
         assert "has 5.7 MiB. Lower the cap" in message
-    for message in refusals("1000 TB"):
+    for message in refusals("more than the machine has"):
         assert "memory_cap of rank 0" in message and "Lower the cap" in message
 
 
 def test_a_cap_of_a_rank_that_is_not_there_is_refused_on_every_rank():
-    for message in refusals({1: 0.5, 2: 0.5, 7: 0.5}):
+    for message in refusals("no such rank"):
         assert "memory_cap names rank 2, 7" in message and "expected 0 to 1" in message
 
 
 def test_a_given_plan_that_needs_more_than_the_cap_is_refused_on_every_rank():
-    ranks = tuple(replace(rank, memory_bytes=3.0 * 2**20) for rank in BY_HAND.ranks)
-    for message in refusals({1: 2**20}, plan=replace(BY_HAND, ranks=ranks)):
+    for message in refusals("less than a plan says"):
         assert "needs 3.0 MiB on rank 1, but memory_cap allows 1.0 MiB" in message
-    stay = replace(BY_HAND, reshard_after_forward=False)
-    for message in refusals({1: 2**20}, plan=stay):
+    for message in refusals("less than units that stay"):
         assert "Rank 1 cannot take part" in message and "reshard_after_forward=True" in message
-    for message in refusals({1: 1000}, plan=BY_HAND):
+    for message in refusals("too few for a plan"):
         assert "Rank 1 cannot take part" in message and "memory_cap allows" in message
