@@ -10,6 +10,7 @@ from profiled import GPT, fit, in_ranks, loader
 
 from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device
+from lightning_cephalo.observe import memory
 from lightning_cephalo.observe.memory import COUNTED_STEP
 
 WIDTH, DEPTH, CONTEXT = 64, 3, 32
@@ -56,9 +57,34 @@ def held(plan, speeds, max_steps, early="auto"):
     return trainer.strategy.measured_memory, peak.peak_bytes, timed, loss, peak.resting_bytes
 
 
+HELD = [
+    (UNEVEN, (1.0, 1.0), 3, "auto"),
+    (IDLE, (1.0, 1.0), 3, "auto"),
+    (UNEVEN, None, 3, "auto"),
+    (IDLE, None, 3, "auto"),
+    (UNEVEN, (1.0, 1.0), 3, False),
+    (UNEVEN, None, 1, "auto"),
+]
+UNCOUNTED = len(HELD)
+
+
 @functools.cache
+def all_held():
+    """What each rank finds in every case, and where no step is counted."""
+
+    def uncounted():
+        before, memory.COUNTED_STEP = memory.COUNTED_STEP, 1_000
+        try:
+            return held(UNEVEN, None, 3)
+        finally:
+            memory.COUNTED_STEP = before
+
+    return in_ranks(2, lambda: [*(held(*case) for case in HELD), uncounted()])
+
+
 def held_by_ranks(plan, speeds, max_steps=3, early="auto"):
-    return in_ranks(2, held, plan, speeds, max_steps, early)
+    index = HELD.index((plan, speeds, max_steps, early))
+    return [found[index] for found in all_held()]
 
 
 def parameters_of(module):
@@ -158,17 +184,7 @@ def test_rank_zero_prints_predicted_beside_measured(capfd):
 
 
 def test_counting_a_step_changes_no_result():
-    def uncounted():
-        from lightning_cephalo.observe import memory
-
-        before, memory.COUNTED_STEP = memory.COUNTED_STEP, 1_000
-        try:
-            return held(UNEVEN, None, 3)
-        finally:
-            memory.COUNTED_STEP = before
-
-    for (measured, *_, loss), (nothing, *_, other) in zip(
-        held_by_ranks(UNEVEN, None), in_ranks(2, uncounted), strict=True
-    ):
+    for (measured, *_, loss, _), found in zip(held_by_ranks(UNEVEN, None), all_held(), strict=True):
+        nothing, *_, other, _ = found[UNCOUNTED]
         assert measured is not None and nothing is None
         assert loss == other
