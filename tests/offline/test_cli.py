@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -484,9 +484,14 @@ def test_help_is_for_newcomers(arguments, capsys):
 
 @pytest.mark.processes
 def test_a_wrong_command_is_named_by_the_module():
-    command = [sys.executable, "-m", "lightning_cephalo.offline.cli", "paln"]
-    wrong = subprocess.run(command, capture_output=True, text=True)
-    assert wrong.returncode == BAD_INPUT and "invalid choice: 'paln'" in wrong.stderr
+    def module(rank: int) -> tuple[object, str]:
+        sys.argv = ["cli", "paln"]
+        with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as ended:
+            runpy.run_path(cli.__file__, run_name="__main__")
+        return ended.value.code, said.getvalue()
+
+    ((code, said),) = run_ranks(1, module, process_group=False)
+    assert code == BAD_INPUT and "invalid choice: 'paln'" in said
 
 
 PROFILES = Path(__file__).resolve().parents[3] / "shared" / "data" / "cephalo-profiles"
