@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -134,18 +134,23 @@ def fit(
     return trainer
 
 
+class _Measured(Exception):
+    """A fit has measured its problem, and ends."""
+
+
 def profile(module: LightningModule, data: Any, **options: Any) -> Problem:
-    """The problem that ``fit`` measures; nothing is trained unless ``max_steps`` says so."""
+    """The problem that ``fit`` measures; nothing is planned by it."""
     problems: list[Problem] = []
     measure = planning.measure
 
-    def keeping(**arguments: Any) -> Problem:
+    def ends(**arguments: Any) -> Problem:
         problems.append(measure(**arguments))
-        return problems[-1]
+        raise _Measured
 
-    planning.measure = keeping
+    planning.measure = ends
     try:
-        fit(module, data, **{"max_steps": 0, **options})
+        with suppress(_Measured):
+            fit(module, data, **options)
     finally:
         planning.measure = measure
     return problems[0]
