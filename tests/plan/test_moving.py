@@ -165,6 +165,7 @@ def test_a_job_takes_the_first_gap_that_holds_it():
     assert lane.place(0, 0.25) == 0.25 and Lane().done_s == -math.inf
 
 
+MORE = ((21, 31), (60, 79))
 # -- the solver -------------------------------------------------------------------------------
 
 
@@ -303,7 +304,7 @@ def _share(seconds: moving.Exposure, exposed_s: float) -> float:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(11, 31), pytest.param(range(60, 79), marks=pytest.mark.slow)]
+    "seeds", [range(11, 21), *(pytest.param(range(*e), marks=pytest.mark.slow) for e in MORE)]
 )
 def test_no_plan_is_faster_and_none_is_missed(seeds):
     moved = 0

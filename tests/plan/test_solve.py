@@ -131,9 +131,7 @@ def problems(draw) -> Problem:
     return problem.with_early_update() if draw(st.booleans()) else problem
 
 
-@settings(max_examples=250, deadline=None)
-@given(problem=problems())
-def test_the_optimum_of_brute_force_no_more_and_no_less(problem):
+def assert_optimal(problem: Problem) -> None:
     expected = least_step(problem)
     if expected is None:
         # without remedies: the next test but one looks for them, and at what they are
@@ -146,6 +144,19 @@ def test_the_optimum_of_brute_force_no_more_and_no_less(problem):
     assert plan.bound_s == pytest.approx(expected, rel=1e-9)
     # a thousandth may be spent on headroom
     assert expected * (1 - 1e-9) <= plan.step_s <= expected * (1.001 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems())
+def test_the_optimum_of_brute_force_no_more_and_no_less(problem):
+    assert_optimal(problem)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(problem=problems())
+def test_the_optimum_of_brute_force_of_many_problems(problem):
+    assert_optimal(problem)
 
 
 @pytest.mark.parametrize("state_bytes", [0.0, 1.0, 100.0])
@@ -172,9 +183,7 @@ def fits(problem: Problem, **changes) -> bool:
     return least_step(dataclasses.replace(problem, **changes)) is not None
 
 
-@settings(max_examples=150, deadline=None)
-@given(problem=problems())
-def test_what_a_refusal_says_is_true(problem):
+def assert_refused_truly(problem: Problem) -> None:
     """Missing bytes and remedies, against every plan that there is."""
     if fits(problem):
         return
@@ -206,6 +215,19 @@ def test_what_a_refusal_says_is_true(problem):
     if "add 1 more 'r'" in message and len(problem.ranks) < 3 and batch < 6:
         more = [(*problem.ranks, rank) for rank in problem.ranks]
         assert any(fits(problem, ranks=ranks) for ranks in more)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems())
+def test_what_a_refusal_says_is_true(problem):
+    assert_refused_truly(problem)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(problem=problems())
+def test_what_refusals_of_many_problems_say_is_true(problem):
+    assert_refused_truly(problem)
 
 
 def test_a_millionth_of_a_second_in_a_long_step_counts():
