@@ -1,5 +1,6 @@
 """What goes wrong on one rank while profiling is said on all of them, within seconds."""
 
+import functools
 import os
 import time
 from functools import partial
@@ -14,11 +15,11 @@ from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.sharding.unit import Unit
 
 
-def refusal(module, **options):
+def refusal(module, data=None, **options):
     """How profiling fails in this rank, and after how many seconds."""
     started = time.monotonic()
     with pytest.raises(ProfilingError) as caught:
-        fit(module, loader(), **options)
+        fit(module, loader() if data is None else data, **options)
     return str(caught.value), time.monotonic() - started
 
 
@@ -44,25 +45,46 @@ class Failing(GPT):
                 raise AssertionError(self.what)
 
 
+def broken_data():
+    data = loader()
+    if int(os.environ["RANK"]) == 1:
+        data.collate_fn = partial(_refuse_larger_than, 3)
+    return data
+
+
+class Large(GPT):
+    def training_step(self, batch, batch_idx):
+        torch.zeros(10_000_000)
+        return super().training_step(batch, batch_idx)
+
+
+@functools.cache
+def all_refused():
+    """How profiling fails in every rank, by case, and after how many seconds."""
+
+    def each():
+        return {
+            "nan": refusal(Failing("nan")),
+            "raise": refusal(Failing("raise")),
+            "data": refusal(GPT(), broken_data()),
+            "one unit": refusal(GPT(**SMALL), capacity_bytes=(10**9, 800_000)),
+            "a sample": refusal(Large(), capacity_bytes=(10**7, 10**7)),
+        }
+
+    return in_ranks(2, each)
+
+
 @pytest.mark.parametrize(
     ("what", "said"), [("nan", "the loss is nan"), ("raise", "KeyError: 'no such column'")]
 )
 def test_a_failing_step_is_named_with_rank_and_size_on_every_rank(what, said):
-    for message, seconds in in_ranks(2, lambda: refusal(Failing(what))):
+    for message, seconds in (found[what] for found in all_refused()):
         assert "Rank 1" in message and "2 samples" in message and said in message
         assert seconds < SOON_S
 
 
 def test_a_dataset_that_fails_on_one_rank_is_told_on_every_rank():
-    def broken():
-        data = loader()
-        if dist.is_initialized() or int(os.environ["RANK"]) == 1:
-            data.collate_fn = partial(_refuse_larger_than, 3)
-        with pytest.raises(ProfilingError) as caught:
-            fit(GPT(), data)
-        return str(caught.value)
-
-    for message in in_ranks(2, broken):
+    for message, _ in (found["data"] for found in all_refused()):
         assert "Rank 1" in message and "4 samples" in message and "torn file" in message
 
 
@@ -145,22 +167,17 @@ def test_a_model_that_no_rank_holds_whole_is_profiled_and_trained():
         parameters = sum(parameter.numel() for parameter in model.parameters())
         capacity = int(0.8 * 16 * parameters)
         capacities = {"capacity_bytes": (capacity, capacity), "is_time_shared": False}
-        trainer = fit(model, loader(), max_steps=2, **capacities)
+        trainer = fit(model, loader(batch_size=2), max_steps=2, **capacities)
         return trainer.global_step
 
     assert in_ranks(2, fits_only_shared) == [2, 2]
 
 
 def test_a_rank_that_cannot_hold_one_gathered_unit_is_refused_with_what_is_missing():
-    for message, _ in in_ranks(2, lambda: refusal(GPT(**SMALL), capacity_bytes=(10**9, 800_000))):
+    for message, _ in (found["one unit"] for found in all_refused()):
         assert "Rank 1 cannot take part" in message and "MiB are missing" in message
 
 
 def test_no_rank_with_memory_for_a_sample_is_an_error_that_says_what_helps():
-    class Large(GPT):
-        def training_step(self, batch, batch_idx):
-            torch.zeros(10_000_000)
-            return super().training_step(batch, batch_idx)
-
-    for message, _ in in_ranks(2, lambda: refusal(Large(), capacity_bytes=(10**7, 10**7))):
+    for message, _ in (found["a sample"] for found in all_refused()):
         assert "No rank has memory for a microbatch of 1 sample" in message
