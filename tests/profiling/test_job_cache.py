@@ -36,7 +36,10 @@ class Written(GPT):
 """
 
 
-def started(make=GPT, data=loader, **options):
+small = functools.partial(loader, batch_size=2)
+
+
+def started(make=GPT, data=small, **options):
     """Whether this start measures, its plan, and how often the user's step ran before training.
 
     With ``max_steps=0`` nothing is trained.
@@ -67,7 +70,7 @@ class _Measures(Exception):
     """A start has found nothing that it could plan with."""
 
 
-def measures(make=GPT, data=loader, **options):
+def measures(make=GPT, data=small, **options):
     """Whether a start would measure; it ends there."""
 
     def ends(**arguments):
@@ -103,7 +106,7 @@ def test_a_second_start_measures_nothing_says_so_and_has_the_same_plan(capfd):
     assert said.count("Using times measured on") == 1 and "remeasure=True" in said
     assert "Profiled" not in said
     (path,) = files()
-    assert json.loads(path.read_text())["problem"]["global_batch_size"] == 8
+    assert json.loads(path.read_text())["problem"]["global_batch_size"] == 4
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +137,7 @@ def frozen():
 
 def longer():
     tokens = torch.randint(0, 256, (64, 12), generator=torch.Generator().manual_seed(2))
-    return DataLoader(TensorDataset(tokens), batch_size=4)
+    return DataLoader(TensorDataset(tokens), batch_size=2)
 
 
 def with_stride(stride):
@@ -238,8 +241,8 @@ def test_a_change_of_the_file_with_the_training_step_is_measured(tmp_path):
         sys.modules["written"] = module  # as `import` does: sources are found by it
         spec.loader.exec_module(module)
         if is_first:
-            return started(module.Written, lambda: loader(batch_size=2), max_steps=0)[0]
-        return measures(module.Written, lambda: loader(batch_size=2))
+            return started(module.Written, max_steps=0)[0]
+        return measures(module.Written)
 
     def each():
         return [start(path, path is paths[0]) for path in paths]
