@@ -60,6 +60,11 @@ def _said(source: str) -> Iterator[str]:
 
 
 @cache
+def _exists(name: str) -> bool:
+    return (ROOT / name).exists()
+
+
+@cache
 def said(path: Path) -> tuple[str, ...]:
     """What a page, or the comments and docstrings of a file, say."""
     text = path.read_text()
@@ -79,6 +84,7 @@ def is_file(name: str) -> bool:
     return any(path == name or path.endswith("/" + name) for path in FILES)
 
 
+@cache
 def is_object(name: str) -> bool:
     """Whether a dotted name is a module here, or something that a module here defines."""
     parts = name.split(".")
@@ -97,9 +103,7 @@ def test_what_is_cited_is_in_the_repository():
         for text in said(path):
             faults += [f"{_id(path)}: {cited}" for cited in ELSEWHERE.findall(text)]
             faults += [
-                f"{_id(path)}: {cited}"
-                for cited in DOCUMENT.findall(text)
-                if not (ROOT / cited).exists()
+                f"{_id(path)}: {cited}" for cited in DOCUMENT.findall(text) if not _exists(cited)
             ]
             faults += [
                 f"{_id(path)}: [Note: {title}]{place}"
@@ -112,6 +116,7 @@ def test_what_is_cited_is_in_the_repository():
     assert not faults
 
 
+@cache
 def _source(place: str) -> str:
     """Text of a module, or of the one file whose path ends like this."""
     ending = place if place.endswith(".py") else place.replace(".", "/") + ".py"
