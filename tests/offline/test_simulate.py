@@ -218,9 +218,10 @@ def test_copies_by_hand():
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_programs_take_the_time_and_the_memory_of_a_simulator_made_of_loops(reshard):
+@pytest.mark.parametrize("cases", [72, pytest.param(250, marks=pytest.mark.slow)])
+def test_programs_take_the_time_and_the_memory_of_a_simulator_made_of_loops(cases, reshard):
     random = np.random.default_rng(7)
-    for case in range(250):
+    for case in range(cases):
         random_problem, plan = random_case(int(random.integers(2**32)), 1 + case % 12)
         plan = dataclasses.replace(plan, reshard_after_forward=reshard)
         found, expected = simulate(random_problem, plan), reference_step(random_problem, plan)
