@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Cases
 from harness import (
     batch_size_of,
     full_gradients,
@@ -18,6 +17,7 @@ from harness import (
     sharded_step,
 )
 from launch import run_ranks
+from shared_start import SharedStart
 from torch import Tensor, nn
 from toys import UNEVEN, WIDTH, Base, Block, assert_idle, make_batch, mean_loss
 
@@ -389,7 +389,7 @@ MODELS = {
 WAYS = [(True, True), (False, True), (True, False), (False, False)]
 """With recompute and without, with units given back after the forward and without."""
 
-IN_RANKS = Cases(run_ranks, UNEVEN.world_size)
+IN_RANKS = SharedStart(run_ranks, UNEVEN.world_size)
 
 
 @IN_RANKS.each(*((name,) for name in MODELS))

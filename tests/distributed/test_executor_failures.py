@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Cases
 from harness import full_gradients, make_executor, microbatches_of, relative_error
 from launch import SOON_S, run_ranks
+from shared_start import SharedStart
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from toys import UNEVEN, Base, Block, assert_idle, make_batch, mean_loss
@@ -24,7 +24,7 @@ from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import MicrobatchCall
 
-IN_RANKS = Cases(run_ranks, 3)
+IN_RANKS = SharedStart(run_ranks, 3)
 
 
 class Broken(RuntimeError):

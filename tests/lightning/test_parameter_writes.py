@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Cases
 from common import (
     assert_same_tensors,
     in_ranks,
@@ -14,6 +13,7 @@ from common import (
     values_of,
 )
 from lightning.pytorch import LightningModule
+from shared_start import SharedStart
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -22,7 +22,7 @@ from lightning_cephalo import writable_parameters
 TOLERANCE = 1e-5
 MOMENTUM = 0.6
 
-IN_ONE, IN_TWO, IN_THREE = (Cases(in_ranks, ranks) for ranks in (1, 2, 3))
+IN_ONE, IN_TWO, IN_THREE = (SharedStart(in_ranks, ranks) for ranks in (1, 2, 3))
 
 
 class _Layer(nn.Module):

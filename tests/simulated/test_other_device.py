@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import simulated_cuda
-from cases import assert_equal
+from device_cases import assert_equal
 from device_jobs import train
 from launch import run_ranks, torchrun_environments
 from simulated_server import DEVICES, observed_each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from cases import (
+from device_cases import (
     assert_each_is_as_alone,
     assert_equal,
     case,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import traceback
 
 import pytest
-from cases import Cases
 from launch import RankFailure
+from shared_start import SharedStart
 
 
 def _start(world_size, function, *arguments):
@@ -25,10 +25,10 @@ def _wrong(rank):
 
 
 def test_a_case_that_fails_is_named_and_others_are_run_by_themselves():
-    cases = Cases(_start, 1)
+    cases = SharedStart(_start, 1)
     cases.each(("a",), ("b",))(_fine)
     assert cases.of(_fine, "b") == [(0, "b")]
-    failing = Cases(_start, 1)
+    failing = SharedStart(_start, 1)
     failing.each(("a",))(_fine)
     failing(_wrong)
     failing.each(("b",))(_fine)
@@ -42,7 +42,7 @@ def test_ranks_that_die_in_no_case_fail_all_of_them():
     def dies(world_size, function, *arguments):
         raise RankFailure("rank 0:\ndied without a result")
 
-    cases = Cases(dies, 1)
+    cases = SharedStart(dies, 1)
     cases(_wrong)
     with pytest.raises(RankFailure, match="died without"):
         cases.of(_wrong)

@@ -11,7 +11,7 @@ from launch import SOON_S, RankFailure
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-class Cases:
+class SharedStart:
     """Cases that ranks run one after the other; the test of each looks at what came of its own.
 
     A case that fails ends the ranks. The others then have a start of their own, each. A case leaves
@@ -19,7 +19,7 @@ class Cases:
 
     Example::
 
-        IN_THREE = Cases(run_ranks, 3)
+        IN_THREE = SharedStart(run_ranks, 3)
 
         @IN_THREE
         def _one(rank): ...
