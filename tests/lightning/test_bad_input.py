@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import warm_ranks
 from common import in_ranks
 from launch import SOON_S, RankFailure
 from lightning.pytorch import Callback, Trainer
@@ -52,6 +54,11 @@ class Failure:
     seconds: float
 
 
+def processes_of_a_fit() -> set[BaseProcess]:
+    """What a fit has left running: not the ranks that stay for other tests."""
+    return set(multiprocessing.active_children()) - warm_ranks.processes()
+
+
 def failures(fit: Callable[[], Any], world_size: int = 2) -> list[Failure]:
     """How ``fit`` fails on every rank; checks what is true of every failure."""
     before = sorted(path.name for path in Path.cwd().iterdir())
@@ -70,7 +77,7 @@ def failures(fit: Callable[[], Any], world_size: int = 2) -> list[Failure]:
     for failure in found:
         assert failure.kind != "nothing", found
         assert failure.seconds < SOON_S, found
-    assert not multiprocessing.active_children()
+    assert not processes_of_a_fit()
     assert sorted(path.name for path in Path.cwd().iterdir()) == before
     return found
 
@@ -306,7 +313,7 @@ def test_a_sample_that_a_worker_cannot_read(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="sample 15 is damaged"):
         make_trainer("3:1").fit(Recorder(tmp_path), data)
     assert time.monotonic() - start < SOON_S
-    assert not multiprocessing.active_children()
+    assert not processes_of_a_fit()
 
 
 def test_a_batch_that_cannot_be_collated_on_one_rank(tmp_path: Path) -> None:
@@ -698,7 +705,7 @@ def test_the_forked_ranks_parent_raises_with_the_original_text(where: str, tmp_p
     with pytest.raises(Exception, match=f"boom in {where}"):
         make_trainer("3:1").fit(Breaks(tmp_path, where, 1, 1))
     assert time.monotonic() - start < SOON_S
-    assert not multiprocessing.active_children()
+    assert not processes_of_a_fit()
 
 
 class Hidden(Callback):

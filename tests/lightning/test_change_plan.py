@@ -225,19 +225,24 @@ def test_the_users_plan_takes_the_place_of_one_that_waits_and_one_without_room_i
         assert other[3].said[0].startswith("TooLittleMemoryError: Rank 1 needs ")
 
 
-def _fit_all(plan, plans, folder):
-    return [_fit(plan, plans, folder, **options) for options in (CASES | AT_EPOCHS).values()]
+def _fit_all(plan, plans, cases, folder):
+    return [_fit(plan, plans, folder, **options) for options in cases.values()]
 
 
 def _joined(samples_of_ranks):
     return [list(chain.from_iterable(step)) for step in zip(*samples_of_ranks, strict=True)]
 
 
-def test_training_by_four_plans_in_turn_is_that_of_one_device(tmp_path):
+MOST = CASES | AT_EPOCHS
+FEW = {name: MOST[name] for name in ("accumulation", "stream, collated apart", *AT_EPOCHS)}
+
+
+@pytest.mark.parametrize("cases", [FEW, pytest.param(MOST, marks=pytest.mark.slow)])
+def test_training_by_four_plans_in_turn_is_that_of_one_device(cases, tmp_path):
     plans = {3: B, 9: C, 17: D}
-    wanted = in_ranks(1, _fit_all, None, {}, tmp_path)[0]
-    first, second = in_ranks(2, _fit_all, A, plans, tmp_path)
-    for case, one, own, other in zip(CASES | AT_EPOCHS, wanted, first, second, strict=True):
+    wanted = in_ranks(1, _fit_all, None, {}, cases, tmp_path)[0]
+    first, second = in_ranks(2, _fit_all, A, plans, cases, tmp_path)
+    for case, one, own, other in zip(cases, wanted, first, second, strict=True):
         losses, samples, _, path = one
         assert own[0] == pytest.approx(losses, abs=TOLERANCE), case
         assert other[0] == pytest.approx(losses, abs=TOLERANCE), case

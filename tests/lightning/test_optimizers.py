@@ -215,11 +215,11 @@ def _scope(runs):
     return "rows" if found is None else "model" if found._single else "parameter"
 
 
-def _fit_more(plan, folder):
-    """Fit with all optimizers one after another, saving in the middle; also the ways they took."""
+def _fit_more(plan, names, folder):
+    """Fit with optimizers one after another, saving in the middle; also the ways they took."""
     found = {}
-    for name, make in MORE.items():
-        ways = []
+    for name in names:
+        make, ways = MORE[name], []
 
         class Fitted(_Fitted):
             def on_train_end(self, ways=ways):
@@ -242,20 +242,23 @@ def _fit_more(plan, folder):
     return found
 
 
-@pytest.fixture(scope="module")
-def more_on_one_device(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    return folder, on_one_device(_fit_more, folder)
-
-
-@pytest.mark.parametrize("plan", [pytest.param("3:1", marks=pytest.mark.slow), "three"])
-def test_updates_of_whole_parameters_equal_one_device(plan, more_on_one_device, tmp_path):
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        ("three", ("Muon", "Adafactor", "Lamb", "Prodigy", "LBFGS")),
+        pytest.param("three", tuple(MORE), marks=pytest.mark.slow),
+        pytest.param("3:1", tuple(MORE), marks=pytest.mark.slow),
+    ],
+)
+def test_updates_of_whole_parameters_equal_one_device(plan, names, tmp_path):
     """Losses, weights, and checkpoints with the state of optimizers."""
-    folder, wanted = more_on_one_device
-    found = in_ranks(len(PLANS[plan].ranks), _fit_more, plan, tmp_path)[0]
+    folder = tmp_path / "one"
+    folder.mkdir()
+    wanted = on_one_device(_fit_more, names, folder)
+    found = in_ranks(len(PLANS[plan].ranks), _fit_more, plan, names, tmp_path)[0]
     ways = {name: ways for name, (*_, ways) in found.items()}
     whole = {"Prodigy", "LBFGS", "LBFGS strong Wolfe"}
-    assert ways == {name: ["model" if name in whole else "parameter"] for name in MORE}
+    assert ways == {name: ["model" if name in whole else "parameter"] for name in names}
     for name, (losses, values, _) in wanted.items():
         # line searches and inverses magnify the order of sums
         tolerance = 1e-6 if name in whole or name == "Soap" else TOLERANCE

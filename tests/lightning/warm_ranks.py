@@ -97,6 +97,11 @@ class Ranks:
                 found.append((missing[end], (False, "died without a result")))
         return found
 
+    @property
+    def processes(self) -> set[BaseProcess]:
+        """The ranks."""
+        return set(self._processes)
+
     def close(self) -> None:
         """Let the ranks end; one that cannot is killed."""
         for end in self._ends:
@@ -182,6 +187,11 @@ _started = _Started()
 def close() -> None:
     """Let all ranks end."""
     _started.close()
+
+
+def processes() -> set[BaseProcess]:
+    """All ranks that stay."""
+    return set().union(*(ranks.processes for ranks in _started.by_world_size.values()))
 
 
 def in_ranks(

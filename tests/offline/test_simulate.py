@@ -563,13 +563,16 @@ def test_a_slow_memory_of_the_host_is_in_the_closed_form(seed, units, is_early, 
     rate = max(rank.to_device_bytes_per_s for rank in case.ranks) * 10**magnitude
     ranks = tuple(dataclasses.replace(r, host_memory_bytes_per_s=rate) for r in case.ranks)
     slow = dataclasses.replace(case, ranks=ranks)
-    # gradients that leave sooner make no step longer
-    sends = simulate(dataclasses.replace(case, sends_gradients=True), plan).step_s
-    assert sends <= simulate(case, plan).step_s * (1 + 1e-12)
     planned = cost.as_planned(slow, plan)
-    simulated_s, predicted_s = simulate(slow, plan).step_s, predict(slow, plan).step_s
-    assert simulated_s >= simulate(case, plan).step_s * (1 - 1e-12)
-    assert simulated_s <= (predicted_s + planned.gather_s + planned.reduce_s) * 1.05
+    fill_s = planned.gather_s + planned.reduce_s
+    sends = dataclasses.replace(case, sends_gradients=True)
+    steps_s = [simulate(each, plan).step_s for each in (case, slow, sends)]
+    for each, step_s in zip((slow, sends), steps_s[1:], strict=True):
+        assert step_s <= (predict(each, plan).step_s + fill_s) * 1.05
+    # copies of two kinds share a link: one that begins sooner may hold up another
+    if not all(0 < r.host_update_fraction < 1 - r.resident_fraction for r in plan.ranks):
+        assert steps_s[1] >= steps_s[0] * (1 - 1e-12)
+        assert steps_s[2] <= steps_s[0] * (1 + 1e-12)
 
 
 def test_the_ways_of_state_by_hand():
