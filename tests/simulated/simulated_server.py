@@ -165,7 +165,12 @@ def serve() -> None:
         try:
             function = getattr(_module(known[0]), known[1])
             value = launch.run_ranks(
-                world_size, observed_each, function, calls, timeout_s=timeout_s, process_group=False
+                world_size,
+                _observed_each,
+                function,
+                calls,
+                timeout_s=timeout_s,
+                process_group=False,
             )
             _send(answers, (True, value))
         except BaseException as error:
@@ -183,7 +188,7 @@ def _module(path: str) -> Any:
     return module
 
 
-def observed_each(
+def _observed_each(
     rank: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
 ) -> list[Outcome]:
     """Return what one rank does in each call, in a process that has simulated devices."""
