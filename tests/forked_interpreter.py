@@ -15,6 +15,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -42,10 +43,12 @@ def forked_interpreter(folder: Path) -> Iterator[str]:
 
     Signals reach what was started, but not the fork: that ends by itself, or with the context.
     """
-    path, address = folder / "python", str(folder / "socket")
-    path.write_text(_CLIENT.format(python=sys.executable, address=address))
-    path.chmod(0o755)
-    with socket.socket(socket.AF_UNIX) as listening:
+    path = folder / "python"
+    # the address of a socket has 107 characters at most
+    with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as listening:
+        address = os.path.join(short, "socket")
+        path.write_text(_CLIENT.format(python=sys.executable, address=address))
+        path.chmod(0o755)
         listening.bind(address)
         listening.listen()
         server = _FORK.Process(target=_serve, args=(listening, str(path)))

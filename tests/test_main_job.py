@@ -31,6 +31,9 @@ CHOICES = sorted(
 )
 
 
+TWO_RANKS = ("cluster=this_machine", "cluster.accelerator=cpu", "cluster.devices=2")
+
+
 @pytest.fixture
 def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundredth of the text, for runs in forks of this process."""
@@ -116,9 +119,7 @@ def test_a_run_of_cephalo_leaves_a_full_report_and_measured_bytes_per_parameter(
     config = with_record(
         composed(
             "experiment=quick",
-            "cluster=this_machine",
-            "cluster.accelerator=cpu",
-            "cluster.devices=2",
+            *TWO_RANKS,
             "global_batch_size=8",
             f"+strategy.plan={tmp_path / 'given.yaml'}",
             "strategy.recompute=true",
@@ -157,9 +158,7 @@ def test_a_run_ends_with_a_comparison_and_leaves_its_figures(tmp_path: Path) -> 
             tmp_path,
             "experiment=quick",
             "strategy=ddp",
-            "cluster=this_machine",
-            "cluster.accelerator=cpu",
-            "cluster.devices=2",
+            *TWO_RANKS,
             f"hydra.run.dir={folder}",
             interpreter=interpreter,
         )
@@ -183,9 +182,7 @@ def test_the_jobs_of_a_sweep_do_not_disturb_each_other(tmp_path: Path) -> None:
         "-m",
         "experiment=quick",
         "strategy=ddp,fsdp2",
-        "cluster=this_machine",
-        "cluster.accelerator=cpu",
-        "cluster.devices=2",
+        *TWO_RANKS,
         "steps=2",
         f"hydra.sweep.dir={tmp_path / 'sweep'}",
     )
@@ -200,9 +197,7 @@ def test_a_failed_training_fails_the_run_and_says_why(tmp_path: Path) -> None:
         tmp_path,
         "experiment=quick",
         "strategy=ddp",
-        "cluster=this_machine",
-        "cluster.accelerator=cpu",
-        "cluster.devices=2",
+        *TWO_RANKS,
         "global_batch_size=7",
     )
     assert result.returncode != 0

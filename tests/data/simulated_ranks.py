@@ -93,20 +93,32 @@ def single_device(loader: DataLoader) -> list[list[int]]:
 
 
 class ThreadGroup:
-    """Runs one function per rank in threads, with an all-reduce between them."""
+    """Runs one function per rank in threads, with an all-reduce between them.
+
+    One runs at a time, until it waits for the others. A worker of a loader is a fork: if another
+    thread held the lock of a generator of random numbers meanwhile, the worker would wait forever.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.votes = [True] * world_size
         self.numbers: list[list[float]] = [[]] * world_size
         self.barrier = threading.Barrier(world_size, timeout=100)
+        self.turn = threading.Lock()
+
+    def _wait(self) -> None:
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
 
     def all_have_next(self, rank: int):
         def agree(value: bool) -> bool:
             self.votes[rank] = value
-            self.barrier.wait()
+            self._wait()
             agreed = all(self.votes)
-            self.barrier.wait()
+            self._wait()
             return agreed
 
         return agree
@@ -114,13 +126,17 @@ class ThreadGroup:
     def gather(self, rank: int):
         def gathered(numbers: list[float]) -> list[list[float]]:
             self.numbers[rank] = numbers
-            self.barrier.wait()
+            self._wait()
             everyones = list(self.numbers)
-            self.barrier.wait()
+            self._wait()
             return everyones
 
         return gathered
 
     def run(self, function) -> list[Any]:
+        def in_turn(rank: int) -> Any:
+            with self.turn:
+                return function(rank)
+
         with ThreadPoolExecutor(self.world_size) as pool:
-            return list(pool.map(function, range(self.world_size)))
+            return list(pool.map(in_turn, range(self.world_size)))

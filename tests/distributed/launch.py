@@ -141,7 +141,7 @@ def torchrun_environments(world_size: int) -> list[dict[str, str]]:
     ]
 
 
-def _let_no_message_interrupt() -> None:
+def let_no_message_interrupt() -> None:
     """Let a thread run on that sends or receives, though it wakes another one.
 
     A message wakes gloo's thread, which spins on the connection while the sender holds its lock. If
@@ -175,7 +175,7 @@ def _rank_main(
     # A collection would write to, and so copy, every page of what the test process has made.
     gc.freeze()
     torch.set_num_threads(1)
-    _let_no_message_interrupt()
+    let_no_message_interrupt()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         if process_group:

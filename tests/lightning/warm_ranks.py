@@ -26,7 +26,7 @@ import torch
 from launch import (
     AFTER_FAILURE_S,
     RankFailure,
-    _let_no_message_interrupt,
+    let_no_message_interrupt,
     port_to_meet,
     torchrun_environments,
 )
@@ -126,7 +126,7 @@ def _serve(rank: int, environment: dict[str, str], jobs: Connection, parent: int
     gc.freeze()
     multiprocessing.current_process().daemon = False  # loaders have workers
     torch.set_num_threads(1)
-    _let_no_message_interrupt()
+    let_no_message_interrupt()
     # Lightning would give a lone rank all cores
     environment = {**environment, "OMP_NUM_THREADS": "1"}
     while True:
