@@ -196,7 +196,14 @@ class StepLog:
         samples = sum(row[2] for row in notes)
         total = total_weight + sum(row[3] for row in notes)
         weight_of_sample = total / samples if samples else 1.0
-        own = {key: self._combined(key, calls, weights) for key, calls in self._calls.items()}
+        own, shown = {}, {}
+        for key, calls in self._calls.items():
+            last = list({call.microbatch: call for call in calls}.values())
+            self._look_for_constants(key, last)
+            own[key] = shown[key] = self._combined(key, calls, weights)
+            # a key may be logged twice: an epoch has all values of a step, which shows the last
+            if len(last) < len(calls):
+                shown[key] = self._combined(key, last, weights)
         for key, values in self._metric_values.items():
             self._combine_metric(key, values, weights)
         differ = len({row[0] for row in notes}) > 1
@@ -204,17 +211,21 @@ class StepLog:
             self._agree_on_keys(ranks.control, module, sync)
         for key, combined in own.items():
             self._accumulate(key, combined, weight_of_sample)
+            self._write(key, shown[key].value)
         idle = any(not row[2] for row in notes)
         if differ or idle or any(row[1] for row in notes):
-            self._share(own, ranks, samples)
+            self._share(shown, ranks, samples)
+
+    def _look_for_constants(self, key: str, calls: Sequence[_Logged]) -> None:
+        meta = self._results[key].meta
+        if meta.reduce_fx is torch.sum and len(calls) > 1:
+            sizes = [self._sample_counts[call.microbatch] for call in calls]
+            self._constants.look(meta.name, _values(calls), sizes)
 
     def _combined(self, key: str, calls: Sequence[_Logged], weights: Sequence[float]) -> _Combined:
-        values = torch.stack([call.value.detach().double().reshape(()) for call in calls])
+        values = _values(calls)
         reduce_fx = self._results[key].meta.reduce_fx
         samples = sum(int(call.batch_size) for call in calls)
-        if reduce_fx is torch.sum and len(calls) > 1:
-            sizes = [self._sample_counts[call.microbatch] for call in calls]
-            self._constants.look(self._results[key].meta.name, values, sizes)
         if reduce_fx is not torch.mean:
             return _Combined(reduce_fx(values), 1.0, samples, True)
         given = not all(isinstance(call.batch_size, _Samples) for call in calls)
@@ -250,7 +261,6 @@ class StepLog:
         else:
             accumulated = value
         self._update(key, accumulated, combined.samples)
-        self._write(key, value)
 
     def _update(self, key: str, value: Tensor, samples: int) -> None:
         self._results.update_metrics(key, value.to(self._results[key].value), samples)
@@ -442,6 +452,10 @@ def _over_ranks(metric: Any, values: Tensor, weights: Sequence[float]) -> Tensor
     if not metric.meta.is_mean_reduction:
         return metric.meta.reduce_fx(values)
     return _weighted_mean(values, weights)
+
+
+def _values(calls: Sequence[_Logged]) -> Tensor:
+    return torch.stack([call.value.detach().double().reshape(()) for call in calls])
 
 
 def _weighted_mean(values: Tensor, weights: Sequence[float]) -> Tensor:

@@ -76,7 +76,7 @@ class LossCheck:
     ) -> None:
         """Warn if a microbatch's loss is not the weighted mean of its halves'; collective.
 
-        Runs once, and later does nothing. Microbatches of one sample are compared in pairs.
+        Runs once, and later does nothing. Smaller microbatches than the halves need are joined.
 
         Args:
             batch: This rank's batch.
@@ -95,11 +95,16 @@ class LossCheck:
 
     def _halves(self, batch: Any, pieces: Sequence[tuple[Any, int]]) -> Parted | None:
         whole, samples = max(pieces, key=lambda piece: piece[1], default=(None, 0))
-        if samples < 2:
-            if len(pieces) < 2:
+        if not pieces:
+            return None
+        # of two dataloaders that steps divide otherwise, three rows are divided otherwise, too
+        fewest = 3 if self._job.loaders.spec is not None else 2
+        if _rows(self._job, whole) < fewest:
+            rows = _rows(self._job, batch)
+            if rows < 2:
                 return None
-            whole = _cut(self._job, batch, (2, len(pieces) - 2))[0][0]
-            samples = 2
+            fewest = min(fewest, rows)
+            whole, samples = _cut(self._job, batch, (fewest, rows - fewest))[0]
         expect_samples(self._trainer, samples)
         return whole, _in_two(self._job, whole, self._model.control.world_size)
 
@@ -183,6 +188,14 @@ def _samples_of(loader: Any) -> int | None:
         return len(loader.sampler)
     except TypeError:  # a sampler of any length
         return None
+
+
+def _rows(job: Job, batch: Any) -> int:
+    """Return the rows of a batch; of several dataloaders, those of the longest one."""
+    if job.loaders.spec is None:
+        return job.layouts[0].batch_size(batch)
+    leaves = zip(job.loaders.spec.flatten_up_to(batch), job.layouts, strict=True)
+    return max(0 if leaf is None else layout.batch_size(leaf) for leaf, layout in leaves)
 
 
 def _cut(job: Job, batch: Any, sizes: tuple[int, int]) -> list[tuple[Any, int]]:

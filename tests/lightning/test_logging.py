@@ -89,6 +89,8 @@ class MeanLoss(Logger):
         self.log("each", loss, sync_dist=True)
         self.log("once", loss, on_step=False, on_epoch=True, sync_dist=True)
         self.log_dict({"a": loss + 1, "b": 2 * loss}, on_epoch=True, sync_dist=True)
+        for factor in (1, 3):  # a step shows the last value of a key, an epoch has all
+            self.log("twice", factor * loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -356,22 +356,23 @@ def _mean_of_each_over_batch(a, b):
 
 
 OF_TWO = {
-    "a last batch that is divided otherwise": (_mean_of_each, 12, True),
-    "the same rows of both": (_mean_of_each, 16, False),
-    "one mean of all rows": (_mean_of_all, 12, False),
-    "over the batch": (_mean_of_each_over_batch, 12, False),
+    "a last batch that is divided otherwise": (_mean_of_each, (3, 2), 12, True),
+    "the same of small microbatches": (_mean_of_each, (2, 2, 1), 12, True),
+    "the same rows of both": (_mean_of_each, (3, 2), 16, False),
+    "one mean of all rows": (_mean_of_all, (2, 2, 1), 12, False),
+    "over the batch": (_mean_of_each_over_batch, (3, 2), 12, False),
 }
-"""A loss, the rows of the second dataloader, and whether the loss is found."""
+"""A loss, microbatches, rows of the second dataloader, and whether the loss is found."""
 
 
 def _fit_of_two(rank, environments):
     os.environ.update(environments[rank], OMP_NUM_THREADS="1")
     said = {}
-    for name, (loss, count, _) in OF_TWO.items():
+    for name, (loss, first, count, _) in OF_TWO.items():
         torch.manual_seed(5)
         rows = {key: TensorDataset(torch.randn(n, 6)) for key, n in (("a", 16), ("b", count))}
         loaders = {key: DataLoader(own, batch_size=4) for key, own in rows.items()}
-        strategy = CephaloStrategy(plan_of(((3, 2), 0.5), ((3,), 0.5)), verbose=False)
+        strategy = CephaloStrategy(plan_of((first, 0.5), ((2, 1), 0.5)), verbose=False)
         run = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=1, **QUIET)
         with warnings.catch_warnings(record=True) as caught:
             _ours_is_no_error()
@@ -383,5 +384,5 @@ def _fit_of_two(rank, environments):
 @pytest.mark.filterwarnings("ignore:No repeated block")
 def test_a_sum_of_means_is_found_if_dataloaders_are_not_always_divided_alike():
     first, second = run_ranks(2, _fit_of_two, torchrun_environments(2), process_group=False)
-    assert first == {name: [True] * found for name, (_, _, found) in OF_TWO.items()}
+    assert first == {name: [True] * found for name, (*_, found) in OF_TWO.items()}
     assert not any(second.values())
