@@ -3,8 +3,8 @@
     python benchmarks/replan.py [--steps 160] [--factor 3] [--figure steps.svg]
     python benchmarks/replan.py --watching [--steps 400]
 
-``--watching`` measures something else: what watching for another plan costs, in CPU seconds of a
-rank, so that a busy machine does not matter. Blocks of ten steps with and without it take turns.
+``--watching`` measures something else: the CPU seconds of what only watching for another plan does
+in a step, as a share of those of the step. A busy machine moves both.
 
 Runs twice: with a fixed plan, and with a plan that changes. Prints the median seconds of a step
 before the slowdown, at its beginning, while it lasts, and behind it, and every change of plan. Both
@@ -17,9 +17,10 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,12 +35,13 @@ from launch import run_ranks, torchrun_environments  # noqa: E402
 
 from lightning_cephalo import CephaloStrategy  # noqa: E402
 from lightning_cephalo.emulation import Emulation  # noqa: E402
+from lightning_cephalo.execution.undone_step import UndoneStep  # noqa: E402
 from lightning_cephalo.preparation.replanning import line_of  # noqa: E402
 
 _WIDTH, _LENGTH, _BATCH = 96, 32, 8
 _TOTAL_FLOPS_PER_S = 4e9
 _SLOW_RANK = 1
-_WATCHED_BATCH, _BLOCK = 16, 10
+_WATCHED_BATCH = 16
 
 
 class Block(nn.Module):
@@ -151,44 +153,87 @@ def _in_all_ranks(cache: str, function: Any, *args: Any) -> list[Any]:
     return list(run_ranks(2, script, process_group=False, timeout_s=1200))
 
 
-class TakesTurns(Callback):
-    """Watches in every other block of steps only, and counts the CPU seconds of all steps."""
+class Counted:
+    """Calls an object's methods, and counts the CPU seconds of this thread that they take.
+
+    What they call of their arguments, such as the forward itself, does not count.
+    """
+
+    def __init__(self, what: Any, spent: Callable[[float], None]) -> None:
+        self._what, self._spent = what, spent
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._what, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **options: Any) -> Any:
+            within_s = 0.0
+
+            def excepted(function: Callable[..., Any]) -> Callable[..., Any]:
+                def run(*own: Any) -> Any:
+                    nonlocal within_s
+                    begun_s = time.thread_time()
+                    try:
+                        return function(*own)
+                    finally:
+                        within_s += time.thread_time() - begun_s
+
+                return run
+
+            begun_s = time.thread_time()
+            try:
+                return value(*(excepted(arg) if callable(arg) else arg for arg in args), **options)
+            finally:
+                self._spent(time.thread_time() - begun_s - within_s)
+
+        return call
+
+
+class CountsWatching(Callback):
+    """Counts the CPU seconds of all steps, and of what only watching does in them."""
 
     def __init__(self) -> None:
-        self.cpu_s: dict[bool, list[float]] = {True: [], False: []}
-        self._held: tuple[Any, Any] | None = None
-        self._last_s = 0.0
-        self._watches = True
+        self.step_s: list[float] = []
+        self.watching_s: list[float] = []
+        self._of_step_s = self._last_s = 0.0
+        self._keeping_s: list[float] = []
 
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
+    def _spend(self, seconds: float) -> None:
+        self._of_step_s += seconds
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, CephaloStrategy) and strategy._training is not None
-        training = strategy._training
-        if self._held is None:
-            assert training.replanning is not None
-            self._held = training.replanning, training.repeated
-            policy = training.replanning._policy
-            if policy is not None:
-                policy.judge = lambda *_: None  # it looks, but no plan changes
+        training: Any = strategy._training
+        assert training.replanning is not None and training.repeated is not None
+        policy = training.replanning._policy
+        if policy is not None:
+            policy.judge = lambda *_: None  # it looks, but no plan changes
+        training.replanning = Counted(training.replanning, self._spend)
+        training.repeated = Counted(training.repeated, self._spend)
+        # what a repetition would need of modules is kept within another function
+        self._state: Any = strategy.session.model.executor.state
+
+    def on_train_batch_end(self, *_: Any) -> None:
         now_s = time.process_time()
-        place = index % _BLOCK
-        if place > 1:  # the step behind a turn is left out
-            self.cpu_s[self._watches].append(now_s - self._last_s)
-        if place == 0:
-            self._watches = not self._watches
-            training.replanning, training.repeated = self._held if self._watches else (None, None)
-            strategy.session.model.executor.state.keeps_start = self._watches
-        self._last_s = time.process_time()
+        if self._last_s:
+            begun_s = time.thread_time()
+            UndoneStep(self._state._places, self._state._known.values())
+            self._spend(time.thread_time() - begun_s)
+            self.step_s.append(now_s - self._last_s)
+            self.watching_s.append(self._of_step_s)
+        self._of_step_s, self._last_s = 0.0, time.process_time()
 
 
-def _watch(count: int) -> dict[bool, list[float]]:
-    turns = TakesTurns()
+def _watch(count: int) -> tuple[list[float], list[float]]:
+    counts = CountsWatching()
     strategy = CephaloStrategy(replan=True, verbose=False, profile_budget_s=2)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
         strategy=strategy,
-        callbacks=[turns],
+        callbacks=[counts],
         max_steps=count,
         logger=False,
         enable_checkpointing=False,
@@ -199,16 +244,17 @@ def _watch(count: int) -> dict[bool, list[float]]:
     data = TensorDataset(torch.randn(_WATCHED_BATCH * 8, _LENGTH, _WIDTH, generator=generator))
     data = torch.utils.data.ConcatDataset([data] * (count // 4))
     trainer.fit(Model(), DataLoader(data, _WATCHED_BATCH))
-    return turns.cpu_s
+    return counts.step_s, counts.watching_s
 
 
-def _show_watching(runs: list[dict[bool, list[float]]]) -> None:
-    # other processes make steps longer, never shorter
-    print(f"{'CPU ms, lower quartile':26}{'without':>12}{'watching':>12}{'share':>10}")
-    for rank, found in enumerate(runs):
-        without, watching = (1e3 * quantiles(found[watches])[0] for watches in (False, True))
-        share = (watching - without) / without
-        print(f"{f'rank {rank}':26}{without:12.3f}{watching:12.3f}{share:10.2%}")
+def _show_watching(runs: list[tuple[list[float], list[float]]]) -> None:
+    print(f"{'CPU ms of a step, median':26}{'step':>12}{'watching':>12}{'share':>10}")
+    for rank, (steps_s, watching_s) in enumerate(runs):
+        step_s, own_s = median(steps_s), median(watching_s)
+        # means show what is rare: a look for another plan
+        print(f"{f'rank {rank}':26}{1e3 * step_s:12.3f}{1e3 * own_s:12.3f}{own_s / step_s:10.2%}")
+        share = sum(watching_s) / sum(steps_s)
+        print(f"{'       in the mean':50}{share:10.2%}")
 
 
 def _draw(path: str, runs: dict[str, Run], slow: range) -> None:
