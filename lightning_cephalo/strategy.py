@@ -504,7 +504,7 @@ class CephaloStrategy(ParallelStrategy):
         self._module._device = self.root_device
         if fitting:
             try:
-                self._shard_by_plan(trainer)
+                job, problem = self._shard_by_plan(trainer)
             except Exception as error:
                 termination = self._ending.termination
                 self._recovering.wait_for_hosts(error, lambda: termination.is_noticed)
@@ -516,7 +516,9 @@ class CephaloStrategy(ParallelStrategy):
         if fitting:
             control = self.session.control
             control.together("making the optimizers", partial(self.setup_optimizers, trainer))
-            checkpoint.cut_earlier_state(self.optimizers, self.session.model, control)
+            self._running.count_on_optimizers(job, problem, self.optimizers)
+            away = self.session.state_away
+            checkpoint.cut_earlier_state(self.optimizers, self.session.model, control, away)
             control.together("sharding the optimizers", self._shard_optimizers)
             self.session.use_optimizers(self.optimizers, trainer)
             self._plan = self.session.plan
@@ -542,8 +544,12 @@ class CephaloStrategy(ParallelStrategy):
             }
         )
 
-    def _shard_by_plan(self, trainer: Trainer) -> None:
-        """Prepare for training, in the stages of :mod:`~lightning_cephalo.preparation.prepare`."""
+    def _shard_by_plan(self, trainer: Trainer) -> tuple[Job, Problem | None]:
+        """Prepare for training, in the stages of :mod:`~lightning_cephalo.preparation.prepare`.
+
+        Returns:
+            The training to run, and what was measured; None: nothing was.
+        """
         self._plan = self._measured_memory = None
         control = self._connection.control
         control.together(
@@ -592,6 +598,7 @@ class CephaloStrategy(ParallelStrategy):
             loss_check if session.manual is None else None,
         )
         self._notes = StepNotes(self._training, recovering, self._ending.termination)
+        return job, problem
 
     def _shard(self, job: Job) -> Session:
         """Begin a session, and set it here: steps that are measured already use it."""
@@ -602,7 +609,7 @@ class CephaloStrategy(ParallelStrategy):
 
     def _shard_optimizers(self) -> None:
         for optimizer in self.optimizers:
-            checkpoint.shard_optimizer(optimizer, self.session.model)
+            checkpoint.shard_optimizer(optimizer, self.session.model, self.session.state_away)
         supported.check_optimizers(self.optimizers, self.session.model)
 
     @override
@@ -1059,7 +1066,10 @@ class CephaloStrategy(ParallelStrategy):
             owned = moved = None
             if self._session is not None:
                 owned, moved = self._session.updates.of(optimizer), self._session.moved
-            checkpoint.load_full_optimizer_state(optimizer, state, owned, moved)
+            away = None if moved is None else moved.away
+            checkpoint.load_full_optimizer_state(optimizer, state, owned, away)
+            if moved is not None:
+                moved.settle(optimizer)
 
     # -- the end ------------------------------------------------------------------------------
 

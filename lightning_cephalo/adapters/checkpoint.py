@@ -25,7 +25,7 @@ from lightning_cephalo.sharding.materialise import on_cpu
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, own_part
 
 if TYPE_CHECKING:
-    from lightning_cephalo.adapters.moved_state import MovedState
+    from lightning_cephalo.adapters.moved_state import StateAway
 
 
 def full_state_dict(module: nn.Module, wanted: bool) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def load_full_optimizer_state(
     optimizer: Optimizer,
     state: Mapping[str, Any],
     owned: OwnedUpdate | None = None,
-    moved: MovedState | None = None,
+    away: StateAway | None = None,
 ) -> None:
     """Load an optimizer state of full tensors; every rank has all of ``state``.
 
@@ -147,19 +147,19 @@ def load_full_optimizer_state(
         optimizer: The optimizer.
         state: The state dict.
         owned: The optimizer's updates on whole parameters; None: it updates rows.
-        moved: State that lives in host memory, into which its rows are loaded.
+        away: Which parameters have their state in host memory, where its rows are left.
     """
     if not _is_torchs(state):
         optimizer.load_state_dict(dict(state))
         return
     parameters = dict(_numbered_parameters(state, optimizer))
-    away: dict[Tensor, dict[str, Any]] = {}
+    on_host: dict[Tensor, dict[str, Any]] = {}
 
     def rows(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
-        if moved is not None and moved.is_away(parameter):
+        if away is not None and away.is_away(parameter):
             whole = dict(entries.items())  # once: every rank takes part in reading a kept step
-            held = moved.loaded(parameter, whole)
-            away[parameter] = {name: held.get(name) for name in whole}
+            held = away.loaded(parameter, whole)
+            on_host[parameter] = {name: held.get(name) for name in whole}
             # torch would copy rows to the device; numbers it places as the optimizer needs them
             return {name: value for name, value in whole.items() if name not in held}
         return {
@@ -176,13 +176,11 @@ def load_full_optimizer_state(
         for index, entries in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": sharded})
-    for parameter, held in away.items():
+    for parameter, held in on_host.items():
         numbers = optimizer.state[parameter]
         optimizer.state[parameter] = {
             name: numbers[name] if rows is None else rows for name, rows in held.items()
         }
-    if moved is not None:
-        moved.settle(optimizer)
 
 
 def whole_checkpoint(
@@ -223,11 +221,17 @@ def whole_checkpoint(
 
 
 def cut_earlier_state(
-    optimizers: Sequence[Optimizer], model: ShardedModel, control: ControlGroup
+    optimizers: Sequence[Optimizer], model: ShardedModel, control: ControlGroup, away: StateAway
 ) -> None:
     """Cut anew the state that optimizers have in rows of an earlier run; collective.
 
     Comes before :func:`shard_optimizer`, which communicates nothing.
+
+    Args:
+        optimizers: All optimizers.
+        model: The sharded model.
+        control: Messages between ranks.
+        away: Which parameters have their state in host memory: its rows never lie on the device.
 
     Raises:
         UnsupportedError: On every rank, if ranks hold different state of that run.
@@ -251,16 +255,21 @@ def cut_earlier_state(
             " on every rank, or make new ones in configure_optimizers()."
         )
     for sharded, optimizer, parameter in earlier:  # one by one: whole state would not fit
-        cut = partial(_cut_again, sharded)
+        cut = partial(_cut_again, away, sharded)
         entries = pytree.tree_map_only(DTensor, cut, optimizer.state[parameter])
         optimizer.state[parameter] = entries
 
 
-def shard_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
+def shard_optimizer(optimizer: Optimizer, model: ShardedModel, away: StateAway) -> None:
     """Let an optimizer that was made before the model was sharded hold the sharded parameters.
 
     Its parameters are found by identity; state that it has made is cut like them. Parameters that
     are not the model's stay.
+
+    Args:
+        optimizer: The optimizer.
+        model: The sharded model.
+        away: Which parameters have their state in host memory.
     """
     found = {id(p): model.sharded_in_place_of(p) for p in _held_by(optimizer)}
     sharded = {key: parameter for key, parameter in found.items() if parameter is not None}
@@ -269,7 +278,7 @@ def shard_optimizer(optimizer: Optimizer, model: ShardedModel) -> None:
     state = optimizer.state_dict() if optimizer.state else None
     _replace_parameters(optimizer, sharded)
     if state is not None:
-        load_full_optimizer_state(optimizer, state)
+        load_full_optimizer_state(optimizer, state, away=away)
 
 
 def release_optimizer(optimizer: Optimizer, plain: Mapping[int, Tensor], *, alone: bool) -> None:
@@ -295,9 +304,11 @@ def _held_by(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _cut_again(parameter: Tensor, value: DTensor) -> Tensor:
+def _cut_again(away: StateAway, parameter: Tensor, value: DTensor) -> Tensor:
     whole = to_full(value, wanted=True)
     assert whole is not None
+    if away.is_away(parameter):
+        return away.rows_of(parameter, whole)
     return rows_like(parameter, whole)
 
 

@@ -103,6 +103,45 @@ def needs_device(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str:
     return ""
 
 
+class StateAway:
+    """Which parameters have their state in host memory, before any of it exists.
+
+    Args:
+        units: All units, the root unit first.
+        accelerator: This rank's device.
+        homes: Where the state of each unit lives.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], accelerator: Accelerator, homes: Sequence[StateHome]
+    ) -> None:
+        self._accelerator, self._homes = accelerator, tuple(homes)
+        self._unit_of = _unit_of(units)
+
+    def is_away(self, parameter: Tensor) -> bool:
+        """Return whether the state of a parameter lives in host memory."""
+        unit = self._unit_of.get(id(parameter))
+        return unit is not None and self._homes[unit] is not StateHome.RESIDENT
+
+    def loaded(self, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return this rank's rows of a parameter's full state, in host memory.
+
+        Args:
+            parameter: A parameter whose state lives there.
+            entries: Its state, with full tensors; numbers are left out.
+        """
+        return {
+            name: self.rows_of(parameter, value)
+            for name, value in entries.items()
+            if isinstance(value, Tensor) and name != "step" and value.shape == parameter.shape
+        }
+
+    def rows_of(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """Return this rank's rows of a full tensor, in host memory."""
+        with self._accelerator.on_host():
+            return rows_like(parameter, value, torch.device("cpu"))
+
+
 class MovedState:
     """The optimizer state of a rank that lives in host memory.
 
@@ -135,11 +174,7 @@ class MovedState:
         self._capacity_bytes = capacity_bytes
         self._room = HostRoom(accelerator, capacity_bytes)
         self._host = HostUpdates(accelerator, self._in, self._out, self._room)
-        self._unit_of = {
-            id(parameter): index
-            for index, unit in enumerate(units)
-            for _, parameter in unit.named_sharded()
-        }
+        self._unit_of = _unit_of(units)
         self._shelves: list[list[_Shelf]] = [[] for _ in units]
         self._staging: list[_Staging] = []
         self._next = 0
@@ -367,24 +402,10 @@ class MovedState:
             self._settle(unit)
             self._let_go(but=0)
 
-    def is_away(self, parameter: Tensor) -> bool:
-        """Return whether the state of a parameter lives in host memory."""
-        unit = self._unit_of.get(id(parameter))
-        return unit is not None and self._homes[unit] is not StateHome.RESIDENT
-
-    def loaded(self, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return this rank's rows of a parameter's full state, in host memory.
-
-        Args:
-            parameter: A parameter whose state lives there.
-            entries: Its state, with full tensors; numbers are left out.
-        """
-        with self._accelerator.on_host():
-            return {
-                name: rows_like(parameter, value, torch.device("cpu"))
-                for name, value in entries.items()
-                if isinstance(value, Tensor) and name != "step" and value.shape == parameter.shape
-            }
+    @property
+    def away(self) -> StateAway:
+        """Which parameters have their state in host memory now."""
+        return StateAway(self._units, self._accelerator, self._homes)
 
     def close(self) -> None:
         """End the thread that updates on the host."""
@@ -497,6 +518,12 @@ class MovedState:
         while len(self._leaving) > but:
             _, arrival = self._leaving.pop(0)
             self._out.wait(arrival)
+
+
+def _unit_of(units: Sequence[Unit]) -> dict[int, int]:
+    """Return the index of each parameter's unit, by the parameter's id."""
+    pairs = enumerate(units)
+    return {id(parameter): i for i, unit in pairs for _, parameter in unit.named_sharded()}
 
 
 def _groups_of(optimizer: Optimizer) -> dict[int, int]:

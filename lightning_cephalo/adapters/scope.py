@@ -293,6 +293,8 @@ def _clone(optimizer: Optimizer, held: Mapping[tuple[int, int], Tensor]) -> Opti
     clone.param_groups = []
     for g, group in enumerate(optimizer.param_groups):
         options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+        if "capturable" in options:  # of graphs, which a CPU has none of
+            options["capturable"] = False
         members = [held[place] for place in sorted(held) if place[0] == g]
         clone.param_groups.append({"params": members, **options})
     if callable(getattr(clone, "train", None)):

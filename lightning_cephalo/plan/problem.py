@@ -351,6 +351,23 @@ class Problem(FileRecord):
             updating_state_bytes=0.0,
         )
 
+    def with_moments(self, moment_bytes: float, planned_bytes: float, parameters: int) -> Problem:
+        """Return this problem for an optimizer with other state.
+
+        Args:
+            moment_bytes: its bytes of state for each trained parameter.
+            planned_bytes: those that the problem counts on.
+            parameters: trained parameters of the model.
+        """
+        more = (moment_bytes - planned_bytes) * parameters
+        early = self.early_state_bytes
+        return replace(
+            self,
+            state_bytes=max(0.0, self.state_bytes + more),
+            early_state_bytes=None if early is None else max(0.0, early + more),
+            moment_bytes=moment_bytes if self.unit_parameters else self.moment_bytes,
+        )
+
     def resharding(self, reshard_after_forward: bool) -> Problem:
         """Return this problem with ``reshard_after_forward`` chosen."""
         return replace(self, reshard_after_forward=reshard_after_forward)

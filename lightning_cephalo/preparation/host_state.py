@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters import precision
-from lightning_cephalo.adapters.moved_state import MovedState, needs_device
-from lightning_cephalo.adapters.scope import state_bytes_per_element
+from lightning_cephalo.adapters.held_state import held_by_unit
+from lightning_cephalo.adapters.moved_state import MovedState, StateAway, needs_device
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.host_room import taken_bytes
@@ -41,16 +41,25 @@ class HostState:
         model: The sharded model.
         capacity_bytes: Host memory that this rank may use, for boundaries too.
         control: Messages between ranks.
+        limited_by: What allows less than the host has, for messages; empty: nothing does.
 
     Attributes:
         moved: The state that lives in host memory; None: all of it is on the device.
     """
 
-    def __init__(self, model: ShardedModel, capacity_bytes: float, control: ControlGroup) -> None:
+    def __init__(
+        self,
+        model: ShardedModel,
+        capacity_bytes: float,
+        control: ControlGroup,
+        limited_by: str = "",
+    ) -> None:
+        self._limited_by = limited_by
         self._model, self._capacity_bytes, self._control = model, capacity_bytes, control
         self._at_end = ExitStack()
         self._needs_device = ""  # why state cannot live in host memory
         self._scales_loss = False
+        self._has_begun = False
         self.moved: MovedState | None = None
 
     def begin(self, optimizers: Sequence[Optimizer], trainer: Trainer, plan: Plan) -> None:
@@ -70,7 +79,20 @@ class HostState:
         self._scales_loss = precision.loss_scaler(trainer.precision_plugin) is not None
         self._needs_device = next(filter(None, self._control.gather(own)), "")
         self.check(plan)
-        self._control.together("allocating host memory", lambda: self.follow(plan, optimizers))
+        self._has_begun = True
+        self._control.together("allocating host memory", lambda: self._begin(plan, optimizers))
+
+    def _begin(self, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
+        try:
+            self.follow(plan, optimizers)
+        except HostMemoryError as error:
+            if not self._limited_by:
+                raise
+            raise HostMemoryError(f"{error}{self._limit()}") from error
+
+    def _limit(self) -> str:
+        """Return a sentence on what allows less than the host has, behind a space; may be empty."""
+        return f" The host's memory is limited by {self._limited_by}." if self._limited_by else ""
 
     def check(self, plan: Plan) -> None:
         """Raise if optimizer state cannot live where a plan says; the same on all ranks.
@@ -101,7 +123,7 @@ class HostState:
         Raises:
             HostMemoryError: The message says how much is needed.
         """
-        if not own.moves_state or not optimizers:
+        if not own.moves_state or not optimizers or not self._has_begun:
             return
         whole = trained_sizes(self._model)
         homes = state_homes(whole, own.resident_fraction, own.host_update_fraction)
@@ -112,7 +134,7 @@ class HostState:
                 f"The plan keeps {format_mib(needed)} of optimizer state and boundaries in host"
                 f" memory; this rank may use {format_mib(self._capacity_bytes)}. Raise"
                 " host_memory_cap=, or use a plan that keeps more on the devices"
-                " (resident_fraction)."
+                f" (resident_fraction).{self._limit()}"
             )
 
     def follow(self, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
@@ -122,7 +144,7 @@ class HostState:
             plan: The plan.
             optimizers: All optimizers; none before they exist.
         """
-        if not optimizers or self._needs_device:
+        if not optimizers or not self._has_begun or self._needs_device:
             return
         executor, homes = self._model.executor, self._homes(plan, self._control.rank)
         executor.state_moves.planned = homes
@@ -158,6 +180,15 @@ class HostState:
             found.append(replace(kinds, host_bytes=taken + (rank.host_bytes or 0.0)))
         return tuple(found)
 
+    def away(self, plan: Plan) -> StateAway:
+        """Return which of this rank's parameters have their state in host memory.
+
+        Args:
+            plan: A plan, whose rows the model has already.
+        """
+        homes = self._homes(plan, self._control.rank)
+        return StateAway(self._model.units, self._model.accelerator, homes)
+
     def close(self) -> None:
         """Give the host memory back."""
         self._at_end.close()
@@ -178,9 +209,11 @@ class HostState:
         self, rows: Sequence[float], homes: Sequence[StateHome], optimizers: Sequence[Optimizer]
     ) -> float:
         """Return the bytes of the host that rows of each unit take, with the ends of pieces."""
-        each = max(map(max, map(state_bytes_per_element, optimizers)))
-        pairs = zip(rows, homes, strict=True)
-        needed = [home_bytes([size], [home], each).host for size, home in pairs]
+        held = held_by_unit(optimizers, self._model)
+        needed = [
+            home_bytes([size], [home], own.each_state_bytes, own.each_parameter_bytes).host
+            for size, home, own in zip(rows, homes, held, strict=True)
+        ]
         return taken_bytes(needed, self._model.accelerator.pins_host_memory)
 
     def _sizes(self, rank: int) -> list[int]:

@@ -132,11 +132,18 @@ class Replanning:
         self._busy_s = math.nan
         self.replans: tuple[Replan, ...] = ()
 
+    def count_on(self, problem: Problem) -> None:
+        """Look for plans of a problem with the optimizers' own state from now on."""
+        if problem != self._problem:
+            self._problem = problem
+            self._begin_anew(self._session.plan)
+
     def count_on_late_updates(self) -> None:
         """Look for plans of late updates only: the optimizers allow no others."""
         if self._problem.early_update:
-            held = float(state_bytes(self._session.model))
-            self._problem = self._problem.with_late_update(held)
+            model = self._session.model
+            gradients = state_bytes(model) - state_bytes(model, early=True)
+            self._problem = self._problem.with_late_update(self._problem.state_bytes + gradients)
             self._begin_anew(self._session.plan)
 
     # -- with the exchange of a step ----------------------------------------------------------

@@ -25,7 +25,7 @@ from lightning_cephalo.adapters.early_update import (
 )
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
-from lightning_cephalo.adapters.moved_state import MovedState
+from lightning_cephalo.adapters.moved_state import MovedState, StateAway
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
 from lightning_cephalo.adapters.step_outputs import StepOutputs
 from lightning_cephalo.adapters.updates import OptimizerUpdates
@@ -161,7 +161,9 @@ class Session:
         self._updater: EarlyUpdater | None = None
         self._may_send: Callable[[Optimizer], bool] = lambda _: False
         host = job.limits[groups.control.rank].host
-        self._host_state = HostState(self.model, host.capacity_bytes, groups.control)
+        self._host_state = HostState(
+            self.model, host.capacity_bytes, groups.control, host.limited_by
+        )
         self._at_end.callback(self._host_state.close)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -185,6 +187,11 @@ class Session:
     def moved(self) -> MovedState | None:
         """Optimizer state that lives in host memory; None: all of it is on the device."""
         return self._host_state.moved
+
+    @property
+    def state_away(self) -> StateAway:
+        """Which parameters have their state in host memory, by the plan."""
+        return self._host_state.away(self.plan)
 
     @property
     def inside_microbatch(self) -> bool:

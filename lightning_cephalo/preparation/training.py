@@ -12,9 +12,11 @@ from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import replanning
+from lightning_cephalo.preparation.held_state import count_on_optimizers
 from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.preparation.plan_change import PlanChanges
+from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.preparation.rounding_report import RoundingReport
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.ranks.control import not_connected
@@ -92,6 +94,22 @@ class Training:
         """Learn :meth:`note` of every rank."""
         if self.replanning is not None:
             self.replanning.learn(notes)
+
+    def count_on_optimizers(
+        self, job: Job, problem: Problem | None, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Let plan and predictions count on what the optimizers hold; collective.
+
+        Args:
+            job: The training to run.
+            problem: What was measured; None: nothing was.
+            optimizers: All optimizers, before they have state of this run.
+        """
+        if problem is None:
+            return
+        counted = count_on_optimizers(job, problem, self._session, optimizers, self._trainer)
+        if self.replanning is not None:
+            self.replanning.count_on(counted)
 
     def begin_batch(self, optimizers: Sequence[Optimizer]) -> None:
         """Let a plan take effect that waits for this batch; collective.

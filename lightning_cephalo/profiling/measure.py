@@ -34,6 +34,7 @@ from lightning_cephalo.profiling.no_recompute import measure_no_recompute, with_
 from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.save_curves import remember
+from lightning_cephalo.profiling.state_rates import RATES
 from lightning_cephalo.profiling.sweep import (
     Measured,
     Prober,
@@ -344,7 +345,8 @@ def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
 
     Otherwise equal devices would get unequal plans. Ranks are equal if they have the same name,
     capacities within 10%, and times within 10% of the median at every size that all of them have
-    measured. They get the medians, the largest memory figures and the smallest capacity.
+    measured. They get the medians, the largest memory figures and the smallest capacity. Each keeps
+    what copies and updates on its host take: hosts may differ.
     """
     found = list(profiles)
     for name in {profile.name for profile in profiles}:
@@ -382,7 +384,8 @@ def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
             kept_reducing_compute_bytes=kept_reducing,
         )
         for index in members:
-            found[index] = shared
+            own = {name: getattr(profiles[index], name) for name in RATES}
+            found[index] = replace(shared, **own)
     return found
 
 

@@ -19,6 +19,7 @@ retained bytes has been released.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.sharding.unit import Unit
 
 # The parameter, its gradient and Adam's two moments. The optimizer is created for the planned
-# shards, so it is not known yet; SGD holds less, and no common optimizer holds more.
+# shards, so it is not known yet: ``preparation/held_state.py`` corrects
+# the plan then.
 _STATE_COPIES = 4
 _EARLY_COPIES = 3  # early updates hold the gradients of two units at most
 # Temporary tensors of an update, of the size of what it updates: torch's loops over parameters make
@@ -140,14 +142,20 @@ def resting_bytes(model: ShardedModel) -> int:
         lent = sum(pool.held_bytes for pool in model.buffer_pools)
         state = sum(_nbytes(shard) for shard in shards)
         resting = max(resting, allocator.current_bytes - lent - state)
+    return resting + _ROW_COPIES * largest_row(model)[1]
+
+
+def largest_row(model: ShardedModel) -> tuple[int, int]:
+    """Return the elements and the bytes of the largest row of a trained parameter."""
     rows = [
-        shape.numel() // max(1, shape[0]) * flat.master_dtype.itemsize
+        (shape.numel() // max(1, shape[0]), flat.master_dtype.itemsize)
         for flat in model.flats
         if flat.trainable
         for shape in map(torch.Size, flat.shapes)
         if shape
     ]
-    return resting + _ROW_COPIES * max(rows, default=0)
+    elements, itemsize = max(rows, key=math.prod, default=(0, 0))
+    return elements, elements * itemsize
 
 
 def check_capacities(

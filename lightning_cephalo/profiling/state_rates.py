@@ -35,6 +35,8 @@ _UPDATED_BYTES = 28
 _MOST_COPIES = 64
 # Work at once that takes less than this much longer than the longest alone does not wait.
 _NOISE = 1.1
+# Hosts of equal ranks whose rates differ by a larger factor are not alike.
+_ALIKE = 2.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,28 @@ class StateRates:
     to_host_bytes_per_s: float = math.inf
     host_memory_bytes_per_s: float = math.inf
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of a copy of one byte in each direction, and of one update by the host."""
+        return math.fsum(1 / rate if rate else 0.0 for rate in self._of_host)
+
+    def is_like(self, other: StateRates) -> bool:
+        """Return whether another rank's host differs by no more than noise."""
+        pairs = zip(self._of_host, other._of_host, strict=True)
+        return all(
+            one == two or max(one, two) <= _ALIKE * min(one, two) < math.inf for one, two in pairs
+        )
+
+    @property
+    def _of_host(self) -> tuple[float, float, float]:
+        # not that of memory, which is infinite where a single measurement found no waiting
+        copies = self.to_device_bytes_per_s, self.to_host_bytes_per_s
+        return *copies, self.host_updated_parameters_per_s
+
+
+RATES = tuple(vars(StateRates()))
+"""Names of the rates, which are those of a :class:`RankProfile`, too."""
+
 
 def has_state_rates(problem: Problem) -> bool:
     """Return whether a problem knows what moving state costs; an older file does not."""
@@ -70,18 +94,29 @@ def trained_sizes(model: ShardedModel) -> tuple[int, ...]:
     return tuple(sum(flat.numel for flat in unit.flats if flat.trainable) for unit in model.units)
 
 
-def with_unit_parameters(problem: Problem, model: ShardedModel) -> Problem:
-    """Return a problem that says how much optimizer state each unit has."""
+def planned_state_bytes(model: ShardedModel) -> float:
+    """Return the bytes of optimizer state for each trained parameter that plans count on."""
+    return MOMENTS * _element_bytes(model)
+
+
+def _element_bytes(model: ShardedModel) -> float:
+    """Return the bytes of a trained parameter: of several dtypes the mean.
+
+    A larger one would count more state than there is.
+    """
     flats = [flat for flat in model.flats if flat.trainable]
     count = sum(flat.numel for flat in flats)
-    # of several dtypes the mean: a larger one would count more state than there is
     held = sum(flat.numel * flat.master_dtype.itemsize for flat in flats)
-    element = held / count if count else 4.0
-    sizes = trained_sizes(model)
+    return held / count if count else 4.0
+
+
+def with_unit_parameters(problem: Problem, model: ShardedModel) -> Problem:
+    """Return a problem that says how much optimizer state each unit has."""
+    element, sizes = _element_bytes(model), trained_sizes(model)
     return replace(
         problem,
         unit_parameters=sizes if len(sizes) > 1 else (*sizes, 0),
-        moment_bytes=MOMENTS * element,
+        moment_bytes=planned_state_bytes(model),
         element_bytes=element,
     )
 
@@ -117,12 +152,23 @@ def measure_state_rates(
 
 
 def with_state_rates(problem: Problem, rates: Sequence[StateRates]) -> Problem:
-    """Return a problem with these rates; ranks that are alike get the slowest of theirs."""
-    found = []
-    for profile in problem.ranks:
-        group = [own for rank, own in zip(problem.ranks, rates, strict=True) if rank == profile]
-        slowest = {name: min(getattr(own, name) for own in group) for name in vars(StateRates())}
-        found.append(replace(profile, **slowest))
+    """Return a problem with these rates; ranks that are alike get the slowest of theirs.
+
+    They are if their devices are, and their hosts differ by noise: one may have a slow host.
+    """
+    found = list(problem.ranks)
+    left = sorted(range(len(found)), key=lambda rank: rates[rank].seconds, reverse=True)
+    while left:
+        first = left[0]
+        group = [
+            rank
+            for rank in left
+            if problem.ranks[rank] == problem.ranks[first] and rates[rank].is_like(rates[first])
+        ]
+        slowest = {name: min(getattr(rates[r], name) for r in group) for name in RATES}
+        for rank in group:
+            found[rank] = replace(problem.ranks[rank], **slowest)
+        left = [rank for rank in left if rank not in group]
     return replace(problem, ranks=tuple[RankProfile, ...](found))
 
 

@@ -51,12 +51,15 @@ def one_device() -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def _trained(offload: Any, capacities: Any = CAPACITIES, **strategy: Any) -> Any:
+def _trained(
+    offload: Any, capacities: Any = CAPACITIES, emulation: Any = None, **strategy: Any
+) -> Any:
     watch, module = Watch(), Model(**MODEL)
     runs = fit(
         module,
         loader(samples=8 * STEPS, batch_size=4),
         capacity_bytes=capacities,
+        emulation=emulation,
         callbacks=[watch],
         max_steps=STEPS,
         strategy={
@@ -108,6 +111,22 @@ def test_a_model_that_fits_nowhere_trains_as_on_one_device():
             assert held.host_bytes == pytest.approx(expected.host_bytes, rel=0.05)
             planned = (rank.host_bytes or 0) + (rank.state_host_bytes or 0)
             assert expected.host_bytes == pytest.approx(planned, rel=0.1, abs=2000)
+
+
+def _with_a_slow_host() -> Any:
+    """Of ranks that are alike but for the second one's host, which takes five times as long."""
+    rates = {"link_bytes_per_s": (1e8, 2e7), "host_updates_per_s": (1e7, 2e6)}
+    plan, _, _, values = _trained("auto", (3_100_000, 3_100_000), rates)
+    return [rank.state_host_bytes or 0.0 for rank in plan.ranks], values
+
+
+@pytest.mark.slow
+def test_a_rank_whose_host_is_slow_keeps_less_state_there_and_training_is_exact():
+    wanted = one_device()
+    for (fast, slow), values in in_ranks(2, _with_a_slow_host):
+        assert fast > 0 and slow < 0.8 * fast
+        for name, value in wanted.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
 
 
 def test_the_option_is_one_of_three():

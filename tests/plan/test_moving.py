@@ -428,3 +428,18 @@ def test_state_moves_only_where_it_has_to_or_makes_steps_shorter():
     none = [replace(rank, host_capacity_bytes=60.0) for rank in small]
     with pytest.raises(InfeasibleError, match=r"may live in host memory .* More host memory would"):
         solve(replace(tight, ranks=none, optimizer_offload="auto"))
+
+
+def test_a_rank_whose_host_is_slow_keeps_less_state_there():
+    fast = replace(RANK, capacity_bytes=900.0)
+    rates = {"to_device_bytes_per_s": 20.0, "to_host_bytes_per_s": 10.0}
+    slow = replace(fast, host_updated_parameters_per_s=2.0, **rates)
+    for is_early in (False, True):
+        case = replace(PROBLEM, ranks=[fast, slow], state_bytes=1600)
+        case = case.with_early_update() if is_early else case
+        # less room than all of the state needs on both together
+        case = replace(case, ranks=[replace(r, capacity_bytes=480.0) for r in case.ranks])
+        alike = replace(case, ranks=[case.ranks[0]] * 2)
+        own, other = solve(case).ranks
+        assert (own.state_host_bytes or 0) > (other.state_host_bytes or 0), is_early
+        assert solve(case).step_s >= solve(alike).step_s

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
+from lightning_cephalo.accelerator import accelerator_of
+from lightning_cephalo.accelerator.cgroup import memory_limit
+from lightning_cephalo.accelerator.cpu import Cpu
+from lightning_cephalo.accelerator.host import USABLE_SHARE, host_share
+from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.observe.memory import RankMemory
-from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile
+from lightning_cephalo.plan import (
+    InfeasibleError,
+    Plan,
+    PlanError,
+    Problem,
+    RankPlan,
+    RankProfile,
+    solve,
+)
 from lightning_cephalo.plan.moving import choices
 from lightning_cephalo.plan.state_homes import home_bytes
+from lightning_cephalo.preparation import limits
 from lightning_cephalo.preparation.host_state import HostState
+from lightning_cephalo.preparation.limits import Cap, Limits
 
 RANK = RankProfile(
     "a",
@@ -43,12 +62,20 @@ class _Flat:
 def _cut(rows: int, width: int, trainable: bool = True) -> Any:
     ends = [round(sum(SHARES[:count]) * rows) * width for count in range(len(SHARES) + 1)]
     sizes = tuple(end - start for start, end in itertools.pairwise(ends))
-    return SimpleNamespace(flats=[_Flat(rows * width, sizes, trainable)])
+    parameter = nn.Parameter(torch.empty(rows, width, device="meta"), requires_grad=trainable)
+    named = [("weight", parameter)]
+    return SimpleNamespace(
+        flats=[_Flat(rows * width, sizes, trainable)], named_sharded=lambda: named
+    )
 
 
 def test_ranks_whose_rows_are_cut_differently_move_the_units_that_the_planner_has():
     units = [*(_cut(*shape) for shape in SHAPES), _cut(16, 64, False)]
-    model: Any = SimpleNamespace(units=units, accelerator=SimpleNamespace(pins_host_memory=False))
+    model: Any = SimpleNamespace(
+        units=units,
+        accelerator=SimpleNamespace(pins_host_memory=False),
+        sharded_in_place_of=lambda parameter: None,
+    )
     whole = (*(rows * width for rows, width in SHAPES), 0)
     problem = Problem(
         [RANK],
@@ -61,7 +88,9 @@ def test_ranks_whose_rows_are_cut_differently_move_the_units_that_the_planner_ha
     )
     control: Any = None
     state = HostState(model, 1e9, control)
-    optimizers = [torch.optim.Adam([torch.zeros(2, requires_grad=True)])]
+    parameters = [unit.named_sharded()[0][1] for unit in units]
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "amsgrad": True}]
+    optimizers = [torch.optim.Adam(groups)]
     for moved in choices(problem, RANK):
         part = {
             "resident_fraction": moved.resident_fraction,
@@ -73,6 +102,92 @@ def test_ranks_whose_rows_are_cut_differently_move_the_units_that_the_planner_ha
             rows = [
                 sum(flat.sizes[rank] for flat in unit.flats if flat.trainable) for unit in units
             ]
-            expected = home_bytes(rows, moved.homes, 8.0).host if plan.moves_state else None
+            expected = sum(
+                home_bytes(rows[part], moved.homes[part], each).host
+                for part, each in ((slice(3), 8.0), (slice(3, None), 12.0))
+            )
+            expected = expected if plan.moves_state else None
             assert memory.host_bytes == expected, (rank, moved)
         assert not plan.moves_state or found[-1].host_bytes == 0
+
+
+# -- control groups --------------------------------------------------------------------------------
+
+
+class _Apart(Cpu):
+    """A CPU that takes its host for another one's, as a GPU does."""
+
+    host_is_apart = True
+
+
+def _limits(folder: Path, monkeypatch: Any, limit: int, used: int, cap: Any = None) -> Limits:
+    """The limits of one of two ranks in a container with such a limit."""
+    (folder / "cgroup").write_text("0::/\n")
+    mount = folder / "mount"
+    mount.mkdir(exist_ok=True)
+    (mount / "memory.max").write_text(f"{limit}\n")
+    (mount / "memory.current").write_text(f"{used}\n")
+    read = partial(memory_limit, folder / "cgroup", mount)
+    monkeypatch.setattr(limits, "host_share", partial(host_share, limit_of=read))
+    monkeypatch.setattr(limits, "_copy_rate", lambda accelerator: 1e9)
+    caps = Cap.parse("memory_cap", None), Cap.parse("host_memory_cap", cap)
+    return Limits.read(_Apart(torch.device("cpu")), 2, 0, 1, *caps)
+
+
+SIZES = (0, *[2**18] * 16)
+# 12 bytes of each of 4 Mi parameters, 8 of them moments; the device has 24 MiB
+MOVING = Problem(
+    [replace(RANK, capacity_bytes=24.0 * 2**20, host_capacity_bytes=0.0)],
+    len(SIZES) - 1,
+    state_bytes=12.0 * sum(SIZES),
+    global_batch_size=1,
+    optimizer_offload="auto",
+    unit_parameters=SIZES,
+    moment_bytes=8.0,
+)
+
+
+def test_plans_obey_the_control_groups_limit_or_name_it(tmp_path, monkeypatch):
+    # without a cap, a rank has a half of what is free: of 128 MiB used to a quarter, 19.2 MiB
+    for limit, fits in ((2**27, False), (2**28, True)):
+        own = _limits(tmp_path, monkeypatch, limit, limit // 4)
+        share = limit * 0.75 * USABLE_SHARE / 2 / 2
+        assert own.host.capacity_bytes == share
+        problem = limits.with_host_memory(MOVING, [own.host], boundaries=False)
+        if fits:
+            (rank,) = solve(problem).ranks
+            assert 28 * 2**20 < (rank.state_host_bytes or 0) <= share
+            continue
+        with pytest.raises(InfeasibleError) as raised, limits.named_where_nothing_fits([own]):
+            solve(problem)
+        assert "More host memory would do" in str(raised.value)
+        name = f"its control group ({tmp_path}/mount/memory.max: 128.0 MiB)"
+        assert f"is limited by {name}. A larger limit may do." in str(raised.value)
+    with pytest.raises(PlanError, match=r"host_memory_cap .* by its control group"):
+        _limits(tmp_path, monkeypatch, 2**28, 0, 2**29)
+
+
+def test_a_given_plan_that_asks_more_than_the_control_group_allows_names_it(tmp_path, monkeypatch):
+    own = _limits(tmp_path, monkeypatch, 2**20, 0)
+    units = [_cut(*shape) for shape in SHAPES]
+    model: Any = SimpleNamespace(
+        units=units,
+        accelerator=accelerator_of(torch.device("cpu")),
+        sharded_in_place_of=lambda parameter: None,
+        executor=SimpleNamespace(state_moves=SimpleNamespace(planned=()), arena=None),
+    )
+    control: Any = SimpleNamespace(
+        rank=0, gather=lambda row: [row], together=lambda doing, function: function()
+    )
+    trainer: Any = SimpleNamespace(
+        lightning_module=SimpleNamespace(automatic_optimization=True), precision_plugin=None
+    )
+    host = own.host
+    state = HostState(model, host.capacity_bytes, control, host.limited_by)
+    optimizers = [torch.optim.Adam([unit.named_sharded()[0][1] for unit in units])]
+    plan = Plan((RankPlan((1,), 1.0, resident_fraction=0.0),))
+    said = r"may use 0\.\d MiB.* limited by its control group \(.*memory\.max: 1\.0 MiB\)"
+    with pytest.raises(HostMemoryError, match=said):
+        state.begin(optimizers, trainer, plan)
+    with pytest.raises(HostMemoryError, match=said):
+        state.check_room(plan.ranks[0], optimizers)

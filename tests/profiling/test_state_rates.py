@@ -12,7 +12,14 @@ from virtual_time import VirtualHost
 
 from lightning_cephalo.accelerator.emulated.accelerator import Emulated
 from lightning_cephalo.emulation import EmulatedDevice
-from lightning_cephalo.profiling.state_rates import StateRates, measure_state_rates
+from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.profiling.measure import merge_equal_ranks
+from lightning_cephalo.profiling.state_rates import (
+    RATES,
+    StateRates,
+    measure_state_rates,
+    with_state_rates,
+)
 
 LINK, UPDATES = 2e8, 2e7
 
@@ -52,3 +59,16 @@ def test_memory_that_makes_copies_and_updates_wait_for_each_other_is_measured(pa
 def test_without_updates_by_the_host_copies_tell_all():
     found = measured(with_host_updates=False)
     assert found.host_updated_parameters_per_s == 0 and found.host_memory_bytes_per_s == math.inf
+
+
+def test_a_rank_whose_host_is_slow_keeps_its_rates_beside_ranks_that_are_alike():
+    rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
+    problem = Problem([rank] * 4, 1, state_bytes=1, global_batch_size=4)
+    fast, slow = StateRates(9.0, 10.0, 20.0, 20.0), StateRates(9.0, 2.0, 4.0, 4.0)
+    slower = StateRates(8.0, 9.0, 18.0, 21.0, 50.0)
+    one, two, three, four = with_state_rates(problem, [fast, slow, slower, slow]).ranks
+    assert one == three and two == four
+    assert [getattr(one, name) for name in RATES] == [8.0, 9.0, 18.0, 20.0, 50.0]
+    assert [getattr(two, name) for name in RATES] == [9.0, 2.0, 4.0, 4.0, math.inf]
+    # a later start finds the same
+    assert merge_equal_ranks([one, two, three, four]) == [one, two, three, four]

@@ -20,6 +20,21 @@ from lightning_cephalo.accelerator.emulated.rate import (
 __all__ = ["Emulation"]
 
 
+Rates = float | Sequence[float | None] | None
+"""A rate of every rank, or one for each; None: what has it takes no time."""
+
+
+def _of_ranks(name: str, given: Rates, count: int) -> tuple[float | None, ...]:
+    if given is None or isinstance(given, (int, float)):
+        return (given,) * count
+    if len(given) != count:
+        raise ValueError(
+            f"{name}: expected one number, or one for each of the {count} speeds, got"
+            f" {len(given)}: {given!r}."
+        )
+    return tuple(given)
+
+
 class Emulation(Callback):
     """Gives every rank of a CPU run an emulated device with its own speed and memory.
 
@@ -49,7 +64,7 @@ class Emulation(Callback):
             A rate that is too high breaks the ratios without an error.
         clock: Makes the clock of this rank's device; see :class:`EmulatedDevice`.
         link_bytes_per_s: Rate of every rank's copies between device and host, as for
-            :class:`EmulatedDevice`.
+            :class:`EmulatedDevice`; or one for each rank.
         host_updates_per_s: Parameters per second that every rank's host updates; the same.
         host_memory_bytes_per_s: Bytes of host memory that these copies and updates of a rank read
             and write per second; the same.
@@ -67,13 +82,11 @@ class Emulation(Callback):
         capacity_bytes: Sequence[int | None] | None = None,
         total_flops_per_s: float | None = None,
         clock: Callable[[], VirtualClock] = VirtualClock,
-        link_bytes_per_s: float | None = None,
-        host_updates_per_s: float | None = None,
-        host_memory_bytes_per_s: float | None = None,
+        link_bytes_per_s: Rates = None,
+        host_updates_per_s: Rates = None,
+        host_memory_bytes_per_s: Rates = None,
     ) -> None:
         super().__init__()
-        self.host_memory_bytes_per_s = host_memory_bytes_per_s
-        self.link_bytes_per_s, self.host_updates_per_s = link_bytes_per_s, host_updates_per_s
         self.speeds = tuple(float(speed) for speed in speeds)
         if not self.speeds or not all(speed > 0 and math.isfinite(speed) for speed in self.speeds):
             raise ValueError(f"speeds: expected a positive number per rank, got {speeds!r}.")
@@ -97,6 +110,12 @@ class Emulation(Callback):
                 raise ValueError(
                     f"capacity_bytes: expected positive numbers or None, got {capacity_bytes!r}."
                 )
+        count = len(self.speeds)
+        self.link_bytes_per_s = _of_ranks("link_bytes_per_s", link_bytes_per_s, count)
+        self.host_updates_per_s = _of_ranks("host_updates_per_s", host_updates_per_s, count)
+        self.host_memory_bytes_per_s = _of_ranks(
+            "host_memory_bytes_per_s", host_memory_bytes_per_s, count
+        )
         self._clock = clock
         self._device: EmulatedDevice | None = None
         self._threads = 0
@@ -115,14 +134,15 @@ class Emulation(Callback):
                 f"Emulation has speeds for {len(self.speeds)} ranks, got {trainer.world_size}. "
                 f"Use Trainer(devices={len(self.speeds)}) or as many speeds as ranks."
             )
-        flops_per_s = self._rates(trainer)[trainer.global_rank]
+        rank = trainer.global_rank
+        flops_per_s = self._rates(trainer)[rank]
         device = EmulatedDevice(
             flops_per_s=flops_per_s,
-            capacity_bytes=self.capacity_bytes[trainer.global_rank],
-            link_bytes_per_s=self.link_bytes_per_s,
-            host_updates_per_s=self.host_updates_per_s,
-            host_memory_bytes_per_s=self.host_memory_bytes_per_s,
-            name=f"cpu x{self.speeds[trainer.global_rank]:g}",
+            capacity_bytes=self.capacity_bytes[rank],
+            link_bytes_per_s=self.link_bytes_per_s[rank],
+            host_updates_per_s=self.host_updates_per_s[rank],
+            host_memory_bytes_per_s=self.host_memory_bytes_per_s[rank],
+            name=f"cpu x{self.speeds[rank]:g}",
             clock=self._clock,
         )
         self._threads = torch.get_num_threads()

@@ -293,6 +293,7 @@ def test_as_many_speeds_as_ranks(tmp_path):
         ({"speeds": (1, float("nan"))}, "speeds: expected a positive number per rank"),
         ({"total_flops_per_s": -1.0}, "total_flops_per_s: expected a positive number or None"),
         ({"capacity_bytes": (10,)}, "expected one for each of the 2 speeds, got 1"),
+        ({"link_bytes_per_s": (1.0,)}, "expected one number, or one for each of the 2 speeds"),
         ({"capacity_bytes": (10, -1)}, "capacity_bytes: expected positive numbers or None"),
     ],
 )

@@ -1,0 +1,97 @@
+"""Counts the state that optimizers will hold for each parameter, before they have any.
+
+The plan is made before the optimizers, and counts on two moments. Amsgrad holds three, SGD none. A
+trial on small tensors tells (:func:`~lightning_cephalo.adapters.scope.state_bytes_per_element`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_cephalo.adapters.scope import (
+    Scope,
+    is_listed,
+    known_scope,
+    state_bytes_per_element,
+)
+from lightning_cephalo.execution.sharded_model import ShardedModel
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """What the optimizers will hold for a unit, on all ranks together.
+
+    Attributes:
+        elements: Of its trained parameters.
+        state_bytes: Of their state.
+        parameter_bytes: Of themselves.
+    """
+
+    elements: int
+    state_bytes: float
+    parameter_bytes: int
+
+    @property
+    def each_state_bytes(self) -> float:
+        """Bytes of state for each element."""
+        return self.state_bytes / self.elements if self.elements else 0.0
+
+    @property
+    def each_parameter_bytes(self) -> float:
+        """Bytes of each element."""
+        return self.parameter_bytes / self.elements if self.elements else 0.0
+
+
+def held_by_unit(optimizers: Sequence[Optimizer], model: ShardedModel) -> tuple[UnitState, ...]:
+    """Return what the optimizers will hold for each unit; nothing for what none of them trains.
+
+    Args:
+        optimizers: Element-wise optimizers; they may hold the parameters from before the model was
+            sharded.
+        model: The sharded model.
+    """
+    each: dict[int, float] = {}
+    for optimizer in optimizers:
+        pairs = zip(optimizer.param_groups, state_bytes_per_element(optimizer), strict=True)
+        for group, nbytes in pairs:
+            for parameter in group["params"]:
+                own = _of_model(model, parameter)
+                # a trial has the dtype of the group's first parameter
+                part = own.element_size() / group["params"][0].element_size()
+                each[id(own)] = each.get(id(own), 0.0) + nbytes * part
+    found = []
+    for unit in model.units:
+        trained = [p for _, p in unit.named_sharded() if p.requires_grad]
+        held = sum(p.numel() * each.get(id(p), 0.0) for p in trained)
+        own_bytes = sum(p.numel() * p.element_size() for p in trained)
+        found.append(UnitState(sum(p.numel() for p in trained), held, own_bytes))
+    return tuple(found)
+
+
+def held_per_parameter(optimizers: Sequence[Optimizer], model: ShardedModel) -> float | None:
+    """Return the mean bytes of state of a trained parameter; None: it is not known.
+
+    It is not known of optimizers that update whole parameters, whose state lies on owners, and of
+    those that are neither torch's nor of a listed package.
+
+    Args:
+        optimizers: All optimizers.
+        model: The sharded model.
+    """
+    if not all(known_scope(own) is Scope.ELEMENT or is_listed(own) for own in optimizers):
+        return None
+    try:
+        units = held_by_unit(optimizers, model)
+    except Exception:  # some options work on devices only, so that no small copy can step
+        return None
+    elements = sum(unit.elements for unit in units)
+    return sum(unit.state_bytes for unit in units) / elements if elements else None
+
+
+def _of_model(model: ShardedModel, parameter: Tensor) -> Tensor:
+    sharded = model.sharded_in_place_of(parameter)
+    return parameter if sharded is None else sharded

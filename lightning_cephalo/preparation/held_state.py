@@ -1,0 +1,128 @@
+"""Corrects the plan for the state that the user's optimizers hold.
+
+The plan is made before the optimizers, and counts on two moments of a parameter's size, as Adam
+has. Where they hold another amount, predictions follow. If a rank then lacks memory, or state that
+lives in host memory is of another size, the plan is made anew, before training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_cephalo.adapters.dealt_loaders import DealtLoaders
+from lightning_cephalo.adapters.held_state import held_per_parameter
+from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.plan import Plan, Problem, predict
+from lightning_cephalo.plan.reasons import reasons
+from lightning_cephalo.preparation.prepare import Job, make_plan
+from lightning_cephalo.preparation.session import Session
+from lightning_cephalo.profiling.memory_model import largest_row, predicted
+from lightning_cephalo.profiling.state_rates import planned_state_bytes, trained_sizes
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_ROUNDING = 1e-6
+
+
+def count_on_optimizers(
+    job: Job,
+    problem: Problem,
+    session: Session,
+    optimizers: Sequence[Optimizer],
+    trainer: Trainer,
+) -> Problem:
+    """Let plan and predictions count on the optimizers' state; collective.
+
+    Comes before optimizers have state of their own. A plan that the user gives stays as it is.
+
+    Args:
+        job: The training to run.
+        problem: What the plan was made from.
+        session: The session, which follows the plan.
+        optimizers: All optimizers.
+        trainer: The trainer that is fitting.
+
+    Raises:
+        InfeasibleError: On rank 0, if no plan has the memory.
+        RemoteRankError: On the other ranks, for the same reason.
+        UnsupportedError: On every rank, if loaders cannot deal the sizes of another plan.
+
+    Returns:
+        The problem, with that state.
+    """
+    control, model = session.control, session.model
+    own = held_per_parameter(optimizers, model)
+    held: list[float] = control.gather(math.nan if own is None else own)
+    planned = planned_state_bytes(model)
+    if any(map(math.isnan, held)) or math.isclose(max(held), planned, rel_tol=_ROUNDING):
+        return problem
+    each = max(held)
+    counted = counted_on(problem, model, each)
+    if job.plan is not None:
+        return counted
+    plan = still_fits(counted, session.plan)
+    if plan is None:
+        plan = make_plan(job, counted, control)
+        control.together("changing the loaders", partial(_deal, session, trainer, plan))
+        said = (
+            f"Made anew for an optimizer that holds {each:g} bytes of state for each parameter;"
+            f" other plans count on {planned:g} before it is known."
+        )
+        session.notes = (*reasons(counted, plan), said)
+    # some hold rows from the beginning, such as Adagrad
+    session.optimizers = [
+        own for own in optimizers if any(isinstance(key, DTensor) for key in own.state)
+    ]
+    session.check_move(plan)
+    session.apply(plan, predicted(counted, plan, model))
+    return counted
+
+
+def counted_on(problem: Problem, model: ShardedModel, each_bytes: float) -> Problem:
+    """Return a problem whose optimizer holds so many bytes of state for each parameter.
+
+    Args:
+        problem: A problem that counts on two moments.
+        model: The sharded model.
+        each_bytes: The bytes.
+    """
+    planned = planned_state_bytes(model)
+    counted = problem.with_moments(each_bytes, planned, sum(trained_sizes(model)))
+    # a rank may hold a row more than its share
+    row_bytes = max(0.0, each_bytes - planned) * largest_row(model)[0]
+    return replace(counted, gathered_bytes=counted.gathered_bytes + row_bytes)
+
+
+def still_fits(problem: Problem, plan: Plan) -> Plan | None:
+    """Return a plan with this problem's predictions of memory; None: another one is needed.
+
+    A plan that keeps state in host memory is: it has moved too little, or more than pays.
+
+    Args:
+        problem: The problem.
+        plan: A plan for the same ranks, made for other state.
+    """
+    if plan.moves_state:
+        return None
+    parts = []
+    found = predict(problem, plan).ranks
+    for profile, rank, part in zip(problem.ranks, plan.ranks, found, strict=True):
+        if part.memory_bytes > profile.capacity_bytes:
+            return None
+        parts.append(replace(rank, memory_bytes=part.memory_bytes))
+    return replace(plan, ranks=tuple(parts))
+
+
+def _deal(session: Session, trainer: Trainer, plan: Plan) -> None:
+    # they exist if configure_optimizers() has asked for the number of steps
+    loaders = DealtLoaders(trainer)
+    loaders.refuse_other_sizes(session.dealt_plan, plan)
+    loaders.deal(plan, session.control.rank, 0)

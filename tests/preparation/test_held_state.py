@@ -1,0 +1,209 @@
+"""Plans count on the state that the user's optimizers hold, once these exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import (
+    SGD,
+    Adafactor,
+    Adagrad,
+    Adam,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RMSprop,
+    Rprop,
+)
+
+from lightning_cephalo.adapters.held_state import held_by_unit, held_per_parameter
+from lightning_cephalo.observe.memory import RankMemory
+from lightning_cephalo.plan import InfeasibleError, Plan, Problem, RankProfile, solve
+from lightning_cephalo.preparation import held_state
+from lightning_cephalo.preparation.held_state import count_on_optimizers
+
+SIZES = (16, *[32] * 8)
+
+
+class _Unit:
+    """Of one trained parameter in rows of four elements, and a frozen one."""
+
+    def __init__(self, size: int) -> None:
+        self.trained = nn.Parameter(torch.zeros(size // 4, 4))
+        self.frozen = nn.Parameter(torch.zeros(8), requires_grad=False)
+        trained = SimpleNamespace(
+            numel=size, trainable=True, master_dtype=torch.float32, shapes=[(size // 4, 4)]
+        )
+        self.flats = [trained]
+
+    def named_sharded(self) -> list[tuple[str, nn.Parameter]]:
+        return [("trained", self.trained), ("frozen", self.frozen)]
+
+
+def _model(original: Callable[[Any], Any] = lambda parameter: None) -> Any:
+    units = [_Unit(size) for size in SIZES]
+    flats = [flat for unit in units for flat in unit.flats]
+    return SimpleNamespace(units=units, flats=flats, sharded_in_place_of=original)
+
+
+def _parameters(model: Any) -> list[nn.Parameter]:
+    return [parameter for unit in model.units for _, parameter in unit.named_sharded()]
+
+
+OPTIMIZERS: list[tuple[Any, float | None]] = [
+    (lambda p: SGD(p, lr=0.1), 0),
+    (lambda p: SGD(p, lr=0.1, momentum=0.9), 4),
+    (Adagrad, 4),
+    (Adam, 8),
+    (lambda p: Adam(p, capturable=True), 8),
+    (lambda p: AdamW(p, amsgrad=True, fused=True), 12),
+    (NAdam, 8),
+    (Rprop, 8),
+    (RMSprop, 4),
+    (lambda p: RMSprop(p, centered=True, momentum=0.9), 12),
+    (Adafactor, None),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), OPTIMIZERS)
+def test_the_bytes_of_state_are_those_that_the_optimizer_makes(optimizer, expected):
+    model = _model()
+    own: Optimizer = optimizer(_parameters(model))
+    assert held_per_parameter([own], model) == expected
+    if expected is None or own.defaults.get("capturable"):
+        return
+    for parameter in _parameters(model):
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    own.step()
+    own.step()
+    for unit, counted in zip(model.units, held_by_unit([own], model), strict=True):
+        made = [v for v in own.state[unit.trained].values() if isinstance(v, torch.Tensor)]
+        held = sum(value.nbytes for value in made if value.shape == unit.trained.shape)
+        assert counted.state_bytes == held and counted.parameter_bytes == unit.trained.nbytes
+
+
+def test_groups_and_parameters_from_before_the_model_was_sharded_count_where_they_are():
+    earlier = [nn.Parameter(torch.zeros(1)) for _ in SIZES]
+    model = _model(
+        lambda p: next(
+            (u.trained for u, e in zip(model.units, earlier, strict=True) if e is p), None
+        )
+    )
+    groups = [{"params": earlier[:1], "amsgrad": True}, {"params": earlier[1:2]}]
+    found = held_by_unit([Adam(groups)], model)  # nobody trains the others
+    assert [unit.state_bytes for unit in found] == [12 * 16, 8 * 32, *[0] * 7]
+    assert held_per_parameter([Adam(groups)], model) == (12 * 16 + 8 * 32) / sum(SIZES)
+
+
+class _Control:
+    """Messages of the only rank."""
+
+    rank, world_size = 0, 1
+
+    def gather(self, row: Any) -> list[Any]:
+        return [row]
+
+    def together(self, doing: str, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+class _Session:
+    """Follows plans, of which it keeps the last one."""
+
+    def __init__(self, model: Any, plan: Plan) -> None:
+        self.control, self.model = _Control(), model
+        self.plan = self.dealt_plan = plan
+        self.notes: tuple[str, ...] = ()
+        self.optimizers: list[Optimizer] = []
+        self.memory: Any = None
+
+    def check_move(self, plan: Plan) -> None:
+        pass
+
+    def apply(self, plan: Plan, memory: Any) -> None:
+        self.plan, self.memory = plan, memory
+
+
+def _problem(capacity: float, **fields: Any) -> Problem:
+    rank = RankProfile(
+        "a",
+        (1.0, 1.5),
+        (1.0, 1.5),
+        (0.0, 0.0),
+        (10.0, 400.0),
+        capacity,
+        host_capacity_bytes=5000.0,
+        to_device_bytes_per_s=1e3,
+        to_host_bytes_per_s=1e3,
+    )
+    given = {"state_bytes": 12.0 * sum(SIZES), "global_batch_size": 2, "unit_parameters": SIZES}
+    return Problem([rank], 8, **{**given, "moment_bytes": 8.0, **fields})
+
+
+def _counted(
+    monkeypatch: Any, problem: Problem, optimizer: Any, given: Plan | None = None
+) -> tuple[_Session, Problem]:
+    memory = (RankMemory(),)
+    monkeypatch.setattr(held_state, "predicted", lambda *_: memory)
+    model = _model()
+    session: Any = _Session(model, given or solve(problem))
+    job: Any = SimpleNamespace(
+        plan=given, limits=(), options=SimpleNamespace(verbose=False, recompute=_DEFAULT)
+    )
+    loop = SimpleNamespace(_combined_loader=None)
+    trainer: Any = SimpleNamespace(fit_loop=loop)
+    own = optimizer(_parameters(model))
+    return session, count_on_optimizers(job, problem, session, [own], trainer)
+
+
+_DEFAULT = SimpleNamespace(default=True)
+AMSGRAD = lambda p: Adam(p, amsgrad=True)  # noqa: E731
+
+
+def test_predictions_count_on_what_the_optimizer_holds(monkeypatch):
+    problem = _problem(10_000.0)
+    before = solve(problem)
+    for optimizer, each in ((AMSGRAD, 12), (Adam, 8), (lambda p: SGD(p, lr=0.1), 0)):
+        session, counted = _counted(monkeypatch, problem, optimizer)
+        more = (each - 8) * sum(SIZES) + max(0, each - 8) * 4  # and a row
+        assert session.plan.ranks[0].memory_bytes == before.ranks[0].memory_bytes + more
+        assert counted.state_bytes == problem.state_bytes + (each - 8) * sum(SIZES)
+        assert counted.moment_bytes == each
+        assert session.plan.ranks[0].microbatch_sizes == (2,) and not session.notes
+        assert (session.memory is None) is (each == 8)
+
+
+def test_a_plan_that_lacks_memory_for_the_optimizers_state_is_made_anew(monkeypatch):
+    # 3264 bytes of state with two moments, 4352 with three: two samples at once no more
+    problem = _problem(4500.0)
+    assert solve(problem).ranks[0].microbatch_sizes == (2,)
+    session, _ = _counted(monkeypatch, problem, AMSGRAD)
+    assert session.plan.ranks[0].microbatch_sizes == (1, 1)
+    assert session.plan.ranks[0].memory_bytes <= 4500.0
+    assert "an optimizer that holds 12 bytes of state" in session.notes[-1]
+    with pytest.raises(InfeasibleError):
+        _counted(monkeypatch, _problem(3800.0), AMSGRAD)
+    given = solve(problem)  # says itself what it takes
+    session, counted = _counted(monkeypatch, problem, AMSGRAD, given)
+    assert session.plan is given and session.memory is None and counted.moment_bytes == 12
+
+
+def test_state_that_moves_is_planned_for_what_the_optimizer_holds(monkeypatch):
+    moves = _problem(2400.0, optimizer_offload="auto", offloads_boundaries=False)
+    assert solve(moves).moves_state
+    session, _ = _counted(monkeypatch, moves, lambda p: SGD(p, lr=0.1))
+    assert not session.plan.moves_state  # it has no state, and fits
+    session, counted = _counted(monkeypatch, moves, AMSGRAD)
+    (rank,) = session.plan.ranks
+    assert session.plan.ranks == solve(counted).ranks
+    assert rank.moves_state and rank.memory_bytes <= 2400.0
+    away = round((1 - rank.resident_fraction) * sum(SIZES))
+    assert 12 * away - 1 <= rank.state_host_bytes <= 5000.0
