@@ -81,6 +81,7 @@ from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_loa
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.memory_model import predicted
+from lightning_cephalo.profiling.state_rates import contention_text
 from lightning_cephalo.ranks import launch
 from lightning_cephalo.recovery.options import Recovery, Wish
 from lightning_cephalo.recovery.recovering import Recovering, rows_of_model, rows_of_optimizer
@@ -577,6 +578,7 @@ class CephaloStrategy(ParallelStrategy):
             assert problem is not None
             plan = make_plan(job, problem, control)
             memory = predicted(problem, plan, session.model)
+            session.measured_copies = contention_text(problem)
             session.notes = (*reasons(problem, plan), *surprises(problem, plan))
         supported.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
         session.apply(plan, memory)

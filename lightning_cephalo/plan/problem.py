@@ -80,6 +80,12 @@ class RankProfile(Record):
         host_memory_bytes_per_s: bytes of its host's memory that copies and updates of this rank
             may read and write per second, while all ranks of the host do so; ``math.inf``: not
             known, and copies and updates of the host do not slow each other down.
+        to_device_alone_bytes_per_s: ``to_device_bytes_per_s`` while nothing goes to the host, for
+            the record of a run; None: not known.
+        to_host_alone_bytes_per_s: the same of ``to_host_bytes_per_s``.
+        copies_beside_compute: how much longer copies and compute of equal lengths take at the same
+            time than the longer one alone, 1 to 2; the same.
+        copies_beside_gathers: the same of copies and gathers of units.
 
     Raises:
         PlanError: entries are NaN, infinite or negative, curves differ in length, or the capacity
@@ -108,6 +114,10 @@ class RankProfile(Record):
     to_device_bytes_per_s: PositiveOrInfinite = math.inf
     to_host_bytes_per_s: PositiveOrInfinite = math.inf
     host_memory_bytes_per_s: PositiveOrInfinite = math.inf
+    to_device_alone_bytes_per_s: PositiveOrInfinite | None = None
+    to_host_alone_bytes_per_s: PositiveOrInfinite | None = None
+    copies_beside_compute: Amount | None = None
+    copies_beside_gathers: Amount | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

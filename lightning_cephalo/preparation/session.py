@@ -106,6 +106,7 @@ class Session:
         memory: Measures this rank's memory, from :meth:`start_training` on.
         predicted_memory: The plan's prediction of every rank's memory.
         notes: Sentences below the plan's table: why it divides the work so.
+        measured_copies: What copies of optimizer state take beside other work; may be empty.
         late: Why updates follow the backward, in a few words; empty: they run inside of it.
     """
 
@@ -157,6 +158,7 @@ class Session:
         self.predicted_memory: tuple[RankMemory, ...] = ()
         self._averages: AveragedWeights | None = None
         self.notes: tuple[str, ...] = ()
+        self.measured_copies = ""
         self.late = job.late
         self._updater: EarlyUpdater | None = None
         self._may_send: Callable[[Optimizer], bool] = lambda _: False
@@ -521,9 +523,11 @@ class Session:
         """Return the plan as a table that also says when updates run.
 
         Args:
-            details: Whether to say how the plan was solved.
+            details: Whether to say how the plan was solved, and what copies of state take.
         """
         model, notes = self.unit_sizes(), self._all_notes()
+        if details and self.measured_copies:
+            notes = (*notes, self.measured_copies)
         return report.plan_table(
             self.plan, model=model, updates=self._updates, notes=notes, details=details
         )
@@ -552,7 +556,7 @@ class Session:
             ranks=ranks,
             model=printable(report.units_text(self.unit_sizes())),
             updates=self._updates,
-            notes=self._all_notes(),
+            notes=tuple(filter(None, (*self._all_notes(), self.measured_copies))),
             changes=tuple(
                 f"behind step {change.step}: {change.cause}, rank {change.rank}"
                 for change in changes

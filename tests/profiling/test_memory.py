@@ -12,8 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cephalo import Plan, RankPlan
+from lightning_cephalo.adapters.held_state import held_per_parameter
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.plan import cost
+from lightning_cephalo.preparation.held_state import counted_on
 
 
 def parts(microbatches, fractions, offloading=()):
@@ -43,6 +45,40 @@ class Peak(Callback):
 
     def on_train_batch_end(self, *_):
         self.peak_bytes = active_device().peak_bytes
+
+
+class Chosen(GPT):
+    """Trains with any optimizer."""
+
+    def __init__(self, make, **model):
+        super().__init__(**model)
+        self.make = make
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+OPTIMIZERS = {
+    "amsgrad": functools.partial(torch.optim.AdamW, amsgrad=True),
+    "centered": functools.partial(torch.optim.RMSprop, centered=True, momentum=0.9),
+    "plain": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+    "rprop": torch.optim.Rprop,
+}
+
+
+class Counted(Peak):
+    """In addition, the problem as it is for the optimizer of the training."""
+
+    def __init__(self, problem):
+        self.problem = problem
+
+    def on_train_start(self, trainer, pl_module):
+        model = trainer.strategy.session.model
+        each = held_per_parameter(trainer.optimizers, model)
+        self.problem = counted_on(self.problem, model, each)
 
 
 # parts of a plan, and whether units are resharded after the forward
@@ -94,6 +130,13 @@ def predicted_and_held(recompute, precision, depth, cases):
         updated = problem.with_early_update() if is_early else problem
         predicted = cost.predict(updated, plan).ranks[dist.get_rank()].memory_bytes
         found[name] = (predicted, peak.peak_bytes)
+    for name, make in OPTIMIZERS.items() if "offloaded" in cases else ():
+        plan, peak = Plan(ranks=UNEVEN), Counted(problem.with_early_update())
+        strategy = {"recompute": recompute, "plan": plan, "early_update": "auto"}
+        module = Chosen(make, **model)
+        fit(module, data, strategy=strategy, callbacks=[peak], max_steps=2, **options)
+        predicted = cost.predict(peak.problem, plan).ranks[dist.get_rank()].memory_bytes
+        found[name] = (predicted, peak.peak_bytes)
     return found
 
 
@@ -119,6 +162,13 @@ def _all_that_is_dealt():
 @pytest.mark.parametrize(("recompute", "precision", "name"), list(_all_that_is_dealt()))
 def test_predicted_bytes_are_never_less_than_held_and_within_a_tenth(recompute, precision, name):
     for rank in all_cases(recompute, precision):
+        predicted, held = rank[name]
+        assert held <= predicted <= 1.1 * held
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_predicted_bytes_are_those_of_the_optimizer(name):
+    for rank in all_cases(True, "32-true"):
         predicted, held = rank[name]
         assert held <= predicted <= 1.1 * held
 
