@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -85,7 +86,8 @@ def held_per_parameter(optimizers: Sequence[Optimizer], model: ShardedModel) -> 
     if not all(known_scope(own) is Scope.ELEMENT or is_listed(own) for own in optimizers):
         return None
     try:
-        units = held_by_unit(optimizers, model)
+        with torch.random.fork_rng(devices=[]):
+            units = held_by_unit(optimizers, model)
     except Exception:  # some options work on devices only, so that no small copy can step
         return None
     elements = sum(unit.elements for unit in units)

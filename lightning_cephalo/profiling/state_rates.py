@@ -225,7 +225,9 @@ def with_state_rates(problem: Problem, rates: Sequence[StateRates]) -> Problem:
             for rank in left
             if problem.ranks[rank] == problem.ranks[first] and rates[rank].is_like(rates[first])
         ]
-        slowest = {name: _slowest(name, [rates[r] for r in group]) for name in RATES}
+        slowest: dict[str, Any] = {
+            name: _slowest(name, [rates[r] for r in group]) for name in RATES
+        }
         for rank in group:
             found[rank] = replace(problem.ranks[rank], **slowest)
         left = [rank for rank in left if rank not in group]

@@ -32,6 +32,13 @@ class Model(GPT):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
 
 
+class Amsgrad(Model):
+    """Its optimizer holds three moments, of which no plan knows that is made before it."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4, amsgrad=True)
+
+
 class Watch(Callback):
     """What training leaves, and what it held."""
 
@@ -40,8 +47,8 @@ class Watch(Callback):
         self.predicted, self.notes = session.predicted_memory, session.notes
 
 
-def one_device() -> dict[str, Tensor]:
-    module = Model(**MODEL)
+def one_device(kind: type[Model] = Model) -> dict[str, Tensor]:
+    module = kind(**MODEL)
     optimizer = module.configure_optimizers()
     module.log = lambda *_, **__: None
     for index, batch in zip(range(STEPS), loader(samples=8 * STEPS, batch_size=8), strict=True):
@@ -52,9 +59,13 @@ def one_device() -> dict[str, Tensor]:
 
 
 def _trained(
-    offload: Any, capacities: Any = CAPACITIES, emulation: Any = None, **strategy: Any
+    offload: Any,
+    capacities: Any = CAPACITIES,
+    emulation: Any = None,
+    kind: type[Model] = Model,
+    **strategy: Any,
 ) -> Any:
-    watch, module = Watch(), Model(**MODEL)
+    watch, module = Watch(), kind(**MODEL)
     runs = fit(
         module,
         loader(samples=8 * STEPS, batch_size=4),
@@ -87,30 +98,40 @@ def _offloaded() -> Any:
         _refused("auto", host_memory_cap=200_000),
         _refused(True, host_memory_cap=0),
     ]
-    plan, measured, watch, values = _trained("auto")
-    return refused, plan, measured, watch.predicted, watch.notes, values
+    found = []
+    for kind in (Model, Amsgrad):
+        plan, measured, watch, values = _trained("auto", kind=kind)
+        found.append((plan, measured, watch.predicted, watch.notes, values))
+    return refused, found
 
 
 @pytest.mark.slow
 def test_a_model_that_fits_nowhere_trains_as_on_one_device():
-    wanted = one_device()
-    for refused, plan, measured, predicted, notes, values in in_ranks(2, _offloaded):
+    wanted = [one_device(kind) for kind in (Model, Amsgrad)]
+    for refused, found in in_ranks(2, _offloaded):
         without, capped, none = refused
         assert "Memory binds" in without and "optimizer_offload='auto'" in without
         assert "may live in host memory" in capped and "More host memory would do" in capped
         assert "optimizer_offload=True, but optimizer state has to stay" in none
-        assert plan.moves_state
-        assert any("of optimizer state" in note or "units in host memory" in note for note in notes)
-        for name, value in wanted.items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
-        for rank, held, expected, capacity in zip(
-            plan.ranks, measured, predicted, CAPACITIES, strict=True
-        ):
-            assert held.peak_bytes <= rank.memory_bytes * 1.001 <= capacity * 1.001
-            assert held.peak_bytes >= 0.8 * rank.memory_bytes
-            assert held.host_bytes == pytest.approx(expected.host_bytes, rel=0.05)
-            planned = (rank.host_bytes or 0) + (rank.state_host_bytes or 0)
-            assert expected.host_bytes == pytest.approx(planned, rel=0.1, abs=2000)
+        for own, values in zip(found, wanted, strict=True):
+            _check(own, values)
+        assert "holds 12 bytes of state" in found[1][3][-1]
+
+
+def _check(found: Any, wanted: dict[str, Tensor]) -> None:
+    plan, measured, predicted, notes, values = found
+    assert plan.moves_state
+    assert any("of optimizer state" in note or "units in host memory" in note for note in notes)
+    for name, value in wanted.items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
+    for rank, held, expected, capacity in zip(
+        plan.ranks, measured, predicted, CAPACITIES, strict=True
+    ):
+        assert held.peak_bytes <= rank.memory_bytes * 1.001 <= capacity * 1.001
+        assert held.peak_bytes >= 0.8 * rank.memory_bytes
+        assert held.host_bytes == pytest.approx(expected.host_bytes, rel=0.05)
+        planned = (rank.host_bytes or 0) + (rank.state_host_bytes or 0)
+        assert expected.host_bytes == pytest.approx(planned, rel=0.1, abs=2000)
 
 
 def _with_a_slow_host() -> Any:
