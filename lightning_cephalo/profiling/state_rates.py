@@ -38,7 +38,7 @@ _UPDATED_BYTES = 28
 # Copies in each direction beside one update by the host, at most.
 _MOST_COPIES = 64
 # Matrices that are multiplied beside copies: their width, and products, at most.
-_WIDEST, _MOST_PRODUCTS = 1024, 64
+_WIDEST, _MOST_PRODUCTS = 512, 64
 # A larger factor than this is noise: two things take no longer than one after the other.
 _MOST_BESIDE = 2.0
 # Work at once that takes less than this much longer than the longest alone does not wait.
