@@ -277,7 +277,8 @@ def test_where_the_optimizer_needs_late_updates_other_plans_count_on_them(monkey
     solved = solve(early)
     session = Mock(plan=replace(solved, early_update=None))
     session.control.rank = 0
-    monkeypatch.setattr(replanning, "state_bytes", lambda model: 2**20)
+    held = {False: 2**20, True: 2**19}
+    monkeypatch.setattr(replanning, "state_bytes", lambda model, early=False: held[early])
     policy = ReplanPolicy(early, solved)
     run = Mock(global_step=0)
     watching = replanning.Replanning(session, run, Mock(), Mock(), early, policy, Options())
