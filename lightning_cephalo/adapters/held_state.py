@@ -2,6 +2,9 @@
 
 The plan is made before the optimizers, and counts on two moments. Amsgrad holds three, SGD none. A
 trial on small tensors tells (:func:`~lightning_cephalo.adapters.scope.state_bytes_per_element`).
+
+Units may differ: an optimizer trains a part of the model, or one of its groups has another option.
+Plans count one figure. Where units move whole, only that of the largest unit is safe.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from lightning_cephalo.adapters.scope import (
     state_bytes_per_element,
 )
 from lightning_cephalo.execution.sharded_model import ShardedModel
+
+_MOMENTS_OF_ADAM = 2
 
 
 @dataclass(frozen=True)
@@ -47,13 +52,16 @@ class UnitState:
         return self.parameter_bytes / self.elements if self.elements else 0.0
 
 
-def held_by_unit(optimizers: Sequence[Optimizer], model: ShardedModel) -> tuple[UnitState, ...]:
-    """Return what the optimizers will hold for each unit; nothing for what none of them trains.
+def held_by_unit(
+    optimizers: Sequence[Optimizer], model: ShardedModel, *, untrained_moments: int = 0
+) -> tuple[UnitState, ...]:
+    """Return what the optimizers will hold for each unit.
 
     Args:
         optimizers: Element-wise optimizers; they may hold the parameters from before the model was
             sharded.
         model: The sharded model.
+        untrained_moments: State of parameters that none of them trains, in sizes of the parameter.
     """
     each: dict[int, float] = {}
     for optimizer in optimizers:
@@ -67,31 +75,43 @@ def held_by_unit(optimizers: Sequence[Optimizer], model: ShardedModel) -> tuple[
     found = []
     for unit in model.units:
         trained = [p for _, p in unit.named_sharded() if p.requires_grad]
-        held = sum(p.numel() * each.get(id(p), 0.0) for p in trained)
+        held = sum(
+            p.numel() * each.get(id(p), float(untrained_moments * p.element_size()))
+            for p in trained
+        )
         own_bytes = sum(p.numel() * p.element_size() for p in trained)
         found.append(UnitState(sum(p.numel() for p in trained), held, own_bytes))
     return tuple(found)
 
 
-def held_per_parameter(optimizers: Sequence[Optimizer], model: ShardedModel) -> float | None:
-    """Return the mean bytes of state of a trained parameter; None: it is not known.
+def held_per_parameter(
+    optimizers: Sequence[Optimizer], model: ShardedModel, *, units_move: bool = False
+) -> float | None:
+    """Return the bytes of state of a trained parameter that a plan counts; None: not known.
 
-    It is not known of optimizers that update whole parameters, whose state lies on owners, and of
-    those that are neither torch's nor of a listed package.
+    They are not known of optimizers that update whole parameters, whose state lies on owners, and
+    of those that are neither torch's nor of a listed package. A parameter that no optimizer trains
+    counts as with Adam: ``add_param_group`` may follow.
 
     Args:
         optimizers: All optimizers.
         model: The sharded model.
+        units_move: Whether state of whole units may live in host memory: then the figure is that of
+            the unit with the most, else the mean, as every rank holds rows of all units.
     """
     if not all(known_scope(own) is Scope.ELEMENT or is_listed(own) for own in optimizers):
         return None
     try:
         with torch.random.fork_rng(devices=[]):
-            units = held_by_unit(optimizers, model)
+            units = held_by_unit(optimizers, model, untrained_moments=_MOMENTS_OF_ADAM)
     except Exception:  # some options work on devices only, so that no small copy can step
         return None
     elements = sum(unit.elements for unit in units)
-    return sum(unit.state_bytes for unit in units) / elements if elements else None
+    if not elements:
+        return None
+    if units_move:
+        return max(unit.each_state_bytes for unit in units)
+    return sum(unit.state_bytes for unit in units) / elements
 
 
 def _of_model(model: ShardedModel, parameter: Tensor) -> Tensor:

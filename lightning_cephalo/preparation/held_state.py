@@ -20,7 +20,7 @@ from lightning_cephalo.adapters.dealt_loaders import DealtLoaders
 from lightning_cephalo.adapters.held_state import held_per_parameter
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Plan, Problem, predict
-from lightning_cephalo.plan.reasons import reasons
+from lightning_cephalo.plan.reasons import reasons, surprises
 from lightning_cephalo.preparation.prepare import Job, make_plan
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.memory_model import largest_row, predicted
@@ -59,7 +59,8 @@ def count_on_optimizers(
         The problem, with that state.
     """
     control, model = session.control, session.model
-    own = held_per_parameter(optimizers, model)
+    units_move = problem.optimizer_offload is not False or session.plan.moves_state
+    own = held_per_parameter(optimizers, model, units_move=units_move)
     held: list[float] = control.gather(math.nan if own is None else own)
     planned = planned_state_bytes(model)
     if any(map(math.isnan, held)) or math.isclose(max(held), planned, rel_tol=_ROUNDING):
@@ -76,7 +77,7 @@ def count_on_optimizers(
             f"Made anew for an optimizer that holds {each:g} bytes of state for each parameter;"
             f" other plans count on {planned:g} before it is known."
         )
-        session.notes = (*reasons(counted, plan), said)
+        session.notes = (*reasons(counted, plan), *surprises(counted, plan), said)
     # some hold rows from the beginning, such as Adagrad
     session.optimizers = [
         own for own in optimizers if any(isinstance(key, DTensor) for key in own.state)

@@ -24,6 +24,7 @@ from torch.optim import (
 from lightning_cephalo.adapters.held_state import held_by_unit, held_per_parameter
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import InfeasibleError, Plan, Problem, RankProfile, solve
+from lightning_cephalo.plan.state_homes import StateHome, state_homes
 from lightning_cephalo.preparation import held_state
 from lightning_cephalo.preparation.held_state import count_on_optimizers
 
@@ -97,7 +98,9 @@ def test_groups_and_parameters_from_before_the_model_was_sharded_count_where_the
     groups = [{"params": earlier[:1], "amsgrad": True}, {"params": earlier[1:2]}]
     found = held_by_unit([Adam(groups)], model)  # nobody trains the others
     assert [unit.state_bytes for unit in found] == [12 * 16, 8 * 32, *[0] * 7]
-    assert held_per_parameter([Adam(groups)], model) == (12 * 16 + 8 * 32) / sum(SIZES)
+    # a plan counts two moments for those, as a group may be added
+    assert held_per_parameter([Adam(groups)], model) == (12 * 16 + 8 * 32 * 8) / sum(SIZES)
+    assert held_per_parameter([Adam(groups)], model, units_move=True) == 12
 
 
 class _Control:
@@ -207,3 +210,29 @@ def test_state_that_moves_is_planned_for_what_the_optimizer_holds(monkeypatch):
     assert rank.moves_state and rank.memory_bytes <= 2400.0
     away = round((1 - rank.resident_fraction) * sum(SIZES))
     assert 12 * away - 1 <= rank.state_host_bytes <= 5000.0
+
+
+FIRST_AMSGRAD = lambda p: Adam([{"params": p[:10], "amsgrad": True}, {"params": p[10:]}])  # noqa: E731
+LAST_AMSGRAD = lambda p: Adam([{"params": p[:10]}, {"params": p[10:], "amsgrad": True}])  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    "optimizer", [FIRST_AMSGRAD, LAST_AMSGRAD, lambda p: Adam(p[:10]), lambda p: Adam(p[10:])]
+)
+@pytest.mark.parametrize("capacity", [2100.0, 2500.0, 2700.0])
+def test_no_device_holds_more_than_planned_where_units_differ(monkeypatch, optimizer, capacity):
+    problem = _problem(capacity, optimizer_offload="auto", offloads_boundaries=False)
+    session, counted = _counted(monkeypatch, problem, optimizer)
+    (rank,) = session.plan.ranks
+    homes = state_homes(SIZES, rank.resident_fraction, rank.host_update_fraction)
+    model = _model()
+    held = [own.state_bytes for own in held_by_unit([optimizer(_parameters(model))], model)]
+
+    def on_device(state: list[float]) -> float:
+        pairs = list(zip(state, homes, strict=True))
+        streamed = [own for own, home in pairs if home is StateHome.STREAMED]
+        resident = [own for own, home in pairs if home is StateHome.RESIDENT]
+        return sum(resident) + 2 * max(streamed, default=0.0)
+
+    assert rank.moves_state and rank.memory_bytes <= capacity
+    assert on_device(held) <= on_device([counted.moment_bytes * size for size in SIZES])
