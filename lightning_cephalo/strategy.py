@@ -504,12 +504,8 @@ class CephaloStrategy(ParallelStrategy):
         # as FSDPStrategy does: sets `self.device` of a module that is never moved as a whole
         self._module._device = self.root_device
         if fitting:
-            try:
+            with self._waiting_for_hosts():
                 job, problem = self._shard_by_plan(trainer)
-            except Exception as error:
-                termination = self._ending.termination
-                self._recovering.wait_for_hosts(error, lambda: termination.is_noticed)
-                raise
         else:
             self._shard(Job.of_evaluation(self._options, self.world_size))
         supported.refuse_synchronising_metrics(self.session.logs.metrics)
@@ -517,7 +513,9 @@ class CephaloStrategy(ParallelStrategy):
         if fitting:
             control = self.session.control
             control.together("making the optimizers", partial(self.setup_optimizers, trainer))
-            self._running.count_on_optimizers(job, problem, self.optimizers)
+            with self._waiting_for_hosts():  # the plan may be made anew
+                self._running.count_on_optimizers(job, problem, self.optimizers)
+            self._warn_of_plan(trainer)
             away = self.session.state_away
             checkpoint.cut_earlier_state(self.optimizers, self.session.model, control, away)
             control.together("sharding the optimizers", self._shard_optimizers)
@@ -532,6 +530,25 @@ class CephaloStrategy(ParallelStrategy):
                     report.show(self.session.model.executor.hooks.vocabulary.described())
         self.setup_precision_plugin()
         self._ending.set_up()
+
+    @contextmanager
+    def _waiting_for_hosts(self) -> Generator[None, None, None]:
+        """Wait for more hosts in place of an error, if a restart has too few of them."""
+        try:
+            yield
+        except Exception as error:
+            termination = self._ending.termination
+            self._recovering.wait_for_hosts(error, lambda: termination.is_noticed)
+            raise
+
+    def _warn_of_plan(self, trainer: Trainer) -> None:
+        """Warn of what the plan that training begins with makes different; collective."""
+        plan = self.session.plan
+        supported.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
+        self.session.control.together(
+            "looking for batch normalisation",
+            partial(batch_norm.warn_of_microbatches, self._module, plan, self.global_rank),
+        )
 
     def _refuse_with_vocabulary_sharding(self) -> None:
         options = self._options
@@ -580,12 +597,7 @@ class CephaloStrategy(ParallelStrategy):
             memory = predicted(problem, plan, session.model)
             session.measured_copies = contention_text(problem)
             session.notes = (*reasons(problem, plan), *surprises(problem, plan))
-        supported.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
         session.apply(plan, memory)
-        control.together(
-            "looking for batch normalisation",
-            partial(batch_norm.warn_of_microbatches, self._module, plan, self.global_rank),
-        )
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
         self._plan, self._replans = plan, ()
         self._watch.begin(session.model)
