@@ -25,14 +25,16 @@ Rates = float | Sequence[float | None] | None
 
 
 def _of_ranks(name: str, given: Rates, count: int) -> tuple[float | None, ...]:
-    if given is None or isinstance(given, (int, float)):
-        return (given,) * count
-    if len(given) != count:
+    rates = (given,) * count if given is None or isinstance(given, (int, float)) else tuple(given)
+    if len(rates) != count:
         raise ValueError(
             f"{name}: expected one number, or one for each of the {count} speeds, got"
-            f" {len(given)}: {given!r}."
+            f" {len(rates)}: {given!r}."
         )
-    return tuple(given)
+    # on its own rank only, a bad one would be found while others wait for that rank
+    if not all(rate is None or (rate > 0 and math.isfinite(rate)) for rate in rates):
+        raise ValueError(f"{name}: expected positive numbers or None, got {given!r}.")
+    return rates
 
 
 class Emulation(Callback):

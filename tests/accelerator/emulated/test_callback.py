@@ -1,3 +1,4 @@
+import math
 import os
 import pickle
 import subprocess
@@ -288,6 +289,8 @@ def test_as_many_speeds_as_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"speeds": (3, 1), "link_bytes_per_s": (1e8, -1.0)}, "link_bytes_per_s: expected pos"),
+        ({"speeds": (3, 1), "host_updates_per_s": math.nan}, "host_updates_per_s: expected pos"),
         ({"speeds": ()}, "speeds: expected a positive number per rank"),
         ({"speeds": (1, 0)}, "speeds: expected a positive number per rank"),
         ({"speeds": (1, float("nan"))}, "speeds: expected a positive number per rank"),
