@@ -14,6 +14,7 @@ above some size, so a trial on small tensors would be wrong without an error. Us
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -162,7 +163,9 @@ def state_bytes_per_element(optimizer: Optimizer) -> list[int]:
         dtype = group["params"][0].dtype if group["params"] else torch.float32
         tensors = [torch.full((2, 2), value, dtype=dtype) for value in (0.0, 1.0)]
         groups.append([_Piece(*tensors)] if group["params"] else [])
-    run = _run(optimizer, groups, lambda p: p.detach())
+    # torch's own make all of their state in the first step
+    steps = _STEPS if known_scope(optimizer) is None else 1
+    run = _run(optimizer, groups, lambda p: p.detach(), steps)
     found = []
     for index, _ in enumerate(groups):
         entries = run.state.get((index, 0), {})
@@ -234,6 +237,7 @@ def _run(
     optimizer: Optimizer,
     groups: Sequence[Sequence[_Piece | None]],
     shown: Callable[[Tensor], Tensor],
+    steps: int = _STEPS,
 ) -> _Run:
     """Let a copy of the optimizer update parameters by gradients that pull them to targets."""
     held: dict[tuple[int, int], Tensor] = {}
@@ -246,9 +250,12 @@ def _run(
                 held[g, i] = shown(nn.Parameter(piece.start.clone()))
                 held[g, i].__dict__.update(original.__dict__)
     clone = _clone(optimizer, held)
+    update: Any = type(clone).step
+    if getattr(update, "hooked", False):  # torch's wrapper, which calls hooks of all optimizers
+        update = inspect.unwrap(update, stop=lambda own: not vars(own).get("hooked", False))
     run = _Run({}, {}, [], {}, False, 0)
     last: dict[tuple[int, int], Tensor] = {}
-    for step in range(_STEPS):
+    for step in range(steps):
         last = {place: tensor.detach().clone() for place, tensor in held.items()}
         evaluations = 0
 
@@ -264,7 +271,7 @@ def _run(
                 tensor.grad = pull * 10.0 ** (sum(place) % 3 - 1)
             return torch.tensor(1.0 / (step + 1))
 
-        clone.step(closure)  # type: ignore[arg-type]
+        update(clone, closure)
         run.evaluations = max(run.evaluations, evaluations)
         for place, tensor in held.items():
             run.values.setdefault(place, []).append(tensor.detach().clone())
@@ -285,16 +292,21 @@ def _clone(optimizer: Optimizer, held: Mapping[tuple[int, int], Tensor]) -> Opti
     """Return a copy of an optimizer that holds other parameters, and has no hooks."""
     clone: Any = object.__new__(type(optimizer))
     skipped = ("state", "param_groups", "step", "_params")
+    # the steps of torch's own change no object that is an attribute, which may be the user's
+    is_torchs = known_scope(optimizer) is not None
     for name, value in vars(optimizer).items():
         if name in skipped:
             continue
-        clone.__dict__[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value)
+        own = value if is_torchs else copy.deepcopy(value)
+        clone.__dict__[name] = OrderedDict() if name.endswith("_hooks") else own
     clone.state = defaultdict(dict)
     clone.param_groups = []
     for g, group in enumerate(optimizer.param_groups):
         options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
         if "capturable" in options:  # of graphs, which a CPU has none of
             options["capturable"] = False
+            if options.get("foreach"):  # a rate that is a tensor needs graphs then
+                options["foreach"] = False
         members = [held[place] for place in sorted(held) if place[0] == g]
         clone.param_groups.append({"params": members, **options})
     if callable(getattr(clone, "train", None)):

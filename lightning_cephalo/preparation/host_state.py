@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters import precision
-from lightning_cephalo.adapters.held_state import held_by_unit
+from lightning_cephalo.adapters.held_state import UnitState, held_by_unit
 from lightning_cephalo.adapters.moved_state import MovedState, StateAway, needs_device
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
@@ -19,7 +20,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
-from lightning_cephalo.profiling.state_rates import trained_sizes
+from lightning_cephalo.profiling.state_rates import MOMENTS, trained_sizes
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class HostState:
         whole = trained_sizes(self._model)
         homes = state_homes(whole, own.resident_fraction, own.host_update_fraction)
         rows = [own.state_fraction * size for size in whole]
-        needed = self._taken_bytes(rows, homes, optimizers) + (own.host_bytes or 0.0)
+        needed = self._taken_bytes(rows, homes, self._held(optimizers)) + (own.host_bytes or 0.0)
         if needed > self._capacity_bytes:
             raise HostMemoryError(
                 f"The plan keeps {format_mib(needed)} of optimizer state and boundaries in host"
@@ -173,10 +174,10 @@ class HostState:
         """
         if not plan.moves_state or not optimizers:
             return tuple(memory)
-        found = []
+        found, held = [], self._held(optimizers)
         for index, (rank, kinds) in enumerate(zip(plan.ranks, memory, strict=True)):
             homes = self._homes(plan, index)
-            taken = self._taken_bytes(self._sizes(index), homes, optimizers)
+            taken = self._taken_bytes(self._sizes(index), homes, held)
             found.append(replace(kinds, host_bytes=taken + (rank.host_bytes or 0.0)))
         return tuple(found)
 
@@ -205,11 +206,18 @@ class HostState:
             for home, held in zip(homes, self._sizes(rank), strict=True)
         )
 
+    def _held(self, optimizers: Sequence[Optimizer]) -> tuple[UnitState, ...]:
+        """Return what each unit's state takes: as of Adam, where small copies cannot tell."""
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return held_by_unit(optimizers, self._model)
+        except Exception:  # some options work on devices only
+            return held_by_unit((), self._model, untrained_moments=MOMENTS)
+
     def _taken_bytes(
-        self, rows: Sequence[float], homes: Sequence[StateHome], optimizers: Sequence[Optimizer]
+        self, rows: Sequence[float], homes: Sequence[StateHome], held: Sequence[UnitState]
     ) -> float:
         """Return the bytes of the host that rows of each unit take, with the ends of pieces."""
-        held = held_by_unit(optimizers, self._model)
         needed = [
             home_bytes([size], [home], own.each_state_bytes, own.each_parameter_bytes).host
             for size, home, own in zip(rows, homes, held, strict=True)

@@ -20,6 +20,7 @@ from torch.optim import (
     RMSprop,
     Rprop,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cephalo.adapters.held_state import held_by_unit, held_per_parameter
 from lightning_cephalo.observe.memory import RankMemory
@@ -62,6 +63,7 @@ OPTIMIZERS: list[tuple[Any, float | None]] = [
     (Adagrad, 4),
     (Adam, 8),
     (lambda p: Adam(p, capturable=True), 8),
+    (lambda p: Adam(p, lr=torch.tensor(0.1), foreach=True, capturable=True), 8),
     (lambda p: AdamW(p, amsgrad=True, fused=True), 12),
     (NAdam, 8),
     (Rprop, 8),
@@ -101,6 +103,25 @@ def test_groups_and_parameters_from_before_the_model_was_sharded_count_where_the
     # a plan counts two moments for those, as a group may be added
     assert held_per_parameter([Adam(groups)], model) == (12 * 16 + 8 * 32 * 8) / sum(SIZES)
     assert held_per_parameter([Adam(groups)], model, units_move=True) == 12
+
+
+class _NotCopied:
+    """An attribute of the user's, such as one that holds the whole data."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("It takes too long.")
+
+
+def test_counting_calls_no_hooks_and_copies_no_attributes():
+    model, called = _model(), []
+    own: Any = AdamW(_parameters(model))
+    own.data = _NotCopied()
+    handle = register_optimizer_step_post_hook(lambda *_: called.append(1))
+    try:
+        assert held_per_parameter([own], model) == 8
+    finally:
+        handle.remove()
+    assert not called and not own.state
 
 
 class _Control:
