@@ -3,10 +3,12 @@
 Ranks of one host share its memory and processors. So all ranks copy at the same time, in both
 directions, and then all let their host update. At last all do both at once: what then takes longer
 than each alone waits for the host's memory. AdamW stands for the user's optimizer, which is made
-later. This takes some tenths of a second at most.
+later.
 
 Each direction is also measured alone, and copies beside compute and beside gathers. The plan does
-not use these: they are for the table and the record of a run.
+not use these: they are for the table and the record of a run. How long all of this takes is not
+bounded: every figure is the best of a few repetitions, each as long as its copies, updates and
+gathers take.
 """
 
 from __future__ import annotations
@@ -336,7 +338,8 @@ def _beside(copies: _Copies, bytes_per_s: float, work: Callable[[], None]) -> fl
     work_s = seconds(0)
     count = max(1, min(_MOST_COPIES, round(work_s / copy_s))) if copy_s else 1
     alone_s = max(work_s, count * copy_s)
-    return min(max(1.0, seconds(count) / alone_s), _MOST_BESIDE) if alone_s > 1e-12 else 1.0
+    together_s = seconds(count)  # waits for all ranks, also where the own work takes no time
+    return min(max(1.0, together_s / alone_s), _MOST_BESIDE) if alone_s > 1e-12 else 1.0
 
 
 def _compute(model: ShardedModel, nbytes: int, seconds: float) -> Callable[[], None]:
