@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.dealt_loaders import DealtLoaders
 from lightning_cephalo.adapters.held_state import held_per_parameter
+from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Plan, Problem, predict
 from lightning_cephalo.plan.reasons import reasons, surprises
@@ -69,10 +70,11 @@ def count_on_optimizers(
     counted = counted_on(problem, model, each)
     if job.plan is not None:
         return counted
-    plan = still_fits(counted, session.plan)
-    if plan is None:
-        plan = make_plan(job, counted, control)
-        control.together("changing the loaders", partial(_deal, session, trainer, plan))
+    plan = fitting = still_fits(counted, session.plan)
+    # one that moves state has moved too little, or more than pays
+    if plan is None or plan.moves_state:
+        plan = _dealt(session, trainer, make_plan(job, counted, control), fitting)
+    if plan is not fitting:
         said = (
             f"Made anew for an optimizer that holds {each:g} bytes of state for each parameter;"
             f" other plans count on {planned:g} before it is known."
@@ -105,21 +107,31 @@ def counted_on(problem: Problem, model: ShardedModel, each_bytes: float) -> Prob
 def still_fits(problem: Problem, plan: Plan) -> Plan | None:
     """Return a plan with this problem's predictions of memory; None: another one is needed.
 
-    A plan that keeps state in host memory is: it has moved too little, or more than pays.
-
     Args:
         problem: The problem.
         plan: A plan for the same ranks, made for other state.
     """
-    if plan.moves_state:
-        return None
     parts = []
     found = predict(problem, plan).ranks
     for profile, rank, part in zip(problem.ranks, plan.ranks, found, strict=True):
         if part.memory_bytes > profile.capacity_bytes:
             return None
-        parts.append(replace(rank, memory_bytes=part.memory_bytes))
+        moved_bytes = part.state_host_bytes if rank.moves_state else rank.state_host_bytes
+        if (moved_bytes or 0.0) > (rank.state_host_bytes or 0.0):
+            return None  # pieces of pinned memory are larger, so that the cap does not tell
+        parts.append(replace(rank, memory_bytes=part.memory_bytes, state_host_bytes=moved_bytes))
     return replace(plan, ranks=tuple(parts))
+
+
+def _dealt(session: Session, trainer: Trainer, plan: Plan, fitting: Plan | None) -> Plan:
+    """Deal a plan's batches, and return it; if that is refused, the one that fits."""
+    try:
+        session.control.together("changing the loaders", partial(_deal, session, trainer, plan))
+    except (UnsupportedError, RemoteRankError):
+        if fitting is None:
+            raise
+        return fitting
+    return plan
 
 
 def _deal(session: Session, trainer: Trainer, plan: Plan) -> None:

@@ -23,6 +23,7 @@ from torch.optim import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cephalo.adapters.held_state import held_by_unit, held_per_parameter
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import InfeasibleError, Plan, Problem, RankProfile, solve
 from lightning_cephalo.plan.state_homes import StateHome, state_homes
@@ -231,6 +232,21 @@ def test_state_that_moves_is_planned_for_what_the_optimizer_holds(monkeypatch):
     assert rank.moves_state and rank.memory_bytes <= 2400.0
     away = round((1 - rank.resident_fraction) * sum(SIZES))
     assert 12 * away - 1 <= rank.state_host_bytes <= 5000.0
+
+
+def test_where_loaders_refuse_other_batches_a_plan_that_still_fits_stays(monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise UnsupportedError("It is a stream.")
+
+    monkeypatch.setattr(held_state, "_deal", refuse)
+    moves = _problem(2400.0, optimizer_offload="auto", offloads_boundaries=False)
+    before = solve(moves).ranks[0]
+    (rank,) = _counted(monkeypatch, moves, Adagrad)[0].plan.ranks
+    assert rank.resident_fraction == before.resident_fraction
+    assert rank.memory_bytes < before.memory_bytes
+    assert rank.state_host_bytes < before.state_host_bytes
+    with pytest.raises(UnsupportedError):
+        _counted(monkeypatch, moves, AMSGRAD)
 
 
 FIRST_AMSGRAD = lambda p: Adam([{"params": p[:10], "amsgrad": True}, {"params": p[10:]}])  # noqa: E731

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,17 @@ class _Bus:
 def test_copies_that_share_the_bus_with_other_work_take_twice_as_long(shares, factor):
     bus: Any = _Bus(shares)
     assert _beside(bus, 100.0, bus.work) == pytest.approx(factor)
+
+
+def test_a_rank_whose_own_work_takes_no_time_meets_the_others_as_often():
+    met = []
+    for rate, work in ((100.0, True), (math.inf, False)):
+        bus: Any = _Bus(True)
+        own: list[int] = []
+        bus.model.control.barrier = partial(own.append, 1)
+        _beside(bus, rate, bus.work if work else lambda: None)
+        met.append(len(own))
+    assert met[0] == met[1]
 
 
 def test_a_problem_of_an_earlier_version_does_not_know_how_copies_slow_other_work_down():
