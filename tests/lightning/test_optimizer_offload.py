@@ -39,6 +39,16 @@ class Amsgrad(Model):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4, amsgrad=True)
 
 
+class Adagrad(Model):
+    """Its optimizer holds one moment, from before the rows move to the plan that is made for it."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(self.parameters(), lr=1e-3, eps=1e-4)
+
+
+KINDS = (Model, Amsgrad, Adagrad)
+
+
 class Watch(Callback):
     """What training leaves, and what it held."""
 
@@ -99,7 +109,7 @@ def _offloaded() -> Any:
         _refused(True, host_memory_cap=0),
     ]
     found = []
-    for kind in (Model, Amsgrad):
+    for kind in KINDS:
         plan, measured, watch, values = _trained("auto", kind=kind)
         found.append((plan, measured, watch.predicted, watch.notes, values))
     return refused, found
@@ -107,7 +117,7 @@ def _offloaded() -> Any:
 
 @pytest.mark.slow
 def test_a_model_that_fits_nowhere_trains_as_on_one_device():
-    wanted = [one_device(kind) for kind in (Model, Amsgrad)]
+    wanted = [one_device(kind) for kind in KINDS]
     for refused, found in in_ranks(2, _offloaded):
         without, capped, none = refused
         assert "Memory binds" in without and "optimizer_offload='auto'" in without
@@ -116,6 +126,7 @@ def test_a_model_that_fits_nowhere_trains_as_on_one_device():
         for own, values in zip(found, wanted, strict=True):
             _check(own, values)
         assert "holds 12 bytes of state" in found[1][3][-1]
+        assert "holds 4 bytes of state" in found[2][3][-1]
 
 
 def _check(found: Any, wanted: dict[str, Tensor]) -> None:
