@@ -36,6 +36,12 @@ values of the unit being copied, and the gradients that pass between units. Copi
 time as the compute, so such a rank needs at least the time of its copies. A rank that does not
 recompute cannot offload: the retained activations inside its units hold the boundaries.
 
+Where the vocabulary stays cut, all ranks meet at the head. Rank i computes its share s_i of the
+columns of logits, for the samples of all ranks, and each waits for the slowest. With C_i the time
+of all columns on rank i, a step takes ``max_i s_i C_i`` in addition, and the time in which the
+meetings communicate. Up to the first reduce each rank holds hidden states of the whole global
+batch (docs/design/vocabulary.md).
+
 Optimizer state that lives in host memory leaves the device, takes the host's memory beside the
 boundaries, and makes a step longer by what no compute hides (``plan/moving.py``).
 """
@@ -62,7 +68,8 @@ class RankPrediction:
     """Predicted times and memory of one rank in a step.
 
     Times are sums over the rank's microbatches, in seconds per unit (``tail_s``: per step).
-    ``exposed_s`` is what state in host memory adds to the step. Memory is the peak on the device
+    ``exposed_s`` is what state in host memory adds to the step, and ``columns_s`` the time of this
+    rank's columns of a vocabulary that stays cut. Memory is the peak on the device
     and the totals on the host, of boundaries and of optimizer state, in bytes.
     """
 
@@ -73,6 +80,7 @@ class RankPrediction:
     host_bytes: float = 0.0
     state_host_bytes: float = 0.0
     exposed_s: float = 0.0
+    columns_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,18 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
 
     A plan that does not choose resharding takes the first of the problem's choices. Updates are
     early if the problem or the plan says so.
+
+    Raises:
+        PlanError: the plan counts on a vocabulary that is cut, or on one that is not, and the
+            problem has no times for that.
     """
+    is_cut = plan.vocabulary_sharding
+    if is_cut is not None and is_cut != problem.vocabulary_sharding:
+        raise PlanError(
+            f"The plan says vocabulary_sharding: {str(is_cut).lower()}, but the problem was"
+            f" measured with vocabulary_sharding={problem.vocabulary_sharding}. Measure it with"
+            f" vocabulary_sharding={is_cut}, or leave vocabulary_sharding out of the plan."
+        )
     if plan.early_update and not problem.early_update:
         problem = problem.with_early_update()
     chosen = plan.reshard_after_forward
@@ -196,9 +215,11 @@ def device_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> N
     peaks = peak_curve(profile, mode)
     if problem.early_update and problem.reshard_after_forward is False:
         peaks = tuple(peak + problem.unresharded_peak_bytes for peak in peaks)
+    # ranks without samples meet, too; a microbatch reuses what a meeting takes
+    of_meetings = problem.hidden_bytes + problem.meeting_bytes
     return Need(
-        **_state(problem, problem.states_bytes[0]),
-        peaks=peaks,
+        **_state(problem, problem.states_bytes[0], of_meetings),
+        peaks=tuple(max(0.0, peak - problem.meeting_bytes) for peak in peaks),
         per_sample=problem.boundary_bytes * units + inside,
         per_microbatch=problem.microbatch_bytes,
         capacity=profile.capacity_bytes,
@@ -247,12 +268,13 @@ def _backward_need(
     )
 
 
-def _state(problem: Problem, state_bytes: float) -> dict[str, float]:
+def _state(problem: Problem, state_bytes: float, more_bytes: float = 0.0) -> dict[str, float]:
     """Return the state and the fixed part of a need."""
+    fixed = problem.fixed_bytes + more_bytes
     if problem.has_even_state:
         even = state_bytes / len(problem.ranks)
-        return {"state": 0.0, "fixed": problem.fixed_bytes + even}
-    return {"state": state_bytes, "fixed": problem.fixed_bytes}
+        return {"state": 0.0, "fixed": fixed + even}
+    return {"state": state_bytes, "fixed": fixed}
 
 
 DEVICE_NEEDS = (device_need, reducing_need, updating_need)
@@ -358,11 +380,15 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
         host = host_need(problem, profile, mode).of(rank.microbatch_sizes)
         predictions.append(
             RankPrediction(
-                *work, memory_bytes=memory, host_bytes=host, state_host_bytes=state_host_bytes
+                *work,
+                memory_bytes=memory,
+                host_bytes=host,
+                state_host_bytes=state_host_bytes,
+                columns_s=rank.state_fraction * profile.columns_s,
             )
         )
     slowest = [max(getattr(rank, name) for rank in predictions) for name in _TIMES]
-    step_s = step_time(problem, *slowest)
+    step_s = step_time(problem, *slowest) + max(rank.columns_s for rank in predictions)
     if any(rank.moves_state for rank in ranks):
         backward_s = paced_backward_s(problem, slowest[1])
         predictions = [
@@ -395,7 +421,8 @@ def paced_backward_s(problem: Problem, backward_s: float) -> float:
 def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: float) -> float:
     """Return the seconds of a step, given the times of the slowest ranks.
 
-    ``forward_s`` and ``backward_s`` are per unit, ``tail_s`` is per step.
+    Columns of a vocabulary that stays cut, and state that moves, come in addition. ``forward_s``
+    and ``backward_s`` are per unit, ``tail_s`` is per step.
     """
     forward = max(problem.gather_s, forward_s)
     backward = max(backward_collectives_s(problem), backward_s)
@@ -404,7 +431,7 @@ def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: flo
 
 def fixed_time(problem: Problem) -> float:
     """Return the seconds of a step that no plan changes."""
-    root = problem.root_gather_s + problem.root_reduce_s
+    root = problem.root_gather_s + problem.root_reduce_s + problem.meeting_s
     return root + problem.fill_s + problem.optimizer_s + problem.step_overhead_s
 
 

@@ -134,7 +134,7 @@ class MovedState:
 
     @property
     def _root_on_host(self) -> int:
-        return self.sizes[ROOT] if self.homes[ROOT] is StateHome.HOST else 0
+        return self.sizes[ROOT] if self.homes and self.homes[ROOT] is StateHome.HOST else 0
 
     @functools.cached_property
     def _counts(self) -> dict[StateHome, int]:

@@ -67,6 +67,7 @@ class RankPlan(Record):
         host_update_fraction: share of it that the host's processors update; what is left is copied
             to the device for its update, and back.
         state_host_bytes: predicted host memory of the optimizer state.
+        columns_s: where the vocabulary stays cut, predicted time of this rank's columns of logits.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -90,6 +91,7 @@ class RankPlan(Record):
     resident_fraction: Annotated[float, _fraction] = 1.0
     host_update_fraction: Annotated[float, _fraction] = 0.0
     state_host_bytes: Amount | None = None
+    columns_s: Amount | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,6 +148,8 @@ class Plan(FileRecord):
             them on; only over gloo, and where a node has several ranks. None: they do not.
         early_update: whether the predictions count on units that are updated inside the backward.
             None: they do not say.
+        vocabulary_sharding: whether the predictions count on a vocabulary that stays cut. None:
+            they do not say.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -163,6 +167,7 @@ class Plan(FileRecord):
     padded: YesOrNo | None = None
     by_node: YesOrNo | None = None
     early_update: YesOrNo | None = None
+    vocabulary_sharding: YesOrNo | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,6 +30,7 @@ from lightning_cephalo.common.records import (
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
 _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
 _ROUNDING = 1e-9
+_OF_VOCABULARY = ("meeting_forward_s", "meeting_backward_s", "hidden_bytes", "meeting_bytes")
 _REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
 
 
@@ -86,6 +87,8 @@ class RankProfile(Record):
         copies_beside_compute: how much longer copies and compute of equal lengths take at the same
             time than the longer one alone, 1 to 2; the same.
         copies_beside_gathers: the same of copies and gathers of units.
+        columns_s: where the vocabulary stays cut, seconds of all columns of logits of the global
+            batch, forward and backward; a rank computes its share of the state of them.
 
     Raises:
         PlanError: entries are NaN, infinite or negative, curves differ in length, or the capacity
@@ -118,6 +121,7 @@ class RankProfile(Record):
     to_host_alone_bytes_per_s: PositiveOrInfinite | None = None
     copies_beside_compute: Amount | None = None
     copies_beside_gathers: Amount | None = None
+    columns_s: Amount = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,6 +214,13 @@ class Problem(FileRecord):
         offloads_boundaries: whether boundaries may live in host memory, too.
         pins_host_memory: whether host memory comes in powers of two, as pinned memory does. Each
             unit's state lies in one piece, so that it takes more than it needs.
+        vocabulary_sharding: whether embedding and head stay cut along the vocabulary. Then the
+            ranks meet in every step, and wait for the slowest one's ``columns_s``.
+        meeting_forward_s: time of the communication of meetings in the forward.
+        meeting_backward_s: the same in the backward.
+        hidden_bytes: what every rank holds of the samples of all ranks from the meetings of the
+            forward to those of the backward.
+        meeting_bytes: what a meeting takes at most on every rank, in addition.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -264,6 +275,11 @@ class Problem(FileRecord):
     sends_gradients: Annotated[bool, OneOf((True, False), "True or False")] = False
     offloads_boundaries: Annotated[bool, OneOf((True, False), "True or False")] = True
     pins_host_memory: Annotated[bool, OneOf((True, False), "True or False")] = False
+    vocabulary_sharding: Annotated[bool, OneOf((True, False), "True or False")] = False
+    meeting_forward_s: Amount = 0.0
+    meeting_backward_s: Amount = 0.0
+    hidden_bytes: Amount = 0.0
+    meeting_bytes: Amount = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -273,6 +289,31 @@ class Problem(FileRecord):
                 " Set both, or neither."
             )
         self._check_moved_state()
+        self._check_vocabulary()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists and numbers; what is only said of a cut vocabulary is left out."""
+        data = super().to_dict()
+        if not self.vocabulary_sharding:
+            for name in ("vocabulary_sharding", *_OF_VOCABULARY):
+                del data[name]
+        return data
+
+    def _check_vocabulary(self) -> None:
+        if not self.vocabulary_sharding:
+            given = {name: getattr(self, name) for name in _OF_VOCABULARY}
+            given["columns_s"] = max((rank.columns_s for rank in self.ranks), default=0.0)
+            for name, amount in given.items():
+                if amount:
+                    raise PlanError(
+                        f"{name}: it is {amount:g}, but the vocabulary is not cut. Set"
+                        f" vocabulary_sharding: true, or leave {name} out."
+                    )
+        elif self.optimizer_offload is not False:
+            raise PlanError(
+                f"optimizer_offload: expected False with vocabulary_sharding: true, but got"
+                f" {self.optimizer_offload!r}. Use one of the two."
+            )
 
     def _check_moved_state(self) -> None:
         sizes = self.unit_parameters
@@ -294,6 +335,11 @@ class Problem(FileRecord):
         """Whether a plan may keep optimizer state in host memory."""
         movable = self.moment_bytes * sum(self.unit_parameters)
         return self.optimizer_offload is not False and movable > 0 and not self.has_even_state
+
+    @property
+    def meeting_s(self) -> float:
+        """Seconds in which a step's meetings communicate."""
+        return self.meeting_forward_s + self.meeting_backward_s
 
     @property
     def fixed_bytes(self) -> float:

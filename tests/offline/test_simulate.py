@@ -591,3 +591,45 @@ def test_the_ways_of_state_by_hand():
     assert spans(late, 0, Stream.TO_DEVICE) == [("fetch state", 2, 9, 10)]
     assert spans(late, 0, Stream.TO_HOST) == [("store state", 2, 10, 12)]
     assert late.step_s == 12 + case.step_overhead_s
+
+
+# -- a vocabulary that stays cut --------------------------------------------------------------
+
+
+def cut(case: Problem, seed: int) -> Problem:
+    """The case with meetings at a head whose columns the ranks share."""
+    draw = np.random.default_rng(seed)
+    pass_s = case.ranks[0].forward_s[0] * case.units
+    return dataclasses.replace(
+        case,
+        ranks=tuple(
+            dataclasses.replace(rank, columns_s=pass_s * draw.uniform(0, 3)) for rank in case.ranks
+        ),
+        vocabulary_sharding=True,
+        meeting_forward_s=pass_s * draw.uniform(0, 1),
+        meeting_backward_s=pass_s * draw.uniform(0, 1),
+        hidden_bytes=case.boundary_bytes * case.global_batch_size,
+        meeting_bytes=case.ranks[0].compute_bytes[0] * draw.uniform(0, 2),
+    )
+
+
+@fixed
+@given(seeds, st.integers(1, 24), st.booleans())
+def test_a_cut_vocabulary_takes_the_time_and_the_memory_of_the_closed_form(seed, units, is_early):
+    case, plan = random_case(seed, units)
+    case = cut(early(case, seed) if is_early else case, seed)
+    planned, predicted = cost.as_planned(case, plan), predict(case, plan)
+    simulation = simulate(case, plan)
+    fill_s = planned.gather_s + planned.reduce_s
+    columns_s = max(rank.columns_s for rank in predicted.ranks)
+    assert simulation.step_s <= (predicted.step_s + fill_s) * (1 + 1e-12)
+    assert simulation.step_s >= columns_s + case.meeting_s
+    for rank, part in enumerate(predicted.ranks):
+        most = max(size for _, size in simulation.memory[rank])
+        assert most <= part.memory_bytes * (1 + 1e-12)
+        if not plan.ranks[rank].microbatch_sizes:
+            assert most == pytest.approx(part.memory_bytes)
+        assert simulation.memory[rank][-1][1] == pytest.approx(simulation.memory[rank][0][1])
+        computed = [e for e in simulation.events if e.rank == rank and e.stream is Stream.COMPUTE]
+        met_s = sum(e.end_s - e.start_s for e in computed if e.operation is Operation.MEET)
+        assert met_s == pytest.approx(part.columns_s)

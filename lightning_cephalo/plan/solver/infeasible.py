@@ -441,4 +441,5 @@ def _timeless(rank: RankProfile) -> RankProfile:
         to_device_bytes_per_s=math.inf,
         to_host_bytes_per_s=math.inf,
         host_memory_bytes_per_s=math.inf,
+        columns_s=0.0,
     )

@@ -1,4 +1,7 @@
-"""Finds the fastest plan that keeps optimizer state in host memory where that helps.
+"""Finds the fastest plan where a rank's share of the state takes time.
+
+It does where optimizer state lives in host memory, and where the vocabulary stays cut: there a rank
+computes its share of the columns of logits, so that the slowest one's ``share * columns_s`` counts.
 
 How much state a rank can hold depends on the seconds that moving it may add to a step, and on the
 pace of the backward that hides moves. For given limits on both, the search is that of a problem
@@ -95,8 +98,9 @@ def fastest_moving(
     for each, even in _variants(problem):
         variant = _Variant(each, even, deadline)
         if math.isfinite(variant.bound_s):
-            box = _Box((0.0, math.inf), (variant.least_backward_s, math.inf))
-            heapq.heappush(queue, (variant.bound_s, next(count), variant, box))
+            box = _Box((variant.least_exposed_s, math.inf), (variant.least_backward_s, math.inf))
+            least_s = variant.bound_s + variant.least_exposed_s
+            heapq.heappush(queue, (least_s, next(count), variant, box))
     bound_s, failure = math.inf, None
     for _ in range(_MOST_BOXES):
         # a plan that is slower than this by less is as good
@@ -152,6 +156,14 @@ class _Variant:
         self._floor_s = step_time(problem, *bounds.floors_s)
 
     @property
+    def least_exposed_s(self) -> float:
+        """Lower bound of what columns of logits add: all ranks take as long for their shares."""
+        columns_s = [rank.columns_s for rank in self.problem.ranks]
+        if self.even:
+            return max(columns_s) / len(columns_s)
+        return 0.0 if not min(columns_s) else 1 / math.fsum(1 / each for each in columns_s)
+
+    @property
     def _most_share(self) -> float:
         return (1 + _ROUNDING) / len(self.problem.ranks) if self.even else 1.0
 
@@ -183,7 +195,9 @@ class _Variant:
         if most < least or slowest < slow:
             return []
         wide_s, long_s = most - least, units * (slowest - slow)
-        if self.problem.early_update and long_s > 0 and long_s >= wide_s:
+        # only what moves hides behind the backward
+        hides = self.problem.early_update and not self.problem.vocabulary_sharding
+        if hides and long_s > 0 and long_s >= wide_s:
             middle = self._middle(slow, slowest, units)
             return [_Box((least, most), pair) for pair in ((slow, middle), (middle, slowest))]
         if wide_s <= 0:

@@ -1,4 +1,7 @@
-"""How much of the state a rank can hold if optimizer state may live in host memory.
+"""How much of the state a rank can hold if its share takes time.
+
+That is so if optimizer state may live in host memory, or if the vocabulary stays cut: then a share
+of the state is that share of the columns of logits, too.
 
 The limits are a rank's device, its host's memory, and the seconds that moving may add to a step
 (:mod:`~lightning_cephalo.plan.moving`). For each way to keep the state, each limit is a largest
@@ -49,7 +52,10 @@ class _Ways:
              own.host_bytes(problem)]
             for own in moved
         ]  # fmt: skip
-        lines = [exposure(problem, profile, own, backward_s).lines for own in moved]
+        if problem.vocabulary_sharding:
+            lines = [[(profile.columns_s, 0.0)] for _ in moved]
+        else:
+            lines = [exposure(problem, profile, own, backward_s).lines for own in moved]
         most = max(map(len, lines))
         padded = np.array([[*own, *[(0.0, 0.0)] * (most - len(own))] for own in lines])
         return cls(moved, np.array(needed), padded[..., 0], padded[..., 1])
@@ -67,7 +73,7 @@ class Room:
 
     Args:
         problem: Ranks and work of the step.
-        exposed_s: Seconds that moving may add to a step.
+        exposed_s: Seconds that moving, or columns of logits, may add to a step.
         backward_s: Seconds of one unit's backward on all ranks, with its collectives and update.
         most_share: The most that a rank takes: an even share, or all of it.
     """
@@ -154,16 +160,21 @@ class Room:
     def used(self, profile: RankProfile, on_device: Sequence[Any], on_host: Any) -> Any:
         """Return the part of :meth:`capacity` that no state can have."""
         share = self.most(profile, on_device, on_host)
-        return np.maximum(self.capacity(profile) - self.problem.full_state_bytes * share, 0.0)
+        return np.maximum(self.capacity(profile) - self._whole_bytes * share, 0.0)
 
     def capacity(self, profile: RankProfile) -> float:
         """Return the bytes of state that a rank without samples could hold."""
         if profile not in self._capacities:
             fixed = [self.problem.fixed_bytes] * len(self.problem.states_bytes)
             share = float(self.most(profile, fixed, 0.0))
-            self._capacities[profile] = max(self.problem.full_state_bytes * share, _LEAST_BYTES)
+            self._capacities[profile] = max(self._whole_bytes * share, _LEAST_BYTES)
         return self._capacities[profile]
 
     def shared(self, ranks: Sequence[RankProfile]) -> float:
         """Return what is left of all capacities beside the state."""
-        return math.fsum(map(self.capacity, ranks)) - self.problem.full_state_bytes
+        return math.fsum(map(self.capacity, ranks)) - self._whole_bytes
+
+    @property
+    def _whole_bytes(self) -> float:
+        """Bytes of the state; any number if there are none, as shares take time all the same."""
+        return self.problem.full_state_bytes or 1.0

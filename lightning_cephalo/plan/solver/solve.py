@@ -8,7 +8,8 @@
 5. The state, in proportion to the memory that is then free (``state``).
 
 Where optimizer state may live in host memory, plans that move it are searched, too (``offload``).
-They count if nothing fits without, or if the step is shorter.
+They count if nothing fits without, or if the step is shorter. Where the vocabulary stays cut, the
+same search finds the shares of the state whose columns of logits take the least time.
 
 If even shares travel faster than uneven ones, all of this runs a second time, with an equal share
 of the state on every rank. The better plan is taken. Likewise, if units may stay gathered from the
@@ -111,9 +112,11 @@ def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan |
         raise PlanError(f"solve: expected a Problem, but got {records.shortened(problem)}.")
     limit = records.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
     plan = None
-    if problem.optimizer_offload is not True or not problem.can_move_state:
+    if problem.vocabulary_sharding:
+        plan = _cut(problem, started + limit)
+    elif problem.optimizer_offload is not True or not problem.can_move_state:
         plan = _resident(problem, started + limit)
-    if problem.can_move_state:
+    if problem.can_move_state and not problem.vocabulary_sharding:
         plan = _or_moving(problem, plan, started + limit)
     if plan is None:
         return None
@@ -126,6 +129,13 @@ def _resident(problem: Problem, deadline: float) -> Plan | None:
         return None
     found, bound_s = _searched(problem, deadline)
     return _best_plan(problem, found, bound_s) if found else None
+
+
+def _cut(problem: Problem, deadline: float) -> Plan | None:
+    """Return the plan where shares of the state are shares of the columns of logits."""
+    if certainly_infeasible(problem, group_types(problem)):
+        return None
+    return _or_moving(problem, None, deadline)
 
 
 def _or_moving(problem: Problem, plan: Plan | None, deadline: float) -> Plan | None:
@@ -332,6 +342,7 @@ def priced(
         padded=padded,
         by_node=problem.by_node or None,
         early_update=problem.early_update or None,
+        vocabulary_sharding=problem.vocabulary_sharding or None,
     )
     prediction = predict(problem, plan)
     filled = tuple(
@@ -345,6 +356,7 @@ def priced(
             capacity_bytes=profile.capacity_bytes,
             host_bytes=part.host_bytes if rank.offload else None,
             state_host_bytes=part.state_host_bytes if rank.moves_state else None,
+            columns_s=part.columns_s if problem.vocabulary_sharding else None,
         )
         for rank, profile, part in zip(ranks, problem.ranks, prediction.ranks, strict=True)
     )
