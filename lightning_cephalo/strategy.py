@@ -63,6 +63,7 @@ from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, Problem
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
+from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.reasons import reasons, surprises
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import replanning
@@ -157,7 +158,8 @@ class CephaloStrategy(ParallelStrategy):
         vocabulary_sharding: Keep the token embedding and the head cut along the vocabulary in
             steps, by the plan's shares of the state, in place of gathering them whole on every
             rank. Tokens and hidden states travel instead. For large vocabularies and few tokens a
-            step. Needs ``plan``: the planner has no price for it.
+            step. It is measured and planned as such: shares of the state then go by the time of
+            the head, too. The plan does not change by itself.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Follow another plan where ranks change their pace while they train, if that pays:
             "auto" where the plan was solved. True also measures where ``plan`` is given, and then
@@ -554,7 +556,6 @@ class CephaloStrategy(ParallelStrategy):
         options = self._options
         supported.refuse_with_vocabulary_sharding(
             {
-                "plan=None": options.plan is None,
                 "replan=True": options.replan is True,
                 "optimizer_offload": options.optimizer_offload is not False,
                 "reduce_dtype": options.reduce_dtype is not None,
@@ -597,6 +598,8 @@ class CephaloStrategy(ParallelStrategy):
             memory = predicted(problem, plan, session.model)
             session.measured_copies = contention_text(problem)
             session.notes = (*reasons(problem, plan), *surprises(problem, plan))
+        supported.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
+        supported.warn_of_whole_vocabulary(plan, bool(session.model.units[ROOT].cuts))
         session.apply(plan, memory)
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
         self._plan, self._replans = plan, ()

@@ -109,8 +109,7 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
 
 
 _TOGETHER_WITH_VOCABULARY = {
-    "plan=None": "the planner has no price for it: give plan=",
-    "replan=True": "a plan that is solved anew has no price for it: leave replan out",
+    "replan=True": "the pace of columns of logits is not watched: leave replan out",
     "optimizer_offload": "leave optimizer_offload out",
     "reduce_dtype": "leave reduce_dtype out",
     "manual optimization": "ranks meet at backwards and updates only: use automatic optimization",
@@ -132,6 +131,16 @@ def refuse_with_vocabulary_sharding(given: Mapping[str, bool]) -> None:
                 f"vocabulary_sharding=True does not work with {name} so far;"
                 f" {_TOGETHER_WITH_VOCABULARY[name]}, or use vocabulary_sharding=False."
             )
+
+
+def warn_of_whole_vocabulary(plan: Plan, is_cut: bool) -> None:
+    """Warn if a plan counts on a vocabulary that stays cut, and none does."""
+    if plan.vocabulary_sharding and not is_cut:
+        rank_zero_warn(
+            "The plan says vocabulary_sharding: true, but no embedding or head stays cut here: its"
+            " predictions of time and memory are not those of this training. Use"
+            " CephaloStrategy(vocabulary_sharding=True) on several ranks, or another plan."
+        )
 
 
 def refuse_other_layer_sync(layer_sync: Any) -> None:

@@ -91,6 +91,7 @@ class Executor:
         writes: Finds writes of the user's code to parameters.
         state: Gives each microbatch its own values of tensors that code stores on modules.
         buffers: Combines the buffers that microbatches write.
+        vocabulary: Answers what microbatches ask of layers that stay cut.
         early: Updates units inside the backward.
         state_moves: Moves optimizer state that lives in host memory.
         arena: Host memory for boundaries; None: they stay on the device.
@@ -115,7 +116,7 @@ class Executor:
         self.hooks = UnitHooks(units, meet, self.writes)
         self.failure = Failure(control.rank, names)
         self._meetings = Meetings(self.hooks.norms, self.failure, control, accelerator.device)
-        self._vocabulary = VocabularyRounds(
+        self.vocabulary = VocabularyRounds(
             self.hooks.vocabulary, self.failure, control, accelerator.device
         )
         # whether the root unit keeps its vocabulary cut, and gradients may leave for the host: not
@@ -272,7 +273,7 @@ class Executor:
         self.gave_up, self._is_cut = False, True
         self._sends_gradients = self.state_moves.begin_step()
         self._hide_held_gradients()  # of a step whose backward has not come
-        self._vocabulary.forget()
+        self.vocabulary.forget()
         self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
         visits = self._visits.known(trainable)
@@ -677,15 +678,19 @@ class Executor:
     def _meet(self, instruction: Instruction) -> None:
         step, visit = self._step, self._step.visits[instruction.visit]
         if self.hooks.vocabulary.has(visit.meeting):
-            meet = self._vocabulary.forward
+            meet = self.vocabulary.forward
             if self.hooks.in_backward:
-                meet = self._vocabulary.backward
+                meet = self.vocabulary.backward
             self.wait_for(self.units[ROOT])  # the bias of a head; a rank without data has not
-            meet(visit, instruction.visit, step.microbatches, self._waiting)
+            meet(visit, instruction.visit, step.microbatches, self._waiting, self._answered)
         elif self.hooks.in_backward:
             self._meetings.backward(visit, instruction.visit, step.microbatches, self._waiting)
         else:
             self._meetings.forward(visit, step.microbatches, self._waiting)
+
+    def _answered(self) -> None:
+        for observer in self._observers:
+            observer.answered(self._now)
 
     def _reduce(self, instruction: Instruction) -> None:
         unit = self.units[instruction.unit]
@@ -864,7 +869,7 @@ class Executor:
     def _release_all(self) -> None:
         self.failure.abandon()
         self.buffers.of_microbatches.abandon()
-        self._vocabulary.forget()
+        self.vocabulary.forget()
         self._reducing = None
         for unit in self.units:
             unit.wait_reduce()

@@ -102,8 +102,8 @@ def parse_vocabulary_sharding(value: bool) -> bool:
     if isinstance(value, bool):
         return value
     raise ValueError(
-        f"vocabulary_sharding: expected True or False, but got {value!r}. The planner has no price"
-        " for it, and cannot choose."
+        f"vocabulary_sharding: expected True or False, but got {value!r}. A plan has a price for"
+        " either, but cannot choose so far."
     )
 
 
@@ -198,8 +198,10 @@ class Options:
         every job measure again.
         """
         rounded = {} if self.reduce_dtype is None else {"reduce_dtype": str(self.reduce_dtype)}
+        cut = {"vocabulary_sharding": True} if self.vocabulary_sharding else {}
         return {
             **rounded,
+            **cut,
             "global_batch_size": self.global_batch_size,
             "collate_per_microbatch": self.collate_per_microbatch,
             "split_batch": self.split_batch,

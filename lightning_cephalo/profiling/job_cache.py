@@ -34,6 +34,7 @@ from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.profiling.measure import merge_equal_ranks
 from lightning_cephalo.profiling.state_rates import StateRates
 from lightning_cephalo.ranks.control import ControlGroup
@@ -258,6 +259,8 @@ def describe(
                       str(model.compute_dtype), torch.get_float32_matmul_precision(),
                       torch.are_deterministic_algorithms_enabled()],
         "recompute": model.executor.recompute,
+        # tables that really stay cut: of one rank none does
+        **({"cut": model.executor.hooks.vocabulary.described()} if model.units[ROOT].cuts else {}),
         **({} if getattr(module, "automatic_optimization", True) else {"manual": True}),
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
         **({"nodes": model.routing.nodes} if model.routing.has_choice else {}),

@@ -18,6 +18,7 @@ from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
+from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import (
@@ -44,6 +45,7 @@ from lightning_cephalo.profiling.sweep import (
     measure_times,
     run_smallest,
 )
+from lightning_cephalo.profiling.vocabulary_time import measure_vocabulary, with_vocabulary
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
@@ -171,6 +173,20 @@ def measure(
         clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         optimizer_s = optimizer_time(model, clock, clip)
         network = measure_network(model, clock, device.capacity_bytes)
+        vocabulary = None
+        if model.units[ROOT].cuts:
+            pause()
+            progress.say("profiling: the cut vocabulary")
+            largest = measured.largest if known is None else _largest(known, control.rank)
+            vocabulary = measure_vocabulary(
+                model,
+                clock,
+                prober.asked,
+                prober.asked_samples,
+                global_batch_size,
+                sum(int(each) for (each,) in control.gather([float(largest)])),
+                network.exchange_s,
+            )
 
     for unit in model.units:
         for flat in unit.flats:
@@ -181,6 +197,7 @@ def measure(
     if known is not None:
         resting = control.max(float(resting_bytes(model)))
         problem = _in_this_world(known, model, network, optimizer_s, resting)
+        problem = with_vocabulary(problem, vocabulary)
         seconds = model.accelerator.now_s() - started_s
         largest = [profile.largest_microbatch_size for profile in problem.ranks]
         progress.done(largest, seconds, seconds / balanced_step_s(problem))
@@ -224,7 +241,9 @@ def measure(
         unresharded_peak_bytes=float(unresharded_peak_bytes(model)),
     )
     problem = _in_this_world(alone, model, network, optimizer_s, resting)
-    if control.rank == 0 and device.speed_lasts:
+    problem = with_vocabulary(problem, vocabulary)
+    # curves are kept for models with any head: without columns of logits they are those of none
+    if control.rank == 0 and device.speed_lasts and vocabulary is None:
         lost = remember(
             problem,
             model=type(model.module).__name__,
@@ -239,6 +258,10 @@ def measure(
     seconds = model.accelerator.now_s() - started_s
     progress.done(largest, seconds, seconds / balanced_step_s(problem))
     return problem
+
+
+def _largest(problem: Problem, rank: int) -> int:
+    return problem.ranks[rank].largest_microbatch_size
 
 
 def _in_this_world(

@@ -40,7 +40,8 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import MemoryMeter, RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.moving import moved_by
-from lightning_cephalo.plan.program import Instruction, Operation
+from lightning_cephalo.plan.program import ROOT, Instruction, Operation
+from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.unit import Unit
 
 # The parameter, its gradient and Adam's two moments. The optimizer is created for the planned
@@ -75,7 +76,21 @@ def state_bytes(model: ShardedModel, *, early: bool = False) -> int:
         flat.numel * flat.master_dtype.itemsize * (copies if flat.trainable else 1)
         for flat in model.flats
     )
+    held += cut_bytes(model)
     return held if early else held + _receive_bytes(model)
+
+
+def cut_bytes(model: ShardedModel) -> int:
+    """Return the bytes that ranks hold in a step by their shares of tables that stay cut.
+
+    These are gradients of their rows, and the rows in compute dtype where that is another one.
+    """
+    return sum(flat.numel * _cut_itemsize(flat) for flat in model.units[ROOT].cuts)
+
+
+def _cut_itemsize(flat: Flat) -> int:
+    more = 0 if flat.dtype == flat.master_dtype else flat.dtype.itemsize
+    return flat.master_dtype.itemsize * flat.trainable + more
 
 
 def reducing_state_bytes(model: ShardedModel) -> int:
@@ -90,7 +105,14 @@ def reducing_state_bytes(model: ShardedModel) -> int:
 def updating_state_bytes(model: ShardedModel) -> int:
     """Return the same while a unit is updated inside the backward, with what an update makes."""
     first, second = _gradients(model)
-    return _receive_bytes(model) + first + second + _UPDATE_COPIES * first
+    held = _receive_bytes(model) + first + second + _UPDATE_COPIES * first
+    root = model.units[ROOT]
+    if not root.cuts:
+        return held
+    # tables that stay cut are updated at the very end: no other gradient is there
+    received = _received(model.routing.summands, root)
+    tables = sum(f.numel * f.master_dtype.itemsize for f in root.cuts if f.trainable)
+    return max(held, received + (1 + _UPDATE_COPIES) * (root.gradient_bytes + tables))
 
 
 def unresharded_peak_bytes(model: ShardedModel) -> int:
@@ -103,7 +125,7 @@ def unresharded_peak_bytes(model: ShardedModel) -> int:
 
 
 def _gradients(model: ShardedModel) -> tuple[int, int]:
-    """Return the bytes of the two largest units' gradients."""
+    """Return the bytes of the two largest units' gradients, without tables that stay cut."""
     sizes = sorted((unit.gradient_bytes for unit in model.units), reverse=True)
     first, second = [*sizes, 0, 0][:2]
     return first, second
@@ -201,7 +223,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMemory, ...]:
     """Return every rank's predicted memory, by kind, under a plan made for this problem."""
-    received = _receive_bytes(model)
+    received, rows = _receive_bytes(model), cut_bytes(model)
     planned = cost.as_planned(problem, plan)
     gathered, gradients = model.gathered_parameter_bytes, model.gathered_gradient_bytes
     if not planned.reshard_after_forward:
@@ -216,10 +238,11 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
         need = cost.device_need(planned, profile, cost.Mode.of(rank))
         moved = moved_by(planned, rank).device_bytes(planned) if rank.moves_state else 0.0
         kinds = {
-            "state_bytes": rank.state_fraction * (planned.state_bytes + beside + moved),
+            "state_bytes": rank.state_fraction * (planned.state_bytes + beside + moved - rows),
             "gathered_bytes": gathered,
-            "gradients_bytes": gradients + rank.state_fraction * received,
-            "boundaries_bytes": need.kept(rank.batch_size, len(rank.microbatch_sizes)),
+            "gradients_bytes": gradients + rank.state_fraction * (received + rows),
+            "boundaries_bytes": planned.hidden_bytes
+            + need.kept(rank.batch_size, len(rank.microbatch_sizes)),
             "other_bytes": problem.gathered_bytes - model.gathered_bytes,
         }
         peak = rank.memory_bytes
@@ -236,13 +259,18 @@ class StepMeter(Observer):
     figures of an emulated device are not used: they include the bytes that :class:`_StepTracker`
     leaves out.
 
+    What meetings at a cut vocabulary take and hold is left out, too: it depends on the samples of
+    all ranks, and the problem has figures of its own for it.
+
     Args:
         model: The sharded model.
     """
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
-        self._meter = MemoryMeter(model.accelerator.allocator, _StepTracker(model))
+        self._tracker = _StepTracker(model)
+        self._meter = MemoryMeter(model.accelerator.allocator, self._tracker)
+        self._highest_bytes = 0
         self._resting_bytes = 0
         self._is_reducing = False
         self._peak_bytes = self._kept_bytes = 0
@@ -252,15 +280,34 @@ class StepMeter(Observer):
         """Record the memory between the forward and the backward."""
         self._kept_bytes = self._beside_state(self._meter.current_bytes)
 
+    def _look(self) -> int:
+        """Return the peak since the last first reduce, without what meetings hold."""
+        own_bytes = self._beside_state(self._meter.peak_bytes)
+        self._highest_bytes = max(self._highest_bytes, own_bytes)
+        return self._highest_bytes
+
+    def answered(self, instruction: Instruction) -> None:
+        self._tracker.is_meeting = False
+        self._meter.restart()
+
     def before(self, instruction: Instruction) -> None:
+        if instruction.operation is Operation.MEET and self._model.units[ROOT].cuts:
+            self._look()
+            self._tracker.is_meeting = True
         if instruction.operation is Operation.REDUCE and not self._is_reducing:
             self._is_reducing = True
-            self._peak_bytes = self._beside_state(self._meter.peak_bytes)
+            self._peak_bytes, self._highest_bytes = self._look(), 0
             self._reducing_kept_bytes = self._beside_state(self._meter.current_bytes)
             self._meter.restart()
 
+    def after(self, instruction: Instruction) -> None:
+        self._tracker.is_meeting = False
+
     def _beside_state(self, held_bytes: int) -> int:
-        return max(0, held_bytes - self._resting_bytes)
+        cuts = self._model.units[ROOT].cuts
+        elsewhere = self._model.executor.vocabulary.held_bytes
+        elsewhere += sum(flat.shard.numel() * _cut_itemsize(flat) for flat in cuts)
+        return max(0, held_bytes - self._resting_bytes - elsewhere)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -272,7 +319,7 @@ class StepMeter(Observer):
             self._resting_bytes = self._meter.current_bytes - lent
             with self._model.executor.observed_by(self):
                 yield
-        last_bytes = self._beside_state(self._meter.peak_bytes)
+        last_bytes = self._look()
         if self._is_reducing:
             self._reducing_peak_bytes = last_bytes
         else:
@@ -295,8 +342,11 @@ class _StepTracker(MemoryTracker):
     def __init__(self, model: ShardedModel) -> None:
         super().__init__()
         self._model = model
+        self.is_meeting = False
 
     def _after(self, function: Any, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self.is_meeting:
+            return
         if operator.collective and "recv" in str(function):
             self.untrack(*[tensor for tensor in args[0] if not self._is_gathered(tensor)])
 

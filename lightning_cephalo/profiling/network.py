@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan.plan import fractions_are_even
@@ -191,10 +192,10 @@ def _unit_times(model: ShardedModel, unit: Unit, clock: Callable[[], float]) -> 
     """Return the slowest rank's median seconds of gathering and of reducing a unit."""
     gathers, reduces = [], []
     for repeat in range(1 + _REPEATS):
-        gather_s, reduce_s = _slowest(model, clock, unit.wait_gather), 0.0
+        gather_s, reduce_s = slowest(model, clock, partial(_gather, unit)), 0.0
         if unit.trainable:
             unit.arm()
-            reduce_s = _slowest(model, clock, lambda: _reduce(unit))
+            reduce_s = slowest(model, clock, lambda: _reduce(unit))
         unit.free()
         if not repeat:
             continue  # the first collective of a kind may make connections
@@ -205,14 +206,17 @@ def _unit_times(model: ShardedModel, unit: Unit, clock: Callable[[], float]) -> 
     return statistics.median(gathers), statistics.median(reduces)
 
 
+def _gather(unit: Unit) -> None:
+    unit.start_gather(is_cut=bool(unit.cuts))  # as steps do
+    unit.wait_gather()
+
+
 def _reduce(unit: Unit) -> None:
     unit.start_reduce(1.0)
     unit.wait_reduce()
 
 
-def _slowest(
-    model: ShardedModel, clock: Callable[[], float], function: Callable[[], None]
-) -> float:
+def slowest(model: ShardedModel, clock: Callable[[], float], function: Callable[[], None]) -> float:
     clock()
     model.control.barrier()
     start_s = clock()

@@ -17,8 +17,7 @@ from common import (
     trainer,
     values_of,
 )
-from lightning.pytorch import Callback, LightningModule, Trainer
-from plans import QUIET
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 from zoo import gpt2
@@ -169,10 +168,6 @@ def _refused() -> None:
         given = {"vocabulary_sharding": True, **options}
         with pytest.raises(UnsupportedError, match=f"does not work with {what}"):
             trainer("even", given).fit(kind(), _loader(8), _loader(8))
-    unplanned = CephaloStrategy(vocabulary_sharding=True)
-    with pytest.raises(UnsupportedError, match="does not work with plan=None"):
-        run = Trainer(accelerator="cpu", strategy=unplanned, devices=2, **QUIET)
-        run.fit(Language(), _loader(8), _loader(8))
 
 
 def test_what_does_not_go_together_is_refused_by_name_on_all_ranks():

@@ -41,6 +41,11 @@ def test_gradients_travel_in_dtypes_of_as_many_exponents_by_name_too():
     assert measured == {"reduce_dtype": "torch.bfloat16", **Options().of_measuring()}
 
 
+def test_what_was_measured_with_a_whole_vocabulary_is_not_taken_for_a_cut_one():
+    measured = Options(vocabulary_sharding=True).of_measuring()
+    assert measured == {"vocabulary_sharding": True, **Options().of_measuring()}
+
+
 def test_the_key_of_a_cached_job_has_the_names_that_it_always_had():
     """Other names or values would make every job measure again."""
     assert Options().of_measuring() == {

@@ -39,6 +39,23 @@ _Context = Callable[[], AbstractContextManager[None]]
 _Header = tuple[int, int, torch.dtype, bool]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of a layer.
+
+    Attributes:
+        meeting: Index of the layer among the places where microbatches meet.
+        kind: What was asked.
+        dtype: Dtype of the values.
+        has_backward: Whether a backward passes.
+    """
+
+    meeting: int
+    kind: Kind
+    dtype: torch.dtype
+    has_backward: bool
+
+
 @dataclass
 class Round:
     """Questions of one kind, one for each rank at most, and what their backward needs.
@@ -69,6 +86,12 @@ class Round:
         return sum(self.sizes)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes that are held of all ranks' tokens."""
+        held = (self.values, self.targets, self.log_sum)
+        return sum(each.numel() * each.element_size() for each in held if each is not None)
+
+    @property
     def has_gradient(self) -> bool:
         """Whether a gradient of this rank's answer has come."""
         return self.own is not None and self.own.gradient is not None
@@ -89,6 +112,9 @@ class VocabularyRounds:
         failure: Holds this rank's failure.
         control: The ranks.
         device: This rank's device.
+
+    Attributes:
+        asked: Tokens of all ranks that were asked about since :meth:`count_anew`.
     """
 
     def __init__(
@@ -103,6 +129,16 @@ class VocabularyRounds:
         self._control = control
         self._device = device
         self._kept: dict[int, list[Round]] = {}
+        self.asked: dict[Asked, int] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are held for the backward."""
+        return sum(each.held_bytes for rounds in self._kept.values() for each in rounds)
+
+    def count_anew(self) -> None:
+        """Forget what was asked so far."""
+        self.asked = {}
 
     def forget(self) -> None:
         """Drop what is held for a backward that will not come."""
@@ -114,6 +150,7 @@ class VocabularyRounds:
         position: int,
         microbatches: Sequence[Microbatch],
         waiting_for_ranks: _Context,
+        answered: Callable[[], None],
     ) -> None:
         """Answer the microbatches that wait at this visit.
 
@@ -122,6 +159,7 @@ class VocabularyRounds:
             position: Its position in the order of visits.
             microbatches: This rank's microbatches.
             waiting_for_ranks: Returns a context for the wait for other ranks.
+            answered: Called when the ranks are done with each other.
         """
         layer = self._layers.at(visit.meeting)
         waiting = [each.vocabulary for each in microbatches if each.parked == visit]
@@ -136,11 +174,14 @@ class VocabularyRounds:
             answer = meeting.answer()
             if each.own is not None:
                 answers[id(each.own)] = answer
+            key = Asked(visit.meeting, each.kind, each.dtype, visit.differentiable)
+            self.asked[key] = self.asked.get(key, 0) + each.tokens
         for attendance in waiting:
             if attendance.question is not None:
                 attendance.answer = answers[id(attendance.question)]
         if visit.differentiable:
             self._kept[position] = rounds
+        answered()
 
     def backward(
         self,
@@ -148,6 +189,7 @@ class VocabularyRounds:
         position: int,
         microbatches: Sequence[Microbatch],
         waiting_for_ranks: _Context,
+        answered: Callable[[], None],
     ) -> None:
         """Pass gradients on to tables and hidden states.
 
@@ -156,21 +198,33 @@ class VocabularyRounds:
             position: As for :meth:`forward`.
             microbatches: As for :meth:`forward`.
             waiting_for_ranks: As for :meth:`forward`.
+            answered: As for :meth:`forward`.
         """
         layer = self._layers.at(visit.meeting)
         rounds = self._kept.pop(position, [])
         with waiting_for_ranks():
             # a table without a gradient on any rank keeps None, which optimizers skip
             has_gradient = self._control.any([each.has_gradient for each in rounds])
-        for each, has in zip(rounds, has_gradient, strict=True):
-            if has:
-                _Meeting(layer, each, self._failure, self._device, waiting_for_ranks).backward()
+        self._pass_back(layer, rounds, has_gradient, waiting_for_ranks)
+        rounds.clear()  # what was held for them
+        answered()
 
         def finish() -> None:
             for microbatch in microbatches:
                 microbatch.vocabulary.backward(position)
 
         self._failure.guarded(finish)
+
+    def _pass_back(
+        self,
+        layer: CutLayer,
+        rounds: Sequence[Round],
+        has_gradient: Sequence[bool],
+        waiting_for_ranks: _Context,
+    ) -> None:
+        for each, has in zip(rounds, has_gradient, strict=True):
+            if has:
+                _Meeting(layer, each, self._failure, self._device, waiting_for_ranks).backward()
 
 
 def _header(question: Question) -> _Header:
@@ -342,7 +396,8 @@ class _Meeting:
         self._failure.guarded(compute)
         together = self._of_ranks(found[0])
         answers, self._round.log_sum = self._owed(joined, together, self._layer.vocabulary)
-        return answers[self._round.parts()[self._rank]]
+        # a view would hold the answers to all ranks
+        return self._owed(answers[self._round.parts()[self._rank]].clone)
 
     def _backward_of_statistics(self, into: Gradients) -> None:
         own, hidden, targets = self._round.own, self._round.values, self._round.targets
