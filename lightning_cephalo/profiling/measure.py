@@ -177,14 +177,14 @@ def measure(
         if model.units[ROOT].cuts:
             pause()
             progress.say("profiling: the cut vocabulary")
-            largest = measured.largest if known is None else _largest(known, control.rank)
+            own_largest = measured.largest if known is None else _largest(known, control.rank)
             vocabulary = measure_vocabulary(
                 model,
                 clock,
                 prober.asked,
                 prober.asked_samples,
                 global_batch_size,
-                sum(int(each) for (each,) in control.gather([float(largest)])),
+                sum(int(each) for (each,) in control.gather([float(own_largest)])),
                 network.exchange_s,
             )
 
