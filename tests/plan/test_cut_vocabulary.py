@@ -93,8 +93,12 @@ def test_what_does_not_go_together_is_named(change, message):
 
 def test_what_does_not_fit_says_so():
     small = [replace(rank, capacity_bytes=60) for rank in CUT.ranks]
-    with pytest.raises(InfeasibleError, match="Memory binds"):
-        solve(replace(CUT, ranks=small, state_bytes=100))
+    # as measured: the optimizer has state, and the host has memory that a cut vocabulary cannot use
+    small = [replace(rank, host_capacity_bytes=1000) for rank in small]
+    measured = replace(CUT, ranks=small, unit_parameters=(2, 2, 2), moment_bytes=8)
+    with pytest.raises(InfeasibleError, match="Memory binds") as refused:
+        solve(measured)
+    assert "optimizer_offload" not in str(refused.value)
 
 
 # -- against every plan ---------------------------------------------------------------------------

@@ -103,7 +103,8 @@ def _state_on_hosts(
 ) -> str:
     """Say whether optimizer state in host memory would do, or why it does not."""
     moments = problem.moment_bytes * sum(problem.unit_parameters)
-    if fits is None or not moments:
+    # a cut vocabulary and state in host memory do not go together
+    if fits is None or not moments or problem.vocabulary_sharding:
         return ""
     timeless = dataclasses.replace(problem, ranks=tuple(map(_timeless, problem.ranks)))
     if problem.optimizer_offload is False:
