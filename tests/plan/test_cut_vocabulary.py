@@ -99,6 +99,13 @@ def test_what_does_not_fit_says_so():
     with pytest.raises(InfeasibleError, match="Memory binds") as refused:
         solve(measured)
     assert "optimizer_offload" not in str(refused.value)
+    # a meeting is counted for the largest microbatches: smaller ones may fit, and so may none
+    for change in ({}, {"meeting_bytes": 50}, {"global_batch_size": 40}):
+        with pytest.raises(InfeasibleError, match="hidden states of all samples") as refused:
+            solve(replace(measured, **change))
+        said = str(refused.value)
+        assert "30 bytes for hidden states" in said
+        assert "A plan= with smaller microbatches" in said and "vocabulary_sharding=False" in said
 
 
 # -- against every plan ---------------------------------------------------------------------------

@@ -95,7 +95,19 @@ def refuse(
         or _no_rank_for_samples(problem, types)
         or f"{_too_little_for_all(problem, types)}{_state_on_hosts(problem, types, fits)}"
     )
-    raise InfeasibleError(said)
+    raise InfeasibleError(f"{said}{_of_meetings(problem)}")
+
+
+def _of_meetings(problem: Problem) -> str:
+    """Say what a cut vocabulary counts, which may be more than a training needs, and ways out."""
+    if not problem.vocabulary_sharding:
+        return ""
+    return (
+        f" Of this, every rank counts {_bytes(problem.hidden_bytes)} for hidden states of all "
+        f"samples, and {_bytes(problem.meeting_bytes)} for meetings of the largest microbatches "
+        f"that were measured. A plan= with smaller microbatches takes less, and "
+        f"vocabulary_sharding=False takes neither."
+    )
 
 
 def _state_on_hosts(
@@ -141,13 +153,20 @@ def _rank_too_small(problem: Problem, types: Sequence[RankType]) -> str | None:
         if missing > 0:
             stay = problem.reshard_after_forward is False
             return (
-                f"Memory binds on rank {_members(kind)}: the gathered buffers that every rank "
+                f"Memory binds on rank {_members(kind)}: {_buffers(problem)} that every rank "
                 f"holds need {_bytes(needed)}, its capacity is "
                 f"{_bytes(kind.profile.capacity_bytes)}, {_bytes(missing)} are missing. Use "
                 f"smaller units, {'reshard_after_forward=True, ' if stay else ''}raise its "
                 f"capacity_bytes, or leave this rank out."
             )
     return None
+
+
+def _buffers(problem: Problem) -> str:
+    """Name what every rank holds whatever its samples."""
+    if not problem.vocabulary_sharding:
+        return "the gathered buffers"
+    return "the gathered buffers, hidden states of all samples and meetings at the cut vocabulary"
 
 
 def _no_rank_for_samples(problem: Problem, types: Sequence[RankType]) -> str | None:
@@ -187,7 +206,7 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
             for kind, samples in zip(types[:8], most, strict=False)
         )
         return (
-            f"Samples bind: the global batch is {batch}, but next to the gathered buffers all "
+            f"Samples bind: the global batch is {batch}, but next to {_buffers(problem)} all "
             f"ranks together have memory for {total} samples ({on}), {batch - total} too few, "
             f"even without any state. {_remedies(room)}"
         )
@@ -221,7 +240,7 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
     missing = max(used + problem.full_state_bytes - capacity, 1.0)
     return (
         f"Memory binds over all {ranks} ranks together: the state needs "
-        f"{_bytes(problem.full_state_bytes)}, the gathered buffers {_bytes(buffers)}, the "
+        f"{_bytes(problem.full_state_bytes)}, {_buffers(problem)} {_bytes(buffers)}, the "
         f"samples{under} at least {_bytes(max(used - buffers, 0.0))}, but the capacity is "
         f"{_bytes(capacity)} ({on}): {'at least ' if exact is None else ''}{_bytes(missing)} are "
         f"missing. "
