@@ -586,6 +586,9 @@ class CephaloStrategy(ParallelStrategy):
         memory: tuple[RankMemory, ...] = ()
         replans = replanning.wants(self._options.replan, job)
         problem: Problem | None = None
+        if plan is not None:
+            is_cut = bool(session.model.units[ROOT].cuts)
+            supported.check_planned_vocabulary(plan, is_cut, replans)
         loss_check = LossCheck(job, session.model, trainer, session.user_gathers)
         if plan is None or replans:
             pause = partial(self._ending.termination.check, control)
@@ -599,7 +602,6 @@ class CephaloStrategy(ParallelStrategy):
             session.measured_copies = contention_text(problem)
             session.notes = (*reasons(problem, plan), *surprises(problem, plan))
         supported.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
-        supported.warn_of_whole_vocabulary(plan, bool(session.model.units[ROOT].cuts))
         session.apply(plan, memory)
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
         self._plan, self._replans = plan, ()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.averaged_weights import averaging_callbacks, lightnings_classes
 from lightning_cephalo.adapters.batch_norm import batch_norms, refuse_synchronised
-from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.common.errors import PlanError, UnsupportedError
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.sharding.placement import Rows
 
@@ -133,13 +133,34 @@ def refuse_with_vocabulary_sharding(given: Mapping[str, bool]) -> None:
             )
 
 
-def warn_of_whole_vocabulary(plan: Plan, is_cut: bool) -> None:
-    """Warn if a plan counts on a vocabulary that stays cut, and none does."""
+def check_planned_vocabulary(plan: Plan, is_cut: bool, replans: bool) -> None:
+    """Compare a plan that is given with whether a vocabulary stays cut here; equal on all ranks.
+
+    Warns if the plan's predictions are those of another training.
+
+    Args:
+        plan: The plan.
+        is_cut: Whether an embedding or a head stays cut.
+        replans: Whether the plan may change by itself, which measures this training.
+
+    Raises:
+        PlanError: If it may, and has to be compared with what it does not count on.
+    """
     if plan.vocabulary_sharding and not is_cut:
+        said = "The plan says vocabulary_sharding: true, but no embedding or head stays cut here"
+        remedy = "Use CephaloStrategy(vocabulary_sharding=True) on several ranks, or another plan."
+        if replans:
+            raise PlanError(
+                f"{said}: replan=True cannot compare it with what is measured. {remedy}"
+            )
         rank_zero_warn(
-            "The plan says vocabulary_sharding: true, but no embedding or head stays cut here: its"
-            " predictions of time and memory are not those of this training. Use"
-            " CephaloStrategy(vocabulary_sharding=True) on several ranks, or another plan."
+            f"{said}: its predictions of time and memory are not those of this training. {remedy}"
+        )
+    elif is_cut and plan.step_s is not None and not plan.vocabulary_sharding:
+        rank_zero_warn(
+            "An embedding or a head stays cut here, but the plan does not say vocabulary_sharding:"
+            " true: its predictions of time and memory are not those of this training. Use a plan"
+            " that was solved with CephaloStrategy(vocabulary_sharding=True), or leave plan out."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,14 @@ from common import (
     trainer,
     values_of,
 )
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from plans import GLOBAL_BATCH, PLANS, QUIET
 from torch import Tensor
 from torch.utils.data import DataLoader
 from zoo import gpt2
 
 from lightning_cephalo import CephaloStrategy, Plan
-from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.common.errors import PlanError, UnsupportedError
 
 TOLERANCE = 2e-5
 
@@ -168,6 +170,22 @@ def _refused() -> None:
         given = {"vocabulary_sharding": True, **options}
         with pytest.raises(UnsupportedError, match=f"does not work with {what}"):
             trainer("even", given).fit(kind(), _loader(8), _loader(8))
+    # plans of another training: named before anything is measured
+    cut = replace(PLANS["even"], vocabulary_sharding=True)
+    with pytest.raises(PlanError, match="replan=True cannot compare"):
+        _with_plan(cut, replan=True).fit(Language(), _loader(8), _loader(8))
+    whole = replace(PLANS["even"], step_s=1.0)
+    for plan, is_cut in ((cut, False), (whole, True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _with_plan(plan, vocabulary_sharding=is_cut).fit(Language(), _loader(8), _loader(8))
+        said = [each for each in caught if "are not those of this training" in str(each.message)]
+        assert len(said) == (int(os.environ["RANK"]) == 0)
+
+
+def _with_plan(plan: Plan, **options: Any) -> Any:
+    given = CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False, **options)
+    return Trainer(strategy=given, accelerator="cpu", devices=2, **QUIET)
 
 
 def test_what_does_not_go_together_is_refused_by_name_on_all_ranks():
