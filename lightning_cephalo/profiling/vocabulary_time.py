@@ -8,7 +8,6 @@ of the state.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cephalo.common.errors import ProfilingError
+from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.vocabulary import columns as of_columns
 from lightning_cephalo.execution.vocabulary.columns import STATISTICS, Gradients, wide
@@ -195,13 +195,20 @@ def _columns_s(
     count, took_s = max(1, min(_FEW_TOKENS, round(tokens))), 0.0
     found: float | None = None
     most = max(1, min(_MANY_TOKENS, round(tokens)))
-    with contextlib.suppress(torch.OutOfMemoryError):
+    if asked.kind is Kind.LOGITS:  # no chunks: all of them are there at once
+        row = len(layer.rows) * wide(asked.dtype).itemsize
+        most = max(1, min(most, of_columns.CHUNK_BYTES // row))
+        count = min(count, most)
+    try:
         while True:
             took_s = min(_timed(layer, asked, count, clock, device) for _ in range(_REPEATS))
             found = took_s / count * tokens / share
             if took_s > _ENOUGH_S or count >= most:
                 break
             count = min(2 * count, most)
+    except Exception as failure:  # the host's errors have other types
+        if not is_out_of_memory(failure):
+            raise
     return found
 
 

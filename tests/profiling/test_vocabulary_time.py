@@ -1,6 +1,7 @@
 """A job whose vocabulary stays cut is measured and planned, and what the plan says comes true."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.execution.vocabulary import columns
+from lightning_cephalo.execution.vocabulary.questions import Kind
+from lightning_cephalo.execution.vocabulary.rounds import Asked
 from lightning_cephalo.plan import cost
+from lightning_cephalo.profiling import vocabulary_time
 
 VOCABULARY, WIDTH, LENGTH = 4096, 64, 32
 TOTAL = 1e13
@@ -86,6 +90,7 @@ CASES = {
     "one": halves((12,), (4,)),
     "uneven": halves((8, 2), (4, 2)),
     "without data": halves((8, 8), ()),
+    "small": halves((1,) * 12, (1,) * 4),
 }
 
 
@@ -159,11 +164,14 @@ def test_a_plan_is_made_and_its_step_time_comes_true(cuts):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_memory_is_never_less_than_held_and_within_a_tenth(name):
+def test_memory_is_never_less_than_held_and_within_a_tenth_for_large_microbatches(name):
     for rank in both_ranks():
         for cuts in (True, False):
             predicted, held = rank[cuts][3][name]
-            assert held <= predicted <= 1.1 * held, (cuts, predicted, held)
+            assert held <= predicted, (cuts, predicted, held)
+            # smaller microbatches than those that were measured hold less
+            if name != "small":
+                assert predicted <= 1.1 * held, (cuts, predicted, held)
 
 
 def test_a_plan_that_was_measured_trains_as_on_one_device():
@@ -172,3 +180,26 @@ def test_a_plan_that_was_measured_trains_as_on_one_device():
         assert rank[True][4] == pytest.approx(losses, rel=1e-6)
         for name, value in rank[True][5].items():
             torch.testing.assert_close(value, values[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, MemoryError])
+def test_columns_are_timed_for_as_many_tokens_as_there_is_memory(monkeypatch, failure):
+    rows, counts = torch.empty(2**16, 1), []
+
+    def timed(layer, asked, count, *_):
+        counts.append(count)
+        if count > 64:
+            raise failure("out of memory")
+        return 1e-6 * count
+
+    monkeypatch.setattr(vocabulary_time, "_timed", timed)
+    layer = SimpleNamespace(rows=rows, vocabulary=2 * len(rows))
+    for kind in (Kind.STATISTICS, Kind.LOGITS):
+        asked = Asked(0, kind, torch.float32, True)
+        found = vocabulary_time._columns_s(layer, asked, 1000.0, None, torch.device("cpu"))
+        assert found == pytest.approx(2 * 1e-3)
+    # all logits of a question are there at once: no more than a chunk of them is timed
+    monkeypatch.setattr(columns, "CHUNK_BYTES", 4 * rows.numel() * 16)
+    counts.clear()
+    vocabulary_time._columns_s(layer, asked, 1000.0, None, torch.device("cpu"))
+    assert max(counts) == 16
