@@ -624,6 +624,7 @@ def test_a_cut_vocabulary_takes_the_time_and_the_memory_of_the_closed_form(seed,
     columns_s = max(rank.columns_s for rank in predicted.ranks)
     assert simulation.step_s <= (predicted.step_s + fill_s) * (1 + 1e-12)
     assert simulation.step_s >= columns_s + case.meeting_s
+    assert simulation.step_s >= (predicted.step_s - fill_s) * (1 - 1e-12)
     for rank, part in enumerate(predicted.ranks):
         most = max(size for _, size in simulation.memory[rank])
         assert most <= part.memory_bytes * (1 + 1e-12)

@@ -52,14 +52,14 @@ class _Box:
 
 @dataclass(frozen=True)
 class MovingPlan:
-    """What ranks run and hold, with state in host memory.
+    """What ranks run and hold, where their shares of the state take time.
 
     Attributes:
         problem: The problem, with the choices for all ranks made.
         even: Whether all ranks hold equal shares, which travel as such.
         types: Types of ranks.
         found: Which columns they run.
-        exposed_s: What moving adds to the step.
+        exposed_s: What shares add to the step: moves of state, or columns of a cut vocabulary.
         step_s: Seconds of the step.
     """
 
@@ -83,7 +83,9 @@ def least_step_s(problem: Problem) -> float:
 def fastest_moving(
     problem: Problem, deadline: float, limit_s: float
 ) -> tuple[MovingPlan | None, float]:
-    """Return the fastest plan with state in host memory, and a lower bound of all of them.
+    """Return the fastest plan where shares take time, and a lower bound of all of them.
+
+    These are plans with state in host memory, or with a vocabulary that stays cut.
 
     Args:
         problem: Ranks and work of the step.
@@ -128,7 +130,8 @@ def fastest_moving(
         if failure is not None:
             raise failure
         if math.isinf(limit_s) and queue:
-            raise SolverError("No plan with state in host memory was found, and none is excluded.")
+            what = "a cut vocabulary" if problem.vocabulary_sharding else "state in host memory"
+            raise SolverError(f"No plan with {what} was found, and none is excluded.")
         return None, bound_s
     roomier = _Variant(best.problem, best.even, deadline).roomiest(best)
     return roomier, min(bound_s, best.step_s)
