@@ -601,7 +601,6 @@ class CephaloStrategy(ParallelStrategy):
             memory = predicted(problem, plan, session.model)
             session.measured_copies = contention_text(problem)
             session.notes = (*reasons(problem, plan), *surprises(problem, plan))
-        supported.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
         session.apply(plan, memory)
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
         self._plan, self._replans = plan, ()
