@@ -34,6 +34,7 @@ from lightning_cephalo.adapters import (
     batch_norm,
     checkpoint,
     checkpoint_io,
+    manual_turns,
     precision,
     supported,
 )
@@ -52,6 +53,7 @@ from lightning_cephalo.data.cutting import (
     detached,
     evaluation_samples,
     evaluation_weight,
+    joined_outputs,
     joined_result,
     loss_and_weight,
 )
@@ -485,7 +487,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision.adapt(precision_plugin, self._before_norm)
+        self._precision_plugin = precision.adapt(precision_plugin, self._clipping)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -700,7 +702,9 @@ class CephaloStrategy(ParallelStrategy):
         with self.precision_plugin.forward_context():
             if session.manual is not None:
                 session.logs.finish(log, outcome, outcome.weights, self.reduce)
-                return detached(outcome.results[0])
+                if not session.manual.takes_turns:
+                    return detached(outcome.results[0])
+                return joined_outputs(outcome.results, outcome.weights, counts)
             weights, trained = outcome.weights, sum(counts)
             if outcome.skipped:
                 weights, trained = without_loss(outcome.results, weights, counts)
@@ -744,7 +748,8 @@ class CephaloStrategy(ParallelStrategy):
         with self.precision_plugin.train_step_context():
             if session.manual is not None:
                 self._batch_weight = float(sum(counts))
-                outcome = session.manual.run(calls, note, failure)
+                with manual_turns.once(session.manual, self._lightning_optimizers):
+                    outcome = session.manual.run(calls, note, failure)
             else:
                 scale_loss = precision.loss_scaler(self.precision_plugin)
                 outcome = session.model.executor.forward(calls, scale_loss, note, failure)
@@ -758,7 +763,15 @@ class CephaloStrategy(ParallelStrategy):
         if manual is not None:
             manual.check_is_running()
             # ends in loss.backward(), perhaps in a backward() of the user's
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            if not manual.takes_turns:
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
+            plugin = self.precision_plugin
+            closure_loss = plugin.pre_backward(closure_loss, self._module)
+            plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
+            with manual.once(meets=False) as calls_hooks:
+                if calls_hooks:
+                    plugin.post_backward(closure_loss, self._module)
+            return closure_loss.detach()
         self.session.model.executor.show_held_gradients()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         steps = float(self._module.trainer.accumulate_grad_batches)
@@ -792,8 +805,11 @@ class CephaloStrategy(ParallelStrategy):
         if manual.is_measured:
             return closure()
         self._recovering.settle()
-        with manual.updating(optimizer):
-            return self._update(optimizer, manual.closure(closure), model, **kwargs)
+
+        def run(whole: Callable[[], Any]) -> Any:
+            return self._update(optimizer, whole, model, **kwargs)
+
+        return manual.update(optimizer, closure, run)
 
     def _update(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
@@ -812,14 +828,17 @@ class CephaloStrategy(ParallelStrategy):
 
             return super().optimizer_step(optimizer, whole_closure, model, **kwargs)
 
-    def _before_norm(self) -> bool:
-        """Let all ranks come before gradients are clipped; return whether to clip at all."""
+    @contextmanager
+    def _clipping(self, communicates: bool) -> Generator[bool, None, None]:
+        """Let all ranks come before gradients are clipped; yield whether to clip at all."""
         manual = None if self._session is None else self._session.manual
-        if manual is None:
-            return True
-        if not manual.is_measured:  # else ranks without samples are not here
-            manual.meet()
-        return not manual.is_measured
+        if manual is None or not (communicates or manual.takes_turns):
+            yield True
+        elif manual.is_measured:  # ranks without samples are not here
+            yield False
+        else:
+            with manual.once() as clips:
+                yield clips
 
     @override
     def on_train_end(self) -> None:

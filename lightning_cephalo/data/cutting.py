@@ -249,6 +249,17 @@ def joined_result(
     return joined
 
 
+def joined_outputs(results: Sequence[Any], weights: Sequence[float], counts: Sequence[int]) -> Any:
+    """Join what the microbatches of a step have returned that optimizes manually.
+
+    It need not hold a loss. Otherwise as :func:`joined_result`.
+    """
+    last = results[-1]
+    if isinstance(last, Mapping) or (isinstance(last, Tensor) and last.numel() == 1):
+        return detached(joined_result(results, weights, counts))
+    return detached(last)
+
+
 def detached(result: Any) -> Any:
     """Return a result of ``training_step`` without graphs."""
     if isinstance(result, Mapping):

@@ -1,11 +1,12 @@
 """Runs a step whose code calls its backwards and optimizers itself (manual optimization).
 
 [Note: phases]
-``training_step`` runs once on each rank, over all samples that the rank has in the step. Its code
-computes losses, runs backwards and optimizers, and reads and writes parameters in between, all as
-on one device. So it cannot run once per microbatch. Each backward ends a phase of the step: all
-ranks meet there. It passes, in the layered order, the units that the loss depends on. A unit is
-gathered once and reduced once per backward. Gradients add up until the code sets them to None.
+``training_step`` runs once for each microbatch: on each rank one, over all samples that the rank
+has in the step, or several, if the user's plan says so. Its code computes losses, runs backwards
+and optimizers, and reads and writes parameters in between, all as on one device. Each backward ends
+a phase of the step: all microbatches of all ranks meet there. It passes, in the layered order, the
+units that the loss depends on. A unit is gathered once and reduced once per backward. Gradients add
+up until the code sets them to None.
 
 Between its uses a parameter is its shard: a DTensor, which optimizers and other code see. The root
 unit is gathered when the code first calls one of its modules or computes with one of its
@@ -19,8 +20,9 @@ Before each gather all ranks exchange their places, as in a step that is traced.
 the step before is gathered ahead. Exchanges cannot be left out: code between two visits may take
 another way at any time.
 
-Considered: several microbatches per rank, all of which meet at each call of a backward and of an
-optimizer. Each would run the code in between, such as ``target.lerp_(online, 0.01)``, once more.
+Several microbatches of a rank take turns in the code between units, each from the same parameters;
+see [Note: rounds] in in_turns.py. The first one runs optimizers and clips for all. Plans that are
+measured keep one microbatch per rank.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,10 +41,12 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.executor import Executor
+from lightning_cephalo.execution.in_turns import Turns
 from lightning_cephalo.execution.loss_weights import loss_scale
 from lightning_cephalo.execution.microbatch import AT_BACKWARD, AT_UPDATE, Microbatch
 from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
+from lightning_cephalo.execution.step_values import WAY_OUT, StepValues
 from lightning_cephalo.execution.visits import FAILED, FINISHED, NO_DATA, agree, where
 from lightning_cephalo.plan.program import (
     NONE,
@@ -59,8 +63,6 @@ from lightning_cephalo.sharding.unit import Unit, UnitState
 from lightning_cephalo.sharding.write_guard import spelled
 
 _DOING = "running training_step"
-_RESUME = Instruction(Operation.FORWARD, microbatch=0)
-
 # where ranks wait for all others, by the code that they exchange
 _MEETINGS = {place.unit: place for place in (AT_BACKWARD, AT_UPDATE)}
 _DOES = {
@@ -86,11 +88,15 @@ class ManualSteps:
 
     Attributes:
         is_measured: Whether steps are measured: optimizers update nothing then.
+        turns: Lets the code of several microbatches have effect once.
     """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._functions = _StepFunctions(self)
+        self._outside = _StepFunctions(self)
+        self._functions_of: dict[int, _StepFunctions] = {}
+        self.turns = Turns(executor.units, StepValues(self._root.module, executor.state))
+        self._outcomes: dict[int, Any] = {}
         self.is_measured = False
         self._is_checked = False
         self._expected: list[Visit] = []
@@ -124,8 +130,30 @@ class ManualSteps:
         Raises:
             RemoteRankError: If another rank failed; this rank's own failure is raised as it is.
         """
+        try:
+            return self._run(calls, note, failure)
+        finally:
+            self._functions_of, self._outcomes = {}, {}
+            if self.takes_turns:
+                self.turns.end_step()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a rank has several microbatches."""
+        return self.turns.is_on and not self.is_measured
+
+    def _run(
+        self,
+        calls: Sequence[MicrobatchCall],
+        note: Callable[[], Sequence[float]],
+        failure: BaseException | None,
+    ) -> ForwardOutcome:
         executor = self._executor
-        calls = [replace(call, step=self._watched(call.step)) for call in calls]
+        functions = [_StepFunctions(self) for _ in calls]
+        calls = [
+            replace(call, step=self._watched(call.step, own))
+            for call, own in zip(calls, functions, strict=True)
+        ]
         if not calls and failure is None and not self.is_measured:
             failure = UnsupportedError(
                 "This rank has no samples in a step with manual optimization, whose code every rank"
@@ -142,10 +170,12 @@ class ManualSteps:
                 inside,
                 state=executor.state,
                 buffers=executor.buffers.of_microbatches,
-                outside=self._functions.suspended,
+                outside=own.suspended,
             )
-            for each in calls
+            for each, own in zip(calls, functions, strict=True)
         ]
+        ids = map(id, microbatches)
+        self._functions_of = dict(zip(ids, functions, strict=True))
         self._places, self._order, self._seen = [], [], []
         self._choice = Choice([place for place in self._expected if place.unit > ROOT])
         step = executor.begin_phases(calls, microbatches, self._order)
@@ -154,13 +184,16 @@ class ManualSteps:
         samples = [each.samples for each in calls]
         executor.failure.guarded(executor.buffers.begin, samples)
         executor.failure.guarded(executor.state.begin, samples)
-        self._advance(_RESUME)
+        if self.takes_turns:
+            counts = [int(row[0]) for row in executor.exchange([float(len(calls))])]
+            self.turns.begin_step(samples, counts)
+        self._advance()
         while (place := self._next_place(step)) is not None:
             if place == AT_BACKWARD:
                 self._backward(step)
             elif place == AT_UPDATE:
                 self.reshard()
-                self._advance(_RESUME)
+                self._advance()
             else:
                 self._visit(place)
             self._places.append(place)
@@ -178,17 +211,52 @@ class ManualSteps:
         finally:
             self.is_measured = False
 
-    def _watched(self, user: Callable[[], Any]) -> Callable[[], Any]:
+    @staticmethod
+    def _watched(user: Callable[[], Any], functions: _StepFunctions) -> Callable[[], Any]:
         def step() -> Any:
-            with self._functions:
+            with functions:
                 return user()
 
         return step
 
-    def _advance(self, instruction: Instruction) -> None:
-        """Run the step's code until it parks, and take over what it did to parameters."""
-        self._executor.execute(instruction)
-        self._executor.failure.guarded(self._look)
+    @property
+    def _functions(self) -> _StepFunctions:
+        """Handles the torch functions of the microbatch whose code is running."""
+        return self._functions_of.get(id(self.running), self._outside)
+
+    def _advance(self, unit: int = NONE, position: int = NONE, at: Visit | None = None) -> None:
+        """Run the code of microbatches until they park, and take over what they do to parameters.
+
+        Args:
+            unit: The unit that they enter.
+            position: Position of the visit. Those that wait elsewhere let it pass.
+            at: Where those wait that run; None: all run.
+        """
+        executor = self._executor
+        parked = executor.parked
+        if not parked:  # this rank communicates only
+            executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=0))
+            return
+        members: Sequence[int] = [
+            index for index, place in enumerate(parked) if at is None or place == at
+        ]
+        if position != NONE:  # the others let the visit pass
+            members = range(len(parked))
+        if not self.takes_turns:
+            for index in members:
+                executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=index))
+                executor.failure.guarded(self._look)
+            return
+        place = at if position == NONE else self._order[position]
+        run = [index for index in members if place is None or parked[index] == place]
+        executor.failure.guarded(self.turns.begin_round, run)
+        for index in members:
+            if index in run:
+                executor.failure.guarded(self.turns.resume, index)
+            executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=index))
+            executor.failure.guarded(self._look)
+            if index in run:
+                executor.failure.guarded(self.turns.pause, index)
 
     def _look(self) -> None:
         stale: list[str] = []
@@ -214,10 +282,27 @@ class ManualSteps:
         units before.
         """
         executor, choice = self._executor, self._choice
+        self._refuse_different_calls(step)
         failed = executor.failure.error is not None
-        said = executor.exchange(where(failed=failed, parked=step.parked, choice=choice))
+        # those that have come to a meeting wait for the others
+        on_the_way = [at for at in step.parked if at is not None and at.unit not in _MEETINGS]
+        own = where(failed=failed, parked=on_the_way or step.parked, choice=choice)
+        rows = executor.exchange([*own, float(self.turns.written)] if self.takes_turns else own)
+        said = [row[:4] for row in rows]
         place, _ = agree([row for row in said if row[0] not in _MEETINGS], choice)
         codes = {row[0] for row in said} - {NO_DATA}
+        if self.takes_turns and len(codes) == 1 and place is None and FAILED not in codes:
+            if len({row[4] for row in rows if row[0] != NO_DATA}) > 1:
+                executor.failure.note(
+                    UnitUseError(
+                        "Ranks write to parameters or gradients in training_step in different ways."
+                        " With manual optimization and several microbatches per rank, all must"
+                        f" write the same. Write in a hook, {WAY_OUT}."
+                    )
+                )
+                executor.failure.abandon()
+                return None
+            self.turns.written = 0
         if place is None and FAILED not in codes and not codes.isdisjoint(_MEETINGS):
             if len(codes) == 1:
                 return _MEETINGS[int(codes.pop())]
@@ -233,13 +318,26 @@ class ManualSteps:
             executor.failure.abandon()  # the exchange at the end of the step reports the failure
         return place
 
+    def _refuse_different_calls(self, step: Step) -> None:
+        """Note a failure if this rank's microbatches will never meet."""
+        places = {FINISHED if place is None else place.unit for place in step.parked}
+        if len(places) > 1 and places <= {FINISHED, *_MEETINGS}:
+            does = ", others ".join(_DOES[code] for code in sorted(places, reverse=True))
+            self._executor.failure.note(
+                UnitUseError(
+                    f"Microbatches of this rank do different things in training_step: some {does}."
+                    " All run each backward and each update together, so that none may depend on a"
+                    f" microbatch's own samples: write it so, {WAY_OUT}."
+                )
+            )
+
     def _visit(self, place: Visit) -> None:
         """Gather a unit, and run the code until its next place."""
         units = self._executor.units
         if place.unit == ROOT:
             self._gather(ROOT)
             if place in self._executor.parked:  # other ranks may wait elsewhere
-                self._advance(Instruction(Operation.FORWARD, ROOT, microbatch=0))
+                self._advance(ROOT, at=place)
             return
         position = len(self._order)
         self._order.append(place)  # which is also `step.visits`
@@ -251,7 +349,7 @@ class ManualSteps:
         self._gather_ahead(place, position)
         unit = units[place.unit]
         self._seen.append((unit.flags, unit.versions))
-        self._advance(Instruction(Operation.FORWARD, place.unit, position, microbatch=0))
+        self._advance(place.unit, position)
 
     def _gather(self, unit: int, position: int = NONE) -> None:
         if self._executor.units[unit].state is UnitState.SHARDED:
@@ -272,12 +370,18 @@ class ManualSteps:
         executor = self._executor
         executor.failure.guarded(executor.writes.check, "training_step")
         executor.failure.guarded(executor.finish_buffers)
-        executor.failure.guarded(executor.state.finish)
+        values: list[Any] = []
+        if self.takes_turns:
+            executor.failure.guarded(lambda: values.append(self.turns.values.collect()))
+        else:
+            executor.failure.guarded(executor.state.finish)
         failed = executor.failure.error is not None
         samples = math.fsum(call.samples for call in step.calls)
         said = executor.exchange([float(failed), samples, step.written_buffers, *note()])
         if any(row[0] for row in said):
             executor.give_up(_DOING)
+        if self.takes_turns:
+            executor.control.together(_DOING, self._store, executor.control.gather(values[0]))
         executor.combine_buffers([row[2] for row in said], _DOING)
         self.reshard()
         self._expected, self._is_checked = self._places, True
@@ -287,6 +391,15 @@ class ManualSteps:
         notes = tuple(tuple(row[3:]) for row in said)
         weights = tuple(float(call.samples) for call in step.calls)
         return ForwardOutcome(results, weights, total, notes)
+
+    def _store(self, said: Sequence[Any]) -> None:
+        """Show on modules what all microbatches of all ranks have stored."""
+        try:
+            self.turns.values.finish(said)
+            self._executor.state.finish()
+        except Exception as failure:  # on all ranks
+            self._executor.failure.abandon()
+            raise failure
 
     # -- a backward ---------------------------------------------------------------------------
 
@@ -353,17 +466,19 @@ class ManualSteps:
         self._gather(ROOT)
         self._root.hide_gradients()
         executor.execute(Instruction(Operation.ARM, ROOT))
-        executor.execute(Instruction(Operation.LOSS, ROOT, len(visits) - 1, microbatch=0))
+        for index in range(max(len(step.microbatches), 1)):
+            executor.execute(Instruction(Operation.LOSS, ROOT, len(visits) - 1, microbatch=index))
         held = self._held()
         after = layered_backward(visits, len(step.microbatches), step.trainable, held)
         executor.hooks.in_backward = True
-        for instruction in prefetch(Program((), after)).backward:
-            if instruction.operation is Operation.BACKWARD:
-                executor.wait_for(units[instruction.unit])
-                units[instruction.unit].show_flags(self._seen[instruction.visit][0])
-            executor.execute(instruction)
+        with self.turns.values.unchanged() if self.takes_turns else nullcontext():
+            for instruction in prefetch(Program((), after)).backward:
+                if instruction.operation is Operation.BACKWARD:
+                    executor.wait_for(units[instruction.unit])
+                    units[instruction.unit].show_flags(self._seen[instruction.visit][0])
+                executor.execute(instruction)
         self.reshard()
-        self._advance(_RESUME)
+        self._advance()
 
     def _held(self) -> int:
         """Return the unit of the last visit if it is still gathered; free all others."""
@@ -421,16 +536,93 @@ class ManualSteps:
             for unit in self._executor.units:
                 unit.updated(held)
 
+    def update(
+        self,
+        optimizer: Optimizer,
+        user: Callable[[], Any],
+        run: Callable[[Callable[[], Any]], Any],
+    ) -> Any:
+        """Let an optimizer update the shards; collective.
+
+        With several microbatches the first one does it for all. Each runs the user's closure.
+
+        Args:
+            optimizer: The optimizer.
+            user: The user's closure.
+            run: Calls the optimizer's step with a closure.
+        """
+        if not self.takes_turns or self.running is None:
+            with self.updating(optimizer):
+                return run(self.closure(user))
+        closure = self.closure(user)
+        if not self.turns.leads:
+            with self._functions.suspended():
+                self.meet()
+                return closure()
+        with self.updating(optimizer), ExitStack() as stack:
+            stack.enter_context(self.turns.acting())
+            outcomes: list[Any] = []
+
+            def once() -> Any:
+                if outcomes:
+                    raise UnsupportedError(
+                        f"{type(optimizer).__name__} evaluates its closure several times, which"
+                        " several microbatches per rank with manual optimization cannot follow:"
+                        " use a plan with one microbatch per rank."
+                    )
+                stack.close()
+                outcomes.append(closure())
+                stack.enter_context(self.turns.acting())
+                return self._mean_outcome()
+
+            run(once)
+            return outcomes[0] if outcomes else None
+
+    def _mean_outcome(self) -> Any:
+        """Return the mean over samples of what the microbatches' closures have returned."""
+        found = [self._outcomes[index] for index in sorted(self._outcomes)]
+        if len(found) == 1 or not all(
+            isinstance(each, float) or (isinstance(each, Tensor) and each.numel() == 1)
+            for each in found
+        ):
+            return found[0]
+        weights = [float(size or 1) for size in self.turns.samples]
+        pairs = zip(found, weights, strict=True)
+        return sum(
+            (each.detach() if isinstance(each, Tensor) else each) * (weight / sum(weights))
+            for each, weight in pairs
+        )
+
     def closure(self, user: Callable[[], Any]) -> Callable[[], Any]:
         """Return the step's own closure of an optimizer, for that block."""
 
         def closure() -> Any:
             with self._functions.resumed():
                 outcome = user()
+            if self.takes_turns and self.running is not None:
+                self._outcomes[self._executor.microbatches.index(self.running)] = outcome
             self.meet()
             return outcome
 
         return closure
+
+    @contextmanager
+    def once(self, meets: bool = True) -> Iterator[bool]:
+        """Do something once for all microbatches in a ``with`` block; collective if ``meets``.
+
+        Args:
+            meets: Whether to wait for all microbatches before; else they have just met.
+
+        Yields:
+            Whether this microbatch does it.
+        """
+        if meets:
+            self.meet()
+        if not self.turns.leads:
+            yield False
+            return
+        with self.turns.acting():
+            yield True
 
     def meet(self) -> None:
         """Wait for all ranks before code that communicates, and show it the shards."""
@@ -499,6 +691,8 @@ class _StepFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._is_suspended or self._steps.running is None:
             return func(*args, **kwargs)
+        if self._steps.takes_turns:
+            self._steps.turns.before(func, args, kwargs)
         if func is Tensor.backward:
             return self._steps.backward(*args, **kwargs)
         if func is torch.autograd.grad:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.adapters import manual_turns
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.checkpoint import release_optimizer
 from lightning_cephalo.adapters.early_update import (
@@ -148,10 +149,13 @@ class Session:
         self.manual: ManualSteps | None = None
         if job.trains and not module.automatic_optimization:
             self.manual = ManualSteps(self.model.executor)
+            self.manual.turns.settings = manual_turns.StepSettings(module, lambda: self.optimizers)
         elif groups.control.world_size > 1:
             collectives = UserCollectives(self._on_user_collective)
             self._at_end.callback(collectives.close)
             self.model.executor.user_collectives = collectives
+        self._meeting = groups.meeting
+        self._guard: UserCollectives | None = None
         self.predictions = EmptyPredictions()
         self.optimizers: list[Optimizer] = []
         self.updates = OptimizerUpdates(self.model, options.optimizer_scope)
@@ -173,10 +177,18 @@ class Session:
         return not_connected, ()
 
     def _ranks_run_one_step(self) -> bool:
-        alone = self.control.world_size == 1  # else some only communicate while one is measured
-        return self.manual is not None and (alone or not self.manual.is_measured)
+        if self.manual is None:
+            return False
+        if self.control.world_size == 1:
+            return True
+        # some only communicate while one is measured, or run fewer microbatches
+        return not self.manual.is_measured and not self.manual.takes_turns
 
     def _on_user_collective(self, name: str, takes_all: bool) -> None:
+        if self.manual is not None:
+            if takes_all:
+                self.manual.turns.refuse_collective(f"{name}()")
+            return
         module: Any = self.model.module
         self.user_gathers.called(module.trainer.training, name, takes_all=takes_all)
 
@@ -216,6 +228,9 @@ class Session:
         self.optimizers = list(optimizers)
         for optimizer in optimizers:
             self.updates.of(optimizer)
+        if self._takes_turns:
+            self._check_turns()
+            self._refuse_own_steps()
         own = self.late or next(filter(None, map(late_by_optimizer, optimizers)), "")
         self.late = next(filter(None, self.control.gather(own)), "")
         self._host_state.begin(optimizers, trainer, self.plan)
@@ -349,6 +364,7 @@ class Session:
             if owned is not None:
                 owned.follow(self.model.fractions)
         self.plan = self.dealt_plan = plan
+        self._follow_turns(plan)
         self._host_state.follow(plan, self.optimizers)
         if self._updater is not None:  # it may have begun with all state on the device
             self._updater.moved = self.moved
@@ -367,7 +383,8 @@ class Session:
         executor.recompute = job.options.recompute.of_plan(own.recompute)
         executor.failure.planned_memory = _planned_memory(own)
         executor.arena = arena
-        sizes = own.microbatch_sizes if self.manual is None else ()  # a batch stays whole
+        # with one microbatch on each rank a batch stays whole
+        sizes = own.microbatch_sizes if self.manual is None or self._takes_turns else ()
         whole = job.leaves_batches_whole and len(own.microbatch_sizes) == 1
         layouts = job.layouts if whole else job.layouts or read_layouts(job.loaders, job.options)
         self.cutter = BatchCutter(layouts, job.loaders.spec, sizes, whole)
@@ -395,11 +412,14 @@ class Session:
         """Raise if the way to train allows no such plan, on any rank.
 
         Raises:
-            PlanError: If a rank has several microbatches with manual optimization, or offloads
-                boundaries that retained activations hold.
+            PlanError: If a rank has no samples with manual optimization, or offloads boundaries
+                that retained activations hold.
+            UnsupportedError: If code cannot run once per microbatch with manual optimization.
         """
         if self.manual is not None:
-            _refuse_several_microbatches(plan)
+            _refuse_with_manual_optimization(plan)
+            if _has_several(plan) and self.optimizers:
+                self._check_turns()
         recompute = self._job.options.recompute
         if any(rank.offload and not recompute.of_plan(rank.recompute) for rank in plan.ranks):
             raise PlanError(
@@ -618,6 +638,35 @@ class Session:
             return loader
         return lock_step(loader, all_have_next=self.control.all)
 
+    # -- several microbatches of steps that optimize manually ---------------------------------
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self.manual is not None and self.manual.turns.is_on
+
+    def _follow_turns(self, plan: Plan) -> None:
+        """Let the code of several microbatches have effect once, if the plan has any."""
+        if self.manual is None:
+            return
+        was_on, turns = self._takes_turns, self.manual.turns
+        turns.is_on = _has_several(plan)
+        if turns.is_on and self._guard is None and self.control.world_size > 1:
+            self._guard = UserCollectives(self._on_user_collective)
+            self._at_end.callback(self._guard.close)
+            self._at_end.callback(setattr, self._meeting, "before", None)
+        self.model.executor.user_collectives = self._guard if turns.is_on else None
+        self._meeting.before = turns.refuse_collective if turns.is_on else None
+        if turns.is_on and not was_on and self.optimizers:
+            self._refuse_own_steps()
+
+    def _check_turns(self) -> None:
+        manual_turns.check(self.model.module, self.optimizers)
+
+    def _refuse_own_steps(self) -> None:
+        assert self.manual is not None
+        for handle in manual_turns.refuse_own_steps(self.manual, self.optimizers):
+            self._at_end.callback(handle.remove)
+
     # -- the whole model ----------------------------------------------------------------------
 
     def close(self) -> None:
@@ -660,15 +709,17 @@ class Session:
             self.model.abandon()
 
 
-def _refuse_several_microbatches(plan: Plan) -> None:
-    wrong = [(r, rank) for r, rank in enumerate(plan.ranks) if len(rank.microbatch_sizes) != 1]
-    if wrong:
-        number, rank = wrong[0]
+def _has_several(plan: Plan) -> bool:
+    return any(len(rank.microbatch_sizes) > 1 for rank in plan.ranks)
+
+
+def _refuse_with_manual_optimization(plan: Plan) -> None:
+    idle = [r for r, rank in enumerate(plan.ranks) if not rank.microbatch_sizes]
+    if idle:
         raise PlanError(
-            f"The plan gives rank {number} the microbatches {list(rank.microbatch_sizes)}, but with"
-            " manual optimization training_step runs once on every rank, over all of its samples:"
-            f" expected [{rank.batch_size or 1}]. Give each rank one microbatch in the plan, or"
-            " leave plan= out, to make such a plan."
+            f"The plan gives rank {idle[0]} no samples, but with manual optimization training_step"
+            " runs on every rank, as it updates the optimizers: expected one microbatch or more."
+            " Give each rank samples in the plan, or leave plan= out, to make such a plan."
         )
     if any(rank.offload for rank in plan.ranks):
         raise PlanError(

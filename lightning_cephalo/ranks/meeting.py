@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from lightning_cephalo.common.errors import UnsupportedError
@@ -30,12 +30,14 @@ class Meeting:
 
     Attributes:
         switchboard: As given.
+        before: Called with the purpose before this rank waits; may raise. None: nothing is.
     """
 
     def __init__(self, switchboard: Switchboard | None, timeout: timedelta) -> None:
         self.switchboard = switchboard
         self._timeout_s = timeout.total_seconds()
         self._count = 0
+        self.before: Callable[[str], None] | None = None
 
     def close(self) -> None:
         """Stop answering other ranks."""
@@ -59,6 +61,8 @@ class Meeting:
         switchboard = self.switchboard
         if switchboard is None:
             return
+        if self.before is not None:
+            self.before(purpose)
         self._count += 1
         here = str(whereabouts(threading.get_ident()))
         began_s, wait_s, were_stuck, has_warned = time.monotonic(), FIRST_LOOK_S, False, False

@@ -84,13 +84,16 @@ class Gan(LightningModule):
         loss = _is(True, self.discriminator(fake)) + mse_loss(fake, x)
         generating.zero_grad()
         self.manual_backward(loss)
-        self.seen.append(float(self.generator.first.weight.grad.full_tensor().sum())
-                         if hasattr(self.generator.first.weight.grad, "full_tensor")
-                         else float(self.generator.first.weight.grad.sum()))  # fmt: skip
+        self.look()
         generating.step()
         schedule.step()
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return {"loss": loss}
+
+    def look(self) -> None:
+        gradient = self.generator.first.weight.grad
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        self.seen.append(float(whole.sum()))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(self.trainer.callback_metrics["loss_step"]))

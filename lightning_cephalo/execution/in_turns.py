@@ -1,0 +1,365 @@
+"""Runs the code of several microbatches between two meetings so that it has effect once.
+
+[Note: rounds]
+With manual optimization the code between units reads and writes parameters, gradients, flags and
+schedules. Each microbatch runs this code. So between two places where ranks meet or gather, the
+*round*, all microbatches start from the same parameters, and only the first one's writes stay:
+
+::
+
+    round   microbatch 0   w0 -> target.lerp_(online, 0.01) -> w1       stays
+            microbatch 1   w0 again -> the same code        -> w1       compared
+    after                                                      w1       once, as on one device
+
+A microbatch that comes to another result is refused: the write depends on its samples, or is not
+made by all. What an optimizer or clipping does is done by the first microbatch alone, and all start
+from there (:meth:`Turns.acting`).
+
+What is written is kept, before the first write in a round, by the torch function that writes it
+(:meth:`Turns.before`). So rounds without writes copy nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
+from lightning_cephalo.execution.step_values import WAY_OUT, StepValues
+from lightning_cephalo.sharding.flat import Marks
+from lightning_cephalo.sharding.placement import local_part
+from lightning_cephalo.sharding.unit import Unit
+
+
+class Settings(Protocol):
+    """What code may change in addition to parameters: learning rates, schedules."""
+
+    def read(self) -> Any:
+        """Return a copy of them."""
+
+    def show(self, settings: Any) -> None:
+        """Put back an earlier copy."""
+
+    def difference(self, one: Any, other: Any) -> str | None:
+        """Return the name of what differs between two copies; None: nothing."""
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Return the tensors of optimizers' state."""
+
+
+class NoSettings:
+    """Settings of code that has none."""
+
+    def read(self) -> Any:
+        """Return nothing."""
+
+    def show(self, settings: Any) -> None:
+        """Do nothing."""
+
+    def difference(self, one: Any, other: Any) -> str | None:
+        """Return None."""
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Return nothing."""
+        return ()
+
+
+class _Result:
+    """What a microbatch has left behind in a round.
+
+    Attributes:
+        marks: Flags and gradients of each flat; None: as at the beginning of the round.
+        memory: By address, the values of what is written; others are as at the beginning.
+        settings: The settings.
+        writes: A number for the functions that wrote.
+    """
+
+    def __init__(
+        self, marks: list[Marks] | None, memory: dict[int, Tensor], settings: Any, writes: int
+    ) -> None:
+        self.marks, self.memory, self.settings, self.writes = marks, memory, settings, writes
+
+
+class Turns:
+    """Lets code of several microbatches have effect once; see [Note: rounds].
+
+    Args:
+        units: All units.
+        values: What the code stores on modules.
+
+    Attributes:
+        settings: Learning rates and schedules.
+        is_on: Whether the plan has several microbatches on any rank.
+        written: A number for all writes since ranks have compared it.
+        samples: Samples of this rank's microbatches in the running step.
+    """
+
+    def __init__(self, units: Sequence[Unit], values: StepValues) -> None:
+        self._units = units
+        self.values = values
+        self.settings: Settings = NoSettings()
+        self.is_on = False
+        self.written = 0
+        self.samples: tuple[int, ...] = ()
+        self.counts: tuple[int, ...] = ()
+        self._members: Sequence[int] = ()
+        self._start_settings: Any = None
+        self._start_marks: list[Marks] | None = None
+        self._memory: dict[int, Tensor] = {}
+        self._saved: dict[int, Tensor] = {}
+        self._versions: list[int] = []
+        self._writes = 0
+        self._first: _Result | None = None
+        self._running: int | None = None
+        self.is_acting = False
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def begin_step(self, samples: Sequence[int], counts: Sequence[int]) -> None:
+        """Begin a step.
+
+        Args:
+            samples: Samples of this rank's microbatches.
+            counts: Microbatches of every rank.
+        """
+        self.samples, self.counts = tuple(samples), tuple(counts)
+        self.written, self.is_acting, self._running = 0, False, None
+        self.values.begin(samples)
+
+    def end_step(self) -> None:
+        """Let go of what the step holds; after a failure, show the values of before the step."""
+        self.values.abandon()
+        self._forget()
+        self._running, self.is_acting, self._members = None, False, ()
+
+    @property
+    def leads(self) -> bool:
+        """Whether the running microbatch does what is done once for all."""
+        return not self.is_on or not self._running
+
+    def refuse_collective(self, doing: str) -> None:
+        """Raise where some ranks would run a collective of the user's code more often.
+
+        Raises:
+            UnsupportedError: The message gives the way out.
+        """
+        is_code = self.is_on and self._running is not None and not self.is_acting
+        if is_code and len(set(self.counts)) > 1:
+            raise UnsupportedError(
+                f"training_step communicates ({doing}), once per microbatch, but the ranks run"
+                f" {list(self.counts)} microbatches with manual optimization: it would hang."
+                " Communicate in a hook (on_before_optimizer_step, on_train_batch_end), use"
+                f" self.clip_gradients() to clip, {WAY_OUT}."
+            )
+
+    # -- rounds -------------------------------------------------------------------------------
+
+    def begin_round(self, members: Sequence[int]) -> None:
+        """Begin a round.
+
+        Args:
+            members: The microbatches that run in it, in their order.
+        """
+        self._members, self._first = members, None
+        self._forget()
+        if len(self.samples) > 1:
+            self._start_settings = self.settings.read()
+
+    def _forget(self) -> None:
+        self._start_marks, self._start_settings = None, None
+        self._memory, self._saved = {}, {}
+        self._first = None
+
+    def resume(self, microbatch: int) -> None:
+        """Let a microbatch run its turn of the round."""
+        self._running, self._writes = microbatch, 0
+        self.values.resume(microbatch)
+        if len(self.samples) > 1:
+            self._versions = self._row_versions()
+
+    def pause(self, microbatch: int) -> None:
+        """End its turn, and compare what it has written with the turns of others.
+
+        Raises:
+            UnitUseError: If it has written something else, or less than all microbatches write.
+        """
+        self._running = None
+        self.values.pause(microbatch)
+        if self._first is None:
+            self.written = zlib.crc32(self._writes.to_bytes(8, "little"), self.written)
+        if len(self.samples) < 2:
+            return
+        if self._row_versions() != self._versions and not self._saved:
+            raise UnitUseError(
+                "training_step writes to a parameter in a place that cannot be followed, such as a"
+                " unit's forward: with manual optimization and several microbatches per rank, each"
+                f" would write once. Write in training_step itself, or in a hook, {WAY_OUT}."
+            )
+        result = self._result()
+        if self._first is None:
+            self._first = result
+        else:
+            self._compare(self._first, result)
+        if microbatch != self._members[-1]:
+            self._show_start()
+        elif len(self._members) < len(self.samples):
+            self._refuse_change(self._first)
+
+    def _row_versions(self) -> list[int]:
+        return [v for unit in self._units for flat in unit.flats for v in flat.row_versions]
+
+    def _marks(self) -> list[Marks]:
+        return [flat.marks() for unit in self._units for flat in unit.flats]
+
+    def _result(self) -> _Result:
+        marks = None if self._start_marks is None else self._marks()
+        memory = {at: self._memory[at].clone() for at in self._saved}
+        return _Result(marks, memory, self.settings.read(), self._writes)
+
+    def _show_start(self) -> None:
+        if self._start_marks is not None:
+            flats = [flat for unit in self._units for flat in unit.flats]
+            for flat, marks in zip(flats, self._start_marks, strict=True):
+                flat.set_marks(marks)
+        with torch.no_grad():
+            for at, saved in self._saved.items():
+                self._memory[at].copy_(saved)
+        self.settings.show(self._start_settings)
+
+    def _compare(self, one: _Result, other: _Result) -> None:
+        name = self.settings.difference(one.settings, other.settings)
+        if name is None and one.writes != other.writes:
+            name = "parameters or gradients, by other functions or numbers"
+        if name is None and any(
+            not torch.equal(one.memory.get(at, saved), other.memory.get(at, saved))
+            for at, saved in self._saved.items()
+        ):
+            name = "parameters or gradients"
+        if name is None and not self._same_marks(one.marks, other.marks):
+            name = "requires_grad or the gradients of parameters"
+        if name is not None:
+            raise UnitUseError(
+                f"Microbatches set other values in training_step ({name}). With manual optimization"
+                " and several microbatches per rank, what it writes must not depend on samples, and"
+                f" all must write it at the same place. Write it in a hook, {WAY_OUT}."
+            )
+
+    def _same_marks(self, one: list[Marks] | None, other: list[Marks] | None) -> bool:
+        one, other = one or self._start_marks, other or self._start_marks
+        if one is None or other is None:
+            return True
+        return all(
+            flag == its_flag and _same_gradient(grad, its_grad)
+            for (marks, _, _), (its, _, _) in zip(one, other, strict=True)
+            for (flag, grad), (its_flag, its_grad) in zip(marks, its, strict=True)
+        )
+
+    def _refuse_change(self, result: _Result) -> None:
+        """Raise if something was written in a round in which not all microbatches run."""
+        start = _Result(self._start_marks, dict(self._saved), self._start_settings, 0)
+        self._compare(start, result)
+
+    # -- what is done once --------------------------------------------------------------------
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Do something once for all microbatches in a ``with`` block of the first one's code.
+
+        All have come to the same meeting, and the first one has done nothing since.
+        """
+        if not self.is_on or self.is_acting or self._running is None:
+            yield
+            return
+        self.is_acting = True
+        try:
+            with self.values.for_all():
+                yield
+        finally:
+            self.is_acting = False
+        self._forget()
+        if len(self.samples) > 1:
+            self._start_settings = self.settings.read()
+            self._versions = self._row_versions()
+
+    # -- writes -------------------------------------------------------------------------------
+
+    def before(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Keep what a torch function of the running microbatch is about to write."""
+        kind = _kind_of(func, kwargs)
+        if self.is_acting or self._running is None or kind is None:
+            return
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if len(self.samples) > 1:
+            self._keep(tensors if kind == _VALUES else ())
+        if kind == _VALUES and any(local_part(each) is not each for each in tensors):
+            numbers = [
+                each
+                for each in pytree.tree_leaves((args, kwargs))
+                if isinstance(each, int | float | bool | str)
+            ]
+            said = f"{func.__name__} {[tuple(each.shape) for each in tensors]} {numbers}"
+            self._writes = zlib.crc32(said.encode(), self._writes)
+
+    def _keep(self, tensors: Sequence[Tensor]) -> None:
+        if self._start_marks is None:
+            self._start_marks = self._marks()
+            for unit in self._units:
+                for flat in unit.flats:
+                    for held in flat.rows_and_gradients():
+                        self._hold(held)
+            for held in self.settings.tensors():
+                self._hold(local_part(held))
+        for tensor in tensors:
+            at = _address(local_part(tensor))
+            if at in self._memory and at not in self._saved:
+                self._saved[at] = self._memory[at].clone()
+
+    def _hold(self, tensor: Tensor) -> None:
+        at = _address(tensor)
+        if at and at not in self._memory:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            self._memory[at] = whole.set_(tensor.untyped_storage())  # type: ignore[call-overload]
+
+
+_VALUES, _MARKS = "values", "marks"
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
+_IN_PLACE = frozenset(f"__i{name}__" for name in re.split(" ", _OPERATORS))
+
+
+def _kind_of(func: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
+    """Return what a torch function writes: values, marks, or None for nothing."""
+    name = getattr(func, "__name__", "").split(".")[0]
+    if name in ("__set__", "__delete__", "requires_grad_"):
+        return _MARKS
+    if name in _IN_PLACE or name == "__setitem__" or kwargs.get("out") is not None:
+        return _VALUES
+    return _VALUES if name.endswith("_") and not name.endswith("__") else None
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a tensor without memory
+        return 0
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    own, its = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(own, its)
+
+
+def _same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is other:
+        return True
+    if one is None or other is None:
+        return False
+    return _same_bits(local_part(one), local_part(other))

@@ -1,0 +1,360 @@
+"""Gives each microbatch its own values of what code stores on modules, in steps in turns.
+
+``ModuleState`` does so for tensors. Steps whose code runs its backwards itself need it for all
+attributes: ``self.count += 1`` and ``self.running = 0.9 * self.running + 0.1 * float(loss)`` have
+effect once a step, and a loss that reads them finds the values of before the step in each
+microbatch.
+
+======================================  ===========================================================
+value that a step stores                after the step
+======================================  ===========================================================
+a float, or a tensor without dimension  the mean over the samples of all ranks
+tensors of the samples                  joined, as in every step (``module_state.py``)
+anything else                           that of all microbatches; refused where they differ
+what is changed in place (a list)       refused: each microbatch would change it once
+======================================  ===========================================================
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.module_state import ModuleState
+
+WAY_OUT = "or use a plan with one microbatch per rank"
+
+_MISSING = object()
+# what torch keeps there; parameters and buffers change their places in a step
+_TORCHS = frozenset(vars(nn.Module())) | {"_flat_weights", "forward"}
+_NAMED_ALIKE = (int, bool, str, type(None))
+
+Said = dict[str, tuple[str, float, float]]
+"""Of each value that differs from before the step: its kind, sum over samples, and samples."""
+
+
+class StepValues:
+    """The attributes of a model's modules in a step.
+
+    ::
+
+        values.begin([3, 2])       # samples of this rank's microbatches
+        values.resume(0)           # microbatch 0 finds its own values
+        ...
+        values.pause(0)            # the modules show the values of before the step again
+        ...
+        own = values.collect()     # what other ranks must know
+        values.finish([own, ...])  # the same means on all ranks
+        values.end()
+
+    Args:
+        module: The model.
+        state: Its tensors.
+    """
+
+    def __init__(self, module: nn.Module, state: ModuleState) -> None:
+        self._state = state
+        self._modules = list(module.modules())
+        paths = {id(vars(inner)): path for path, inner in module.named_modules()}
+        self._places = [(paths[id(names)], names) for names in state.places]
+        self._start: list[dict[str, Any]] = []
+        self._ids: list[list[int]] = []
+        self._contents: list[tuple[str, Any, Any]] = []
+        self._modes: list[bool] = []
+        self._values: list[dict[tuple[int, str], Any]] = []
+        self._modes_of: list[list[bool]] = []
+        self._samples: tuple[int, ...] = ()
+        self._shown: int | None = None
+
+    def begin(self, samples: Sequence[int]) -> None:
+        """Begin a step with microbatches of these numbers of samples."""
+        self._samples = tuple(samples)
+        self._start = [dict(names) for _, names in self._places]
+        self._ids = [[*map(id, start.values())] for start in self._start]
+        self._contents = [
+            (_named(path, name), value, _content(value))
+            for (path, _), start in zip(self._places, self._start, strict=True)
+            for name, value in start.items()
+            if name not in _TORCHS and isinstance(value, list | dict | set | deque)
+        ]
+        self._modes = [module.training for module in self._modules]
+        self._values = [{} for _ in samples]
+        self._modes_of = [self._modes for _ in samples]
+        self._shown = None
+
+    # -- turns --------------------------------------------------------------------------------
+
+    def resume(self, microbatch: int) -> None:
+        """Show a microbatch's values."""
+        self._shown = microbatch
+        for (place, name), value in self._values[microbatch].items():
+            _set(self._places[place][1], name, value)
+        self._show_modes(self._modes_of[microbatch])
+
+    def pause(self, microbatch: int) -> None:
+        """Keep a microbatch's values, and show those of before the step.
+
+        Raises:
+            UnitUseError: If the microbatch has changed a value in place.
+        """
+        self._values[microbatch] = self._changed()
+        self._hand_over()
+        self._modes_of[microbatch] = [module.training for module in self._modules]
+        self._show_start()
+        for name, value, content in self._contents:
+            if not _is_unchanged(value, content):
+                raise UnitUseError(
+                    f"training_step changes {name!r} in place, a {type(value).__name__}: with"
+                    " manual optimization and several microbatches per rank, each microbatch would"
+                    " do that once. Return the values from training_step and keep them in"
+                    f" on_train_batch_end, {WAY_OUT}."
+                )
+
+    def _hand_over(self) -> None:
+        """Leave attributes to ``ModuleState`` that have come to hold tensors."""
+        for microbatch, values in enumerate(self._values):
+            for place, name in [*values]:
+                names = self._places[place][1]
+                if self._state.knows(names, name):
+                    self._state.set_value(microbatch, names, name, values.pop((place, name)))
+
+    def _changed(self) -> dict[tuple[int, str], Any]:
+        found: dict[tuple[int, str], Any] = {}
+        for place, (_, names) in enumerate(self._places):
+            if [*map(id, names.values())] == self._ids[place]:
+                continue
+            start = self._start[place]
+            for name in {**start, **names}:
+                now = names.get(name, _MISSING)
+                if now is not start.get(name, _MISSING) and self._is_own(names, name):
+                    found[place, name] = now
+        return found
+
+    def _is_own(self, names: dict[str, Any], name: str) -> bool:
+        return name not in _TORCHS and not self._state.knows(names, name)
+
+    def _show_start(self) -> None:
+        self._shown = None
+        for place, (_, names) in enumerate(self._places):
+            if [*map(id, names.values())] == self._ids[place]:
+                continue
+            start = self._start[place]
+            for name in {**start, **names}:
+                if self._is_own(names, name):
+                    _set(names, name, start.get(name, _MISSING))
+        self._show_modes(self._modes)
+
+    def _show_modes(self, modes: Sequence[bool]) -> None:
+        for module, mode in zip(self._modules, modes, strict=True):
+            if module.training != mode:
+                module.training = mode
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Undo what units store in a ``with`` block in which a backward computes them again."""
+        try:
+            yield
+        finally:
+            self._show_start()
+
+    @contextmanager
+    def for_all(self) -> Iterator[None]:
+        """Give all microbatches what the running one stores in a ``with`` block."""
+        before, modes = self._changed(), [module.training for module in self._modules]
+        tensors = self._state.now_known()
+        yield
+        now = self._changed()
+        for key in {**before, **now}:
+            value = now.get(key, self._start[key[0]].get(key[1], _MISSING))
+            if value is not before.get(key, self._start[key[0]].get(key[1], _MISSING)):
+                for values in self._values:
+                    values[key] = value
+        after = [module.training for module in self._modules]
+        for index, (old, new) in enumerate(zip(modes, after, strict=True)):
+            if old != new:
+                self._modes_of = [[*of[:index], new, *of[index + 1 :]] for of in self._modes_of]
+        self._state.spread(tensors)
+
+    # -- the end of a step --------------------------------------------------------------------
+
+    def collect(self) -> Said:
+        """Return what other ranks must know of this rank's values.
+
+        Raises:
+            UnitUseError: If microbatches leave different values.
+        """
+        said: Said = {}
+        if any(modes != self._modes_of[0] for modes in self._modes_of):
+            raise UnitUseError(_different("module.training"))
+        keys = {key: None for values in self._values for key in values}
+        for place, name in keys:
+            full = _named(self._places[place][0], name)
+            start = self._start[place].get(name, _MISSING)
+            if self._state.knows(self._places[place][1], name):
+                continue
+            values = [own.get((place, name), start) for own in self._values]
+            if any(isinstance(value, float) for value in values) and all(
+                isinstance(value, int | float) and not isinstance(value, bool) for value in values
+            ):
+                said[full] = self._mean(values)
+            elif any(not _is_same(value, values[0]) for value in values):
+                raise UnitUseError(_different(full))
+            else:
+                kind = type(values[0])
+                said[full] = (repr(values[0]) if kind in _NAMED_ALIKE else "", 0.0, 0.0)
+        for full, numbers in self._tensors().items():
+            said[full] = self._mean(numbers)
+        return said
+
+    def _mean(self, values: Sequence[Any]) -> tuple[str, float, float]:
+        weights = [float(size or 1) for size in self._samples]
+        if all(value == values[0] for value in values):
+            return "mean", float(values[0]) * sum(weights), sum(weights)
+        pairs = zip(values, weights, strict=True)
+        return "mean", sum(float(value) * weight for value, weight in pairs), sum(weights)
+
+    def _tensors(self) -> Mapping[str, Sequence[Any]]:
+        """Return the numbers among stored tensors, which are the same on all microbatches."""
+        paths = {id(names): path for path, names in self._places}
+        found: dict[str, Sequence[Any]] = {}
+        for names, name, values in self._state.stored():
+            full = _named(paths.get(id(names), ""), name)
+            if all(isinstance(v, float) or _is_number(v) for v in values):
+                found[full] = [float(value) for value in values]
+            elif not self._state.are_of_samples(values) and any(
+                not _is_same(value, values[0]) for value in values
+            ):
+                raise UnitUseError(
+                    _different(full)
+                    + " A buffer (register_buffer) gets the mean over the samples instead."
+                )
+        return found
+
+    def finish(self, said: Sequence[Said]) -> None:
+        """Show the values of the whole step.
+
+        Args:
+            said: :meth:`collect` of every rank.
+
+        Raises:
+            UnitUseError: On all ranks, if ranks leave different values.
+        """
+        rows: dict[str, list[tuple[str, float, float]]] = {}
+        for of_rank in said:
+            for full, row in of_rank.items():
+                rows.setdefault(full, []).append(row)
+        for full, of_ranks in rows.items():
+            if len({kind for kind, _, _ in of_ranks}) > 1:
+                raise UnitUseError(_different(full))
+        keys = {key: None for values in self._values for key in values}
+        for place, name in keys:
+            path, names = self._places[place]
+            if self._state.knows(names, name):
+                continue
+            row = rows[_named(path, name)]
+            value = self._values[0].get((place, name), self._start[place].get(name, _MISSING))
+            if row[0][0] == "mean":
+                value = _mean_of(row)
+            _set(names, name, value)
+        if self._modes_of:
+            self._show_modes(self._modes_of[0])
+        paths = {id(names): path for path, names in self._places}
+        for names, name, values in self._state.stored():
+            row = rows.get(_named(paths.get(id(names), ""), name), [])
+            if row and row[0][0] == "mean":
+                mean: Any = _mean_of(row)
+                like = next((value for value in values if isinstance(value, Tensor)), None)
+                if like is not None:
+                    mean = torch.full_like(like, mean, requires_grad=False)
+                self._state.share(names, name, mean)
+        self._start = []
+
+    def abandon(self) -> None:
+        """Show the values of before the step, after a failure."""
+        if self._start:
+            self._show_start()
+            self._start = []
+        self._values, self._contents = [], []
+
+
+def _mean_of(row: Sequence[tuple[str, float, float]]) -> float:
+    means = [total / weight for _, total, weight in row]
+    if all(mean == means[0] for mean in means):
+        return means[0]
+    return sum(total for _, total, _ in row) / sum(weight for _, _, weight in row)
+
+
+def _set(names: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        names.pop(name, None)
+    elif names.get(name, _MISSING) is not value:
+        names[name] = value
+
+
+def _named(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _content(value: Any) -> list[Any]:
+    return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+
+
+def _is_unchanged(value: Any, content: list[Any]) -> bool:
+    now = _content(value)
+    if isinstance(value, set):
+        return len(now) == len(content) and all(one in value for one in content)
+    return len(now) == len(content) and all(
+        one is other for one, other in zip(now, content, strict=True)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.ndim and value.is_floating_point()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, to the last bit."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return (
+            isinstance(one, Tensor)
+            and isinstance(other, Tensor)
+            and one.shape == other.shape
+            and one.dtype == other.dtype
+            and bool(torch.equal(one, other))
+        )
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        pairs = zip(one, other, strict=False)
+        return (
+            len(one) == len(other)
+            and all(key is its or (_is_name(key) and key == its) for key, its in pairs)
+            and all(_is_same(value, other[key]) for key, value in one.items())
+        )
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    try:
+        return bool(one == other)
+    except Exception:  # an object of the user's that cannot be compared
+        return False
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str | int)
+
+
+def _different(name: str) -> str:
+    return (
+        f"Microbatches leave different values in {name!r}. With manual optimization and several"
+        " microbatches per rank, training_step may store floats, which become the mean over the"
+        " samples, tensors with a row for each sample, and what is the same in all microbatches."
+        f" Write other values in on_train_batch_end, {WAY_OUT}."
+    )
