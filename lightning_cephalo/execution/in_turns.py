@@ -192,7 +192,7 @@ class Turns:
         """
         self._running = None
         self.values.pause(microbatch)
-        if self._first is None:
+        if self._first is None and self._writes:
             self.written = zlib.crc32(self._writes.to_bytes(8, "little"), self.written)
         if len(self.samples) < 2:
             return

@@ -236,6 +236,7 @@ class ManualSteps:
         parked = executor.parked
         if not parked:  # this rank communicates only
             executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=0))
+            executor.failure.guarded(self._look)
             return
         members: Sequence[int] = [
             index for index, place in enumerate(parked) if at is None or place == at
@@ -381,7 +382,10 @@ class ManualSteps:
         if any(row[0] for row in said):
             executor.give_up(_DOING)
         if self.takes_turns:
-            executor.control.together(_DOING, self._store, executor.control.gather(values[0]))
+            executor.failure.guarded(self._store, executor.control.gather(values[0]))
+            has_failed = float(executor.failure.error is not None)
+            if any(row[0] for row in executor.exchange([has_failed])):
+                executor.give_up(_DOING)
         executor.combine_buffers([row[2] for row in said], _DOING)
         self.reshard()
         self._expected, self._is_checked = self._places, True
@@ -394,12 +398,8 @@ class ManualSteps:
 
     def _store(self, said: Sequence[Any]) -> None:
         """Show on modules what all microbatches of all ranks have stored."""
-        try:
-            self.turns.values.finish(said)
-            self._executor.state.finish()
-        except Exception as failure:  # on all ranks
-            self._executor.failure.abandon()
-            raise failure
+        self.turns.values.finish(said)
+        self._executor.state.finish()
 
     # -- a backward ---------------------------------------------------------------------------
 
@@ -749,8 +749,16 @@ class _StepFunctions(TorchFunctionMode):
         are faster without it, and ``torch.compile`` need not trace it. If the user's code has
         entered a mode of its own (``with torch.device(...)``), this one stays, and does nothing.
         """
-        before, self._is_suspended = self._is_suspended, True
         is_innermost = _get_current_function_mode() is self
+        is_code = not self._is_suspended and self._steps.running is not None
+        if is_code and not is_innermost and self._steps.takes_turns:
+            raise UnsupportedError(
+                "training_step calls a unit, a backward or an optimizer within a block of a torch"
+                " function mode (`with torch.device(...):`). With manual optimization and several"
+                " microbatches per rank, the block would hold the code of others too. Leave the"
+                f" block before, {WAY_OUT}."
+            )
+        before, self._is_suspended = self._is_suspended, True
         if is_innermost:
             _pop_mode()
         try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from cases import Cases, on_one_device
-from common import assert_same_tensors
+from common import assert_same_tensors, loader, trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from test_manual_optimization import (
     TOLERANCE,
     ActorCritic,
@@ -18,7 +20,10 @@ from test_manual_optimization import (
     _is,
     fit,
 )
+from torch import Tensor
 from torch.nn.functional import mse_loss
+
+from lightning_cephalo.common.errors import RemoteRankError, UnitUseError, UnsupportedError
 
 
 class SeveralGan(Gan):
@@ -124,3 +129,121 @@ def test_several_microbatches_train_as_on_one_device(kind, plan):
         assert losses == pytest.approx(wanted_losses, rel=TOLERANCE)
         assert_same_tensors(values, wanted, TOLERANCE)
         assert done == steps
+
+
+class WritesBySample(SeveralGan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            weight = self.discriminator.first.weight
+            weight.data.mul_(batch[0].mean().abs())
+
+
+class GrowsAList(SeveralGan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(1.0)
+        super().training_step(batch, batch_idx)
+
+
+class StepsItself(SeveralGan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generating, _ = self.optimizers(use_pl_optimizer=False)
+        self.manual_backward(mse_loss(self.generator(batch[0]), batch[0]))
+        generating.step()
+
+
+class CountsByItself(SeveralGan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.positive = int((batch[0] * 1000).sum())
+        super().training_step(batch, batch_idx)
+
+
+class Communicates(SeveralGan):
+    def look(self) -> None:
+        self.generator.first.weight.grad.norm()
+
+
+class GathersByItself(SeveralGan):
+    def look(self) -> None:
+        torch.distributed.all_reduce(torch.zeros(()))
+
+
+class BackwardBySample(SeveralGan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first = self.trainer.train_dataloader.dataset[0][0]
+        if bool((batch[0][0] == first).all()):
+            self.manual_backward(mse_loss(self.generator(batch[0]), batch[0]))
+
+
+class StepsTheScheduleByLoss(SeveralGan):
+    def configure_optimizers(self) -> Any:
+        optimizers, schedules = super().configure_optimizers()
+        schedules[0] = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0])
+        return optimizers, schedules
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = mse_loss(self.generator(batch[0]), batch[0])
+        self.manual_backward(loss)
+        self.lr_schedulers()[0].step(float(loss.detach()))
+
+
+class OnADevice(SeveralGan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.device("cpu"):
+            super().training_step(batch, batch_idx)
+
+
+class HooksTheLoss(SeveralGan):
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Get the loss."""
+
+
+class ReturnsWrapped(SeveralGan):
+    def configure_optimizers(self) -> Any:
+        optimizers, schedules = super().configure_optimizers()
+        return [LightningOptimizer(each) for each in optimizers], schedules
+
+
+class FailsInOneMicrobatch(SeveralGan):
+    """Leaves the values of before the step on the module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.running = 5.0
+        self.generator.eval()
+        first = self.trainer.train_dataloader.dataset[0][0]
+        self.generator(batch[0])
+        if not bool((batch[0][0] == first).all()):
+            raise KeyError("an error of one microbatch")
+
+
+REFUSED = {
+    WritesBySample: "Microbatches set other values in training_step .parameters or gradients",
+    GrowsAList: "changes 'seen' in place, a list",
+    StepsItself: r"calls AdamW.step\(\) of the optimizer itself",
+    CountsByItself: "leave different values in 'positive'",
+    Communicates: "training_step communicates .computing",
+    GathersByItself: r"training_step communicates .allreduce\(\)",
+    BackwardBySample: "Microbatches of this rank do different things|Ranks do different things",
+    StepsTheScheduleByLoss: "ReduceLROnPlateau, a schedule",
+    OnADevice: "within a block of a torch function mode",
+    HooksTheLoss: "HooksTheLoss has on_before_backward",
+    ReturnsWrapped: "LightningAdamW, which Lightning has wrapped already",
+    FailsInOneMicrobatch: "an error of one microbatch",
+}
+
+
+def refused(plan: str, kind: type[Any]) -> tuple[str, bool]:
+    model = kind()
+    model.running = 1.0
+    with pytest.raises((UnsupportedError, UnitUseError, RemoteRankError, KeyError)) as raised:
+        trainer(plan).fit(model, loader(8))
+    return str(raised.value), model.running == 1.0 and model.generator.training
+
+
+REFUSALS = Cases({kind: ("3:1", refused, kind) for kind in REFUSED})
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_what_several_microbatches_cannot_do_is_refused_on_every_rank(kind):
+    for message, is_as_before in REFUSALS[kind]:
+        assert re.search(REFUSED[kind], message), message
+        assert is_as_before
