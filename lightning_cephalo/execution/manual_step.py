@@ -678,8 +678,10 @@ class _StepFunctions(TorchFunctionMode):
         self._root: dict[int, Tensor] = {}
         self._inside: dict[int, str] = {}
         self._is_suspended = False
+        self._below: Any = None
 
     def __enter__(self) -> _StepFunctions:
+        self._below = _get_current_function_mode()
         self._root = self._steps.root_parameters()
         self._inside = self._steps.names_inside()
         super().__enter__()
@@ -749,9 +751,12 @@ class _StepFunctions(TorchFunctionMode):
         are faster without it, and ``torch.compile`` need not trace it. If the user's code has
         entered a mode of its own (``with torch.device(...)``), this one stays, and does nothing.
         """
-        is_innermost = _get_current_function_mode() is self
+        innermost = _get_current_function_mode()
+        is_innermost = innermost is self
         is_code = not self._is_suspended and self._steps.running is not None
-        if is_code and not is_innermost and self._steps.takes_turns:
+        # within a function that it handles, torch has taken the mode away
+        is_users = not is_innermost and innermost is not self._below
+        if is_code and is_users and self._steps.takes_turns:
             raise UnsupportedError(
                 "training_step calls a unit, a backward or an optimizer within a block of a torch"
                 " function mode (`with torch.device(...):`). With manual optimization and several"

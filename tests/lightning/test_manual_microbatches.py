@@ -73,20 +73,19 @@ class ReadsState(SeveralGan):
         self.running, self.average = 0.0, torch.tensor(1.0)
         self.taken, self.is_late, self.phase = 0, False, "first"
         self.dropout = torch.nn.Dropout(0.5)
-        self.dropout.eval()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
         generating, discriminating = self.optimizers()
-        self.dropout.train()
-        fake = self.generator(x.flip(1))
         self.dropout.eval()
+        fake = self.generator(x.flip(1))
         scale = 1.0 + self.running + 0.1 * self.taken + float(self.average)
         self.taken += 1
         self.is_late = self.taken > 2
         self.phase = "later" if self.is_late else "soon"
         loss = _is(True, self.discriminator(x)) + scale * _is(False, self.dropout(fake.detach()))
-        loss = loss + _is(False, self.discriminator(fake.detach()))
+        loss = loss + _is(False, self.discriminator(self.dropout(fake.detach())))
+        self.dropout.train()
         self.running = 0.9 * self.running + 0.1 * float(x.square().mean())
         self.average = 0.8 * self.average + 0.2 * x.mean()
         discriminating.zero_grad()
