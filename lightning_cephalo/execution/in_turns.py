@@ -15,6 +15,10 @@ A microbatch that comes to another result is refused: the write depends on its s
 made by all. What an optimizer or clipping does is done by the first microbatch alone, and all start
 from there (:meth:`Turns.acting`).
 
+Operators on sharded parameters may communicate, such as ``target.add_(online)`` of parameters that
+are cut in different ways. The first microbatch of each rank runs these, and the others get its
+result (:meth:`Turns.call`). All ranks then communicate equally often.
+
 What is written is kept, before the first write in a round, by the torch function that writes it
 (:meth:`Turns.before`). So rounds without writes copy nothing.
 """
@@ -25,6 +29,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +39,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.step_values import WAY_OUT, StepValues
 from lightning_cephalo.sharding.flat import Marks
-from lightning_cephalo.sharding.placement import local_part
+from lightning_cephalo.sharding.placement import as_dtensor, local_part
 from lightning_cephalo.sharding.unit import Unit
 
 
@@ -87,6 +92,24 @@ class _Result:
         self.marks, self.memory, self.settings, self.writes = marks, memory, settings, writes
 
 
+@dataclass
+class _Call:
+    """A torch function that the first microbatch of a round called on sharded parameters.
+
+    Attributes:
+        key: The function, its shapes and numbers.
+        operands: A number for the values of its operands.
+        result: What it returned, if it has communicated.
+        written: The rows that it has then written.
+    """
+
+    key: str
+    operands: list[int]
+    result: Any = None
+    written: list[Tensor] = field(default_factory=list)
+    has_communicated: bool = False
+
+
 class Turns:
     """Lets code of several microbatches have effect once; see [Note: rounds].
 
@@ -118,6 +141,10 @@ class Turns:
         self._writes = 0
         self._first: _Result | None = None
         self._running: int | None = None
+        # of the first microbatch in this round, and how many of them this one has called
+        self._calls: list[_Call] = []
+        self._called = 0
+        self._call: _Call | None = None
         self.is_acting = False
 
     # -- a step -------------------------------------------------------------------------------
@@ -150,6 +177,9 @@ class Turns:
         Raises:
             UnsupportedError: The message gives the way out.
         """
+        if self._call is not None and self._running == 0:
+            self._call.has_communicated = True
+            return
         is_code = self.is_on and self._running is not None and not self.is_acting
         if is_code and len(set(self.counts)) > 1:
             raise UnsupportedError(
@@ -175,11 +205,11 @@ class Turns:
     def _forget(self) -> None:
         self._start_marks, self._start_settings = None, None
         self._memory, self._saved = {}, {}
-        self._first = None
+        self._first, self._calls, self._call, self._called = None, [], None, 0
 
     def resume(self, microbatch: int) -> None:
         """Let a microbatch run its turn of the round."""
-        self._running, self._writes = microbatch, 0
+        self._running, self._writes, self._called, self._call = microbatch, 0, 0, None
         self.values.resume(microbatch)
         if len(self.samples) > 1:
             self._versions = self._row_versions()
@@ -299,27 +329,111 @@ class Turns:
         if len(self.samples) > 1:
             self._keep(tensors if kind == _VALUES else ())
         if kind == _VALUES and any(local_part(each) is not each for each in tensors):
-            numbers = [
-                each
-                for each in pytree.tree_leaves((args, kwargs))
-                if isinstance(each, int | float | bool | str)
-            ]
+            numbers = _numbers(pytree.tree_leaves((args, kwargs)))
             said = f"{func.__name__} {[tuple(each.shape) for each in tensors]} {numbers}"
             self._writes = zlib.crc32(said.encode(), self._writes)
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
         if self._start_marks is None:
             self._start_marks = self._marks()
-            for unit in self._units:
-                for flat in unit.flats:
-                    for held in flat.rows_and_gradients():
-                        self._hold(held)
-            for held in self.settings.tensors():
-                self._hold(local_part(held))
+        self._find_memory()
         for tensor in tensors:
             at = _address(local_part(tensor))
             if at in self._memory and at not in self._saved:
                 self._saved[at] = self._memory[at].clone()
+
+    def _find_memory(self) -> None:
+        if self._memory:
+            return
+        for unit in self._units:
+            for flat in unit.flats:
+                for held in flat.rows_and_gradients():
+                    self._hold(held)
+        for held in self.settings.tensors():
+            self._hold(local_part(held))
+
+    # -- operators on sharded parameters ------------------------------------------------------
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a torch function; the first microbatch communicates for all.
+
+        That needs operands that are equal in all microbatches: rows of parameters, gradients and
+        optimizers' state, and numbers.
+        """
+        if self.is_acting or self._running is None:
+            return func(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        rows = [local_part(each) for each in tensors]
+        if not tensors or any(own is each for own, each in zip(rows, tensors, strict=True)):
+            return func(*args, **kwargs)
+        self._find_memory()
+        if any(own.numel() and _address(own) not in self._memory for own in rows):
+            return func(*args, **kwargs)
+        shapes = [tuple(each.shape) for each in tensors]
+        key = f"{getattr(func, '__name__', func)} {shapes} {_numbers(leaves)}"
+        written = []
+        if _kind_of(func, kwargs) == _VALUES:
+            changed = kwargs["out"] if kwargs.get("out") is not None else args[0]
+            written = [local_part(each) for each in pytree.tree_leaves(changed)]
+        if self._running == 0:
+            return self._first_call(key, func, args, kwargs, rows, written)
+        at, self._called = self._called, self._called + 1
+        known = self._calls[at] if at < len(self._calls) else None
+        if known is None or known.key != key:
+            raise UnitUseError(
+                f"Microbatches call other functions on parameters in training_step ({key}). With"
+                " manual optimization and several microbatches per rank, all must do the same."
+                f" Do it in a hook, {WAY_OUT}."
+            )
+        if not known.has_communicated:
+            return func(*args, **kwargs)
+        if known.operands != [_checksum(own) for own in rows]:
+            raise UnitUseError(
+                f"Microbatches compute with other values of parameters in training_step ({key})."
+                " With manual optimization and several microbatches per rank, what they write must"
+                f" not depend on samples. Do it in a hook, {WAY_OUT}."
+            )
+        with torch.no_grad():
+            for own, value in zip(written, known.written, strict=True):
+                own.copy_(value)
+        return args[0] if written else _copy(known.result)
+
+    def _first_call(
+        self,
+        key: str,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        rows: Sequence[Tensor],
+        written: Sequence[Tensor],
+    ) -> Any:
+        has_followers = len(self.samples) > 1
+        # it may write to its operands
+        call = self._call = _Call(key, [])
+        before = [own.detach().clone() for own in rows] if has_followers and written else rows
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._call = None
+        if call.has_communicated and has_followers:
+            if (
+                any(
+                    isinstance(each, Tensor) and each.requires_grad
+                    for each in pytree.tree_leaves(result)
+                )
+                and not written
+            ):
+                raise UnsupportedError(
+                    f"training_step computes with parameters of several ranks ({key}), with"
+                    " gradients. With manual optimization and several microbatches per rank, do it"
+                    f" under torch.no_grad(), {WAY_OUT}."
+                )
+            call.operands = [_checksum(own) for own in before]
+            call.written = [own.detach().clone() for own in written]
+            call.result = None if written else _copy(result)
+        self._calls.append(call)
+        return result
 
     def _hold(self, tensor: Tensor) -> None:
         at = _address(tensor)
@@ -341,6 +455,28 @@ def _kind_of(func: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
     if name in _IN_PLACE or name == "__setitem__" or kwargs.get("out") is not None:
         return _VALUES
     return _VALUES if name.endswith("_") and not name.endswith("__") else None
+
+
+def _numbers(leaves: Sequence[Any]) -> list[Any]:
+    return [each for each in leaves if isinstance(each, int | float | bool | str)]
+
+
+def _checksum(rows: Tensor) -> int:
+    """Return a number that differs if values do, except by rare chance."""
+    values = rows.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+    places = torch.arange(1, len(values) + 1, device=values.device)
+    return int((values * (places % 65521)).sum())
+
+
+def _copy(result: Any) -> Any:
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if local_part(value) is value:
+            return value.detach().clone()
+        return as_dtensor(local_part(value).detach().clone(), value._spec)  # type: ignore[attr-defined]
+
+    return pytree.tree_map(copied, result)
 
 
 def _address(tensor: Tensor) -> int:

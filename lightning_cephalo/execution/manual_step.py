@@ -702,6 +702,8 @@ class _StepFunctions(TorchFunctionMode):
             self._steps.refuse_gradients_through_units(outputs, inputs)
         elif _computes(func):
             args = self._with_root(func, args)
+        if self._steps.takes_turns and getattr(func, "__name__", "") not in _NO_COMPUTING:
+            return self._steps.turns.call(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _with_root(self, func: Any, args: Any) -> Any:

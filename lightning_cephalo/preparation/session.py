@@ -226,11 +226,11 @@ class Session:
             PlanError: On every rank, if updates must be late, and a rank lacks the memory.
         """
         self.optimizers = list(optimizers)
-        for optimizer in optimizers:
-            self.updates.of(optimizer)
         if self._takes_turns:
             self._check_turns()
             self._refuse_own_steps()
+        for optimizer in optimizers:
+            self.updates.of(optimizer)
         own = self.late or next(filter(None, map(late_by_optimizer, optimizers)), "")
         self.late = next(filter(None, self.control.gather(own)), "")
         self._host_state.begin(optimizers, trainer, self.plan)

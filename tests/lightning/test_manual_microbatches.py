@@ -57,12 +57,18 @@ class TwoBackwards(SeveralGan):
         again = mse_loss(fake, x)
         self.manual_backward(again)
         with torch.no_grad():
+            norm = torch.stack([each.grad.norm() for each in self.generator.parameters()]).norm()
             for parameter in self.generator.parameters():
                 parameter.grad.mul_(0.5)
+        self.log("norm", norm, on_step=True, on_epoch=False, sync_dist=True)
         generating.step()
         self.discriminator.requires_grad_(True)
         self.log("loss", loss + again, on_step=True, on_epoch=True, sync_dist=True)
         return loss + again
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.losses.append(float(self.trainer.callback_metrics["norm"]))
 
 
 class ReadsState(SeveralGan):
@@ -158,7 +164,7 @@ class CountsByItself(SeveralGan):
 
 class Communicates(SeveralGan):
     def look(self) -> None:
-        self.generator.first.weight.grad.norm()
+        self.generator.first.weight.grad.full_tensor()
 
 
 class GathersByItself(SeveralGan):
@@ -198,8 +204,7 @@ class HooksTheLoss(SeveralGan):
 
 class ReturnsWrapped(SeveralGan):
     def configure_optimizers(self) -> Any:
-        optimizers, schedules = super().configure_optimizers()
-        return [LightningOptimizer(each) for each in optimizers], schedules
+        return [LightningOptimizer(each) for each in super().configure_optimizers()[0]]
 
 
 class FailsInOneMicrobatch(SeveralGan):
