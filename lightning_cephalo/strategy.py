@@ -765,12 +765,12 @@ class CephaloStrategy(ParallelStrategy):
             # ends in loss.backward(), perhaps in a backward() of the user's
             if not manual.takes_turns:
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
-            plugin = self.precision_plugin
-            closure_loss = plugin.pre_backward(closure_loss, self._module)
-            plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
+            own_precision = self.precision_plugin
+            closure_loss = own_precision.pre_backward(closure_loss, self._module)
+            own_precision.backward(closure_loss, self._module, optimizer, *args, **kwargs)
             with manual.once(meets=False) as calls_hooks:
                 if calls_hooks:
-                    plugin.post_backward(closure_loss, self._module)
+                    own_precision.post_backward(closure_loss, self._module)
             return closure_loss.detach()
         self.session.model.executor.show_held_gradients()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)

@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
@@ -349,7 +350,7 @@ class Turns:
             for flat in unit.flats:
                 for held in flat.rows_and_gradients():
                     self._hold(held)
-        for held in self.settings.tensors():
+        for held in (*self.settings.tensors(), *self.values.shared):
             self._hold(local_part(held))
 
     # -- operators on sharded parameters ------------------------------------------------------
@@ -439,7 +440,7 @@ class Turns:
         at = _address(tensor)
         if at and at not in self._memory:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self._memory[at] = whole.set_(tensor.untyped_storage())  # type: ignore[call-overload]
+            self._memory[at] = whole.set_(tensor.untyped_storage())
 
 
 _VALUES, _MARKS = "values", "marks"
@@ -472,9 +473,9 @@ def _copy(result: Any) -> Any:
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if local_part(value) is value:
+        if not isinstance(value, DTensor):
             return value.detach().clone()
-        return as_dtensor(local_part(value).detach().clone(), value._spec)  # type: ignore[attr-defined]
+        return as_dtensor(local_part(value).detach().clone(), value._spec)
 
     return pytree.tree_map(copied, result)
 

@@ -35,6 +35,12 @@ _MISSING = object()
 _TORCHS = frozenset(vars(nn.Module())) | {"_flat_weights", "forward"}
 _NAMED_ALIKE = (int, bool, str, type(None))
 
+# how far containers and objects are searched
+_DEEPEST, _LONGEST = 4, 1000
+_NOT_USERS = frozenset(
+    ["torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins", "enum"]
+)
+
 Said = dict[str, tuple[str, float, float]]
 """Of each value that differs from before the step: its kind, sum over samples, and samples."""
 
@@ -63,9 +69,11 @@ class StepValues:
         self._modules = list(module.modules())
         paths = {id(vars(inner)): path for path, inner in module.named_modules()}
         self._places = [(paths[id(names)], names) for names in state.places]
+        self._paths = paths
         self._start: list[dict[str, Any]] = []
         self._ids: list[list[int]] = []
         self._contents: list[tuple[str, Any, Any]] = []
+        self._shared: list[Tensor] = []
         self._modes: list[bool] = []
         self._values: list[dict[tuple[int, str], Any]] = []
         self._modes_of: list[list[bool]] = []
@@ -77,16 +85,39 @@ class StepValues:
         self._samples = tuple(samples)
         self._start = [dict(names) for _, names in self._places]
         self._ids = [[*map(id, start.values())] for start in self._start]
-        self._contents = [
-            (_named(path, name), value, _content(value))
-            for (path, _), start in zip(self._places, self._start, strict=True)
-            for name, value in start.items()
-            if name not in _TORCHS and isinstance(value, list | dict | set | deque)
-        ]
+        self._contents, self._shared = [], []
+        for (path, names), start in zip(self._places, self._start, strict=True):
+            for name, value in start.items():
+                if self._is_own(names, name):
+                    self._look_into(_named(path, name), value)
+        for names, name, values in self._state.stored():
+            if all(value is values[0] for value in values):
+                self._look_into(_named(self._paths.get(id(names), ""), name), values[0])
         self._modes = [module.training for module in self._modules]
         self._values = [{} for _ in samples]
         self._modes_of = [self._modes for _ in samples]
         self._shown = None
+
+    def _look_into(self, name: str, value: Any, depth: int = 0) -> None:
+        """Note the tensors and containers that all microbatches share."""
+        if isinstance(value, Tensor):
+            self._shared.append(value)
+        elif isinstance(value, nn.Module):
+            if depth:  # else it is a part of the model
+                self._shared += [*value.parameters(), *value.buffers()]
+        elif _is_container(value) and depth < _DEEPEST:
+            content = _content(value)
+            self._contents.append((name, value, content))
+            for each in content[:_LONGEST]:
+                self._look_into(name, each, depth + 1)
+        elif isinstance(value, tuple) and depth < _DEEPEST:
+            for each in value[:_LONGEST]:
+                self._look_into(name, each, depth + 1)
+
+    @property
+    def shared(self) -> Sequence[Tensor]:
+        """The tensors that code may write in place, and that all microbatches share."""
+        return self._shared
 
     # -- turns --------------------------------------------------------------------------------
 
@@ -221,10 +252,9 @@ class StepValues:
 
     def _tensors(self) -> Mapping[str, Sequence[Any]]:
         """Return the numbers among stored tensors, which are the same on all microbatches."""
-        paths = {id(names): path for path, names in self._places}
         found: dict[str, Sequence[Any]] = {}
         for names, name, values in self._state.stored():
-            full = _named(paths.get(id(names), ""), name)
+            full = _named(self._paths.get(id(names), ""), name)
             if all(isinstance(v, float) or _is_number(v) for v in values):
                 found[full] = [float(value) for value in values]
             elif not self._state.are_of_samples(values) and any(
@@ -257,18 +287,15 @@ class StepValues:
             path, names = self._places[place]
             if self._state.knows(names, name):
                 continue
-            row = rows[_named(path, name)]
+            of_ranks = rows[_named(path, name)]
             value = self._values[0].get((place, name), self._start[place].get(name, _MISSING))
-            if row[0][0] == "mean":
-                value = _mean_of(row)
-            _set(names, name, value)
+            _set(names, name, _mean_of(of_ranks) if of_ranks[0][0] == "mean" else value)
         if self._modes_of:
             self._show_modes(self._modes_of[0])
-        paths = {id(names): path for path, names in self._places}
         for names, name, values in self._state.stored():
-            row = rows.get(_named(paths.get(id(names), ""), name), [])
-            if row and row[0][0] == "mean":
-                mean: Any = _mean_of(row)
+            of_ranks = rows.get(_named(self._paths.get(id(names), ""), name), [])
+            if of_ranks and of_ranks[0][0] == "mean":
+                mean: Any = _mean_of(of_ranks)
                 like = next((value for value in values if isinstance(value, Tensor)), None)
                 if like is not None:
                     mean = torch.full_like(like, mean, requires_grad=False)
@@ -280,7 +307,7 @@ class StepValues:
         if self._start:
             self._show_start()
             self._start = []
-        self._values, self._contents = [], []
+        self._values, self._contents, self._shared = [], [], []
 
 
 def _mean_of(row: Sequence[tuple[str, float, float]]) -> float:
@@ -301,7 +328,17 @@ def _named(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+def _is_container(value: Any) -> bool:
+    """Whether a value may change in place: a container of Python's, or an object of the user's."""
+    if isinstance(value, list | dict | set | deque):
+        return True
+    own = type(value).__module__.split(".")[0]
+    return hasattr(value, "__dict__") and not callable(value) and own not in _NOT_USERS
+
+
 def _content(value: Any) -> list[Any]:
+    if not isinstance(value, list | dict | set | deque):
+        value = vars(value)
     return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
 
 

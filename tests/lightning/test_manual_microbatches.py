@@ -78,6 +78,7 @@ class ReadsState(SeveralGan):
         super().__init__()
         self.running, self.average = 0.0, torch.tensor(1.0)
         self.taken, self.is_late, self.phase = 0, False, "first"
+        self.shadow = {"power": torch.ones(2)}
         self.dropout = torch.nn.Dropout(0.5)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -87,6 +88,7 @@ class ReadsState(SeveralGan):
         fake = self.generator(x.flip(1))
         scale = 1.0 + self.running + 0.1 * self.taken + float(self.average)
         self.taken += 1
+        self.shadow["power"].mul_(0.9)
         self.is_late = self.taken > 2
         self.phase = "later" if self.is_late else "soon"
         loss = _is(True, self.discriminator(x)) + scale * _is(False, self.dropout(fake.detach()))
@@ -109,6 +111,7 @@ class ReadsState(SeveralGan):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.losses += [self.running, float(self.average), float(self.taken)]
+        self.losses.append(float(self.shadow["power"].sum()))
 
 
 KINDS = (SeveralGan, SeveralBackwards, WithClosures, TwoBackwards, ActorCritic, ReadsState)
@@ -146,6 +149,31 @@ class WritesBySample(SeveralGan):
 class GrowsAList(SeveralGan):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.seen.append(1.0)
+        super().training_step(batch, batch_idx)
+
+
+class RaisesACounter(SeveralGan):
+    """In an object that is no module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.counter.count += 1
+        super().training_step(batch, batch_idx)
+
+
+class Counter:
+    count = 0
+
+
+class AveragesInPlace(SeveralGan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.averages["x"].mul_(0.9).add_(batch[0].mean(0))
+        super().training_step(batch, batch_idx)
+
+
+class WritesOnOneRank(SeveralGan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            self.discriminator.first.weight.data.mul_(0.5)
         super().training_step(batch, batch_idx)
 
 
@@ -221,6 +249,9 @@ class FailsInOneMicrobatch(SeveralGan):
 
 REFUSED = {
     WritesBySample: "Microbatches set other values in training_step .parameters or gradients",
+    RaisesACounter: "changes 'counter' in place, a Counter",
+    AveragesInPlace: "Microbatches set other values in training_step .parameters",
+    WritesOnOneRank: "Ranks write to parameters or gradients in training_step in different ways",
     GrowsAList: "changes 'seen' in place, a list",
     StepsItself: r"calls AdamW.step\(\) of the optimizer itself",
     CountsByItself: "leave different values in 'positive'",
@@ -237,7 +268,8 @@ REFUSED = {
 
 def refused(plan: str, kind: type[Any]) -> tuple[str, bool]:
     model = kind()
-    model.running = 1.0
+    model.running, model.counter, model.averages = 1.0, Counter(), {"x": torch.zeros(5)}
+    model.counter.count = 0
     with pytest.raises((UnsupportedError, UnitUseError, RemoteRankError, KeyError)) as raised:
         trainer(plan).fit(model, loader(8))
     return str(raised.value), model.running == 1.0 and model.generator.training
