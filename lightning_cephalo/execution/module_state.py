@@ -151,6 +151,7 @@ class ModuleState:
         self._nothing = [Stored(index, {}) for index in range(len(sizes))]
         for attribute in self._known.values():
             attribute.values = self._first_values(attribute)
+            attribute.firsts = []  # of the step that found it, with its number of microbatches
 
     def _first_values(self, attribute: _Attribute) -> list[Any]:
         """Return what each microbatch finds at the beginning of a step."""

@@ -11,6 +11,7 @@ import torch
 from cases import Cases, on_one_device
 from common import assert_same_tensors, loader, trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from plans import PLANS
 from test_manual_optimization import (
     TOLERANCE,
     ActorCritic,
@@ -114,12 +115,30 @@ class ReadsState(SeveralGan):
         self.losses.append(float(self.shadow["power"].sum()))
 
 
+class ChangesPlans(Gan):
+    """Looks at whole gradients only while each rank has one microbatch."""
+
+    changes = ("3:1", "whole", "even", "3:1")
+
+    def look(self) -> None:
+        plan = getattr(self.trainer.strategy, "plan", None)
+        if plan is None or all(len(rank.microbatch_sizes) == 1 for rank in plan.ranks):
+            super().look()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        at = self.trainer.global_step // 2 - 1
+        if hasattr(self.trainer.strategy, "plan") and at < len(self.changes):
+            self.trainer.strategy.change_plan(PLANS[self.changes[at]])
+
+
 KINDS = (SeveralGan, SeveralBackwards, WithClosures, TwoBackwards, ActorCritic, ReadsState)
 PLANS_OF = ("3:1", "three", "even")
 RETAINS = {"recompute": False}
 FITS = Cases(
     {
         **{(kind, plan): (plan, fit, kind, {}) for kind in KINDS for plan in PLANS_OF},
+        (ChangesPlans, "whole"): ("whole", fit, ChangesPlans, {}),
         **{(kind, "retains"): ("3:1", fit, kind, {}, RETAINS) for kind in (SeveralGan, ReadsState)},
     }
 )
