@@ -91,6 +91,12 @@ class StepSettings:
                 return f"{type(schedule).__name__}, a schedule"
         return None
 
+    def said(self, settings: Any) -> str:
+        """Return text about a copy that is the same on ranks whose settings are."""
+        groups_of, states = settings
+        options = [[(len(held), own) for _, held, own in groups] for groups in groups_of]
+        return _said((options, states))
+
     def tensors(self) -> Sequence[Tensor]:
         """Return the tensors of optimizers' state."""
         return [
@@ -101,6 +107,18 @@ class StepSettings:
             for value in entries.values()
             if isinstance(value, Tensor)
         ]
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return _said(value.tolist()) if value.numel() < 16 else str(tuple(value.shape))
+    if isinstance(value, dict):
+        return ",".join(f"{key}:{_said(each)}" for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_said, value)) + "]"
+    if isinstance(value, int | float | str | None):
+        return repr(value)
+    return type(value).__name__
 
 
 def _options(group: dict[str, Any]) -> list[tuple[str, Any]]:

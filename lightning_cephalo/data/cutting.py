@@ -238,11 +238,9 @@ def joined_result(
             continue
         if key == "weight":
             joined[key] = torch.stack([value.detach().sum() for value in values]).sum()
-        elif (
-            values[0].numel() == 1 and values[0].ndim <= 1 and (key == "loss" or not values[0].ndim)
-        ):
+        elif all(v.numel() == 1 and v.ndim <= (key == "loss") for v in values):
             joined[key] = _weighted_mean(values, weights)
-        elif all(v.ndim and len(v) == n for v, n in zip(values, counts, strict=True)):
+        elif _have_rows(values, counts):
             joined[key] = torch.cat([value.detach() for value in values])
         else:
             joined[key] = joined[key].detach()
@@ -252,12 +250,26 @@ def joined_result(
 def joined_outputs(results: Sequence[Any], weights: Sequence[float], counts: Sequence[int]) -> Any:
     """Join what the microbatches of a step have returned that optimizes manually.
 
-    It need not hold a loss. Otherwise as :func:`joined_result`.
+    It need not hold a loss. A tensor with one row per sample is concatenated, also one of losses.
+    Otherwise as :func:`joined_result`.
     """
-    last = results[-1]
-    if isinstance(last, Mapping) or (isinstance(last, Tensor) and last.numel() == 1):
+    given = [result for result in results if result is not None]
+    if all(isinstance(result, Mapping) for result in given):
         return detached(joined_result(results, weights, counts))
-    return detached(last)
+    if all(isinstance(result, Tensor) for result in given):
+        of_given = [n for result, n in zip(results, counts, strict=True) if result is not None]
+        if _have_rows(given, of_given):
+            return torch.cat([result.detach() for result in given])
+        if all(result.numel() == 1 for result in given):
+            return joined_result(results, weights, counts)
+    return detached(given[-1])
+
+
+def _have_rows(values: Sequence[Tensor], counts: Sequence[int]) -> bool:
+    """Whether tensors have one row for each sample."""
+    return len({v.shape[1:] for v in values}) == 1 and all(
+        v.ndim and len(v) == n for v, n in zip(values, counts, strict=True)
+    )
 
 
 def detached(result: Any) -> Any:

@@ -56,6 +56,9 @@ class Settings(Protocol):
     def difference(self, one: Any, other: Any) -> str | None:
         """Return the name of what differs between two copies; None: nothing."""
 
+    def said(self, settings: Any) -> str:
+        """Return text about a copy that is the same on ranks whose settings are."""
+
     def tensors(self) -> Sequence[Tensor]:
         """Return the tensors of optimizers' state."""
 
@@ -71,6 +74,10 @@ class NoSettings:
 
     def difference(self, one: Any, other: Any) -> str | None:
         """Return None."""
+
+    def said(self, settings: Any) -> str:
+        """Return nothing."""
+        return ""
 
     def tensors(self) -> Sequence[Tensor]:
         """Return nothing."""
@@ -99,13 +106,13 @@ class _Call:
 
     Attributes:
         key: The function, its shapes and numbers.
-        operands: A number for the values of its operands.
+        operands: Copies of the rows of its operands, if it has communicated.
         result: What it returned, if it has communicated.
         written: The rows that it has then written.
     """
 
     key: str
-    operands: list[int]
+    operands: list[Tensor]
     result: Any = None
     written: list[Tensor] = field(default_factory=list)
     has_communicated: bool = False
@@ -138,6 +145,8 @@ class Turns:
         self._start_marks: list[Marks] | None = None
         self._memory: dict[int, Tensor] = {}
         self._saved: dict[int, Tensor] = {}
+        # by their ids, as addresses of ranks without rows say nothing
+        self._known: dict[int, Tensor] = {}
         self._versions: list[int] = []
         self._writes = 0
         self._first: _Result | None = None
@@ -200,12 +209,11 @@ class Turns:
         """
         self._members, self._first = members, None
         self._forget()
-        if len(self.samples) > 1:
-            self._start_settings = self.settings.read()
+        self._start_settings = self.settings.read()
 
     def _forget(self) -> None:
         self._start_marks, self._start_settings = None, None
-        self._memory, self._saved = {}, {}
+        self._memory, self._saved, self._known = {}, {}, {}
         self._first, self._calls, self._call, self._called = None, [], None, 0
 
     def resume(self, microbatch: int) -> None:
@@ -223,15 +231,16 @@ class Turns:
         """
         self._running = None
         self.values.pause(microbatch)
-        if self._first is None and self._writes:
-            self.written = zlib.crc32(self._writes.to_bytes(8, "little"), self.written)
+        if self._first is None:
+            self._say_what_is_written()
         if len(self.samples) < 2:
             return
         if self._row_versions() != self._versions and not self._saved:
             raise UnitUseError(
                 "training_step writes to a parameter in a place that cannot be followed, such as a"
-                " unit's forward: with manual optimization and several microbatches per rank, each"
-                f" would write once. Write in training_step itself, or in a hook, {WAY_OUT}."
+                " unit's forward or the module's own backward(): with manual optimization and"
+                " several microbatches per rank, each would write once. Write in training_step"
+                f" itself, or in a hook such as on_after_backward, {WAY_OUT}."
             )
         result = self._result()
         if self._first is None:
@@ -242,6 +251,28 @@ class Turns:
             self._show_start()
         elif len(self._members) < len(self.samples):
             self._refuse_change(self._first)
+
+    def _say_what_is_written(self) -> None:
+        """Let ranks compare what they write: functions, flags, gradients, settings."""
+        said = str(self._writes) if self._writes else ""
+        if self._start_marks is not None:
+            then, now = self._said_marks(self._start_marks), self._said_marks(self._marks())
+            said += now if now != then else ""
+        settings = self.settings.read()
+        if self.settings.difference(self._start_settings, settings) is not None:
+            said += self.settings.said(settings)
+        if said:
+            self.written = zlib.crc32(said.encode(), self.written)
+
+    def _said_marks(self, marks: list[Marks]) -> str:
+        flats = [flat for unit in self._units for flat in unit.flats]
+        return str(
+            [
+                (flag, gradient is None)
+                for flat, (marked, _, _) in zip(flats, marks, strict=True)
+                for flag, gradient in marked[: len(flat.sharded)]
+            ]
+        )
 
     def _row_versions(self) -> list[int]:
         return [v for unit in self._units for flat in unit.flats for v in flat.row_versions]
@@ -315,8 +346,8 @@ class Turns:
         finally:
             self.is_acting = False
         self._forget()
+        self._start_settings = self.settings.read()
         if len(self.samples) > 1:
-            self._start_settings = self.settings.read()
             self._versions = self._row_versions()
 
     # -- writes -------------------------------------------------------------------------------
@@ -327,16 +358,17 @@ class Turns:
         if self.is_acting or self._running is None or kind is None:
             return
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if self._start_marks is None:
+            self._start_marks = self._marks()
         if len(self.samples) > 1:
             self._keep(tensors if kind == _VALUES else ())
         if kind == _VALUES and any(local_part(each) is not each for each in tensors):
-            numbers = _numbers(pytree.tree_leaves((args, kwargs)))
+            numbers: list[Any] = _numbers(pytree.tree_leaves((args, kwargs)))
+            numbers += [_number_of(each) for each in tensors if local_part(each) is each]
             said = f"{func.__name__} {[tuple(each.shape) for each in tensors]} {numbers}"
             self._writes = zlib.crc32(said.encode(), self._writes)
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
-        if self._start_marks is None:
-            self._start_marks = self._marks()
         self._find_memory()
         for tensor in tensors:
             at = _address(local_part(tensor))
@@ -355,6 +387,25 @@ class Turns:
 
     # -- operators on sharded parameters ------------------------------------------------------
 
+    def follow(self, func: Any, args: Any, result: Any) -> None:
+        """Note what a function returns of a parameter: its ``.grad``, its ``.data``."""
+        if self.is_acting or self._running is None or not isinstance(result, DTensor):
+            return
+        is_part = getattr(func, "__name__", "") in ("__get__", "detach")
+        if is_part and args and id(args[0]) in self._find_known():
+            self._known[id(result)] = result
+
+    def _find_known(self) -> dict[int, Tensor]:
+        """Return parameters, gradients and optimizers' state, the same on all ranks."""
+        if not self._known:
+            held = [each for unit in self._units for flat in unit.flats for each in flat.sharded]
+            found = (*held, *self.settings.tensors(), *self.values.shared)
+            self._known = {id(each): each for each in found}
+            for each in held:
+                if each.grad is not None:
+                    self._known[id(each.grad)] = each.grad
+        return self._known
+
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a torch function; the first microbatch communicates for all.
 
@@ -368,14 +419,18 @@ class Turns:
         rows = [local_part(each) for each in tensors]
         if not tensors or any(own is each for own, each in zip(rows, tensors, strict=True)):
             return func(*args, **kwargs)
-        self._find_memory()
-        if any(own.numel() and _address(own) not in self._memory for own in rows):
+        known_tensors = self._find_known()
+        # all ranks must choose alike, also those without rows
+        if any(id(each) not in known_tensors for each in tensors):
             return func(*args, **kwargs)
         shapes = [tuple(each.shape) for each in tensors]
         key = f"{getattr(func, '__name__', func)} {shapes} {_numbers(leaves)}"
-        written = []
+        written: list[Tensor] = []
+        changed: Any = None
         if _kind_of(func, kwargs) == _VALUES:
-            changed = kwargs["out"] if kwargs.get("out") is not None else args[0]
+            changed = kwargs.get("out")
+            if changed is None:
+                changed = args[0] if args else next(iter(kwargs.values()))
             written = [local_part(each) for each in pytree.tree_leaves(changed)]
         if self._running == 0:
             return self._first_call(key, func, args, kwargs, rows, written)
@@ -389,7 +444,7 @@ class Turns:
             )
         if not known.has_communicated:
             return func(*args, **kwargs)
-        if known.operands != [_checksum(own) for own in rows]:
+        if not all(map(_same_bits, known.operands, rows)):
             raise UnitUseError(
                 f"Microbatches compute with other values of parameters in training_step ({key})."
                 " With manual optimization and several microbatches per rank, what they write must"
@@ -398,7 +453,7 @@ class Turns:
         with torch.no_grad():
             for own, value in zip(written, known.written, strict=True):
                 own.copy_(value)
-        return args[0] if written else _copy(known.result)
+        return changed if written else _copy(known.result)
 
     def _first_call(
         self,
@@ -430,7 +485,7 @@ class Turns:
                     " gradients. With manual optimization and several microbatches per rank, do it"
                     f" under torch.no_grad(), {WAY_OUT}."
                 )
-            call.operands = [_checksum(own) for own in before]
+            call.operands = list(before) if written else [own.detach().clone() for own in rows]
             call.written = [own.detach().clone() for own in written]
             call.result = None if written else _copy(result)
         self._calls.append(call)
@@ -462,11 +517,10 @@ def _numbers(leaves: Sequence[Any]) -> list[Any]:
     return [each for each in leaves if isinstance(each, int | float | bool | str)]
 
 
-def _checksum(rows: Tensor) -> int:
+def _number_of(tensor: Tensor) -> int:
     """Return a number that differs if values do, except by rare chance."""
-    values = rows.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
-    places = torch.arange(1, len(values) + 1, device=values.device)
-    return int((values * (places % 65521)).sum())
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().tobytes())
 
 
 def _copy(result: Any) -> Any:
@@ -490,7 +544,7 @@ def _address(tensor: Tensor) -> int:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    own, its = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    own, its = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
     return torch.equal(own, its)
 
 

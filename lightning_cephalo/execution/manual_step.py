@@ -186,7 +186,7 @@ class ManualSteps:
         executor.failure.guarded(executor.state.begin, samples)
         if self.takes_turns:
             counts = [int(row[0]) for row in executor.exchange([float(len(calls))])]
-            self.turns.begin_step(samples, counts)
+            executor.failure.guarded(self.turns.begin_step, samples, counts)
         self._advance()
         while (place := self._next_place(step)) is not None:
             if place == AT_BACKWARD:
@@ -296,7 +296,8 @@ class ManualSteps:
             if len({row[4] for row in rows if row[0] != NO_DATA}) > 1:
                 executor.failure.note(
                     UnitUseError(
-                        "Ranks write to parameters or gradients in training_step in different ways."
+                        "Ranks write to parameters or gradients in training_step in different ways,"
+                        " or set flags, schedules or learning rates differently."
                         " With manual optimization and several microbatches per rank, all must"
                         f" write the same. Write in a hook, {WAY_OUT}."
                     )
@@ -702,9 +703,13 @@ class _StepFunctions(TorchFunctionMode):
             self._steps.refuse_gradients_through_units(outputs, inputs)
         elif _computes(func):
             args = self._with_root(func, args)
-        if self._steps.takes_turns and getattr(func, "__name__", "") not in _NO_COMPUTING:
+        if not self._steps.takes_turns:
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") not in _NO_COMPUTING:
             return self._steps.turns.call(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._steps.turns.follow(func, args, result)
+        return result
 
     def _with_root(self, func: Any, args: Any) -> Any:
         """Return arguments with gathered parameters of the root unit in place of their shards.

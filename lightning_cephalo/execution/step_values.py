@@ -20,8 +20,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,14 +38,19 @@ _MISSING = object()
 _TORCHS = frozenset(vars(nn.Module())) | {"_flat_weights", "forward"}
 _NAMED_ALIKE = (int, bool, str, type(None))
 
-# how far containers and objects are searched
+# how far containers, objects and arrays are searched; longer ones are compared by a part
 _DEEPEST, _LONGEST = 4, 1000
-_NOT_USERS = frozenset(
-    ["torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins", "enum"]
+_LARGEST_ARRAY = 100_000
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
+# loggers, and configs that models fill in their first forward: each microbatch may
+_WITH_CACHES = frozenset(["logging", "transformers"])
+_NOT_USERS = _WITH_CACHES | frozenset(
+    ["torch", "lightning", "lightning_cephalo", "pytorch_lightning", "torchmetrics", "functools"]
+    + ["builtins", "enum"]
 )
 
 Said = dict[str, tuple[str, float, float]]
-"""Of each value that differs from before the step: its kind, sum over samples, and samples."""
+"""Of each value that differs from before the step: its kind, mean over samples, and samples."""
 
 
 class StepValues:
@@ -211,6 +219,8 @@ class StepValues:
             if old != new:
                 self._modes_of = [[*of[:index], new, *of[index + 1 :]] for of in self._modes_of]
         self._state.spread(tensors)
+        # what runs once may change what modules hold
+        self._contents = [(name, value, _content(value)) for name, value, _ in self._contents]
 
     # -- the end of a step --------------------------------------------------------------------
 
@@ -246,9 +256,10 @@ class StepValues:
     def _mean(self, values: Sequence[Any]) -> tuple[str, float, float]:
         weights = [float(size or 1) for size in self._samples]
         if all(value == values[0] for value in values):
-            return "mean", float(values[0]) * sum(weights), sum(weights)
+            return "mean", values[0], sum(weights)
         pairs = zip(values, weights, strict=True)
-        return "mean", sum(float(value) * weight for value, weight in pairs), sum(weights)
+        total = sum(float(value) * weight for value, weight in pairs)
+        return "mean", total / sum(weights), sum(weights)
 
     def _tensors(self) -> Mapping[str, Sequence[Any]]:
         """Return the numbers among stored tensors, which are the same on all microbatches."""
@@ -311,10 +322,10 @@ class StepValues:
 
 
 def _mean_of(row: Sequence[tuple[str, float, float]]) -> float:
-    means = [total / weight for _, total, weight in row]
+    means = [mean for _, mean, _ in row]
     if all(mean == means[0] for mean in means):
         return means[0]
-    return sum(total for _, total, _ in row) / sum(weight for _, _, weight in row)
+    return sum(mean * weight for _, mean, weight in row) / sum(weight for _, _, weight in row)
 
 
 def _set(names: dict[str, Any], name: str, value: Any) -> None:
@@ -329,25 +340,56 @@ def _named(path: str, name: str) -> str:
 
 
 def _is_container(value: Any) -> bool:
-    """Whether a value may change in place: a container of Python's, or an object of the user's."""
-    if isinstance(value, list | dict | set | deque):
+    """Whether a value may change in place: a container, an array, or an object of the user's."""
+    if isinstance(value, list | dict | set | deque | np.ndarray):
         return True
-    own = type(value).__module__.split(".")[0]
-    return hasattr(value, "__dict__") and not callable(value) and own not in _NOT_USERS
+    owner, *parents = [kind.__module__.split(".")[0] for kind in type(value).__mro__]
+    if owner in _NOT_USERS or not _WITH_CACHES.isdisjoint(parents):
+        return False
+    return hasattr(value, "__dict__") and not isinstance(value, _FUNCTIONS)
 
 
 def _content(value: Any) -> list[Any]:
+    """Return what a value holds; of long ones their length and some of it."""
+    if isinstance(value, np.ndarray):
+        step = max(1, value.size // _LARGEST_ARRAY)
+        return [value.shape, value.dtype, *([value.flat[::step].tobytes()] if value.size else [])]
     if not isinstance(value, list | dict | set | deque):
         value = vars(value)
-    return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+    if isinstance(value, dict):
+        return [*_some(value), *_some(value.values())]
+    return _some(value)
+
+
+def _some(values: Any) -> list[Any]:
+    if len(values) <= _LONGEST:
+        return list(values)
+    if isinstance(values, list):
+        part = values[:: len(values) // _LONGEST]
+    elif isinstance(values, set):
+        part = list(islice(values, _LONGEST))
+    else:
+        part = list(islice(values, _LONGEST // 2))
+    last = [] if isinstance(values, set) else [*islice(reversed(values), _LONGEST // 2)]
+    return [_Length(len(values)), *part, *last]
+
+
+class _Length(int):
+    """A length, which is compared by value."""
+
+    __slots__ = ()
 
 
 def _is_unchanged(value: Any, content: list[Any]) -> bool:
     now = _content(value)
+    if isinstance(value, np.ndarray):
+        return now == content
     if isinstance(value, set):
-        return len(now) == len(content) and all(one in value for one in content)
+        held = [one for one in content if not isinstance(one, _Length)]
+        return len(now) == len(content) and all(one in value for one in held)
     return len(now) == len(content) and all(
-        one is other for one, other in zip(now, content, strict=True)
+        one is other or (isinstance(one, _Length) and one == other)
+        for one, other in zip(now, content, strict=True)
     )
 
 

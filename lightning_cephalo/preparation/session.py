@@ -156,6 +156,7 @@ class Session:
             self.model.executor.user_collectives = collectives
         self._meeting = groups.meeting
         self._guard: UserCollectives | None = None
+        self._refuses_own_steps = False
         self.predictions = EmptyPredictions()
         self.optimizers: list[Optimizer] = []
         self.updates = OptimizerUpdates(self.model, options.optimizer_scope)
@@ -648,7 +649,7 @@ class Session:
         """Let the code of several microbatches have effect once, if the plan has any."""
         if self.manual is None:
             return
-        was_on, turns = self._takes_turns, self.manual.turns
+        turns = self.manual.turns
         turns.is_on = _has_several(plan)
         if turns.is_on and self._guard is None and self.control.world_size > 1:
             self._guard = UserCollectives(self._on_user_collective)
@@ -656,7 +657,7 @@ class Session:
             self._at_end.callback(setattr, self._meeting, "before", None)
         self.model.executor.user_collectives = self._guard if turns.is_on else None
         self._meeting.before = turns.refuse_collective if turns.is_on else None
-        if turns.is_on and not was_on and self.optimizers:
+        if turns.is_on and self.optimizers:
             self._refuse_own_steps()
 
     def _check_turns(self) -> None:
@@ -664,6 +665,9 @@ class Session:
 
     def _refuse_own_steps(self) -> None:
         assert self.manual is not None
+        if self._refuses_own_steps:
+            return
+        self._refuses_own_steps = True
         for handle in manual_turns.refuse_own_steps(self.manual, self.optimizers):
             self._at_end.callback(handle.remove)
 

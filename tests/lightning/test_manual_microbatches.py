@@ -6,6 +6,7 @@ import re
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import Cases, on_one_device
@@ -81,6 +82,10 @@ class ReadsState(SeveralGan):
         self.taken, self.is_late, self.phase = 0, False, "first"
         self.shadow = {"power": torch.ones(2)}
         self.dropout = torch.nn.Dropout(0.5)
+        self.share, self.steps_taken = 0.0, []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.steps_taken.append(len(self.steps_taken))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
@@ -89,6 +94,7 @@ class ReadsState(SeveralGan):
         fake = self.generator(x.flip(1))
         scale = 1.0 + self.running + 0.1 * self.taken + float(self.average)
         self.taken += 1
+        self.share = 0.17
         self.shadow["power"].mul_(0.9)
         self.is_late = self.taken > 2
         self.phase = "later" if self.is_late else "soon"
@@ -112,7 +118,8 @@ class ReadsState(SeveralGan):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.losses += [self.running, float(self.average), float(self.taken)]
-        self.losses.append(float(self.shadow["power"].sum()))
+        self.losses += [float(self.shadow["power"].sum()), float(len(self.steps_taken))]
+        assert self.share == 0.17
 
 
 class ChangesPlans(Gan):
@@ -132,12 +139,26 @@ class ChangesPlans(Gan):
             self.trainer.strategy.change_plan(PLANS[self.changes[at]])
 
 
+class NormsOfCopies(SeveralGan):
+    """Communicates, also on a rank that has no rows of a parameter; writes with a keyword."""
+
+    def look(self) -> None:
+        torch.nn.init.constant_(self.generator.last.bias, 0.25)
+        norms = [parameter.grad.clone().norm() for parameter in self.generator.parameters()]
+        self.norm = sum(float(norm) for norm in norms)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.losses.append(self.norm)
+
+
 KINDS = (SeveralGan, SeveralBackwards, WithClosures, TwoBackwards, ActorCritic, ReadsState)
 PLANS_OF = ("3:1", "three", "even")
 RETAINS = {"recompute": False}
 FITS = Cases(
     {
         **{(kind, plan): (plan, fit, kind, {}) for kind in KINDS for plan in PLANS_OF},
+        (NormsOfCopies, "even"): ("even", fit, NormsOfCopies, {}),
         (ChangesPlans, "whole"): ("whole", fit, ChangesPlans, {}),
         **{(kind, "retains"): ("3:1", fit, kind, {}, RETAINS) for kind in (SeveralGan, ReadsState)},
     }
@@ -194,6 +215,53 @@ class WritesOnOneRank(SeveralGan):
         if self.global_rank == 0:
             self.discriminator.first.weight.data.mul_(0.5)
         super().training_step(batch, batch_idx)
+
+
+class WritesWithoutRows(WritesBySample):
+    """On a rank with several microbatches and no rows."""
+
+
+class NormsOfCopiesUnequallyOften(SeveralGan):
+    def look(self) -> None:
+        self.generator.first.weight.grad.clone().norm()
+
+
+class ForgetsGradientsOnOneRank(SeveralGan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(mse_loss(self.generator(batch[0]), batch[0]))
+        if self.global_rank == 0:
+            self.generator.zero_grad()
+        super().training_step(batch, batch_idx)
+
+
+class SetsARateOnOneRank(SeveralGan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            self.optimizers()[0].param_groups[0]["lr"] = 0.5
+        super().training_step(batch, batch_idx)
+
+
+class CountsInAnArray(SeveralGan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.histogram += 1
+        super().training_step(batch, batch_idx)
+
+
+class KeepsSamples(SeveralGan):
+    """In an object that is called."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.pool(batch[0])
+        super().training_step(batch, batch_idx)
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.kept.append(x)
+        return x
 
 
 class StepsItself(SeveralGan):
@@ -272,6 +340,12 @@ REFUSED = {
     AveragesInPlace: "Microbatches set other values in training_step .parameters",
     WritesOnOneRank: "Ranks write to parameters or gradients in training_step in different ways",
     GrowsAList: "changes 'seen' in place, a list",
+    WritesWithoutRows: "parameters or gradients",
+    NormsOfCopiesUnequallyOften: "training_step communicates .computing",
+    ForgetsGradientsOnOneRank: "Ranks write to parameters or gradients .* in different ways",
+    SetsARateOnOneRank: "in different ways, or set flags, schedules or learning rates",
+    CountsInAnArray: "changes 'histogram' in place, a ndarray",
+    KeepsSamples: "changes 'pool' in place, a (Pool|list)",
     StepsItself: r"calls AdamW.step\(\) of the optimizer itself",
     CountsByItself: "leave different values in 'positive'",
     Communicates: "training_step communicates .computing",
@@ -288,13 +362,14 @@ REFUSED = {
 def refused(plan: str, kind: type[Any]) -> tuple[str, bool]:
     model = kind()
     model.running, model.counter, model.averages = 1.0, Counter(), {"x": torch.zeros(5)}
-    model.counter.count = 0
+    model.counter.count, model.histogram, model.pool = 0, np.zeros(2), Pool()
     with pytest.raises((UnsupportedError, UnitUseError, RemoteRankError, KeyError)) as raised:
         trainer(plan).fit(model, loader(8))
     return str(raised.value), model.running == 1.0 and model.generator.training
 
 
-REFUSALS = Cases({kind: ("3:1", refused, kind) for kind in REFUSED})
+PLANS_OF_REFUSED = {WritesWithoutRows: "several without state"}
+REFUSALS = Cases({kind: (PLANS_OF_REFUSED.get(kind, "3:1"), refused, kind) for kind in REFUSED})
 
 
 @pytest.mark.parametrize("kind", list(REFUSED))
