@@ -335,10 +335,19 @@ class Turns:
         """Do something once for all microbatches in a ``with`` block of the first one's code.
 
         All have come to the same meeting, and the first one has done nothing since.
+
+        Raises:
+            UnsupportedError: If it has, in a ``backward()`` of the user's module.
         """
         if not self.is_on or self.is_acting or self._running is None:
             yield
             return
+        if self._calls or self._writes:
+            raise UnsupportedError(
+                "backward() of the module computes with parameters or gradients after"
+                " loss.backward(). With manual optimization and several microbatches per rank, each"
+                f" microbatch would do that. Do it in on_after_backward, {WAY_OUT}."
+            )
         self.is_acting = True
         try:
             with self.values.for_all():

@@ -44,10 +44,8 @@ _LARGEST_ARRAY = 100_000
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
 # loggers, and configs that models fill in their first forward: each microbatch may
 _WITH_CACHES = frozenset(["logging", "transformers"])
-_NOT_USERS = _WITH_CACHES | frozenset(
-    ["torch", "lightning", "lightning_cephalo", "pytorch_lightning", "torchmetrics", "functools"]
-    + ["builtins", "enum"]
-)
+_NOT_USERS = _WITH_CACHES | frozenset(["torch", "torchmetrics", "functools", "builtins", "enum"])
+_NOT_USERS |= {"lightning", "pytorch_lightning", "lightning_cephalo"}
 
 Said = dict[str, tuple[str, float, float]]
 """Of each value that differs from before the step: its kind, mean over samples, and samples."""
@@ -258,8 +256,9 @@ class StepValues:
         if all(value == values[0] for value in values):
             return "mean", values[0], sum(weights)
         pairs = zip(values, weights, strict=True)
-        total = sum(float(value) * weight for value, weight in pairs)
-        return "mean", total / sum(weights), sum(weights)
+        mean = sum(float(value) * weight for value, weight in pairs) / sum(weights)
+        kinds = {type(value) for value in values if isinstance(value, float)}
+        return "mean", kinds.pop()(mean) if len(kinds) == 1 else mean, sum(weights)
 
     def _tensors(self) -> Mapping[str, Sequence[Any]]:
         """Return the numbers among stored tensors, which are the same on all microbatches."""

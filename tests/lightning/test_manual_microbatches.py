@@ -83,6 +83,7 @@ class ReadsState(SeveralGan):
         self.shadow = {"power": torch.ones(2)}
         self.dropout = torch.nn.Dropout(0.5)
         self.share, self.steps_taken = 0.0, []
+        self.typed = np.float64(0.0)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.steps_taken.append(len(self.steps_taken))
@@ -95,6 +96,7 @@ class ReadsState(SeveralGan):
         scale = 1.0 + self.running + 0.1 * self.taken + float(self.average)
         self.taken += 1
         self.share = 0.17
+        self.typed = np.float64(x.square().mean())
         self.shadow["power"].mul_(0.9)
         self.is_late = self.taken > 2
         self.phase = "later" if self.is_late else "soon"
@@ -119,7 +121,8 @@ class ReadsState(SeveralGan):
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.losses += [self.running, float(self.average), float(self.taken)]
         self.losses += [float(self.shadow["power"].sum()), float(len(self.steps_taken))]
-        assert self.share == 0.17
+        self.losses.append(float(self.typed))
+        assert self.share == 0.17 and isinstance(self.typed, np.float64)
 
 
 class ChangesPlans(Gan):
@@ -264,6 +267,14 @@ class Pool:
         return x
 
 
+class WritesInItsBackward(SeveralGan):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        gradient = self.generator.first.weight.grad
+        if gradient is not None:
+            gradient.mul_(0.5)
+
+
 class StepsItself(SeveralGan):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         generating, _ = self.optimizers(use_pl_optimizer=False)
@@ -346,6 +357,7 @@ REFUSED = {
     SetsARateOnOneRank: "in different ways, or set flags, schedules or learning rates",
     CountsInAnArray: "changes 'histogram' in place, a ndarray",
     KeepsSamples: "changes 'pool' in place, a (Pool|list)",
+    WritesInItsBackward: r"backward\(\) of the module computes with parameters or gradients",
     StepsItself: r"calls AdamW.step\(\) of the optimizer itself",
     CountsByItself: "leave different values in 'positive'",
     Communicates: "training_step communicates .computing",
