@@ -50,6 +50,7 @@ from lightning_cephalo.execution.normalisation import Meeting
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.over_batch import Asking, StepGreenlet, refuse_manual
 from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, ThreadState
+from lightning_cephalo.execution.training_modes import Modes
 from lightning_cephalo.execution.visit_records import Entered, UnitRecord, VisitRecords
 from lightning_cephalo.execution.vocabulary.attendance import VocabularyAttendance
 from lightning_cephalo.execution.vocabulary.questions import Question
@@ -99,6 +100,8 @@ class Microbatch:
         meets: Whether the step meets all others, for losses over the whole batch and statistics.
 
     Attributes:
+        training_modes: Modes of the modules outside of units, as it has left them; None: it has
+            not run.
         parked: The visit that it waits for; None: none.
         asking: What it asks for a loss over the whole batch.
         attendance: Its part in meetings.
@@ -161,6 +164,7 @@ class Microbatch:
         # the scheduler's are equal during a step
         self._scheduler_modes: ThreadState | None = None
         self._backward_modes: ThreadState | None = None
+        self.training_modes: Modes | None = None
         self.parked: Visit | None = None
         self.result: Any = None
         self.finished = False

@@ -20,6 +20,7 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.meetings import NormForward, SynchronisedNorms
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.replay import ChangingBuffers
+from lightning_cephalo.execution.training_modes import Modes, TrainingModes
 from lightning_cephalo.execution.user_writes import UserWrites
 from lightning_cephalo.execution.vocabulary.layers import CutLayer, VocabularyLayers
 from lightning_cephalo.plan.program import ROOT
@@ -64,6 +65,10 @@ class UnitHooks:
         self._forwards: list[_UnitForward] = []
         self._unwatched: set[int] = set()
         self._watching: dict[int, RemovableHandle] = {}
+        in_units = {id(inner) for unit in units[1:] for inner in unit.module.modules()}
+        outside = [each for each in units[ROOT].module.modules() if id(each) not in in_units]
+        self._modes = TrainingModes(outside)
+        self._first_modes = self._modes.now()
 
     def install(self) -> None:
         """Replace the units' forwards, and gather the root unit before its modules are called."""
@@ -146,16 +151,19 @@ class UnitHooks:
 
     def begin_step(self) -> None:
         """Note what all microbatches of a step find; call it before the first one runs."""
+        self._first_modes = self._modes.now()
         for forward in self._forwards:
             forward.begin_step()
 
     def advance(self, microbatch: Microbatch) -> None:
         """Run a microbatch's step until it parks or returns."""
         self._running = microbatch
+        self._modes.show(microbatch.training_modes or self._first_modes)
         try:
             microbatch.advance()
         finally:
             self._running = None
+            microbatch.training_modes = self._modes.now()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -275,6 +283,7 @@ class _UnitForward:
         self._enter = enter
         self._buffers = ChangingBuffers(module)
         self.inner = [*module.modules()][1:]
+        self._modes = TrainingModes([module, *self.inner])
         self.begin_step()
         # modules wrapped by torch.compile also have a forward on the instance
         self._replaced = module.__dict__.get("forward")
@@ -304,7 +313,14 @@ class _UnitForward:
         return self._compiled is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._enter(self._body, self._buffers, args, kwargs)
+        body = partial(self._body_in, self._modes.now())
+        return self._enter(body, self._buffers, args, kwargs)
+
+    def _body_in(self, modes: Modes, /, *args: Any, **kwargs: Any) -> Any:
+        if modes == self._modes.now():
+            return self._body(*args, **kwargs)
+        with self._modes.shown(modes):
+            return self._body(*args, **kwargs)
 
     def _compiled_body(self, *args: Any, **kwargs: Any) -> Any:
         assert self._compiled is not None

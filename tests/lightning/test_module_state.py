@@ -94,9 +94,63 @@ def _fit(plan, kind, samples=32):
     return values_of(module), module.seen
 
 
+class _Mode(nn.Module):
+    def forward(self, x):
+        return x * (2.0 if self.training else 1.0)
+
+
+class _Switched(nn.Module):
+    def __init__(self, norm) -> None:
+        super().__init__()
+        self.linear, self.norm, self.mode = nn.Linear(5, 5), norm, _Mode()
+
+    def forward(self, x):
+        return torch.tanh(self.mode(self.norm(self.linear(x))))
+
+
+class _Switching(LightningModule):
+    """Uses units in evaluation mode, and is in training mode again before their backward."""
+
+    def __init__(self, automatic) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+        torch.manual_seed(4)
+        norms = nn.BatchNorm1d(5), nn.Identity(), nn.BatchNorm1d(5)
+        self.units = nn.ModuleList([_Switched(norm) for norm in norms])
+        self.mode, self.head = _Mode(), nn.Linear(5, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.eval()
+        x = self.mode(self.units[0](x))
+        self.train()
+        x = self.mode(self.units[1](x))
+        self.units[2].eval()
+        x = self.mode(self.units[2](x))
+        self.units[2].train()
+        loss = nn.functional.mse_loss(self.head(self.mode(x)), y)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+def _fit_switching(plan, automatic):
+    module = _Switching(automatic)
+    trainer(plan).fit(module, loader(24))
+    return values_of(module)
+
+
 KINDS = ("hidden", "unit", "features")
 FITS = Cases(
     {
+        "modes": ("3:1", _fit_switching, True),
+        "modes by hand": ("3:1", _fit_switching, False),
         **{(plan, kind): (plan, _fit, kind) for plan in ("3:1", "three") for kind in KINDS},
         "smaller last batch": ("3:1", _fit, "hidden", 14),
     }
@@ -114,6 +168,12 @@ def test_what_a_step_stores_is_that_of_one_device(plan, kind):
     found, _ = FITS[plan, kind][0]
     wanted, _ = _one_device(kind)
     assert_same_tensors(found, wanted, TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["modes", "modes by hand"])
+def test_units_in_evaluation_mode_stay_in_it_when_they_are_computed_again(kind):
+    wanted = on_one_device(_fit_switching, kind == "modes")
+    assert_same_tensors(FITS[kind][0], wanted, TOLERANCE)
 
 
 def test_a_smaller_last_batch_begins_anew_as_on_one_device():
