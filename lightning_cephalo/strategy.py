@@ -817,7 +817,8 @@ class CephaloStrategy(ParallelStrategy):
         session = self.session
         session.look_for_early_update(optimizer)
         elsewhere = None if session.moved is None else session.model.executor
-        update = local_update(optimizer, session.updates.of(optimizer), elsewhere)
+        owned, sparse = session.updates.of(optimizer), session.updates.sparse(optimizer)
+        update = local_update(optimizer, owned, elsewhere, sparse)
         with ExitStack() as after_closure, update:
 
             def whole_closure() -> Any:

@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from lightning_cephalo.adapters.averaged_weights import averaging_callbacks, lightnings_classes
 from lightning_cephalo.adapters.batch_norm import batch_norms, refuse_synchronised
 from lightning_cephalo.common.errors import PlanError, UnsupportedError
+from lightning_cephalo.adapters.compiled_step import is_compiled, step_before_compiling
+from lightning_cephalo.adapters.sparse_gradients import takes_sparse_gradients
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.sharding.placement import Rows
 
@@ -24,11 +27,11 @@ if TYPE_CHECKING:
 
 _BATCH_SIZE_FINDER = (
     "The callback BatchSizeFinder (also Tuner.scale_batch_size) does not work under"
-    " strategy='cephalo': it trains with ever larger batches until one does not fit, and every"
-    " global batch needs a plan of its own, which is measured before training. Remove it from"
-    " Trainer(callbacks=...) and choose the global batch: the plan's table predicts each rank's"
-    " memory, and a batch that does not fit is refused before training, with changes that make it"
-    " fit. Trainer(max_steps=0) plans without training."
+    " strategy='cephalo', nor under Lightning's own distributed strategies: it trains with ever"
+    " larger batches until one does not fit, and every global batch needs a plan of its own, which"
+    " is measured before training. Remove it from Trainer(callbacks=...) and choose the global"
+    " batch: the plan's table predicts each rank's memory, and a batch that does not fit is refused"
+    " before training, with changes that make it fit. Trainer(max_steps=0) plans without training."
 )
 _MODEL_PRUNING = (
     "The callback ModelPruning does not work under strategy='cephalo': in mid-training it replaces"
@@ -280,30 +283,27 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> No
 
 def _check_options(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.SparseAdam):
+    if isinstance(optimizer, torch.optim.SparseAdam) and not takes_sparse_gradients(optimizer):
         raise UnsupportedError(
-            f"{name} updates only the rows that a batch has used. Gradients of all ranks are summed"
-            " as dense ones, which do not show them. Use Adam or AdamW, and sparse=False in"
-            " nn.Embedding."
+            f"{name} is a subclass of SparseAdam. Gradients of all ranks are summed as dense ones,"
+            " and only torch's own SparseAdam gets sparse ones of its rows. Use"
+            " torch.optim.SparseAdam."
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedError(
             f"{name}(differentiable=True) keeps a graph of its update, and parameters in shards are"
             " no part of graphs. Leave differentiable=True out."
         )
-    if _is_compiled(optimizer.step):
+    before = step_before_compiling(optimizer)
+    if is_compiled(before or optimizer.step):
         raise UnsupportedError(
-            f"{name}.step is compiled by torch.compile, which would also trace its closure, the"
-            " whole training step. Leave torch.compile(optimizer.step) out; fused=True or"
+            f"{name}.step is compiled by torch.compile in its class, which would also trace its"
+            " closure, the whole training step. Leave torch.compile out of the class; fused=True or"
             " foreach=True is about as fast."
         )
-
-
-def _is_compiled(step: Any) -> bool:
-    while step is not None:
-        marks = getattr(step, "__dict__", ())
-        # torch also marks the steps that it never compiles, as LBFGS's
-        if "_torchdynamo_orig_callable" in marks:
-            return "_torchdynamo_disable" not in marks
-        step = getattr(step, "__wrapped__", None)
-    return False
+    if before is not None:
+        rank_zero_warn(
+            f"{name}.step is compiled by torch.compile, and runs as it was before: compiled, it"
+            " would also trace its closure, the whole training step. The updates are the same;"
+            " fused=True or foreach=True makes them about as fast."
+        )

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_cephalo.adapters import scope
 from lightning_cephalo.adapters.owned_update import OwnedUpdate
 from lightning_cephalo.adapters.scope import Scope, Trial
+from lightning_cephalo.adapters.sparse_gradients import SparseGradients, takes_sparse_gradients
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -36,6 +37,7 @@ class OptimizerUpdates:
     def __init__(self, model: ShardedModel, claims: str | Mapping[Any, str]) -> None:
         self._model, self._claims = model, claims
         self._chosen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._sparse: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def of(self, optimizer: Optimizer) -> OwnedUpdate | None:
         """Return the optimizer's updates on whole parameters; None: on rows; collective at first.
@@ -45,7 +47,19 @@ class OptimizerUpdates:
         """
         if optimizer not in self._chosen:
             self._chosen[optimizer] = self._choose(optimizer)
+            if takes_sparse_gradients(optimizer):
+                self._sparse[optimizer] = SparseGradients(optimizer, self._model)
         return self._chosen[optimizer]
+
+    def sparse(self, optimizer: Optimizer) -> SparseGradients | None:
+        """Return what gives the optimizer's rows sparse gradients; None: it takes dense ones.
+
+        Call it before the optimizer's closure: its groups may have got new parameters.
+        """
+        found: SparseGradients | None = self._sparse.get(optimizer)
+        if found is not None:
+            found.follow()
+        return found
 
     def _choose(self, optimizer: Optimizer) -> OwnedUpdate | None:
         control = self._model.control
@@ -67,6 +81,8 @@ class OptimizerUpdates:
         known = scope.known_scope(optimizer)
         if known is not None:
             return known
+        if takes_sparse_gradients(optimizer):
+            return Scope.ELEMENT
         _check_held(optimizer)
         try:
             claimed = scope.claimed_scope(optimizer, self._claims)
@@ -121,8 +137,10 @@ class OptimizerUpdates:
         """
         known = scope.known_scope(optimizer)
         control = self._model.control
-        if control.world_size == 1 or known in (Scope.ELEMENT, Scope.PARAMETER):
+        if known in (Scope.ELEMENT, Scope.PARAMETER) or takes_sparse_gradients(optimizer):
             return loss  # torch's own do not read it
+        if control.world_size == 1:
+            return loss
         # every rank comes, whatever its closure has returned: others may have a loss
         is_loss = isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)
         own_weight = float(weight) if is_loss else 0.0

@@ -66,6 +66,7 @@ from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.row_operators import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import spent
 from lightning_cephalo.sharding.staging import HostStage
+from lightning_cephalo.sharding.touched_rows import TouchedRows
 from lightning_cephalo.sharding.transfers import Pending
 from lightning_cephalo.sharding.write_guard import (
     GatheredParameter,
@@ -202,6 +203,7 @@ class Flat:
         self.grad_shard: torch.Tensor | None = None
         self._grad_faces: list[DTensor | None] = []
         self._spent_faces: dict[int, DTensor] = {}
+        self._touched: dict[int, TouchedRows] = {}
 
     # -- layout -------------------------------------------------------------------------------
 
@@ -559,6 +561,9 @@ class Flat:
 
     def arm(self) -> None:
         """Give autograd zeroed views of ``grad_full`` to accumulate into."""
+        for index, touched in self._touched.items():
+            if self.sharded[index].grad is None:  # else gradients of earlier steps add up
+                touched.clear()
         dtype = self.master_dtype if self.dtype.is_floating_point else self.dtype
         numel = self._end - self._start if self.is_cut else self.numel
         if self._grad_buffer is None:
@@ -590,6 +595,16 @@ class Flat:
     def grad_rows(self) -> torch.Tensor | None:
         """The gradient of :attr:`rows`, to add to; None: it is frozen, or not armed."""
         return self._grad_views[0] if self._is_armed_cut and self._grad_views else None
+
+    def touched_rows(self, index: int) -> TouchedRows:
+        """Return the notes of a parameter's rows with sparse gradients; the first call begins them.
+
+        Args:
+            index: Place of the parameter, which has rows.
+        """
+        if index not in self._touched:
+            self._touched[index] = TouchedRows(self.parameters[index])
+        return self._touched[index]
 
     def used(self) -> list[bool]:
         """Per parameter, whether a gradient has landed on this rank since :meth:`arm`."""
