@@ -86,8 +86,13 @@ def _sparse(gradient: Tensor, touched: Tensor) -> Tensor:
 
     Rows with a gradient are among them: after a step without ``zero_grad()`` only that shows them.
     """
-    used = touched | gradient.ne(0).flatten(1).any(1) if gradient.ndim > 1 else gradient.ne(0)
+    landed = gradient.ne(0)
+    used = touched | (landed.flatten(1).any(1) if landed.ndim > 1 else landed)
     indices = used.nonzero()
     return torch.sparse_coo_tensor(
-        indices.T, gradient[indices[:, 0]], gradient.shape, is_coalesced=True
+        indices.T,
+        gradient[indices[:, 0]],
+        gradient.shape,
+        check_invariants=False,
+        is_coalesced=True,
     )
