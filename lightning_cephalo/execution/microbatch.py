@@ -100,8 +100,7 @@ class Microbatch:
         meets: Whether the step meets all others, for losses over the whole batch and statistics.
 
     Attributes:
-        training_modes: Modes of the modules outside of units, as it has left them; None: it has
-            not run.
+        training_modes: Modes of all modules, as it has left them; None: it has not run.
         parked: The visit that it waits for; None: none.
         asking: What it asks for a loss over the whole batch.
         attendance: Its part in meetings.

@@ -65,9 +65,7 @@ class UnitHooks:
         self._forwards: list[_UnitForward] = []
         self._unwatched: set[int] = set()
         self._watching: dict[int, RemovableHandle] = {}
-        in_units = {id(inner) for unit in units[1:] for inner in unit.module.modules()}
-        outside = [each for each in units[ROOT].module.modules() if id(each) not in in_units]
-        self._modes = TrainingModes(outside)
+        self._modes = TrainingModes(units[ROOT].module.modules())
         self._first_modes = self._modes.now()
 
     def install(self) -> None:

@@ -129,6 +129,11 @@ class _Switching(LightningModule):
         self.units[2].eval()
         x = self.mode(self.units[2](x))
         self.units[2].train()
+        was = self.units[1].training
+        self.units[1].eval()
+        x = x + self.units[1](x)
+        self.units[1].train(was)
+        x = self.mode(self.units[0].mode(x))
         loss = nn.functional.mse_loss(self.head(self.mode(x)), y)
         if not self.automatic_optimization:
             optimizer = self.optimizers()
