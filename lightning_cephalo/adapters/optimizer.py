@@ -195,7 +195,7 @@ class _Exchange:
         self._faces = {}
         self._meanwhile.close()
         if failure is None and self._sparse is not None:
-            self._sparse.clear()
+            self._sparse.mark_used()
         if failure is None and self._elsewhere is not None:
             self._elsewhere.after_step()
 

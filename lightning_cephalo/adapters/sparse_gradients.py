@@ -75,10 +75,10 @@ class SparseGradients:
                 first, end = cast(Rows, parameter.placements[0]).rows[rank]
                 own.grad = _sparse(cast(Tensor, own.grad), part[first:end].bool())
 
-    def clear(self) -> None:
-        """Forget the rows, which are updated."""
+    def mark_used(self) -> None:
+        """Let the next backward forget the rows, which are updated."""
         for touched in self._touched.values():
-            touched.clear()
+            touched.is_used = True
 
 
 def _sparse(gradient: Tensor, touched: Tensor) -> Tensor:

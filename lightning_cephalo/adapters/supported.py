@@ -297,9 +297,9 @@ def _check_options(optimizer: Optimizer) -> None:
     before = step_before_compiling(optimizer)
     if is_compiled(before or optimizer.step):
         raise UnsupportedError(
-            f"{name}.step is compiled by torch.compile in its class, which would also trace its"
-            " closure, the whole training step. Leave torch.compile out of the class; fused=True or"
-            " foreach=True is about as fast."
+            f"{name}.step is compiled by torch.compile in its class, or in another wrapper. It"
+            " would also trace its closure, the whole training step. Leave torch.compile out;"
+            " fused=True or foreach=True is about as fast."
         )
     if before is not None:
         rank_zero_warn(

@@ -562,7 +562,9 @@ class Flat:
     def arm(self) -> None:
         """Give autograd zeroed views of ``grad_full`` to accumulate into."""
         for index, touched in self._touched.items():
-            if self.sharded[index].grad is None:  # else gradients of earlier steps add up
+            if (
+                touched.is_used or self.sharded[index].grad is None
+            ):  # else gradients of earlier steps add up
                 touched.clear()
         dtype = self.master_dtype if self.dtype.is_floating_point else self.dtype
         numel = self._end - self._start if self.is_cut else self.numel

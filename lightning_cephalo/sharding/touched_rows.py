@@ -19,11 +19,14 @@ class TouchedRows:
 
     Attributes:
         flags: One flag per row; behind them, one that says that some gradient was dense.
+        is_used: Whether an update has used them. The next backward begins new ones: until then,
+            a further update may use the same gradient.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
         rows = parameter.shape[0]
         self.flags = torch.zeros(rows + 1, dtype=torch.uint8, device=parameter.device)
+        self.is_used = False
         needs_gradient = parameter.requires_grad
         parameter.requires_grad_(True)  # torch takes hooks of no others; it may be thawed later
         parameter.register_hook(self._note)
@@ -38,3 +41,4 @@ class TouchedRows:
     def clear(self) -> None:
         """Forget all rows."""
         self.flags.zero_()
+        self.is_used = False

@@ -137,7 +137,8 @@ class _Words(LightningModule):
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=batch_idx == 1)
             self.manual_backward(loss)
-            for optimizer in optimizers:
+            # the first one updates twice from the same gradient
+            for optimizer in (*optimizers, optimizers[0]):
                 optimizer.step()
         return loss
 
