@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.averaged_weights import averaging_callbacks, lightnings_classes
 from lightning_cephalo.adapters.batch_norm import batch_norms, refuse_synchronised
-from lightning_cephalo.common.errors import PlanError, UnsupportedError
 from lightning_cephalo.adapters.compiled_step import is_compiled, step_before_compiling
 from lightning_cephalo.adapters.sparse_gradients import takes_sparse_gradients
-from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.common.errors import PlanError, UnsupportedError
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.sharding.placement import Rows
 

@@ -66,7 +66,7 @@ class UnitHooks:
         self._unwatched: set[int] = set()
         self._watching: dict[int, RemovableHandle] = {}
         self._modes = TrainingModes(units[ROOT].module.modules())
-        self._first_modes = self._modes.now()
+        self._left = self._first_modes = self._modes.now()
 
     def install(self) -> None:
         """Replace the units' forwards, and gather the root unit before its modules are called."""
@@ -149,19 +149,21 @@ class UnitHooks:
 
     def begin_step(self) -> None:
         """Note what all microbatches of a step find; call it before the first one runs."""
-        self._first_modes = self._modes.now()
+        self._left = self._first_modes = self._modes.now()
         for forward in self._forwards:
             forward.begin_step()
 
     def advance(self, microbatch: Microbatch) -> None:
         """Run a microbatch's step until it parks or returns."""
         self._running = microbatch
-        self._modes.show(microbatch.training_modes or self._first_modes)
+        found = microbatch.training_modes or self._first_modes
+        if found != self._left:
+            self._modes.show(found)
         try:
             microbatch.advance()
         finally:
             self._running = None
-            microbatch.training_modes = self._modes.now()
+            self._left = microbatch.training_modes = self._modes.now()
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -133,7 +133,7 @@ class _Switching(LightningModule):
         self.units[1].eval()
         x = x + self.units[1](x)
         self.units[1].train(was)
-        x = self.mode(self.units[0].mode(x))
+        x = self.mode(self.units[1](x))
         loss = nn.functional.mse_loss(self.head(self.mode(x)), y)
         if not self.automatic_optimization:
             optimizer = self.optimizers()
