@@ -135,7 +135,6 @@ class Connection:
         Raises:
             RemoteRankError: If a process has ended: it names its rank.
             RuntimeError: If another rank is lost, or fails, at this moment.
-            UnsupportedError: If the connections are closed, and only the user's code can make them.
         """
         ranks, switchboard = self._ranks, None
         if ranks is not None:
