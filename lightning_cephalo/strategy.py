@@ -1124,10 +1124,11 @@ class CephaloStrategy(ParallelStrategy):
         return session is not None and session.model.executor.early.left_half_updated
 
     def _abort_groups(self) -> None:
-        launch.close_groups()
         if backend_named(self._process_group_backend).must_be_aborted:
             launch.abort_groups()
             self.forget_groups()  # another fit creates new ones
+        else:
+            launch.close_groups()
 
     @property
     def failed_alone(self) -> bool:
