@@ -86,6 +86,7 @@ from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.profiling.state_rates import contention_text
 from lightning_cephalo.ranks import launch
+from lightning_cephalo.ranks.connection import Ranks
 from lightning_cephalo.recovery.options import Recovery, Wish
 from lightning_cephalo.recovery.recovering import Recovering, rows_of_model, rows_of_optimizer
 from lightning_cephalo.sharding.collectives import all_gather_rows, communicates
@@ -275,7 +276,7 @@ class CephaloStrategy(ParallelStrategy):
         self._skipped_steps = SkippedSteps()
         # from setup_environment() until the process ends, or until this rank fails alone on a
         # backend that must be aborted
-        self._ranks: launch.Ranks | None = None
+        self._ranks: Ranks | None = None
         # weight of this rank's batch in the last step
         self._batch_weight = 0.0
         # from setup() to teardown()
@@ -428,7 +429,7 @@ class CephaloStrategy(ParallelStrategy):
         return self.cluster_environment
 
     @property
-    def _connection(self) -> launch.Ranks:
+    def _connection(self) -> Ranks:
         if self._ranks is None:
             raise RuntimeError("The ranks are not connected: this works in a Trainer that runs.")
         return self._ranks
@@ -451,7 +452,6 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        supported.refuse_shards(self._module)
         supported.refuse_searching(self._module.trainer.callbacks)  # type: ignore[attr-defined]
         self._ending.begin(self._module.trainer)
         super().setup_environment()
@@ -460,13 +460,14 @@ class CephaloStrategy(ParallelStrategy):
         self._process_group_backend = launch.connect(
             self._environment, self._process_group_backend, self._timeout, self.root_device
         )
-        launch.leave_at_exit(self)
-        if self._ranks is None:
-            # of one rank it does not matter, and not every environment knows it
-            node_rank = self._environment.node_rank() if self.world_size > 1 else 0
-            self._ranks = launch.Ranks.create(self._timeout, node_rank)
-        self._samplers.take(self._module.trainer)
+        # of one rank it does not matter, and not every environment knows it
+        node_rank = self._environment.node_rank() if self.world_size > 1 else 0
+        self._ranks = launch.ranks_for(self, self._timeout, node_rank)
         self._ending.connect(self._ranks, self._abort_groups)
+        self._ranks.control.together(
+            "looking for shards of an earlier run", partial(supported.refuse_shards, self._module)
+        )
+        self._samplers.take(self._module.trainer)
         self._recovering.look_up(self._module.trainer, self._ranks.control)
 
     @override
@@ -1126,6 +1127,8 @@ class CephaloStrategy(ParallelStrategy):
         if backend_named(self._process_group_backend).must_be_aborted:
             launch.abort_groups()
             self.forget_groups()  # another fit creates new ones
+        else:
+            launch.close_groups()
 
     @property
     def failed_alone(self) -> bool:
@@ -1135,12 +1138,10 @@ class CephaloStrategy(ParallelStrategy):
     def forget_groups(self) -> None:
         """Drop everything that refers to a process group; nothing can run afterwards."""
         session = self._take_session()
-        ranks, self._ranks = self._ranks, None
+        self._ranks = None
         self._ending.forget()
         if session is not None:
             session.abandon()
-        if ranks is not None:
-            ranks.close()
 
     @override
     def teardown(self) -> None:

@@ -47,6 +47,8 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 "Connection reset",
                 "Broken pipe",
                 "Timed out waiting",
+                # in the group, where a receive has waited in vain
+                "Application timeout caused pair closure",
                 "Socket",
             ),
         ),

@@ -21,7 +21,7 @@ from lightning_cephalo.adapters.termination import Termination
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_cephalo.ranks.launch import Ranks
+    from lightning_cephalo.ranks.connection import Ranks
 
 _STOP_TOGETHER = (
     "If trainer.should_stop depends on a rank's own values, set it to"

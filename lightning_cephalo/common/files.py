@@ -6,7 +6,9 @@ import json
 import os
 import re
 import socket
+import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -130,6 +132,11 @@ def write_text(path: Path, content: str) -> None:
 def read_text(path: Path, *, what: str) -> str:
     """Read a file, or raise PlanError naming it."""
     try:
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe would be waited for forever
+            raise PlanError(
+                f"{path}: expected {what}, but it is a pipe, a socket or a device. Give a file."
+            )
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise PlanError(
@@ -143,15 +150,19 @@ def cache_folder() -> Path:
     """Return the folder of stored measurements, which may not exist yet.
 
     It is ``$LIGHTNING_CEPHALO_CACHE``, or ``lightning-cephalo`` in the platform's cache folder of
-    the user.
+    the user. A user without a home, as in containers, has one in the folder of temporary files.
     """
     chosen = os.environ.get("LIGHTNING_CEPHALO_CACHE")
     if chosen:
         return Path(chosen)
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        if sys.platform == "win32":
+            base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+        elif sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        else:
+            base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        user = os.getuid() if sys.platform != "win32" else os.environ.get("USERNAME", "")
+        return Path(tempfile.gettempdir()) / f"lightning-cephalo-{user}"
     return Path(base) / "lightning-cephalo"

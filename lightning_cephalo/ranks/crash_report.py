@@ -26,6 +26,7 @@ from lightning_cephalo.ranks.whereabouts import Whereabouts
 # torch appends its C++ stack
 _FRAMES = "Exception raised from"
 _MOST_CHARACTERS = 20_000
+_THEN = "\nThis rank then lost its connection: "
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class CrashReport:
     def on_exception(self, exception: BaseException) -> None:
         """Tell other ranks this rank's failure; name the cause in a lost connection's error.
 
-        Does nothing with a failure that all ranks raise.
+        Does nothing with a failure that all ranks raise, or that names its cause already.
         """
         switchboard = self.switchboard
-        if switchboard is None or self.is_common(exception):
+        if switchboard is None or self.is_common(exception) or _THEN in str(exception):
             return
         if not is_lost_connection(exception):
             own = switchboard.name_of(switchboard.rank)
@@ -61,7 +62,19 @@ class CrashReport:
         cause = heard[0] if heard else _seen(switchboard, answers)
         there = [rank for rank, answer in answers.items() if isinstance(answer, Whereabouts)]
         switchboard.tell(cause, there)
-        exception.args = (f"{cause}\nThis rank then lost its connection: {_first(str(exception))}",)
+        exception.args = (f"{cause}{_THEN}{_first(str(exception))}",)
+
+    def gone(self) -> str | None:
+        """Return a sentence about the ranks whose processes have ended; None if none has."""
+        if self.switchboard is None:
+            return None
+        answers = self.switchboard.look()
+        gone = [rank for rank, answer in answers.items() if isinstance(answer, ConnectionError)]
+        if not gone:
+            return None
+        said = f"{_names(self.switchboard, gone)} gone by now."
+        heard = self.switchboard.heard()
+        return f"{said} {heard[0]}" if heard else said
 
 
 def is_lost_connection(exception: BaseException) -> bool:

@@ -89,6 +89,12 @@ class Groups:
                 set_timeout(group, timeout)
         return cls(gather, reduce, control, nodes, Meeting(switchboard, timeout))
 
+    def wait_for(self, timeout: datetime.timedelta) -> None:
+        """Let the collectives of the next run wait for ``timeout``."""
+        self.meeting.timeout_s = timeout.total_seconds()
+        for group in (self.gather, self.reduce, self.control.group):
+            set_timeout(group, timeout)
+
 
 def _network() -> int | None:
     """Return the number of this process's network namespace; None where there are none."""

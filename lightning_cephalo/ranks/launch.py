@@ -1,20 +1,11 @@
-"""Starts the processes of a run, connects them, and ends their connections."""
+"""Starts the processes of a run, connects them, and aborts their connections."""
 
 from __future__ import annotations
 
-import atexit
-import gc
-import io
 import os
-import sys
 import threading
-import time
-import weakref
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,60 +28,16 @@ from torch.distributed import distributed_c10d
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.backends import backend_named, backend_of
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.ranks.control import ControlGroup, not_connected
-from lightning_cephalo.ranks.crash_report import CrashReport
-from lightning_cephalo.ranks.groups import Groups, set_timeout, while_connecting
+from lightning_cephalo.ranks import connection
+from lightning_cephalo.ranks.connection import HoldsGroups, Ranks
+from lightning_cephalo.ranks.groups import set_timeout, while_connecting
 from lightning_cephalo.ranks.roll_call import patience, store_of_all
 
 # [Note: private names of Lightning] The launchers, the connection and the number of threads are
 # those of Lightning's own strategies. Lightning has no public names for them. Only this file uses
 # them; tests/lightning/test_launchers.py fails when they change.
 
-_LEAVING_S = 0.02
 _ABORT_S = 10.0
-
-
-class HoldsGroups(Protocol):
-    """An object that refers to process groups and can drop these references."""
-
-    @property
-    def failed_alone(self) -> bool:
-        """Whether a run has failed on this rank and not on all together, such as by a loss."""
-
-    def forget_groups(self) -> None:
-        """Drop every reference to a process group."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The connection of this process to the processes of the other ranks.
-
-    Attributes:
-        groups: The process groups.
-        crash_report: Tells other ranks this rank's failure outside of a step.
-    """
-
-    groups: Groups
-    crash_report: CrashReport
-
-    @property
-    def control(self) -> ControlGroup:
-        """The group for messages between ranks."""
-        return self.groups.control
-
-    @classmethod
-    def create(cls, timeout: timedelta, node_rank: int) -> Ranks:
-        """Create the groups over connected processes; collective."""
-        groups = Groups.create(timeout, node_rank, patience(timeout))
-        return cls(groups, CrashReport(groups.control, groups.meeting.switchboard))
-
-    def close(self) -> None:
-        """End this rank's servers."""
-        self.groups.meeting.close()
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Make None of a copy: callbacks and trainers are copied and pickled, connections not."""
-        return not_connected, ()
 
 
 # -- starting -------------------------------------------------------------------------------------
@@ -167,6 +114,7 @@ def connect(
 
     Raises:
         RemoteRankError: If ranks do not come, on all that do.
+            So does an ended process, where an earlier run has ended with an error of one rank.
         UnsupportedError: On every rank, if ranks would use different backends, or if this process
             is connected to another number of ranks.
     """
@@ -181,8 +129,17 @@ def connect(
     # on gloo torch would send objects as tensors of that device, which not every rank has
     if not accelerator.computes_on_host and backend_named(backend).runs_on_device:
         options["device_id"] = device
-    if _distributed_is_initialized():
-        return backend
+    earlier = connection.current()
+    if earlier is not None:
+        if earlier.begin_run():
+            return backend
+        if earlier.is_of_user:
+            raise UnsupportedError(
+                "An earlier run over the process group of your own code has ended with an error of"
+                " one rank, which has closed its connections. Call"
+                " torch.distributed.destroy_process_group() and make the group again before fit()."
+            )
+        earlier.leave()
     rank, world_size = environment.global_rank(), environment.world_size()
     address, port = environment.main_address, environment.main_port
     store = store_of_all(rank, world_size, address, port, backend, wait)
@@ -191,6 +148,8 @@ def connect(
     if wait != timeout:
         store.set_timeout(timeout)
         set_timeout(None, timeout)
+    # until now the earlier one has kept the server of rank 0's store, to which others may connect
+    connection.note(store, earlier)
     return backend
 
 
@@ -231,7 +190,27 @@ def broadcast(value: Any, source: int) -> Any:
     return values[0]
 
 
+def ranks_for(holder: HoldsGroups, timeout: timedelta, node_rank: int) -> Ranks:
+    """Return the groups that all runs over the default group share; collective where none has.
+
+    Args:
+        holder: Refers to them from now on.
+        timeout: Timeout of collectives.
+        node_rank: This rank's node as the launcher counts them.
+    """
+    known = connection.current()
+    assert known is not None, "connect() comes first"
+    return known.ranks_for(holder, timeout, node_rank)
+
+
 # -- ending ---------------------------------------------------------------------------------------
+
+
+def close_groups() -> None:
+    """Close this process's connections over the host, so that no other rank waits for it."""
+    known = connection.current()
+    if known is not None:
+        known.close()
 
 
 def abort_groups() -> None:
@@ -249,43 +228,3 @@ def abort_groups() -> None:
         thread = threading.Thread(target=distributed_c10d._abort_process_group, daemon=True)
         thread.start()
         thread.join(_ABORT_S)
-
-
-def leave_at_exit(holder: HoldsGroups) -> None:
-    """Destroy the process groups before the interpreter ends.
-
-    Lightning does not do this for gloo. A gloo thread that releases a tensor while the interpreter
-    ends aborts the process (pytorch #190489). Its threads must therefore end earlier.
-    """
-    atexit.register(_leave, weakref.ref(holder))
-
-
-def _leave(holder: weakref.ref[HoldsGroups]) -> None:
-    known = holder()
-    # the interpreter keeps the exception that ends it
-    fails = known is not None and known.failed_alone and hasattr(sys, "last_value")
-    if known is not None:
-        known.forget_groups()
-    if _distributed_is_initialized():
-        dist.destroy_process_group()
-    gc.collect()  # a group's threads end with the last reference to it
-    # The default group outlives this in the caches of torch's DTensor: let its threads finish.
-    time.sleep(_LEAVING_S)
-    if fails:
-        _hurry()
-
-
-def _hurry() -> None:
-    """Let the interpreter end without looking through all objects for cycles.
-
-    It does so several times, for 1.4 s of a processor with what Lightning has made: on a busy
-    machine that is many seconds, in which agents wait for ranks that have told all they know. Files
-    in cycles would lose what is not written yet.
-    """
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, io.IOBase)}
-    for each in objects:
-        if type(each) in kinds:
-            with suppress(Exception):  # such as of a closed file
-                each.flush()
-    gc.freeze()

@@ -30,12 +30,13 @@ class Meeting:
 
     Attributes:
         switchboard: As given.
+        timeout_s: As given, in seconds.
         before: Called with the purpose before this rank waits; may raise. None: nothing is.
     """
 
     def __init__(self, switchboard: Switchboard | None, timeout: timedelta) -> None:
         self.switchboard = switchboard
-        self._timeout_s = timeout.total_seconds()
+        self.timeout_s = timeout.total_seconds()
         self._count = 0
         self.before: Callable[[str], None] | None = None
 
@@ -74,14 +75,14 @@ class Meeting:
             except TimeoutError:  # rank 0, which counts the ranks, is stopped
                 came, missing, others = {}, [0], {0: None}
             except ConnectionError:
-                return  # a rank has ended: what follows fails, and says what is known of it
+                return  # a rank has ended or failed: what follows fails, and tells what is known
             if not missing:
                 break
             waited_s = time.monotonic() - began_s
             said = f"Rank {switchboard.rank} is {purpose}, {here}. {_told(others)}"
             # all ranks wait: no message is under way that could end any of these waits
             are_stuck = all(other is not None and other.waits for other in others.values())
-            if (are_stuck and were_stuck) or waited_s > self._timeout_s:
+            if (are_stuck and were_stuck) or waited_s > self.timeout_s:
                 raise UnsupportedError(
                     f"{said} This rank has waited {waited_s:.0f} s. They will not come. {remedy}"
                 )

@@ -6,6 +6,7 @@ thread does. A rank that does not answer has ended, or its process is stopped.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -68,10 +69,14 @@ class Switchboard:
         self._meetings = _Meetings(world_size)
         self._processes: tuple[Process, ...] = ()
         self._addresses: list[tuple[str, int]] = []
-        self._heard: list[str] = []
+        self._run = 0
+        # the number of the run that each message is of
+        self._heard: list[tuple[int, str]] = []
+        # closed to tell others, where this rank fails as it has no free file number
+        self._spare = socket.socket()
         self._server = _Server(weakref.WeakMethod(self._answer))
         threading.Thread(target=self._server.serve_forever, args=(_LOOKS_S,), daemon=True).start()
-        self.close = weakref.finalize(self, _stop, self._server, os.getpid())
+        self.close = weakref.finalize(self, _stop, self._server, self._spare, os.getpid())
 
     @classmethod
     def create(cls, control: ControlGroup, nodes: Sequence[int]) -> Switchboard | None:
@@ -93,6 +98,11 @@ class Switchboard:
             for node, process in zip(nodes, made._processes, strict=True)
         ]
         return made
+
+    def begin_run(self) -> None:
+        """Count another run over the same ranks, in this thread."""
+        self._run += 1
+        self._thread = threading.get_ident()
 
     def name_of(self, rank: int) -> str:
         """Return a rank with its process and host: "Rank 1 (process 4711 on host na)"."""
@@ -127,24 +137,40 @@ class Switchboard:
         return dict(zip(others, _at_the_same_time([partial(ask, r) for r in others]), strict=True))
 
     def tell(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Leave a message with other ranks, those that can be reached.
+        """Leave a message with other ranks, those that can be reached, and end all meetings.
 
         Args:
-            message: For :meth:`heard`.
+            message: Why this run has ended, for :meth:`heard`.
             ranks: The ranks; None: all others.
         """
+        self._meetings.end()
+        self._spare.close()
 
-        def tell(rank: int) -> None:
-            with suppress(OSError):  # that rank has ended or is stopped
-                self._ask(rank, {"ask": "tell", "of": message}, _ANSWER_S)
+        def tell(rank: int) -> bool:
+            """Return whether there was a file number for it."""
+            try:
+                self._ask(rank, {"ask": "tell", "of": [self._run, message]}, _ANSWER_S)
+            except OSError as failure:  # or that rank has ended or is stopped
+                return failure.errno not in (errno.EMFILE, errno.ENFILE)
+            return True
 
-        everyone = range(self.world_size) if ranks is None else ranks
-        _at_the_same_time([partial(tell, rank) for rank in everyone if rank != self.rank])
+        others = [r for r in (range(self.world_size) if ranks is None else ranks) if r != self.rank]
+        could = _at_the_same_time([partial(tell, rank) for rank in others])
+        for rank, has_tried in zip(others, could, strict=True):
+            if not has_tried:
+                tell(rank)
 
     def heard(self) -> list[str]:
-        """Return the messages that other ranks have left since the last call."""
-        heard, self._heard = self._heard, []
-        return heard
+        """Return the messages that other ranks have left, those of this run first."""
+        return [message for _, message in sorted(self._heard, key=lambda of: of[0] < self._run)]
+
+    def knows_of_this_run(self) -> bool:
+        """Whether another rank has said why this run has ended."""
+        return any(run >= self._run for run, _ in self._heard)
+
+    def knows_of_earlier_runs(self) -> bool:
+        """Whether another rank has said why an earlier run has ended, on that rank alone."""
+        return any(run < self._run for run, _ in self._heard)
 
     def arrive(
         self, number: int, purpose: tuple[str, str], wait_s: float
@@ -159,18 +185,22 @@ class Switchboard:
             wait_s: The most seconds to wait for the others.
 
         Raises:
-            ConnectionError: If rank 0, which counts the ranks, has ended.
-            TimeoutError: If it does not answer.
+            ConnectionError: If rank 0, which counts the ranks, has ended, or a rank has failed.
+            TimeoutError: If rank 0 does not answer.
         """
         asked = {"ask": "arrive", "of": [number, self.rank, purpose, wait_s]}
         came = self._ask(0, asked, wait_s + _ANSWER_S)["came"]
+        if came is None:
+            raise ConnectionAbortedError("a rank has failed, so that not all will come")
         return {int(rank): (what, place) for rank, (what, place) in sorted(came.items())}
 
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked["ask"] == "arrive":
             return {"came": self._meetings.arrive(*asked["of"])}
         if asked["ask"] == "tell":
-            self._heard.append(str(asked["of"]))
+            run, message = asked["of"]
+            self._heard.append((int(run), str(message)))
+            self._meetings.end()
             return {}
         return whereabouts(self._thread).to_dict()
 
@@ -192,19 +222,26 @@ class _Meetings:
         self._world_size = world_size
         self._came: dict[int, dict[int, tuple[str, str]]] = {}
         self._changed = threading.Condition()
+        self._has_ended = False
+
+    def end(self) -> None:
+        """Let nobody wait any longer, as a rank has failed."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
     def arrive(
         self, number: int, rank: int, purpose: tuple[str, str], wait_s: float
-    ) -> dict[int, tuple[str, str]]:
-        """Return who has come once all have, or after some seconds."""
+    ) -> dict[int, tuple[str, str]] | None:
+        """Return who has come once all have, or after some seconds; None if a rank has failed."""
         with self._changed:
             came = self._came.setdefault(number, {})
             came[rank] = purpose
             # all have come to the last one, so nobody asks for the one before it
             self._came.pop(number - 2, None)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: len(came) == self._world_size, wait_s)
-            return dict(came)
+            self._changed.wait_for(lambda: len(came) == self._world_size or self._has_ended, wait_s)
+            return None if self._has_ended else dict(came)
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -217,6 +254,12 @@ class _Server(socketserver.ThreadingTCPServer):
     ) -> None:
         self.answer = answer
         super().__init__(("", 0), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # this process may start no other thread
+            self.process_request_thread(request, client_address)
 
 
 class _Handler(socketserver.StreamRequestHandler):
@@ -236,10 +279,14 @@ def _at_the_same_time(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     if not calls:
         return []
     with ThreadPoolExecutor(min(len(calls), _MOST_THREADS)) as pool:
-        return [started.result() for started in [pool.submit(call) for call in calls]]
+        try:
+            return [started.result() for started in [pool.submit(call) for call in calls]]
+        except RuntimeError:  # this process may start no other thread
+            return [call() for call in calls]
 
 
-def _stop(server: _Server, process: int) -> None:
+def _stop(server: _Server, spare: socket.socket, process: int) -> None:
+    spare.close()
     if os.getpid() != process:
         return  # a fork has no thread that serves
     with suppress(OSError):  # other systems than Linux refuse it

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pwd
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,22 @@ def test_a_text_that_no_parser_can_read_is_named(parse, kind):
     for content, reason in (("[" * 2000 + "]" * 2000, nested), ("[" + "9" * 5000 + "]", "digits")):
         with pytest.raises(PlanError, match=f"plan.x: expected a plan in {kind}, but .*{reason}"):
             parse(content, what="a plan", source="plan.x")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "plan.yaml")
+    with pytest.raises(PlanError, match="expected a plan, but it is a pipe"):
+        files.read_text(tmp_path / "plan.yaml", what="a plan")
+
+
+def test_a_user_without_a_home_has_a_cache(tmp_path, monkeypatch):
+    """As in a container that runs under a number of which no user is known."""
+    for name in ("LIGHTNING_CEPHALO_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert files.cache_folder() == tmp_path / f"lightning-cephalo-{os.getuid()}"

@@ -10,7 +10,7 @@ import weakref
 import launch
 import pytest
 
-from lightning_cephalo.ranks import launch as ranks
+from lightning_cephalo.ranks import connection
 
 
 def _fails_first(rank):
@@ -57,10 +57,12 @@ def _leaves(rank, folder, is_uncaught):
     """Whether the interpreter still looks for cycles when it ends, and what a file has by then."""
     gc.unfreeze()
     holder, file = _Holds(), (folder / str(is_uncaught)).open("w")
+    made = connection.Connection(None)
+    made.hold(holder)
     file.write("all")
     if is_uncaught:
         sys.last_value = RuntimeError("Rank 1 is gone")
-    ranks._leave(weakref.ref(holder))
+    connection._leave(weakref.ref(made))
     return gc.get_freeze_count() == 0, (folder / str(is_uncaught)).read_text()
 
 

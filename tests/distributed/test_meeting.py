@@ -173,3 +173,28 @@ def test_a_server_is_woken_to_stop_and_not_waited_for(monkeypatch):
     closing.start()
     closing.join(SOON_S)
     assert not closing.is_alive()
+
+
+def _cannot_start_threads(rank):
+    """Rank 1 may start no thread, and is asked and tells the others all the same."""
+    control, made, _ = _meeting()
+    start = threading.Thread.start
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    if rank == 1:
+        threading.Thread.start = refuse
+    control.barrier()
+    answers = made.look()
+    control.barrier()
+    made.tell(f"rank {rank} ends")
+    control.barrier()
+    threading.Thread.start = start
+    return [type(answer).__name__ for answer in answers.values()], set(made.heard())
+
+
+def test_ranks_tell_and_are_asked_where_they_may_start_no_threads():
+    for rank, (answers, heard) in enumerate(run_ranks(3, _cannot_start_threads)):
+        assert answers == ["Whereabouts"] * 2
+        assert heard == {f"rank {other} ends" for other in range(3) if other != rank}

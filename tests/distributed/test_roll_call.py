@@ -14,7 +14,8 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 from lightning_cephalo.ranks import roll_call
-from lightning_cephalo.ranks.launch import Ranks, connect
+from lightning_cephalo.ranks.connection import Ranks
+from lightning_cephalo.ranks.launch import connect
 from lightning_cephalo.ranks.roll_call import answer_the_call, patience, store_of_all
 
 SHORT = timedelta(milliseconds=50)
@@ -122,7 +123,7 @@ def _timeouts_of_groups(rank, environments):
     os.environ.update(environments[rank], TORCHELASTIC_MAX_RESTARTS="1", GROUP_WORLD_SIZE="2")
     connect(TorchElasticEnvironment(), "gloo", timedelta(hours=1), torch.device("cpu"))
     ranks = Ranks.create(timedelta(hours=1), 0)
-    groups = (dist.group.WORLD, ranks.groups.gather, ranks.groups.reduce, ranks.control._group)
+    groups = (dist.group.WORLD, ranks.groups.gather, ranks.groups.reduce, ranks.control.group)
     found = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     ranks.control.barrier()
     ranks.close()

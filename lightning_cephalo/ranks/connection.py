@@ -1,0 +1,247 @@
+"""What the runs of a process share: its connection to the other ranks.
+
+torch has one default group for a process. The groups, threads and servers beside it serve all runs,
+however many Trainers make them. After a failure of one rank alone the connections are closed, and
+the next run connects anew.
+
+[Note: a failure behind the last collective of a run]
+A rank may fail where the others have ended well, such as in ``on_fit_end``. They find closed
+connections when they begin their next run, and connect anew if that rank's process goes on. So runs
+are counted, and what a failing rank tells others has the number of its run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.ranks.closing import close_connections
+from lightning_cephalo.ranks.control import ControlGroup, not_connected
+from lightning_cephalo.ranks.crash_report import CrashReport, is_lost_connection
+from lightning_cephalo.ranks.groups import Groups, set_timeout
+from lightning_cephalo.ranks.roll_call import patience
+
+_LEAVING_S = 0.02
+
+
+class HoldsGroups(Protocol):
+    """An object that refers to process groups and can drop these references."""
+
+    @property
+    def failed_alone(self) -> bool:
+        """Whether a run has failed on this rank and not on all together, such as by a loss."""
+
+    def forget_groups(self) -> None:
+        """Drop every reference to a process group."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The connection of this process to the processes of the other ranks.
+
+    Attributes:
+        groups: The process groups.
+        crash_report: Tells other ranks this rank's failure outside of a step.
+    """
+
+    groups: Groups
+    crash_report: CrashReport
+
+    @property
+    def control(self) -> ControlGroup:
+        """The group for messages between ranks."""
+        return self.groups.control
+
+    @classmethod
+    def create(cls, timeout: timedelta, node_rank: int) -> Ranks:
+        """Create the groups over connected processes; collective."""
+        groups = Groups.create(timeout, node_rank, patience(timeout))
+        return cls(groups, CrashReport(groups.control, groups.meeting.switchboard))
+
+    def close(self) -> None:
+        """End this rank's servers."""
+        self.groups.meeting.close()
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Make None of a copy: callbacks and trainers are copied and pickled, connections not."""
+        return not_connected, ()
+
+
+class Connection:
+    """The connection over one default group, for all runs of this process.
+
+    Args:
+        store: Where the ranks have met; None: another's code has made the default group.
+        earlier: The connection that this one replaces.
+    """
+
+    def __init__(self, store: dist.Store | None, earlier: Connection | None = None) -> None:
+        self._store = store
+        self._earlier = earlier
+        self._ranks: Ranks | None = None
+        self._holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
+        self._is_closed = False
+
+    def hold(self, holder: HoldsGroups) -> None:
+        """Note an object that refers to the groups from now on."""
+        self._holders.add(holder)
+
+    def ranks_for(self, holder: HoldsGroups, timeout: timedelta, node_rank: int) -> Ranks:
+        """Return the groups of all runs; collective where this is the first.
+
+        Args:
+            holder: Refers to them from now on.
+            timeout: Timeout of collectives.
+            node_rank: This rank's node as the launcher counts them.
+        """
+        self.hold(holder)
+        if self._ranks is None:
+            self._ranks = Ranks.create(timeout, node_rank)
+            if self._earlier is not None:
+                # All ranks have come, so that none asks these servers any more.
+                self._earlier.end_servers()
+                self._earlier = None
+        else:
+            self._ranks.groups.wait_for(timeout)
+            if not self.is_of_user:
+                set_timeout(None, timeout)
+        return self._ranks
+
+    def close(self) -> None:
+        """Let no other rank wait for this one any longer. The next run connects anew."""
+        self._is_closed = True
+        close_connections()
+
+    def end_servers(self) -> None:
+        """Stop answering other ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def begin_run(self) -> bool:
+        """Return whether another run can use these groups; collective.
+
+        Raises:
+            RemoteRankError: If a process has ended: it names its rank.
+            RuntimeError: If another rank is lost, or fails, at this moment.
+        """
+        ranks, switchboard = self._ranks, None
+        if ranks is not None:
+            switchboard = ranks.groups.meeting.switchboard
+        if ranks is None or switchboard is None:
+            return True
+        if not self._is_closed:
+            switchboard.begin_run()
+            try:
+                ranks.control.barrier()
+                return True
+            except RuntimeError as failure:
+                if not is_lost_connection(failure):
+                    raise
+                if switchboard.knows_of_this_run() or not switchboard.knows_of_earlier_runs():
+                    ranks.crash_report.on_exception(failure)
+                    self.close()
+                    raise
+            self.close()
+        gone = ranks.crash_report.gone()
+        if gone is not None:
+            raise RemoteRankError(
+                f"An earlier run has ended with an error of one rank, and {gone} Start all ranks"
+                " again."
+            )
+        return False
+
+    def leave(self) -> None:
+        """Destroy the default group, and drop what refers to it; the servers go on."""
+        for holder in list(self._holders):
+            holder.forget_groups()
+        if self._ranks is not None:
+            self._ranks.groups.meeting.before = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def is_of_user(self) -> bool:
+        """Whether another's code has made the default group."""
+        return self._store is None
+
+    @property
+    def failed_alone(self) -> bool:
+        """Whether a run of this process has failed on this rank alone."""
+        return any(holder.failed_alone for holder in self._holders)
+
+
+# torch has one default group for a process; what belongs to it lives as long as it does
+_CONNECTIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref.WeakKeyDictionary()
+
+
+def current() -> Connection | None:
+    """Return the connection over the default group; None if there is no such group.
+
+    A default group that another's code has made gets one.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    default = dist.group.WORLD
+    assert default is not None
+    known = _CONNECTIONS.get(default)
+    return note(None) if known is None else known
+
+
+def note(store: dist.Store | None, earlier: Connection | None = None) -> Connection:
+    """Note that the default group has been made, and destroy it before the interpreter ends.
+
+    Lightning does not do this for gloo. A gloo thread that releases a tensor while the interpreter
+    ends aborts the process (pytorch #190489). Its threads must therefore end earlier.
+
+    Args:
+        store: As in :class:`Connection`.
+        earlier: As in :class:`Connection`.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    connection = _CONNECTIONS[default] = Connection(store, earlier)
+    atexit.register(_leave, weakref.ref(connection))
+    return connection
+
+
+def _leave(connection: weakref.ref[Connection]) -> None:
+    known = connection()
+    if known is None:  # another has taken its place, or the user's code has destroyed the group
+        return
+    # the interpreter keeps the exception that ends it
+    fails = known.failed_alone and hasattr(sys, "last_value")
+    known.end_servers()
+    known.leave()
+    gc.collect()  # a group's threads end with the last reference to it
+    # The default group outlives this in the caches of torch's DTensor: let its threads finish.
+    time.sleep(_LEAVING_S)
+    if fails:
+        _hurry()
+
+
+def _hurry() -> None:
+    """Let the interpreter end without looking through all objects for cycles.
+
+    It does so several times, for 1.4 s of a processor with what Lightning has made: on a busy
+    machine that is many seconds, in which agents wait for ranks that have told all they know. Files
+    in cycles would lose what is not written yet.
+    """
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, io.IOBase)}
+    for each in objects:
+        if type(each) in kinds:
+            with suppress(Exception):  # such as of a closed file
+                each.flush()
+    gc.freeze()
