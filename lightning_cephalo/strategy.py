@@ -458,7 +458,11 @@ class CephaloStrategy(ParallelStrategy):
         launch.limit_threads(self._start_method, self.num_processes)
         self.set_world_ranks()
         self._process_group_backend = launch.connect(
-            self._environment, self._process_group_backend, self._timeout, self.root_device
+            self._environment,
+            self._process_group_backend,
+            self._timeout,
+            self.root_device,
+            makes_groups=self._ranks is None,
         )
         launch.leave_at_exit(self)
         if self._ranks is None:

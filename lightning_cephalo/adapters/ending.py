@@ -45,7 +45,7 @@ class Ending:
     Attributes:
         termination: Receives SIGTERM.
         failed_together: Whether the run has ended with an error that all ranks have raised at the
-            same place.
+            same place, together or each by itself.
     """
 
     def __init__(self, is_half_updated: Callable[[], bool]) -> None:
@@ -53,6 +53,7 @@ class Ending:
         self.termination = Termination()
         self.failed_together = False
         self._has_told = self._is_set_up = False
+        self._runs = 0
         self._trainer: Trainer | None = None
         # from connect() until the process ends, or forget()
         self._ranks: Ranks | None = None
@@ -77,6 +78,7 @@ class Ending:
         """
         assert self._trainer is not None
         self._ranks, self._abort = ranks, abort
+        self._runs += 1
         self.termination.begin(self._trainer)
 
     def set_up(self) -> None:
@@ -148,7 +150,8 @@ class Ending:
         crash_report.on_exception(failure)
         self._has_told = True
         is_alone = self._ranks.control.world_size == 1
-        self.failed_together = is_alone or crash_report.is_common(failure)
+        is_common = is_alone or crash_report.is_common(failure)
+        self.failed_together = is_common or crash_report.all_fail(failure, self._runs)
         if not self.failed_together:
             self._abort()
 

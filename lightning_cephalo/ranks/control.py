@@ -36,11 +36,12 @@ class ControlGroup:
         group: A group of all ranks that takes CPU tensors (gloo).
 
     Attributes:
+        group: As given.
         raised: The failure that this rank has raised together with the others, if any.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.raised: BaseException | None = None
@@ -72,7 +73,7 @@ class ControlGroup:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def _gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -80,7 +81,7 @@ class ControlGroup:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64)
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(parts, own, group=self._group)
+        dist.all_gather(parts, own, group=self.group)
         return [part.tolist() for part in parts]
 
     def all(self, flag: bool) -> bool:
@@ -100,7 +101,7 @@ class ControlGroup:
         if self.world_size == 1 or not flags:
             return list(flags)
         own = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in own.tolist()]
 
     def max(self, number: float) -> float:
@@ -116,7 +117,7 @@ class ControlGroup:
         if self.world_size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, group=self._group, group_src=source)
+        dist.broadcast_object_list(values, group=self.group, group_src=source)
         return values[0]
 
     def together(self, doing: str, function: Callable[[], Any]) -> Any:

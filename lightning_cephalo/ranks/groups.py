@@ -87,7 +87,23 @@ class Groups:
         if wait != timeout:
             for group in (messages, gather, reduce):
                 set_timeout(group, timeout)
-        return cls(gather, reduce, control, nodes, Meeting(switchboard, timeout))
+        made = cls(gather, reduce, control, nodes, Meeting(switchboard, timeout))
+        if switchboard is not None:
+            switchboard.position = made.position
+        return made
+
+    def position(self) -> tuple[int, ...] | None:
+        """Return how many collectives this rank has begun, in each group, and its meetings.
+
+        None where a backend does not count. Private API: torch has no public count. This one has
+        collectives of the user's code, too.
+        """
+        groups = (dist.group.WORLD, self.control.group, self.gather, self.reduce)
+        try:
+            begun = [each._get_sequence_number_for_group() for each in groups if each is not None]
+        except RuntimeError:
+            return None
+        return (*begun, self.meeting.count)
 
 
 def _network() -> int | None:

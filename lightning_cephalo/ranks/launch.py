@@ -36,9 +36,9 @@ from torch.distributed import distributed_c10d
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.backends import backend_named, backend_of
-from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup, not_connected
-from lightning_cephalo.ranks.crash_report import CrashReport
+from lightning_cephalo.ranks.crash_report import CrashReport, is_lost_connection
 from lightning_cephalo.ranks.groups import Groups, set_timeout, while_connecting
 from lightning_cephalo.ranks.roll_call import patience, store_of_all
 
@@ -153,6 +153,8 @@ def connect(
     backend: str | None,
     timeout: timedelta,
     device: torch.device,
+    *,
+    makes_groups: bool = True,
 ) -> str:
     """Connect this process to the others; collective.
 
@@ -161,12 +163,14 @@ def connect(
         backend: Backend of collectives; None: the default of the device.
         timeout: Timeout of collectives.
         device: This rank's device.
+        makes_groups: Whether other groups are made next.
 
     Returns:
         The backend.
 
     Raises:
-        RemoteRankError: If ranks do not come, on all that do.
+        RemoteRankError: If ranks do not come, on all that do; or if one that an earlier Trainer of
+            this process was connected to has ended.
         UnsupportedError: On every rank, if ranks would use different backends, or if this process
             is connected to another number of ranks.
     """
@@ -182,6 +186,8 @@ def connect(
     if not accelerator.computes_on_host and backend_named(backend).runs_on_device:
         options["device_id"] = device
     if _distributed_is_initialized():
+        if makes_groups:
+            _require_all(device)
         return backend
     rank, world_size = environment.global_rank(), environment.world_size()
     address, port = environment.main_address, environment.main_port
@@ -192,6 +198,19 @@ def connect(
         store.set_timeout(timeout)
         set_timeout(None, timeout)
     return backend
+
+
+def _require_all(device: torch.device) -> None:
+    """Raise if a rank has ended: making a group would wait for it as long as for a slow one."""
+    try:
+        barrier(device)
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        raise RemoteRankError(
+            "A rank that an earlier Trainer of this process was connected to has ended. Its own"
+            " output says why. Start all ranks again, and let all of them make the same Trainers."
+        ) from error
 
 
 def _refuse_other_connection(environment: ClusterEnvironment) -> None:

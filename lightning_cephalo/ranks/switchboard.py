@@ -60,12 +60,16 @@ class Switchboard:
 
     Attributes:
         close: Stops this rank's server.
+        position: Returns how many collectives this rank has begun, in each group; None: nobody
+            counts them.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
+        self.position: Callable[[], Sequence[int] | None] = _not_counted
         self.rank, self.world_size = rank, world_size
         self._thread = threading.get_ident()
         self._meetings = _Meetings(world_size)
+        self._failures = _Failures(world_size)
         self._processes: tuple[Process, ...] = ()
         self._addresses: list[tuple[str, int]] = []
         self._heard: list[str] = []
@@ -166,9 +170,44 @@ class Switchboard:
         came = self._ask(0, asked, wait_s + _ANSWER_S)["came"]
         return {int(rank): (what, place) for rank, (what, place) in sorted(came.items())}
 
+    def fail(
+        self, run: int, position: Sequence[int], wait_s: float, *, gives_up: bool
+    ) -> tuple[bool | None, list[int]]:
+        """Say that this rank has failed; return whether all have, at equal positions.
+
+        All ranks get the same answer.
+
+        Args:
+            run: Counts the runs; equal on all ranks.
+            position: This rank's.
+            wait_s: The most seconds to wait for the others.
+            gives_up: Whether the answer is no, if there is none yet.
+
+        Returns:
+            The answer, or None if some rank has not failed so far; and the ranks that have.
+
+        Raises:
+            OSError: If rank 0, which counts the ranks, has ended or does not answer.
+        """
+        asked = {"ask": "fail", "of": [run, self.rank, list(position), wait_s, gives_up]}
+        answer = self._ask(0, asked, wait_s + _ANSWER_S)
+        return answer["verdict"], answer["failed"]
+
+    def position_of(self, rank: int) -> list[int] | None:
+        """Return what ``position`` gives on another rank.
+
+        Raises:
+            OSError: If it has ended or does not answer.
+        """
+        return self._ask(rank, {"ask": "position"}, _ANSWER_S)["position"]
+
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked["ask"] == "arrive":
             return {"came": self._meetings.arrive(*asked["of"])}
+        if asked["ask"] == "fail":
+            return self._failures.fail(*asked["of"])
+        if asked["ask"] == "position":
+            return {"position": self.position()}
         if asked["ask"] == "tell":
             self._heard.append(str(asked["of"]))
             return {}
@@ -205,6 +244,33 @@ class _Meetings:
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(came) == self._world_size, wait_s)
             return dict(came)
+
+
+class _Failures:
+    """Decides, on rank 0, whether all ranks of a run have failed at equal positions."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._run = 0
+        self._failed: dict[int, list[int]] = {}
+        self._verdict: bool | None = None
+        self._changed = threading.Condition()
+
+    def fail(
+        self, run: int, rank: int, position: list[int], wait_s: float, gives_up: bool
+    ) -> dict[str, Any]:
+        """Note that a rank has failed; return the verdict, and which ranks have."""
+        with self._changed:
+            if run != self._run:
+                self._run, self._failed, self._verdict = run, {}, None
+            self._failed[rank] = position
+            if self._verdict is None and len(self._failed) == self._world_size:
+                self._verdict = len({tuple(each) for each in self._failed.values()}) == 1
+            elif self._verdict is None and gives_up:
+                self._verdict = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._verdict is not None, wait_s)
+            return {"verdict": self._verdict, "failed": sorted(self._failed)}
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -246,6 +312,10 @@ def _stop(server: _Server, process: int) -> None:
         server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that serves
     server.shutdown()
     server.server_close()
+
+
+def _not_counted() -> None:
+    pass
 
 
 def _own_host() -> str:

@@ -122,7 +122,7 @@ def _timeouts_of_groups(rank, environments):
     os.environ.update(environments[rank], TORCHELASTIC_MAX_RESTARTS="1", GROUP_WORLD_SIZE="2")
     connect(TorchElasticEnvironment(), "gloo", timedelta(hours=1), torch.device("cpu"))
     ranks = Ranks.create(timedelta(hours=1), 0)
-    groups = (dist.group.WORLD, ranks.groups.gather, ranks.groups.reduce, ranks.control._group)
+    groups = (dist.group.WORLD, ranks.groups.gather, ranks.groups.reduce, ranks.control.group)
     found = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     ranks.control.barrier()
     ranks.close()
