@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -87,23 +90,20 @@ class Groups:
         if wait != timeout:
             for group in (messages, gather, reduce):
                 set_timeout(group, timeout)
-        made = cls(gather, reduce, control, nodes, Meeting(switchboard, timeout))
         if switchboard is not None:
-            switchboard.position = made.position
-        return made
+            switchboard.begun = partial(_begun, (dist.group.WORLD, messages, gather, reduce))
+        return cls(gather, reduce, control, nodes, Meeting(switchboard, timeout))
 
-    def position(self) -> tuple[int, ...] | None:
-        """Return how many collectives this rank has begun, in each group, and its meetings.
 
-        None where a backend does not count. Private API: torch has no public count. This one has
-        collectives of the user's code, too.
-        """
-        groups = (dist.group.WORLD, self.control.group, self.gather, self.reduce)
-        try:
-            begun = [each._get_sequence_number_for_group() for each in groups if each is not None]
-        except RuntimeError:
-            return None
-        return (*begun, self.meeting.count)
+def _begun(groups: Sequence[Any]) -> list[int] | None:
+    """Return how many collectives this rank has begun in each group; None if nobody counts them.
+
+    Private API: torch has no public count. This one has collectives of the user's code, too.
+    """
+    try:
+        return [group._get_sequence_number_for_group() for group in groups]
+    except RuntimeError:  # of backends that do not count
+        return None
 
 
 def _network() -> int | None:

@@ -30,14 +30,13 @@ class Meeting:
 
     Attributes:
         switchboard: As given.
-        count: The meetings that this rank has come to.
         before: Called with the purpose before this rank waits; may raise. None: nothing is.
     """
 
     def __init__(self, switchboard: Switchboard | None, timeout: timedelta) -> None:
         self.switchboard = switchboard
         self._timeout_s = timeout.total_seconds()
-        self.count = 0
+        self._count = 0
         self.before: Callable[[str], None] | None = None
 
     def close(self) -> None:
@@ -64,12 +63,12 @@ class Meeting:
             return
         if self.before is not None:
             self.before(purpose)
-        self.count += 1
+        self._count += 1
         here = str(whereabouts(threading.get_ident()))
         began_s, wait_s, were_stuck, has_warned = time.monotonic(), FIRST_LOOK_S, False, False
         while True:
             try:
-                came = switchboard.arrive(self.count, (purpose, here), wait_s)
+                came = switchboard.arrive(self._count, (purpose, here), wait_s)
                 missing = [rank for rank in range(switchboard.world_size) if rank not in came]
                 others = {rank: switchboard.where_is(rank) for rank in missing}
             except TimeoutError:  # rank 0, which counts the ranks, is stopped

@@ -60,12 +60,12 @@ class Switchboard:
 
     Attributes:
         close: Stops this rank's server.
-        position: Returns how many collectives this rank has begun, in each group; None: nobody
-            counts them.
+        begun: Returns how many collectives this rank has begun, in each group; None: nobody counts
+            them.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.position: Callable[[], Sequence[int] | None] = _not_counted
+        self.begun: Callable[[], list[int] | None] = _not_counted
         self.rank, self.world_size = rank, world_size
         self._thread = threading.get_ident()
         self._meetings = _Meetings(world_size)
@@ -73,6 +73,7 @@ class Switchboard:
         self._processes: tuple[Process, ...] = ()
         self._addresses: list[tuple[str, int]] = []
         self._heard: list[str] = []
+        self._met = 0
         self._server = _Server(weakref.WeakMethod(self._answer))
         threading.Thread(target=self._server.serve_forever, args=(_LOOKS_S,), daemon=True).start()
         self.close = weakref.finalize(self, _stop, self._server, os.getpid())
@@ -166,6 +167,7 @@ class Switchboard:
             ConnectionError: If rank 0, which counts the ranks, has ended.
             TimeoutError: If it does not answer.
         """
+        self._met = number
         asked = {"ask": "arrive", "of": [number, self.rank, purpose, wait_s]}
         came = self._ask(0, asked, wait_s + _ANSWER_S)["came"]
         return {int(rank): (what, place) for rank, (what, place) in sorted(came.items())}
@@ -179,7 +181,7 @@ class Switchboard:
 
         Args:
             run: Counts the runs; equal on all ranks.
-            position: This rank's.
+            position: This rank's, as of :meth:`position`.
             wait_s: The most seconds to wait for the others.
             gives_up: Whether the answer is no, if there is none yet.
 
@@ -193,8 +195,16 @@ class Switchboard:
         answer = self._ask(0, asked, wait_s + _ANSWER_S)
         return answer["verdict"], answer["failed"]
 
+    def position(self) -> list[int] | None:
+        """Return how many collectives this rank has begun, and meetings; None: nobody counts them.
+
+        Two ranks with equal positions have no collective that only one of them has begun.
+        """
+        begun = self.begun()
+        return None if begun is None else [*begun, self._met]
+
     def position_of(self, rank: int) -> list[int] | None:
-        """Return what ``position`` gives on another rank.
+        """Return the position of another rank.
 
         Raises:
             OSError: If it has ended or does not answer.
