@@ -117,6 +117,10 @@ class SharedTime(TorchDispatchMode):
         """Let the host wait for all ranks of a collective."""
         issued_s = [float(self._issued.get(place)) for place in places]
         self._host.block_until(max(issued_s) + self._transfer_s)
+        self.drop(work)
+
+    def drop(self, work: _TimedWork) -> None:
+        """Let go of a collective that is done, or that has failed."""
         self._works.discard(work)
 
 
@@ -130,7 +134,14 @@ class _TimedWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         inner, self._inner = self._inner, None  # whose tensors nobody keeps alive afterwards
-        done = inner.wait() if inner is not None else True
+        try:
+            if inner is None:
+                done = True
+            else:
+                done = inner.wait() if timeout is None else inner.wait(timeout)
+        except RuntimeError:
+            self._time.drop(self)
+            raise
         del inner
         self._time.finish(self, self._places)
         return done

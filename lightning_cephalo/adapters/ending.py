@@ -45,7 +45,7 @@ class Ending:
     Attributes:
         termination: Receives SIGTERM.
         failed_together: Whether the run has ended with an error that all ranks have raised at the
-            same place.
+            same place, together or each by itself.
     """
 
     def __init__(self, is_half_updated: Callable[[], bool]) -> None:
@@ -148,7 +148,8 @@ class Ending:
         crash_report.on_exception(failure)
         self._has_told = True
         is_alone = self._ranks.control.world_size == 1
-        self.failed_together = is_alone or crash_report.is_common(failure)
+        is_common = is_alone or crash_report.is_common(failure)
+        self.failed_together = is_common or crash_report.all_fail(failure)
         if not self.failed_together:
             self._abort()
 

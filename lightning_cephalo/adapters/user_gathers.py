@@ -25,6 +25,8 @@ class UserGathers:
         self._equal_microbatches = equal_microbatches
         self._stages: set[str] = set()
         self._own = (0, False)
+        # what every rank runs in this step, where that is known
+        self._counts: tuple[int, ...] = ()
         self._name = "all_gather"
         self._planned: tuple[int, ...] = ()  # empty while ranks are measured
         self._all_refused = False
@@ -57,6 +59,9 @@ class UserGathers:
     def before_step(self, stage: str, microbatches: int, *, failed: bool = False) -> None:
         """Check that all ranks would join, if the steps of this stage gather; collective.
 
+        A rank without samples comes to no gather of an evaluation step, and cannot be asked there.
+        So ranks compare before each of these.
+
         Args:
             stage: "training" or "evaluation".
             microbatches: How many this rank runs in this step.
@@ -66,7 +71,11 @@ class UserGathers:
             UnsupportedError: If some rank would not join; the message gives the way out.
         """
         self._own = (microbatches, failed)
-        if stage in self._stages:
+        if stage == "evaluation":
+            self._exchange()
+            if stage in self._stages:
+                _refuse_unequal_collectives(self._counts, self._name)
+        elif stage in self._stages:
             self._compare()
 
     def called(self, training: bool, name: str = "all_gather", *, takes_all: bool = True) -> None:
@@ -86,6 +95,7 @@ class UserGathers:
             return
         if not training:
             # an evaluation step is one call on each rank with samples, and none on others
+            _refuse_unequal_collectives(self._counts, name)
             self._stages.add("evaluation")
         elif not self._planned:
             _refuse_collectives_unless(self._equal_microbatches, name)
@@ -100,10 +110,15 @@ class UserGathers:
                 self._compare()
 
     def _compare(self) -> None:
+        self._exchange()
+        _refuse_unequal_collectives(self._counts, self._name)
+
+    def _exchange(self) -> None:
         microbatches, failed = self._own
         rows = self._control.gather([float(microbatches), float(failed)])
-        if not any(failed for _, failed in rows):  # else the step itself raises on all ranks
-            _refuse_unequal_collectives([int(count) for count, _ in rows], self._name)
+        # where a batch cannot be cut the step itself raises on all ranks
+        is_known = not any(failed for _, failed in rows)
+        self._counts = tuple(int(count) for count, _ in rows) if is_known else ()
 
 
 def require_equal_shapes(tensor: Tensor, control: ControlGroup) -> None:

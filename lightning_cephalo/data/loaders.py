@@ -151,7 +151,8 @@ def rebuild_eval_loader(
     saw.
 
     Streams are dealt as in training, but evenly. If a stream divides itself between ranks, each
-    rank reads its own part, and all ranks continue until the last part ends.
+    rank reads its own part, and all ranks continue until the last part ends. Ready batches that
+    cannot be cut go to one rank each, in turn.
 
     Args:
         loader: the user's loader, before Lightning has put a DistributedSampler into it.

@@ -267,7 +267,7 @@ def refuse_one_pass(loader: Any) -> None:
     if isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
         raise UnsupportedError(
             f"The dataloader is a {type(loader).__name__}, which can be read once, but its first"
-            " batches are also read before training. Give an object whose __iter__ starts anew: a"
+            " batches are also read beforehand. Give an object whose __iter__ starts anew: a"
             " class with `def __iter__(self): yield ...`, or a DataLoader."
         )
 

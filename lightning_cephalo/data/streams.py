@@ -81,13 +81,16 @@ class Start:
         return len(everyones) == 1 or (same and everyones[0][0] >= 0)
 
 
-def start_of(loader: Any, layout: BatchLayout | None, seed: int) -> Start:
+def start_of(
+    loader: Any, layout: BatchLayout | None, seed: int, *, leaves_whole: bool = False
+) -> Start:
     """Reads the first samples of a stream, by an iterator of their own.
 
     Args:
         loader: the user's loader.
         layout: counts the rows of a ready batch.
         seed: seeds the global generators while it reads, equally on all ranks.
+        leaves_whole: count a ready batch whose samples cannot be counted as one.
 
     Raises:
         BatchSplitError: the number of samples in a ready batch cannot be found.
@@ -106,6 +109,8 @@ def start_of(loader: Any, layout: BatchLayout | None, seed: int) -> Start:
     try:
         rows = (layout or BatchLayout()).batch_size(batch)
     except BatchSplitError as error:
+        if leaves_whole:
+            return Start(fingerprint(batch), 1)
         raise BatchSplitError(
             f"{error} {_name_of(loader)} yields ready batches, which only split_batch can cut. The"
             " batch then needs a len(): its number of samples."
@@ -183,16 +188,32 @@ class ReadyCutter:
         rank: position of this rank among ``sizes``.
         sizes: proportions of every rank.
         every_rank: give every rank a sample, or none if there are too few.
+        leaves_whole: give batches that cannot be cut to one rank each, in turn; else they raise.
     """
 
     def __init__(
-        self, layout: BatchLayout, rank: int, sizes: Sequence[int], every_rank: bool
+        self,
+        layout: BatchLayout,
+        rank: int,
+        sizes: Sequence[int],
+        every_rank: bool,
+        *,
+        leaves_whole: bool = False,
     ) -> None:
         self.layout, self.rank, self.every_rank = layout, rank, every_rank
         self.sizes = tuple(sizes)
+        self.leaves_whole = leaves_whole
+        self._turn = 0
 
     def __call__(self, batch: Any) -> GlobalStep:
-        return _part_of(batch, self.layout, self.rank, self.sizes, self.every_rank)
+        try:
+            return _part_of(batch, self.layout, self.rank, self.sizes, self.every_rank)
+        except BatchSplitError:
+            if not self.leaves_whole:
+                raise
+        turn, self._turn = self._turn % len(self.sizes), self._turn + 1
+        mine = batch if turn == self.rank else MicrobatchList((), ())
+        return GlobalStep(mine, float(fingerprint(batch) or 0), 1)
 
 
 class DealtStream(LockStepLoader):
@@ -464,7 +485,8 @@ def deal_stream(
         loader: the user's loader, a stream.
         sizes: samples per step of every rank; for ready batches, proportions.
         gather: a collective for numbers.
-        training: warn of what training differs in if the stream divides itself between ranks.
+        training: warn of what training differs in if the stream divides itself between ranks, and
+            cut every batch; evaluation leaves those whole that cannot be cut.
         every_rank: as in `rebuild_train_loader`; a stream that divides itself ends with the first
             part.
 
@@ -473,7 +495,7 @@ def deal_stream(
     ready = reading.yields_ready_batches(loader)
     common = {"all_have_next": all_have_next, "layout": layout, "original": loader}
     alone = len(sizes) == 1  # nobody can have other samples, so that nothing is read ahead
-    own = Start(None, 0) if alone else start_of(loader, layout, seed)
+    own = Start(None, 0) if alone else start_of(loader, layout, seed, leaves_whole=not training)
     if training and rank == 0 and not own.begins_anew:
         warnings.warn(_goes_on(loader, own), stacklevel=2)
     if not alone and not Start.is_whole(gather(own.numbers)):
@@ -492,7 +514,7 @@ def deal_stream(
         )
     source = _equally_seeded(loader) if ready else loader
 
-    cut = ReadyCutter(layout or BatchLayout(), rank, sizes, every_rank)
+    cut = ReadyCutter(layout or BatchLayout(), rank, sizes, every_rank, leaves_whole=not training)
     if not ready:
 
         def collate(function: Any) -> Any:

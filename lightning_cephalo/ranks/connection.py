@@ -133,8 +133,7 @@ class Connection:
         """Return whether another run can use these groups; collective.
 
         Raises:
-            RemoteRankError: If a process has ended: it names its rank.
-            RuntimeError: If another rank is lost, or fails, at this moment.
+            RemoteRankError: If a rank has ended, or fails at this moment: it names the rank.
         """
         ranks, switchboard = self._ranks, None
         if ranks is not None:
@@ -152,7 +151,11 @@ class Connection:
                 if switchboard.knows_of_this_run() or not switchboard.knows_of_earlier_runs():
                     ranks.crash_report.on_exception(failure)
                     self.close()
-                    raise
+                    raise RemoteRankError(
+                        f"{failure}\nIt was connected to this rank by an earlier Trainer of this"
+                        " process. Start all ranks again, and let all of them make the same"
+                        " Trainers."
+                    ) from failure
             self.close()
         gone = ranks.crash_report.gone()
         if gone is not None:
@@ -167,7 +170,7 @@ class Connection:
         for holder in list(self._holders):
             holder.forget_groups()
         if self._ranks is not None:
-            self._ranks.groups.meeting.before = None
+            self._ranks.groups.forget()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -13,7 +13,9 @@ hosts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_cephalo.accelerator.backends import SIGNS_OF_LOSS
@@ -27,6 +29,8 @@ from lightning_cephalo.ranks.whereabouts import Whereabouts
 _FRAMES = "Exception raised from"
 _MOST_CHARACTERS = 20_000
 _THEN = "\nThis rank then lost its connection: "
+# how long a rank that fails waits for ranks that neither fail nor communicate
+_PATIENCE_S, _LOOK_S = 5.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,29 @@ class CrashReport:
     def is_common(self, exception: BaseException) -> bool:
         """Whether all ranks raise at this point, so that none has a collective under way."""
         return isinstance(exception, RemoteRankError) or exception is self.control.raised
+
+    def all_fail(self, exception: BaseException) -> bool:
+        """Whether all ranks fail with errors of their own, and none waits for another; collective.
+
+        So it is where each rank raises the same error in a hook. All ranks have then begun equally
+        many collectives. A rank that has begun more waits for this one in vain: then this rank
+        does not wait for it. The ranks agree on the answer.
+
+        Args:
+            exception: This rank's error. Others have been told of it.
+        """
+        switchboard = self.switchboard
+        if switchboard is None:
+            return True
+        if not isinstance(exception, Exception) or is_lost_connection(exception):
+            return False
+        try:
+            verdict = _verdict(switchboard)
+        except OSError:  # rank 0 has ended or is stopped
+            return False
+        if verdict:
+            switchboard.forget_this_run()
+        return verdict
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell other ranks this rank's failure; name the cause in a lost connection's error.
@@ -75,6 +102,29 @@ class CrashReport:
         said = f"{_names(self.switchboard, gone)} gone by now."
         heard = self.switchboard.heard()
         return f"{said} {heard[0]}" if heard else said
+
+
+def _verdict(switchboard: Switchboard) -> bool:
+    own, until_s, gives_up = switchboard.position(), time.monotonic() + _PATIENCE_S, False
+    if own is None:
+        return False
+    while True:
+        verdict, failed = switchboard.fail(own, _LOOK_S, gives_up=gives_up)
+        if verdict is not None:
+            return verdict
+        others = [rank for rank in range(switchboard.world_size) if rank not in failed]
+        gives_up = time.monotonic() > until_s or any(
+            _waits_in_vain(switchboard, rank, own) for rank in others
+        )
+
+
+def _waits_in_vain(switchboard: Switchboard, rank: int, own: Sequence[int]) -> bool:
+    """Return whether a rank has begun a collective that this one has not, or has ended."""
+    try:
+        position = switchboard.position_of(rank)
+    except OSError:
+        return True
+    return position is None or any(map(operator.gt, position, own))
 
 
 def is_lost_connection(exception: BaseException) -> bool:

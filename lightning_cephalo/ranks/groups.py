@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -87,13 +90,32 @@ class Groups:
         if wait != timeout:
             for group in (messages, gather, reduce):
                 set_timeout(group, timeout)
+        if switchboard is not None:
+            switchboard.begun = partial(_begun, (dist.group.WORLD, messages, gather, reduce))
         return cls(gather, reduce, control, nodes, Meeting(switchboard, timeout))
+
+    def forget(self) -> None:
+        """Drop what would keep process groups alive after their run."""
+        self.meeting.before = None
+        if self.meeting.switchboard is not None:
+            self.meeting.switchboard.begun = None
 
     def wait_for(self, timeout: datetime.timedelta) -> None:
         """Let the collectives of the next run wait for ``timeout``."""
         self.meeting.timeout_s = timeout.total_seconds()
         for group in (self.gather, self.reduce, self.control.group):
             set_timeout(group, timeout)
+
+
+def _begun(groups: Sequence[Any]) -> list[int] | None:
+    """Return how many collectives this rank has begun in each group; None if nobody counts them.
+
+    Private API: torch has no public count. This one has collectives of the user's code, too.
+    """
+    try:
+        return [group._get_sequence_number_for_group() for group in groups]
+    except RuntimeError:  # of backends that do not count
+        return None
 
 
 def _network() -> int | None:

@@ -61,12 +61,15 @@ class Switchboard:
 
     Attributes:
         close: Stops this rank's server.
+        begun: Returns how many collectives this rank has begun, in each group. Nobody counts them
+            where this, or what it returns, is None.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._thread = threading.get_ident()
         self._meetings = _Meetings(world_size)
+        self._failures = _Failures(world_size)
         self._processes: tuple[Process, ...] = ()
         self._addresses: list[tuple[str, int]] = []
         self._run = 0
@@ -74,6 +77,8 @@ class Switchboard:
         self._heard: list[tuple[int, str]] = []
         # closed to tell others, where this rank fails as it has no free file number
         self._spare = socket.socket()
+        self._met = 0
+        self.begun: Callable[[], list[int] | None] | None = None
         self._server = _Server(weakref.WeakMethod(self._answer))
         threading.Thread(target=self._server.serve_forever, args=(_LOOKS_S,), daemon=True).start()
         self.close = weakref.finalize(self, _stop, self._server, self._spare, os.getpid())
@@ -144,7 +149,6 @@ class Switchboard:
             ranks: The ranks; None: all others.
         """
         self._meetings.end()
-        self._spare.close()
 
         def tell(rank: int) -> bool:
             """Return whether there was a file number for it."""
@@ -158,11 +162,17 @@ class Switchboard:
         could = _at_the_same_time([partial(tell, rank) for rank in others])
         for rank, has_tried in zip(others, could, strict=True):
             if not has_tried:
+                self._spare.close()
                 tell(rank)
 
     def heard(self) -> list[str]:
         """Return the messages that other ranks have left, those of this run first."""
         return [message for _, message in sorted(self._heard, key=lambda of: of[0] < self._run)]
+
+    def forget_this_run(self) -> None:
+        """Drop the messages of this run, whose ranks have all failed and go on together."""
+        self._heard = [(run, message) for run, message in self._heard if run < self._run]
+        self._meetings.begin()
 
     def knows_of_this_run(self) -> bool:
         """Whether another rank has said why this run has ended."""
@@ -188,15 +198,61 @@ class Switchboard:
             ConnectionError: If rank 0, which counts the ranks, has ended, or a rank has failed.
             TimeoutError: If rank 0 does not answer.
         """
+        self._met = number
         asked = {"ask": "arrive", "of": [number, self.rank, purpose, wait_s]}
         came = self._ask(0, asked, wait_s + _ANSWER_S)["came"]
         if came is None:
             raise ConnectionAbortedError("a rank has failed, so that not all will come")
         return {int(rank): (what, place) for rank, (what, place) in sorted(came.items())}
 
+    def fail(
+        self, position: Sequence[int], wait_s: float, *, gives_up: bool
+    ) -> tuple[bool | None, list[int]]:
+        """Say that this rank has failed; return whether all have, at equal positions.
+
+        All ranks get the same answer.
+
+        Args:
+            position: This rank's, as of :meth:`position`.
+            wait_s: The most seconds to wait for the others.
+            gives_up: Whether the answer is no, if there is none yet.
+
+        Returns:
+            The answer, or None if some rank has not failed so far; and the ranks that have.
+
+        Raises:
+            OSError: If rank 0, which counts the ranks, has ended or does not answer.
+        """
+        asked = {"ask": "fail", "of": [self._run, self.rank, list(position), wait_s, gives_up]}
+        answer = self._ask(0, asked, wait_s + _ANSWER_S)
+        return answer["verdict"], answer["failed"]
+
+    def position(self) -> list[int] | None:
+        """Return how many collectives this rank has begun, and meetings; None: nobody counts them.
+
+        Two ranks with equal positions have no collective that only one of them has begun.
+        """
+        begun = self.begun() if self.begun is not None else None
+        return None if begun is None else [*begun, self._met]
+
+    def position_of(self, rank: int) -> list[int] | None:
+        """Return the position of another rank.
+
+        Raises:
+            OSError: If it has ended or does not answer.
+        """
+        return self._ask(rank, {"ask": "position"}, _ANSWER_S)["position"]
+
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked["ask"] == "arrive":
             return {"came": self._meetings.arrive(*asked["of"])}
+        if asked["ask"] == "fail":
+            answer = self._failures.fail(*asked["of"])
+            if answer["verdict"]:  # before that rank goes on and arrives at a meeting
+                self.forget_this_run()
+            return answer
+        if asked["ask"] == "position":
+            return {"position": self.position()}
         if asked["ask"] == "tell":
             run, message = asked["of"]
             self._heard.append((int(run), str(message)))
@@ -224,6 +280,11 @@ class _Meetings:
         self._changed = threading.Condition()
         self._has_ended = False
 
+    def begin(self) -> None:
+        """Let ranks wait for each other again."""
+        with self._changed:
+            self._has_ended = False
+
     def end(self) -> None:
         """Let nobody wait any longer, as a rank has failed."""
         with self._changed:
@@ -241,7 +302,36 @@ class _Meetings:
             self._came.pop(number - 2, None)
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(came) == self._world_size or self._has_ended, wait_s)
-            return None if self._has_ended else dict(came)
+            # where all have come, one that has failed since does so for what all learn here
+            is_over = self._has_ended and len(came) < self._world_size
+            return None if is_over else dict(came)
+
+
+class _Failures:
+    """Decides, on rank 0, whether all ranks of a run have failed at equal positions."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._run = -1
+        self._failed: dict[int, list[int]] = {}
+        self._verdict: bool | None = None
+        self._changed = threading.Condition()
+
+    def fail(
+        self, run: int, rank: int, position: list[int], wait_s: float, gives_up: bool
+    ) -> dict[str, Any]:
+        """Note that a rank has failed; return the verdict, and which ranks have."""
+        with self._changed:
+            if run != self._run:
+                self._run, self._failed, self._verdict = run, {}, None
+            self._failed[rank] = position
+            if self._verdict is None and len(self._failed) == self._world_size:
+                self._verdict = len({tuple(each) for each in self._failed.values()}) == 1
+            elif self._verdict is None and gives_up:
+                self._verdict = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._verdict is not None, wait_s)
+            return {"verdict": self._verdict, "failed": sorted(self._failed)}
 
 
 class _Server(socketserver.ThreadingTCPServer):

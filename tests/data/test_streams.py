@@ -103,6 +103,26 @@ def test_ready_batches_are_cut_by_the_plan():
     assert ranks[1] == [[6, 7], [14, 15], [18], []]
 
 
+def test_ready_batches_that_cannot_be_cut_are_evaluated_whole_by_one_rank_each():
+    group = ThreadGroup(2)
+
+    def rank_main(rank):
+        loader = rebuild_eval_loader(
+            [7, 8, 9],
+            rank=rank,
+            world_size=2,
+            seed=0,
+            broadcast=same,
+            all_have_next=group.all_have_next(rank),
+            gather=group.gather(rank),
+        )
+        return [(batch, evaluation_samples(batch)) for batch in loader]
+
+    first, second = group.run(rank_main)
+    assert first == [(7, 1), ([], 0), (9, 1)]
+    assert second == [([], 0), (8, 1), ([], 0)]
+
+
 def test_evaluation_deals_a_whole_stream_evenly_and_repeats_no_sample():
     ranks = of_ranks(lambda rank: DataLoader(Lines(11), batch_size=3), (1, 1), evaluate=True)
     ready = of_ranks(lambda rank: ReadyBatches(4, 3), (1, 1), evaluate=True)

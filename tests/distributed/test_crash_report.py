@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 from launch import SOON_S, RankFailure, run_ranks
 
+from lightning_cephalo.ranks import crash_report
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.crash_report import CrashReport
-from lightning_cephalo.ranks.switchboard import Switchboard
+from lightning_cephalo.ranks.groups import Groups
+from lightning_cephalo.ranks.switchboard import Switchboard, _Failures
 
 TIMEOUT_S = 4.0
 
@@ -122,3 +125,33 @@ def test_a_rank_that_works_elsewhere_is_named_with_its_line():
     first = run_ranks(2, _comes_late)[0]
     assert first.startswith("No other rank has ended"), first
     assert "Rank 1 (process" in first and "works outside of hooks (_works in" in first
+
+
+def test_all_ranks_get_one_verdict_on_whether_all_have_failed():
+    failures = _Failures(2)
+
+    def fail(run, rank, position, *, gives_up=False):
+        return failures.fail(run, rank, position, 0.0, gives_up)["verdict"]
+
+    assert fail(1, 0, [3, 1]) is None and fail(1, 1, [3, 1]) is True
+    assert fail(1, 0, [3, 1], gives_up=True) is True  # the other one has been told
+    assert fail(2, 0, [3, 1], gives_up=True) is False and fail(2, 1, [3, 1]) is False
+    assert fail(3, 0, [3, 1]) is None and fail(3, 1, [4, 1]) is False
+
+
+def test_ranks_that_fail_by_themselves_share_that_and_none_waits_for_one_in_a_collective():
+    def fail(rank):
+        crash_report._PATIENCE_S = math.inf
+        groups = Groups.create(timedelta(seconds=SOON_S))
+        switchboard = groups.meeting.switchboard
+        report = CrashReport(groups.control, switchboard)
+        report.on_exception(ValueError("each by itself"))
+        together = report.all_fail(ValueError("each by itself"))
+        assert switchboard.heard() == []
+        groups.meeting.meet("going on", "")
+        switchboard.begin_run()
+        alone = rank == 1 and report.all_fail(ValueError("alone"))
+        groups.control.barrier()
+        return together, alone
+
+    assert run_ranks(2, fail) == [(True, False), (True, False)]

@@ -198,3 +198,12 @@ def test_ranks_tell_and_are_asked_where_they_may_start_no_threads():
     for rank, (answers, heard) in enumerate(run_ranks(3, _cannot_start_threads)):
         assert answers == ["Whereabouts"] * 2
         assert heard == {f"rank {other} ends" for other in range(3) if other != rank}
+
+
+def test_what_all_have_come_for_is_told_even_where_one_has_failed_since():
+    meetings_of_all = switchboard._Meetings(2)
+    meetings_of_all.arrive(1, 0, ("a", "here"), 0.0)
+    meetings_of_all.end()
+    came = meetings_of_all.arrive(1, 1, ("b", "there"), 0.0)
+    assert came == {0: ("a", "here"), 1: ("b", "there")}
+    assert meetings_of_all.arrive(2, 0, ("c", "here"), SOON_S) is None

@@ -307,6 +307,26 @@ def test_streams_are_evaluated_to_the_last_rank(lengths: tuple[int, int], tmp_pa
     assert ranks[0].notes["metrics"] == ranks[1].notes["metrics"]
 
 
+class Numbered(Recorder):
+    """Evaluates batches that are plain numbers."""
+
+    def see(self, hook: str, batch: Any) -> None:
+        """Hooks see numbers."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.record.note("batch", batch)
+        self.log("x", float(batch), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.record.note("x", float(self.trainer.callback_metrics["x"]))
+
+
+def test_batches_that_cannot_be_cut_are_evaluated_once(tmp_path: Path) -> None:
+    ranks = run("validate", "even", Numbered(tmp_path), [1, 2, 6])
+    assert [rank.notes["batch"] for rank in ranks] == [[1, 6], [2]]
+    assert [rank.notes["x"] for rank in ranks] == [[3.0], [3.0]]
+
+
 def test_fit_then_validate_test_and_predict_with_one_trainer_per_stage(tmp_path: Path) -> None:
     alone, together = Evaluated(tmp_path), Evaluated(tmp_path)
     for stage, count in (("fit", 22), ("validate", 7), ("test", 5), ("predict", 3)):

@@ -38,6 +38,10 @@ class Fails(Net):
     def on_before_zero_grad(self, *args: Any) -> None:
         self.fail(f"hook of rank {self.global_rank}")
         self.fail("hook")
+        self.fail("interrupted in a hook")
+
+    def on_train_epoch_start(self) -> None:
+        self.fail("epoch")
 
     def configure_optimizers(self) -> Any:
         self.fail("optimizers")
@@ -86,11 +90,19 @@ def test_one_rank_restores_its_model_after_any_error(where, wanted):
     assert_same_tensors(values, wanted[1], TOLERANCE)
 
 
+@pytest.mark.parametrize("where", ["hook", "epoch"])
+def test_a_model_is_whole_after_an_error_that_each_rank_raises_by_itself(where, wanted):
+    for kind, losses, values in in_ranks(2, fit_twice, "3:1", where):
+        assert kind == "ValueError"
+        assert losses == pytest.approx(wanted[0], rel=1e-5)
+        assert_same_tensors(values, wanted[1], TOLERANCE)
+
+
 def test_a_model_in_shards_is_refused_by_name_on_all_ranks():
     def fit():
         model = Fails()
-        model.where = "hook"
-        with pytest.raises(ValueError, match="hook"):  # each rank by itself
+        model.where = "interrupted in a hook"
+        with pytest.raises(SystemExit):  # Lightning's answer to a KeyboardInterrupt
             trainer("3:1").fit(model, loader(), loader(8))
         with pytest.raises(UnsupportedError) as refused:
             trainer("3:1").fit(model, loader(), loader(8))

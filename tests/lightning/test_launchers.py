@@ -354,9 +354,10 @@ def test_torchrun_agents_with_one_and_two_ranks_are_nodes_of_different_size(torc
 
 def _assert_threads_have_ended(folder, ranks):
     """Else one of them may abort the process, as happened once in about fifty runs."""
-    # two are the default group's, which torch's own caches keep; ours had six more
+    # two may be the default group's, which torch's own caches keep; ours had six more
     if Path("/proc/self/task").exists():
-        assert [(folder / f"threads.{rank}").read_text() for rank in range(ranks)] == ["2"] * ranks
+        left = [int((folder / f"threads.{rank}").read_text()) for rank in range(ranks)]
+        assert max(left) <= 2
 
 
 def _slurm(ranks_of_nodes, even):

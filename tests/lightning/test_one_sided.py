@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import warnings
+from multiprocessing import Event
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from common import Net, in_ranks, loader, look_soon, trainer
+from launch import SOON_S
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from test_bad_input import failures
 
-from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 
 X = torch.linspace(-1, 1, 10).view(2, 5)
 
@@ -236,3 +238,19 @@ def test_a_call_on_one_rank_alone_says_who_waits_for_what_and_since_when(tmp_pat
             assert found[other].message.startswith(f"Rank {rank} (process")
             assert DOING[what] in found[other].message
     assert not (tmp_path / "alone.ckpt").exists()
+
+
+def test_a_rank_that_ends_between_two_trainers_leaves_no_rank_waiting():
+    ended = Event()
+
+    def fit() -> None:
+        trainer("3:1", max_steps=1).fit(Net(), loader(), loader(8))
+        if torch.distributed.get_rank() == 1:
+            torch.distributed.destroy_process_group()
+            ended.set()
+            return
+        ended.wait()
+        with pytest.raises(RemoteRankError, match=r"^Rank 1 .*is gone(.|\n)*an earlier Trainer of this"):
+            trainer("3:1").validate(Net(), loader(8), verbose=False)
+
+    in_ranks(2, fit, timeout_s=SOON_S)

@@ -137,6 +137,10 @@ class Collective:
     execute: Callable[[list[Tensor], list[Tensor]], None] = field(compare=False)
 
 
+def _at_most(timeout: datetime.timedelta) -> datetime.timedelta:
+    return min(timeout, datetime.timedelta(minutes=10))
+
+
 class SimulatedNccl(dist.ProcessGroup):
     """``ProcessGroupNCCL``."""
 
@@ -151,6 +155,7 @@ class SimulatedNccl(dist.ProcessGroup):
         self._options = options or Options()
         self._members = tuple(self._options.global_ranks_in_group) or tuple(range(size))
         self._is_aborted = False
+        self._begun = 0
         self._name = self._options.group_name
         self._stream: Stream | None = None
         self.device_index: int | None = None
@@ -159,8 +164,7 @@ class SimulatedNccl(dist.ProcessGroup):
         self._order = self._order_of(dist.PrefixStore("order", store))
 
     def _wire_over(self, store: dist.Store, rank: int, size: int) -> Wire:
-        timeout = min(self._options._timeout, datetime.timedelta(minutes=10))
-        return Wire(store, rank, size, timeout, lambda: self._is_aborted)
+        return Wire(store, rank, size, _at_most(self._options._timeout), lambda: self._is_aborted)
 
     def _order_of(self, store: dist.Store) -> Order:
         """Return the order of the first group with all of these ranks, which is the job's."""
@@ -207,6 +211,13 @@ class SimulatedNccl(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         pass
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self._begun
+
+    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
+        self._options._timeout = timeout
+        self._wire.wait_for(_at_most(timeout))
+
     def _set_group_desc(self, description: str) -> None:
         pass
 
@@ -231,6 +242,7 @@ class SimulatedNccl(dist.ProcessGroup):
     # -- one collective
 
     def _run(self, collective: Collective, options: Any) -> SimulatedWork:
+        self._begun += 1
         tensors = [*collective.reads, *collective.writes]
         self._check_tensors(collective.form, tensors)
         self._check_order(collective, tensors[0].dtype)

@@ -42,6 +42,10 @@ class Wire:
         self._is_aborted = is_aborted
         self._gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
 
+    def wait_for(self, timeout: datetime.timedelta) -> None:
+        """Let collectives wait for ``timeout`` from now on."""
+        self._gloo._set_default_timeout(timeout)
+
     def _finish(self, work: dist.Work) -> None:
         # not work.wait(): an abort in another thread must end it
         while not work.is_completed():
