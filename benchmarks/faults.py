@@ -8,18 +8,23 @@ one is of ranks that an agent starts again: every step is compared with a run wi
 There two ranks train a small model with dropout on this host, started by ``python -m
 lightning_cephalo.run``. They are killed at random moments, several times in one run. Each row of
 the table is a fault: how often it was made, how many steps were repeated at most, whether each
-step's loss and samples are those of a run that nobody interrupted, to the last bit, and the seconds
-from the fault to the next new step. The last rows are Lightning's DDP under torchrun, with a
-checkpoint every 10 steps and ``ckpt_path="last"``. A third table is of hosts that go and come
+step's loss and samples are those of a run that nobody interrupted, to the last bit, the seconds
+from the fault to the next new step, and the processors' seconds that a fault costs over all
+processes. Where ranks stay, a script's work before ``fit()`` is not done again; ``--script-s`` adds
+seconds of a processor to it. The last rows are Lightning's DDP under torchrun, with a checkpoint
+every 10 steps and ``ckpt_path="last"``. A third table is of hosts that go and come
 (``host_faults.py``). Seconds hold for a machine that does nothing else; all takes about an hour.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
+import re
+import resource
 import signal
 import statistics
 import subprocess
@@ -38,15 +43,28 @@ import host_faults
 ROOT = Path(__file__).resolve().parent.parent
 RANKS, GLOBAL_BATCH, SAMPLES, PAUSE_S = 2, 8, 512, 0.01
 STEPS_OF_EPOCH = SAMPLES // GLOBAL_BATCH
-_WAIT_S = 300.0
+APART = 30
+"""Steps from one fault to the next, at most."""
+_WAIT_S = 900.0
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 # -- a rank ---------------------------------------------------------------------------------------
 
 
-def train(folder: Path, steps: int, way: str, storage: str | None = None, copies: int = 0) -> None:
+def train(
+    folder: Path,
+    steps: int,
+    way: str,
+    storage: str | None = None,
+    copies: int = 0,
+    script_s: float = 0.0,
+) -> None:
     """Run one rank's training, and tell what it does in files of the folder."""
-    _tell(folder / "started", [int(os.environ["RANK"]), os.getpid()])
+    if way != "stay":
+        _tell(folder / "started", [int(os.environ["RANK"]), os.getpid()])
+    while time.process_time() < script_s:
+        pass
     if way == "hosts":  # the agent ends these ranks when another host comes
         wanted = folder / "wanted"
         while wanted.exists() and int(os.environ["WORLD_SIZE"]) < int(wanted.read_text() or 0):
@@ -85,6 +103,10 @@ def train(folder: Path, steps: int, way: str, storage: str | None = None, copies
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     class Tells(Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            if way == "stay":  # the process that trains is a fork
+                _tell(folder / "started", [trainer.global_rank, os.getpid()])
+
         def on_train_batch_end(
             self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
@@ -120,7 +142,7 @@ def train(folder: Path, steps: int, way: str, storage: str | None = None, copies
     }
     plan = plans[int(os.environ["WORLD_SIZE"])]
     is_ddp = way.startswith("ddp")
-    recover: Any = True
+    recover: Any = Recovery(every=1, stay=True) if way == "stay" else True
     if way == "hosts":
         recover = Recovery(every=1, copies=copies, storage=storage, storage_every_s=0.5)
     strategy: Any = (
@@ -171,19 +193,21 @@ def _tell(path: Path, line: Any) -> None:
 class Run:
     """A training under an agent."""
 
-    def __init__(self, folder: Path, steps: int, way: str) -> None:
+    def __init__(self, folder: Path, steps: int, way: str, script_s: float = 0.0) -> None:
         folder.mkdir()
         self.folder, self.way = folder, way
+        self._began_s = _processors_s()
         self.log = (folder / "log").open("w")
         agent = (
             ["lightning_cephalo.run"]
-            if way in ("cephalo", "hosts")
+            if way in ("cephalo", "hosts", "stay")
             else ["torch.distributed.run", "--standalone", "--max-restarts=100"]
         )
         self.agent = subprocess.Popen(
             [
                 *(sys.executable, "-m", *agent, f"--nproc-per-node={RANKS}"),
                 *(__file__, "--train", way, "--folder", str(folder), "--steps", str(steps)),
+                f"--script-s={script_s}",
             ],
             env=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=str(int(way == "ddp, own store"))),
             stdout=self.log,
@@ -220,10 +244,22 @@ class Run:
         self.log.close()
         return code
 
+    def processors_s(self) -> float:
+        """Return the processors' seconds of all its processes, once it has ended."""
+        with suppress(ChildProcessError):
+            while True:  # those that the agent has left are this process's
+                os.waitpid(-1, 0)
+        return _processors_s() - self._began_s
+
     def stop(self) -> None:
         """End the agent and its ranks."""
         self.agent.terminate()
         self.end()
+
+
+def _processors_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -298,6 +334,7 @@ class Row:
         repeated: Steps that were trained again, at most.
         equal: Steps whose loss and samples are those of the run without faults, of all.
         seconds: From each fault to the next new step.
+        processors_s: Seconds of processors that each fault has cost, over all processes.
     """
 
     fault: str
@@ -305,30 +342,44 @@ class Row:
     repeated: int
     equal: tuple[int, int]
     seconds: tuple[float, ...]
+    processors_s: float
 
     def line(self) -> str:
         """Return the row."""
         same, of = self.equal
         took = f"{statistics.median(self.seconds):.1f} ({max(self.seconds):.1f})"
-        return f"| {self.fault} | {self.count} | {self.repeated} | {same} of {of} | {took} |"
+        return (
+            f"| {self.fault} | {self.count} | {self.repeated} | {same} of {of} | {took}"
+            f" | {self.processors_s:.1f} |"
+        )
 
 
-def _measure(name: str, fault: Callable[[Run], None], count: int, folder: Path, way: str) -> Row:
-    steps = 40 * count + 60
-    whole = Run(folder / "whole", steps, way)
+def _measure(
+    name: str,
+    fault: Callable[[Run], None],
+    count: int,
+    folder: Path,
+    way: str,
+    script_s: float = 0.0,
+) -> Row:
+    steps = (APART + 10) * count + 60
+    whole = Run(folder / "whole", steps, way, script_s)
     assert whole.end() == 0, f"see {folder}/whole/log"
-    run = Run(folder / "faults", steps, way)
+    whole_s = whole.processors_s()
+    run = Run(folder / "faults", steps, way, script_s)
     try:
-        return _compared(name, fault, count, whole, run)
+        return _compared(name, fault, count, whole, run, whole_s)
     finally:
         if run.agent.poll() is None:
             run.stop()
 
 
-def _compared(name: str, fault: Callable[[Run], None], count: int, whole: Run, run: Run) -> Row:
+def _compared(
+    name: str, fault: Callable[[Run], None], count: int, whole: Run, run: Run, whole_s: float
+) -> Row:
     seconds, repeated, made = [], 0, 0
     for _ in range(count):
-        wanted = run.steps() + random.randint(5, 30)
+        wanted = run.steps() + random.randint(5, APART)
         if not run.wait(lambda at=wanted: run.steps() >= at):
             break
         time.sleep(random.random() * 2 * PAUSE_S)
@@ -353,7 +404,8 @@ def _compared(name: str, fault: Callable[[Run], None], count: int, whole: Run, r
         assert {line[0] for line in told} == set(expected)
         same += sum(line[1:3] == expected[line[0]] for line in told)
         of += len(told)
-    return Row(name, made, repeated, (same, of), tuple(seconds))
+    cost_s = (run.processors_s() - whole_s) / max(1, made)
+    return Row(name, made, repeated, (same, of), tuple(seconds), cost_s)
 
 
 def main() -> None:
@@ -364,37 +416,49 @@ def main() -> None:
     parser.add_argument("--load", type=int, default=0, help="busy processes beside those (0)")
     parser.add_argument("--seed", type=int, default=1, help="of the random moments (1)")
     parser.add_argument("--folder", type=Path, help="for logs (a temporary one)")
-    parser.add_argument("--only", default="", help="the faults that contain this text")
+    parser.add_argument("--only", default="", help="the faults in which this is found")
+    parser.add_argument("--script-s", type=float, default=0.0, help="of a script, before fit (0)")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--storage", help=argparse.SUPPRESS)
     parser.add_argument("--copies", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.train is not None:
-        train(given.folder, given.steps, given.train, given.storage, given.copies)
+        train(given.folder, given.steps, given.train, given.storage, given.copies, given.script_s)
         return
     random.seed(given.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         folder.mkdir(exist_ok=True)
         ending_faults.report(folder / "ends", given.only, given.ends, given.load)
-        print("| fault | count | steps repeated, at most | steps as without | seconds (longest) |")
-        print("|---|---|---|---|---|", flush=True)
+        # processes that an agent leaves behind become this one's, whose seconds are counted
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        print(
+            "| fault | count | steps repeated, at most | steps as without | seconds (longest)"
+            " | processors' seconds |"
+        )
+        print("|---|---|---|---|---|---|", flush=True)
         rows = [(name, fault, "cephalo") for name, fault in FAULTS.items()]
+        stay = [(f"{name}, ranks stay", fault, "stay") for name, fault in FAULTS.items()]
+        rows[1:1] = stay[:1]
+        rows[len(FAULTS) + 1 :] = stay[1:4]
         rows.append(("under plain torchrun: kill -9 of a rank", _kill_one, "torchrun"))
         ddp = "DDP under torchrun, a checkpoint every 10 steps: kill -9 of a rank"
         rows.append((ddp, _kill_one, "ddp"))
         rows.append((f"{ddp}, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", _kill_one, "ddp, own store"))
         for index, (name, fault, way) in enumerate(rows):
-            if given.only in name:
+            if re.search(given.only, name):
                 (folder / str(index)).mkdir()
-                count = given.kills if index == 0 else given.others
+                count = given.kills if index < 2 else given.others
                 try:
-                    row = _measure(name, fault, count, folder / str(index), way).line()
+                    row = _measure(
+                        name, fault, count, folder / str(index), way, given.script_s
+                    ).line()
                 except (TimeoutError, subprocess.TimeoutExpired, AssertionError) as error:
-                    row = f"| {name} | does not go on: {error} | | | |"
+                    row = f"| {name} | does not go on: {error} | | | | |"
                 print(row, flush=True)
         print(flush=True)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0)
         host_faults.report(folder, given.only)
 
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_cephalo.ranks import rounds
 from lightning_cephalo.recovery.options import AGENT, MOST_HOSTS
 from lightning_cephalo.recovery.store import Agent, folder_of
 
@@ -163,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ[AGENT] = str(os.getpid())
     os.environ[MOST_HOSTS] = str(given.nnodes.most)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # where the processes of ranks that stay agree; a store of one host may be lost to the others
+    store = rounds.serve() if given.nnodes.most == 1 else None
     if not given.new_interpreters:
         preload()
 
@@ -214,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     finally:
         shutil.rmtree(folder_of(None, Agent.of(os.getpid()).name), ignore_errors=True)
+        del store  # no rank needs it any more
     return 0
 
 

@@ -87,6 +87,7 @@ from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.profiling.state_rates import contention_text
 from lightning_cephalo.ranks import launch
 from lightning_cephalo.ranks.connection import Ranks
+from lightning_cephalo.ranks.staying import StayingLauncher
 from lightning_cephalo.recovery.options import Recovery, Wish
 from lightning_cephalo.recovery.recovering import Recovering, rows_of_model, rows_of_optimizer
 from lightning_cephalo.sharding.collectives import all_gather_rows, communicates
@@ -271,7 +272,8 @@ class CephaloStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._samplers = SamplerTakeover()
         self._ending = Ending(self._is_half_updated)
-        self._recovering = Recovering(Wish.parse(recover))
+        self._wish = Wish.parse(recover)
+        self._recovering = Recovering(self._wish)
         self._watch = Watch(trace, record)
         self._skipped_steps = SkippedSteps()
         # from setup_environment() until the process ends, or until this rank fails alone on a
@@ -444,7 +446,10 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = launch.make_launcher(self, self._start_method, self._environment)
+        if self._wish.stays:
+            self._launcher = StayingLauncher(self._environment)
+        else:
+            self._launcher = launch.make_launcher(self, self._start_method, self._environment)
 
     def set_world_ranks(self) -> None:
         """Make rank and world size known; Lightning's connector calls this method if it exists."""

@@ -34,8 +34,8 @@ OBJECT = re.compile(r"`~?(lightning_cephalo(?:\.\w+)+)`")
 FOREIGN = ("torch/", "split_workload.py")
 # set on objects of others
 OWN_ATTRIBUTES = {"_cephalo_borrowed", "_leaf_of_unit"}
-# of named tuples
-DOCUMENTED_NAMES = {"_fields", "_make"}
+# of named tuples and of ``os``
+DOCUMENTED_NAMES = {"_exit", "_fields", "_make"}
 
 
 def _id(path: Path) -> str:

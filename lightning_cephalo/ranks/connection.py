@@ -18,7 +18,7 @@ import io
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -241,10 +241,19 @@ def _hurry() -> None:
     machine that is many seconds, in which agents wait for ranks that have told all they know. Files
     in cycles would lose what is not written yet.
     """
+    flush_files(open_files())
+    gc.freeze()
+
+
+def open_files() -> list[io.IOBase]:
+    """Return the files of this process, of objects that are not frozen."""
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, io.IOBase)}
-    for each in objects:
-        if type(each) in kinds:
-            with suppress(Exception):  # such as of a closed file
-                each.flush()
-    gc.freeze()
+    return [each for each in objects if type(each) in kinds]
+
+
+def flush_files(files: Sequence[io.IOBase]) -> None:
+    """Write what files have in their buffers."""
+    for each in files:
+        with suppress(Exception):  # such as of a closed file
+            each.flush()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_cephalo.common.errors import RecoveryError
+from lightning_cephalo.ranks.rounds import STAYED
 from lightning_cephalo.recovery.store import Agent, job_named
 
 AGENT = "LIGHTNING_CEPHALO_AGENT"
@@ -47,10 +48,13 @@ class Recovery:
             None: the agent that restarts the ranks is the name, or else the storage.
         wait_s: How long to wait for more hosts where those that are here cannot hold the model, if
             the launcher's ``--nnodes`` allows more.
+        stay: Let the process of each rank stay at the beginning of ``fit()``, while a fork of it
+            trains. After a loss all ranks fork again, and the script does not run again. Under
+            ``python -m lightning_cephalo.run`` on one host.
 
     Raises:
         RecoveryError: If ``every`` is less than 1, ``copies`` or ``storage_every_s`` less than 0,
-            or a name is empty.
+            ``stay`` no flag, or a name empty.
     """
 
     every: int | None = None
@@ -60,6 +64,7 @@ class Recovery:
     storage_every_s: float = 300.0
     job: str | None = None
     wait_s: float = 600.0
+    stay: bool = False
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.every, int) and not isinstance(self.every, bool)
@@ -75,6 +80,8 @@ class Recovery:
             )
         if self.storage is not None and not os.fspath(self.storage):
             raise RecoveryError("storage: expected a path, a URL or None, but got an empty text.")
+        if not isinstance(self.stay, bool):
+            raise RecoveryError(f"stay: expected True or False, but got {self.stay!r}.")
         if self.job == "":
             raise RecoveryError("job: expected a name or None, but got an empty text.")
 
@@ -95,6 +102,11 @@ class Wish:
 
     recovery: Recovery | None
     is_automatic: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether the processes of ranks are to stay over a loss."""
+        return self.recovery is not None and self.recovery.stay
 
     @classmethod
     def parse(cls, value: bool | Literal["auto"] | Recovery) -> Wish:
@@ -147,5 +159,5 @@ def fitting_every(keeping_s: float, update_s: float) -> int:
 
 
 def attempt() -> int:
-    """Return how many times the agent has restarted the ranks."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """Return how many times the ranks were started again, by the agent or as they have stayed."""
+    return sum(int(os.environ.get(n, "0")) for n in ("TORCHELASTIC_RESTART_COUNT", STAYED))

@@ -250,7 +250,7 @@ def test_a_rank_that_ends_between_two_trainers_leaves_no_rank_waiting():
             ended.set()
             return
         ended.wait()
-        with pytest.raises(RemoteRankError, match=r"^Rank 1 .*is gone(.|\n)*an earlier Trainer of this"):
+        with pytest.raises(RemoteRankError, match=r"^Rank 1 .*is gone(.|\n)*an earlier Trainer"):
             trainer("3:1").validate(Net(), loader(8), verbose=False)
 
     in_ranks(2, fit, timeout_s=SOON_S)
