@@ -518,7 +518,7 @@ def _spin() -> None:
         pass
 
 
-def report(folder: Path, only: str, count: int, load: int) -> None:
+def report(folder: Path, only: str, count: int, load: int, ways: Sequence[str]) -> None:
     """Print a row for each fault and strategy.
 
     Args:
@@ -526,6 +526,7 @@ def report(folder: Path, only: str, count: int, load: int) -> None:
         only: The faults that contain this text.
         count: How often each is made.
         load: Processes that keep the processors busy meanwhile.
+        ways: The strategies that are wanted.
     """
     wanted = [fault for fault in _faults(folder) if only in fault.name]
     if not wanted:
@@ -537,7 +538,7 @@ def report(folder: Path, only: str, count: int, load: int) -> None:
     print("|---|---|---|---|---|", flush=True)
     with _load(load):
         for number, fault in enumerate(wanted):
-            for way in fault.ways:
+            for way in (way for way in fault.ways if way in ways):
                 made = [
                     fault.make(way, folder / f"{number} {way} {time_}") for time_ in range(count)
                 ]

@@ -1,6 +1,7 @@
 """Makes faults, and prints how often, what came of them, and how many seconds they took.
 
     python benchmarks/faults.py [--ends 5] [--kills 20] [--others 4] [--only TEXT] [--load 8]
+    python benchmarks/faults.py --ends 20 --without-ddp --only SIGTERM
 
 A first table is of faults that end a run (``ending_faults.py``), beside Lightning's DDP. A second
 one is of ranks that an agent starts again: every step is compared with a run without faults.
@@ -365,6 +366,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the random moments (1)")
     parser.add_argument("--folder", type=Path, help="for logs (a temporary one)")
     parser.add_argument("--only", default="", help="the faults that contain this text")
+    parser.add_argument("--without-ddp", action="store_true", help="this strategy alone")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--storage", help=argparse.SUPPRESS)
     parser.add_argument("--copies", type=int, default=0, help=argparse.SUPPRESS)
@@ -377,7 +379,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         folder.mkdir(exist_ok=True)
-        ending_faults.report(folder / "ends", given.only, given.ends, given.load)
+        ways = ("cephalo",) if given.without_ddp else ("cephalo", "ddp")
+        ending_faults.report(folder / "ends", given.only, given.ends, given.load, ways)
         print("| fault | count | steps repeated, at most | steps as without | seconds (longest) |")
         print("|---|---|---|---|---|", flush=True)
         rows = [(name, fault, "cephalo") for name, fault in FAULTS.items()]
