@@ -248,10 +248,10 @@ class Run:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def wait_for(self, name: str, lines: int) -> None:
-        """Wait until all ranks have told so many lines."""
+    def wait_for(self, name: str, lines: int, ranks: int = RANKS) -> None:
+        """Wait until so many ranks, or more, have told so many lines."""
         deadline = time.monotonic() + _START_S
-        while any(len(self.told(f"{name}{rank}")) < lines for rank in range(RANKS)):
+        while sum(len(self.told(f"{name}{rank}")) >= lines for rank in range(RANKS)) < ranks:
             assert all(process.is_alive() for process in self.ranks), f"see {self.folder}"
             assert time.monotonic() < deadline, f"ranks do not begin, see {self.folder}"
             time.sleep(0.01)
@@ -347,7 +347,9 @@ def _terminate(way: str, folder: Path, what: str, ranks: Sequence[int]) -> Outco
     told = {"in validation": "validates", "in training": "steps"}.get(what, "calls")
     run = Run(Job(way, what), folder)
     try:
-        run.wait_for(told, random.randint(4, 12))
+        # a rank that is slow when it is measured may call the model seldom, or never in training
+        ranks = 1 if what == "while profiling" else RANKS
+        run.wait_for(told, random.randint(4, 12), ranks)
         time.sleep(random.random() * 0.05)
         took_s = run.wait(range(RANKS), run.send(signal.SIGTERM, ranks), LIMIT_S)
         kinds = {run.ends(rank)[0] for rank in range(RANKS)}
