@@ -348,8 +348,8 @@ def _terminate(way: str, folder: Path, what: str, ranks: Sequence[int]) -> Outco
     run = Run(Job(way, what), folder)
     try:
         # a rank that is slow when it is measured may call the model seldom, or never in training
-        ranks = 1 if what == "while profiling" else RANKS
-        run.wait_for(told, random.randint(4, 12), ranks)
+        least = 1 if what == "while profiling" else RANKS
+        run.wait_for(told, random.randint(4, 12), least)
         time.sleep(random.random() * 0.05)
         took_s = run.wait(range(RANKS), run.send(signal.SIGTERM, ranks), LIMIT_S)
         kinds = {run.ends(rank)[0] for rank in range(RANKS)}

@@ -80,7 +80,8 @@ def _python_bytes() -> Any:
     generator: Any = getattr(random.random, "__self__", None)
     if type(generator) is not random.Random or sys.implementation.name != "cpython":
         return None
-    return _fields_of(generator), generator.gauss_next
+    # the second number of a pair of normal ones lies in the instance's dict
+    return _fields_of(generator), vars(generator)["gauss_next"]
 
 
 def _numpy_bytes() -> Any:
