@@ -1,6 +1,7 @@
 """Makes faults, and prints how often, what came of them, and how many seconds they took.
 
     python benchmarks/faults.py [--ends 5] [--kills 20] [--others 4] [--only TEXT] [--load 8]
+    python benchmarks/faults.py --ends 20 --without-ddp --only SIGTERM
 
 A first table is of faults that end a run (``ending_faults.py``), beside Lightning's DDP. A second
 one is of ranks that an agent starts again: every step is compared with a run without faults.
@@ -418,6 +419,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for logs (a temporary one)")
     parser.add_argument("--only", default="", help="the faults in which this is found")
     parser.add_argument("--script-s", type=float, default=0.0, help="of a script, before fit (0)")
+    parser.add_argument("--without-ddp", action="store_true", help="this strategy alone")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--storage", help=argparse.SUPPRESS)
     parser.add_argument("--copies", type=int, default=0, help=argparse.SUPPRESS)
@@ -430,7 +432,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         folder.mkdir(exist_ok=True)
-        ending_faults.report(folder / "ends", given.only, given.ends, given.load)
+        ways = ("cephalo",) if given.without_ddp else ("cephalo", "ddp")
+        ending_faults.report(folder / "ends", given.only, given.ends, given.load, ways)
         # processes that an agent leaves behind become this one's, whose seconds are counted
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         print(

@@ -25,6 +25,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,6 +131,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     # the process that ranks are forked from has drawn seeds, which would be equal in all of them
     random.seed()
     np.random.seed()
+    # else workers of loaders are started as this rank was, and import the script
+    multiprocessing.set_start_method(None, force=True)
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
@@ -216,7 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     finally:
-        shutil.rmtree(folder_of(None, Agent.of(os.getpid()).name), ignore_errors=True)
+        folder = folder_of(None, Agent.of(os.getpid()).name)
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # other jobs of this user keep steps there
+            folder.parent.rmdir()
         del store  # no rank needs it any more
     return 0
 

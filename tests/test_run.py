@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -191,6 +192,25 @@ def test_ranks_draw_other_numbers_though_they_are_forked_from_one_process(tmp_pa
         np.random.set_state(states[1])
     first, second = (tmp_path / "drawn").read_text().splitlines()
     assert not set(first.split()) & set(second.split())
+
+
+def test_processes_of_a_script_start_as_under_torchrun(tmp_path, monkeypatch):
+    """Not as the rank itself: workers of a loader would import a script, and so run it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, pathlib, sys\n"
+        "pathlib.Path(sys.argv[1]).write_text(multiprocessing.get_start_method())\n"
+    )
+    kept = multiprocessing.get_start_method(allow_none=True)
+    try:
+        multiprocessing.set_start_method("forkserver", force=True)
+        run.run_script(str(script), [str(tmp_path / "method")])
+    finally:
+        multiprocessing.set_start_method(kept, force=True)
+    default = multiprocessing.get_all_start_methods()[0]
+    assert (tmp_path / "method").read_text() == default
 
 
 def test_a_rank_that_was_told_to_end_has_not_ended_well(tmp_path, monkeypatch):

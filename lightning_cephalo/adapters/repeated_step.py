@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_cephalo.accelerator.generators import read_generators, write_generators
+from lightning_cephalo.accelerator.generators import GeneratorsOfSteps, write_generators
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -66,6 +66,7 @@ class RepeatedStep:
         self._evaluations = self._repeats = 0
         self._run: Callable[[bool], Any] | None = None
         self._random: tuple[Any, ...] | None = None
+        self._generators = GeneratorsOfSteps(model.accelerator)
         self._counted: list[Callable[[], None]] = []
         model.executor.state.keeps_start = True
 
@@ -87,7 +88,7 @@ class RepeatedStep:
         """
         self._evaluations += 1
         self._run = run
-        self._random = read_generators(self._model.accelerator)
+        self._random = self._generators.read()
         self._counted = [_states_of(metric) for metric in self._metrics]
         while True:
             error, result = _attempt(run, True)

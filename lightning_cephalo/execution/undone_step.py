@@ -37,15 +37,21 @@ class _Look:
     """What a module holds at one time.
 
     Attributes:
-        values: Its attributes, without those of every module of torch.
+        values: Its attributes.
         items: Containers among them, with copies of their items.
     """
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.values = {name: value for name, value in names.items() if name not in _OF_TORCH}
-        self.items = [
-            (value, _copy_of(value)) for value in self.values.values() if type(value) in _CONTAINERS
-        ]
+    def __init__(self, names: dict[str, Any], containers: Iterable[Any]) -> None:
+        self.values = dict(names)
+        self.items = [(container, _copy_of(container)) for container in containers]
+
+
+def _containers(names: dict[str, Any]) -> list[Any]:
+    return [
+        value
+        for name, value in names.items()
+        if type(value) in _CONTAINERS and name not in _OF_TORCH
+    ]
 
 
 class UndoneStep:
@@ -66,7 +72,7 @@ class UndoneStep:
         self, places: Sequence[dict[str, Any]], attributes: Iterable[StoredAttribute]
     ) -> None:
         self._places = places
-        self._before = [_Look(names) for names in places]
+        self._before = [_Look(names, _containers(names)) for names in places]
         self._after: list[_Look] | None = None
         self._known = {
             id(one): (one.read(), one.firsts, list(one.values), one.sizes, one.shown, one.versions)
@@ -75,7 +81,10 @@ class UndoneStep:
 
     def finish(self) -> None:
         """Note what the forward leaves: hooks behind it may store something else."""
-        self._after = [_Look(names) for names in self._places]
+        self._after = [
+            _Look(names, (container for container, _ in before.items))
+            for names, before in zip(self._places, self._before, strict=True)
+        ]
 
     def put_back(self, attributes: Iterable[StoredAttribute]) -> None:
         """Undo what the forward has stored.

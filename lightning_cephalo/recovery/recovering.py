@@ -24,7 +24,7 @@ from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.copying import SLOTS, slots_of_rank
 from lightning_cephalo.recovery.keeper import Keeper
 from lightning_cephalo.recovery.lookup import Inventory, assembled
-from lightning_cephalo.recovery.options import Wish, attempt
+from lightning_cephalo.recovery.options import AGENT, Wish, attempt
 from lightning_cephalo.recovery.pieces import Assembly
 from lightning_cephalo.recovery.reading_back import ReadingBack
 from lightning_cephalo.recovery.snapshot import (
@@ -129,6 +129,9 @@ class Recovering:
             return
         begin_s = time.monotonic()
         self._inventory = Inventory.take(self._store, control)
+        if self._outlasts_fit and _fits():
+            self._drop()  # of the fit before, which has ended
+            return
         if self._wish.recovery.storage is not None:
             self._look_into_storage(self._wish.recovery.storage)
         steps = self._inventory.whole()
@@ -220,7 +223,7 @@ class Recovering:
     def _say_nothing_found(self) -> None:
         assert self._inventory is not None and self._control is not None and self._store is not None
         self._lost = self._inventory.missing()
-        # a fit that has ended has removed what it kept
+        # what a fit that has ended had kept is not looked for
         if attempt() and not _fits() and not self._lost and self._control.rank == 0:
             places = str(self._store.folder)
             if self._storage is not None:
@@ -464,15 +467,28 @@ class Recovering:
             self._keeper.end()
         self._forget()
 
+    @property
+    def _outlasts_fit(self) -> bool:
+        """Whether kept steps stay when training has ended well, until the launcher removes them.
+
+        Hooks of the end and code behind ``fit`` may still fail. The restart then ends ``fit`` where
+        it had ended, and trains nothing anew.
+        """
+        recovery = self._wish.recovery
+        assert recovery is not None
+        others = (recovery.job, recovery.folder, recovery.storage)
+        return AGENT in os.environ and others == (None, None, None)
+
     def finish(self) -> None:
-        """Remove what is kept, as training has ended well; collective."""
+        """Remove what is kept, unless the launcher will, as training has ended well; collective."""
         # a training that had ended before the restart begins no steps, and has no keeper
         if self._control is not None and self._store is not None:
             has_stopped = self._keeper is None or self._keeper.end()
             # all ranks wait here before any removes what others read
             stopped = self._control.gather(float(has_stopped))
             os.environ[_FITS] = str(_fits() + 1)
-            self._store.remove()
+            if not self._outlasts_fit:
+                self._store.remove()
             if self._storage is not None and self._control.rank == 0:
                 self._clear(self._storage, [r for r, flag in enumerate(stopped) if not flag])
         self._forget()

@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo import CephaloStrategy, Recovery
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.recovery import store
+from lightning_cephalo.recovery.options import AGENT
 
 
 class KillInCopy(Callback):
@@ -519,6 +520,30 @@ def test_a_restart_at_the_end_ends_and_the_next_fit_trains(tmp_path: Path) -> No
         assert _one(tmp_path) == [] and not _pieces(tmp_path)
         assert os.environ["LIGHTNING_CEPHALO_FITS"] == "1"
         assert _one(tmp_path) == [1, 2, 3]
+
+    in_ranks(1, run)
+
+
+def test_a_rank_that_is_lost_behind_fit_lets_nothing_be_trained_anew(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The launcher removes what is kept when all ranks have ended."""
+    monkeypatch.setattr(store, "MEMORY", tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv(AGENT, str(os.getpid()))
+
+    def run() -> None:
+        first, again = Clips(9), Clips(9)
+        assert _one(tmp_path, recover=True, model=first) == [1, 2, 3]
+        del os.environ["LIGHTNING_CEPHALO_FITS"]  # a rank that is started again
+        assert _one(tmp_path, recover=True, model=again) == []
+        assert_same_tensors(again.state_dict(), first.state_dict(), 0)
+        # another fit of the same script trains, and keeps steps of its own
+        steps, said = _said(_one, tmp_path, Fails(2), recover=True)
+        assert steps == [1, 2] and not said
+        os.environ["LIGHTNING_CEPHALO_FITS"] = "0"
+        with pytest.raises(RecoveryError, match=r"fit\(\) number 2"):
+            _one(tmp_path, recover=True)
 
     in_ranks(1, run)
 

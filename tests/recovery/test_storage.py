@@ -18,7 +18,7 @@ from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery import recovering, storage, uploading
 from lightning_cephalo.recovery.lookup import Inventory
-from lightning_cephalo.recovery.options import Wish
+from lightning_cephalo.recovery.options import Recovery, Wish
 from lightning_cephalo.recovery.reading_back import ReadingBack
 from lightning_cephalo.recovery.recovering import Recovering
 from lightning_cephalo.recovery.storage import KEPT, Storage
@@ -357,7 +357,7 @@ def test_what_a_rank_still_writes_to_is_not_removed(tmp_path, monkeypatch, has_s
     kept = Storage(str(tmp_path / "run"))
     _send(kept, tmp_path, _piece(1))
     kept.commit(_piece(1))
-    one = Recovering(Wish(None))
+    one = Recovering(Wish(Recovery(storage=str(tmp_path / "run"))))
     one._storage = kept
     one._store = SimpleNamespace(remove=lambda: None)
     one._keeper = SimpleNamespace(end=lambda: has_stopped[0])
