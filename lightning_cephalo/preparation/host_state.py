@@ -227,6 +227,10 @@ class HostState:
     def _sizes(self, rank: int) -> list[int]:
         """Return, by unit, the elements that a rank trains."""
         return [
-            sum(flat.sizes[rank] for flat in unit.flats if flat.trainable and flat.layout)
+            sum(
+                self._model.held_numel(flat, rank)
+                for flat in unit.flats
+                if flat.trainable and flat.layout
+            )
             for unit in self._model.units
         ]

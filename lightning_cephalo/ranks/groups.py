@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -44,6 +45,21 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: datetime.timedelta) ->
 
 
 @dataclass(frozen=True)
+class GroupsOfState:
+    """The process groups of ranks that hold the whole state together.
+
+    Attributes:
+        gather: Gathers parameters.
+        reduce: Reduces gradients.
+        rows: Serves operators on sharded tensors.
+    """
+
+    gather: dist.ProcessGroup
+    reduce: dist.ProcessGroup
+    rows: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
 class Groups:
     """The process groups of a run; created once, used by every stage of the Trainer.
 
@@ -53,6 +69,7 @@ class Groups:
         control: Carries small messages between processes, on the CPU.
         nodes: The node of every rank, by the first rank on it.
         meeting: Where ranks meet before they communicate outside of a step.
+        timeout: Timeout of collectives; None: torch's.
     """
 
     gather: dist.ProcessGroup
@@ -60,6 +77,25 @@ class Groups:
     control: ControlGroup
     nodes: tuple[int, ...]
     meeting: Meeting
+    timeout: datetime.timedelta | None = None
+    _of_state: dict[tuple[int, ...], GroupsOfState] = field(default_factory=dict, repr=False)
+
+    def of_state(self, members: Sequence[Sequence[int]]) -> GroupsOfState:
+        """Return the process groups of this rank's part of all ranks; collective the first time.
+
+        Args:
+            members: The ranks of each part, which each hold the whole state.
+        """
+        found = None
+        for ranks in map(tuple, members):
+            if ranks in self._of_state:
+                return self._of_state[ranks]
+            # each rank makes the groups of all parts, in one order
+            made = [dist.new_group(ranks, timeout=self.timeout) for _ in range(3)]
+            if self.control.rank in ranks:
+                found = self._of_state[ranks] = GroupsOfState(*made)
+        assert found is not None, members
+        return found
 
     @classmethod
     def create(
@@ -87,7 +123,7 @@ class Groups:
         if wait != timeout:
             for group in (messages, gather, reduce):
                 set_timeout(group, timeout)
-        return cls(gather, reduce, control, nodes, Meeting(switchboard, timeout))
+        return cls(gather, reduce, control, nodes, Meeting(switchboard, timeout), timeout)
 
     def wait_for(self, timeout: datetime.timedelta) -> None:
         """Let the collectives of the next run wait for ``timeout``."""
