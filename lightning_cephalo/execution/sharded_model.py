@@ -174,17 +174,6 @@ class ShardedModel:
         own = next(n for n, members in enumerate(self.members) if rank in members)
         return GroupDivider(shares, own)
 
-    def held_numel(self, flat: Flat, rank: int) -> int:
-        """Return the elements of a flat that a rank holds."""
-        if flat.layout is None or not self.state_groups:
-            return flat.sizes[rank]
-        number, members = next(
-            (n, members) for n, members in enumerate(self.members) if rank in members
-        )
-        place = members.index(rank)
-        start, end = flat.layout.cuts_of_groups[number][place : place + 2]
-        return end - start
-
     @property
     def place(self) -> int:
         """This rank's number among those that hold the state together."""
