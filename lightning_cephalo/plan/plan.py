@@ -261,7 +261,7 @@ class Plan(FileRecord):
         """Return plain lists and numbers, the ranks last; None is left out."""
         data = super().to_dict()
         if not self.state_groups:
-            del data["state_groups"]
+            data.pop("state_groups", None)
         data["ranks"] = data.pop("ranks")
         return data
 

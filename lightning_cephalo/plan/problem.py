@@ -329,10 +329,10 @@ class Problem(FileRecord):
                 del data[name]
         if self.hybrid_sharding is False:
             for name in ("hybrid_sharding", "state_groups"):
-                del data[name]
+                data.pop(name, None)
         if self.hybrid_sharding != "auto":
             for name in _OF_HYBRID:
-                del data[name]
+                data.pop(name, None)
         return data
 
     def _check_hybrid(self) -> None:
