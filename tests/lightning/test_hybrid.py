@@ -78,7 +78,7 @@ class _Tokens(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(12, 6)
+        self.table = nn.Embedding(12, 6, sparse=True)
 
     def forward(self, x):
         chosen = (x[:, 0].abs() * 7).long().remainder(12)
