@@ -158,12 +158,12 @@ def _best(
     most = [max(run.most_share for run in own) for own in ways]
     shares = [0.0] * len(most)
     for members in problem.groups:
-        wanted = [plan.ranks[rank].state_fraction for rank in members]
-        found = _shares(wanted, [most[rank] for rank in members])
+        wanted = [plan.ranks[member].state_fraction for member in members]
+        found = _shares(wanted, [most[member] for member in members])
         if found is None:
             return None
-        for rank, share in zip(members, found, strict=True):
-            shares[rank] = share
+        for member, own_share in zip(members, found, strict=True):
+            shares[member] = own_share
     ranks = []
     for profile, own, share in zip(problem.ranks, ways, shares, strict=True):
         rounding = profile.capacity_bytes * _ROUNDING
