@@ -75,6 +75,7 @@ from lightning_cephalo.preparation.options import (
     Choice,
     Options,
     parse_early_update,
+    parse_hybrid_sharding,
     parse_optimizer_offload,
     parse_reduce_dtype,
     parse_vocabulary_sharding,
@@ -164,6 +165,10 @@ class CephaloStrategy(ParallelStrategy):
             rank. Tokens and hidden states travel instead. For large vocabularies and few tokens a
             step. It is measured and planned as such: shares of the state then go by the time of
             the head, too. The plan does not change by itself.
+        hybrid_sharding: Let each node hold the whole state, cut unevenly among its ranks, in place
+            of all ranks together. Gathers then stay inside of a node, and gradients cross to
+            another node once. For slow links between nodes that have the memory, over gloo. A plan
+            that is given says so itself (``state_groups``).
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Follow another plan where ranks change their pace while they train, if that pays:
             "auto" where the plan was solved. True also measures where ``plan`` is given, and then
@@ -213,6 +218,7 @@ class CephaloStrategy(ParallelStrategy):
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         reduce_dtype: torch.dtype | str | None = None,
         vocabulary_sharding: bool = False,
+        hybrid_sharding: bool = False,
         profile_budget_s: float = 20.0,
         replan: bool | Literal["auto"] = "auto",
         on_replan: Callable[[Replan], Any] | None = None,
@@ -251,6 +257,7 @@ class CephaloStrategy(ParallelStrategy):
             optimizer_scope=optimizer_scope,
             reduce_dtype=parse_reduce_dtype(reduce_dtype),
             vocabulary_sharding=parse_vocabulary_sharding(vocabulary_sharding),
+            hybrid_sharding=parse_hybrid_sharding(hybrid_sharding),
             profile_budget_s=profile_budget_s,
             replan=replanning.parse(replan),
             on_replan=on_replan,
@@ -568,6 +575,7 @@ class CephaloStrategy(ParallelStrategy):
                 "optimizer_offload": options.optimizer_offload is not False,
                 "reduce_dtype": options.reduce_dtype is not None,
                 "manual optimization": not self._module.automatic_optimization,
+                "hybrid sharding": options.hybrid_sharding,
             }
         )
 
@@ -587,7 +595,7 @@ class CephaloStrategy(ParallelStrategy):
         options = self._options.recovering(size, kept_bytes)
         if batch_norm.synchronised(self._module):
             options = options.without_recompute()
-        job = read_job(trainer, control, options)
+        job = read_job(trainer, control, options, self._connection.groups.nodes)
         session = self._shard(job)
         session.enforce_limits()
         plan = job.plan

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -104,7 +105,7 @@ def _sharded_like(sharded: nn.Parameter, parameter: nn.Parameter) -> nn.Paramete
     assert isinstance(sharded, DTensor)
     mesh = sharded.device_mesh
     values = parameter.detach().to(mesh.device_type, sharded.dtype, copy=True)
-    if mesh.size() > 1:
+    if dist.get_world_size() > 1:  # the mesh may be that of a group of ranks
         broadcast(values, None, source=0)
     rows = rows_like(sharded, values, parameter.device)
     made = nn.Parameter(rows, requires_grad=parameter.requires_grad)

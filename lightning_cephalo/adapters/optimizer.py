@@ -30,7 +30,13 @@ from lightning_cephalo.adapters.owned_update import OwnedUpdate, following
 from lightning_cephalo.adapters.scope import known_scope
 from lightning_cephalo.adapters.sparse_gradients import SparseGradients
 from lightning_cephalo.sharding.collectives import all_reduce
-from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, row_spec
+from lightning_cephalo.sharding.placement import (
+    Rows,
+    agreed,
+    as_dtensor,
+    local_part,
+    row_spec,
+)
 from lightning_cephalo.sharding.row_operators import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import (
     SentGradient,
@@ -354,6 +360,7 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
             if parts:
                 mesh = cast(DTensor, held[in_rows.index(True)]).device_mesh
                 all_reduce(square, mesh.get_group()).wait()
+                agreed(square, mesh)
             norm = (square + square_of_copies).sqrt().to(rows[0].dtype)
             torch.nn.utils.clip_grads_with_norm_(rows, largest, norm)
         if sent:

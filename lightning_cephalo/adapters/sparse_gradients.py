@@ -67,7 +67,7 @@ class SparseGradients:
             return
         flags = torch.cat([flags for *_, flags in held])
         mesh = held[0][0].device_mesh
-        all_reduce(flags, mesh.get_group(), dist.ReduceOp.MAX).wait()
+        all_reduce(flags, None, dist.ReduceOp.MAX).wait()  # the samples of all ranks use rows
         rank = mesh.get_local_rank()
         parts: Sequence[Tensor] = flags.split([len(flags) for *_, flags in held])
         for (parameter, own, _), part in zip(held, parts, strict=True):

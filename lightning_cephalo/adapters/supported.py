@@ -114,6 +114,7 @@ _TOGETHER_WITH_VOCABULARY = {
     "replan=True": "the pace of columns of logits is not watched: leave replan out",
     "optimizer_offload": "leave optimizer_offload out",
     "reduce_dtype": "leave reduce_dtype out",
+    "hybrid sharding": "leave hybrid_sharding, and state_groups of the plan, out",
     "manual optimization": "ranks meet at backwards and updates only: use automatic optimization",
 }
 

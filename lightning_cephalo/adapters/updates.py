@@ -71,6 +71,12 @@ class OptimizerUpdates:
         chosen = list(Scope)[int(widest)]
         if chosen is Scope.ELEMENT:
             return None
+        if self._model.state_groups:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} updates whole parameters, which hybrid sharding does"
+                " not support so far. Use an element-wise optimizer, such as AdamW or SGD, or"
+                " leave hybrid_sharding and state_groups out."
+            )
         single = chosen is Scope.MODEL
         owners = Owners(self._model.fractions, control.rank, single)
         update = OwnedUpdate(optimizer, owners, control, single)

@@ -17,12 +17,14 @@ from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.unit_hooks import Meet
 from lightning_cephalo.execution.vocabulary.layers import tables_of
+from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.ranks.groups import Groups
+from lightning_cephalo.sharding.across_groups import Across
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.collectives import broadcast
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
-from lightning_cephalo.sharding.layout import Divider
+from lightning_cephalo.sharding.layout import Divider, GroupDivider
 from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.padding import slot_numel
@@ -71,8 +73,12 @@ class ShardedModel:
         recompute: Whether the backward recomputes units.
         reduce_dtype: Dtype that gradients travel in (None: their own).
         cuts_vocabulary: Whether embedding and head stay cut along the vocabulary in steps.
+        state_groups: Hybrid sharding: the group of every rank; each holds the whole state. Empty:
+            all ranks hold it together.
 
     Attributes:
+        state_groups: As given.
+        members: The ranks of each group; one group of all without hybrid sharding.
         padding: Whether nearly equal slices are padded.
         routing: The way that slices take.
         stage: Moves device tensors over backends that run on the host; None: not needed.
@@ -91,6 +97,7 @@ class ShardedModel:
         recompute: bool,
         reduce_dtype: torch.dtype | None = None,
         cuts_vocabulary: bool = False,
+        state_groups: Sequence[int] = (),
     ) -> None:
         self.module = module
         self.accelerator = accelerator
@@ -98,23 +105,34 @@ class ShardedModel:
         self.control = groups.control
         self.backend = backend_of(groups.gather)
         self.compute_dtype = compute_dtype
-        self.routing = Routing(groups.nodes, on_host=not self.backend.runs_on_device)
+        self.state_groups = tuple(state_groups)
+        self.members = members_of(self.state_groups, groups.control.world_size)
+        self.routing = self._routing(groups.nodes)
         self.stage = self._stage()
         self.rounding = None if reduce_dtype is None else Rounding(reduce_dtype)
+        across: Across | None = None
+        mesh: dist.ProcessGroup | None = None
+        gather, reduce = groups.gather, groups.reduce
+        if self.state_groups:
+            of_state = groups.of_state(self.members)
+            gather, reduce, mesh = of_state.gather, of_state.reduce, of_state.rows
+            across = Across(self.members, groups.gather, groups.reduce)
         context = ShardingContext(
             device,
-            default_mesh(device.type),
-            groups.gather,
-            groups.reduce,
+            default_mesh(device.type, mesh),
+            gather,
+            reduce,
             self.routing,
             compute_dtype,
             stage=self.stage,
             meet=groups.meeting.meet,
             rounding=self.rounding,
+            across=across,
         )
+        self._context = context
         self.padding = context.padding
         self.fractions = tuple(fractions)
-        divider = Divider(fractions)
+        divider = self._divider(fractions)
         self.units: list[Unit] = []
         members_of_units = find_units(module, units.types, units.names)
         # weak: only what holds them already, such as an optimizer, keeps the originals alive
@@ -122,7 +140,8 @@ class ShardedModel:
         for members in members_of_units:
             for parameter, owners in members.parameters:
                 self._originals[parameter] = owners[0].name
-            members = initialise_members(module, members, materialise=context.rank == 0)
+            is_source = groups.control.rank == 0
+            members = initialise_members(module, members, materialise=is_source)
             is_root = not self.units
             cut = tables_of(module, members) if is_root and cuts_vocabulary else ()
             self.units.append(Unit(members, divider, context, cut))
@@ -138,7 +157,27 @@ class ShardedModel:
         is_host_memory = self.accelerator.holds(torch.empty(0))
         if self.backend.runs_on_device or is_host_memory:
             return None
-        return HostStage(self.accelerator, self.routing)
+        return HostStage(self.accelerator)
+
+    def _routing(self, nodes: Sequence[int]) -> Routing:
+        on_host = not self.backend.runs_on_device
+        if not self.state_groups:
+            return Routing(nodes, on_host=on_host)
+        largest = max(map(len, self.members))
+        return Routing([0] * largest, on_host=on_host, groups=len(self.members))
+
+    def _divider(self, fractions: Sequence[float]) -> Divider:
+        if not self.state_groups:
+            return Divider(fractions)
+        shares = [[fractions[rank] for rank in members] for members in self.members]
+        rank = self.control.rank
+        own = next(n for n, members in enumerate(self.members) if rank in members)
+        return GroupDivider(shares, own)
+
+    @property
+    def place(self) -> int:
+        """This rank's number among those that hold the state together."""
+        return self._context.rank
 
     def _move_buffers(self, compute_dtype: torch.dtype | None) -> None:
         """Move buffers to the device and the compute dtype, with rank 0's values."""
@@ -277,7 +316,7 @@ class ShardedModel:
         """
         self.release_buffers()
         self.fractions = tuple(fractions)
-        divider = Divider(fractions)
+        divider = self._divider(fractions)
         for unit in self.units:
             unit.change_fractions(divider, columns_of)
 
@@ -292,7 +331,7 @@ class ShardedModel:
             fractions: Each rank's share of the state after it.
             columns_of: As for :meth:`change_fractions`.
         """
-        divider, rank = Divider(fractions), self.control.rank
+        divider, rank = self._divider(fractions), self.place
         grows, copies = 0, [0]
         for flat in self.flats:
             old, new = flat.layout, divide_flat(flat.shapes, divider)

@@ -329,6 +329,9 @@ def _outcome(plan: Plan, details: bool) -> str | None:
         parts.append("slices of even shares are padded")
     if plan.by_node:
         parts.append("slices cross between nodes once")
+    if plan.state_groups:
+        count = len(set(plan.state_groups))
+        parts.append(f"each of {count} groups of ranks holds the whole state")
     if plan.vocabulary_sharding:
         columns_s = max((rank.columns_s or 0.0 for rank in plan.ranks), default=0.0)
         parts.append(f"the vocabulary stays cut, its columns take {format_seconds(columns_s)}")

@@ -34,6 +34,7 @@ from lightning_cephalo.plan.even import (
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.state import kept_by_runs, with_state
+from lightning_cephalo.plan.state_groups import even_shares
 
 _NO_TIME_S = 1e-12
 
@@ -46,6 +47,7 @@ def _either_way(baseline: Baseline) -> Baseline:
 
     @functools.wraps(baseline)
     def chosen(problem: Problem) -> Plan:
+        problem = problem.choosing_hybrid(False)
         default, *others = problem.reshard_choices
         best = baseline(problem.resharding(default))
         for choice in others:
@@ -68,13 +70,15 @@ def even(problem: Problem) -> Plan:
     first ranks get one remaining sample each.
     """
     started = time.perf_counter()
-    problem, share = replace(problem, has_even_state=True), 1 / len(problem.ranks)
+    problem = replace(problem, has_even_state=True)
     batches, limits = even_batches(problem), [rank.capacity_bytes for rank in problem.ranks]
-    found = [
-        [replace(run, state_fraction=share) for run in runs]
-        for runs in equal_counts(problem, batches, limits)
-    ]
+    found = [_with_even_state(problem, runs) for runs in equal_counts(problem, batches, limits)]
     return _fastest(problem, found, batches, limits, "even batch, even state", started)
+
+
+def _with_even_state(problem: Problem, runs: Sequence[RankPlan]) -> list[RankPlan]:
+    shares = even_shares(problem.active_groups, len(runs))
+    return [replace(run, state_fraction=share) for run, share in zip(runs, shares, strict=True)]
 
 
 @_either_way
@@ -86,7 +90,7 @@ def proportional(problem: Problem) -> Plan:
     microbatches, unless the problem requires equal numbers.
     """
     started = time.perf_counter()
-    problem, share = replace(problem, has_even_state=True), 1 / len(problem.ranks)
+    problem = replace(problem, has_even_state=True)
     limits = [rank.capacity_bytes for rank in problem.ranks]
     speeds = [
         _speed(problem, profile, limit)
@@ -98,7 +102,7 @@ def proportional(problem: Problem) -> Plan:
         if problem.equal_microbatches
         else filter(None, [all_runs(problem, batches, limits)])
     )
-    found = [[replace(run, state_fraction=share) for run in runs] for runs in choices]
+    found = [_with_even_state(problem, runs) for runs in choices]
     return _fastest(problem, found, batches, limits, "batch by speed, even state", started)
 
 
@@ -113,7 +117,11 @@ def state_by_memory(problem: Problem) -> Plan:
     for lean in (False, True):
         for runs in equal_counts(problem, batches, limits, lean=lean):
             used = kept_by_runs(problem, runs, limits)
-            if sum(limits) - sum(used) >= problem.full_state_bytes:
+            left = [limit - own for limit, own in zip(limits, used, strict=True)]
+            if all(
+                sum(left[rank] for rank in members) >= problem.full_state_bytes
+                for members in problem.groups
+            ):
                 found.append(with_state(problem, runs, limits))
     return _fastest(problem, found, batches, limits, "even batch, state by memory", started)
 

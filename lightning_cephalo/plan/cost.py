@@ -42,6 +42,9 @@ of all columns on rank i, a step takes ``max_i s_i C_i`` in addition, and the ti
 meetings communicate. Up to the first reduce each rank holds hidden states of the whole global
 batch (docs/design/vocabulary.md).
 
+With hybrid sharding each group of ranks, such as a node, holds the whole state: the shares of the
+ranks of each group sum to 1. G is then a gather in a group, and R a reduce in a group and across.
+
 Optimizer state that lives in host memory leaves the device, takes the host's memory beside the
 boundaries, and makes a step longer by what no compute hides (``plan/moving.py``).
 """
@@ -55,9 +58,10 @@ from typing import Any
 
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.plan.moving import exposure, moved_by
-from lightning_cephalo.plan.plan import Plan, RankPlan, fractions_are_even
+from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.program import UNITS_THAT_STAY
+from lightning_cephalo.plan.state_groups import members_of
 
 # With offload, the device holds the boundary values of these units and the gradients of one more.
 _UNITS_HELD = UNITS_THAT_STAY + 1
@@ -149,8 +153,8 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
     early if the problem or the plan says so.
 
     Raises:
-        PlanError: the plan counts on a vocabulary that is cut, or on one that is not, and the
-            problem has no times for that.
+        PlanError: the plan counts on a vocabulary that is cut, or on one that is not, or on groups
+            that hold the whole state, and the problem has no times for that.
     """
     is_cut = plan.vocabulary_sharding
     if is_cut is not None and is_cut != problem.vocabulary_sharding:
@@ -158,6 +162,14 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
             f"The plan says vocabulary_sharding: {str(is_cut).lower()}, but the problem was"
             f" measured with vocabulary_sharding={problem.vocabulary_sharding}. Measure it with"
             f" vocabulary_sharding={is_cut}, or leave vocabulary_sharding out of the plan."
+        )
+    problem = problem.choosing_hybrid(bool(plan.state_groups))
+    own = problem.state_groups
+    if members_of(plan.state_groups, plan.world_size) != members_of(own, len(problem.ranks)):
+        raise PlanError(
+            f"The plan says state_groups: {list(plan.state_groups)}, but the problem was measured"
+            f" with {list(own) if own else 'none'}. Measure it with the plan's, or use another"
+            " plan."
         )
     if plan.early_update and not problem.early_update:
         problem = problem.with_early_update()
@@ -272,7 +284,8 @@ def _state(problem: Problem, state_bytes: float, more_bytes: float = 0.0) -> dic
     """Return the state and the fixed part of a need."""
     fixed = problem.fixed_bytes + more_bytes
     if problem.has_even_state:
-        even = state_bytes / len(problem.ranks)
+        # where groups have different sizes, the smallest one's share is the largest
+        even = state_bytes / min(map(len, problem.groups))
         return {"state": 0.0, "fixed": fixed + even}
     return {"state": state_bytes, "fixed": fixed}
 
@@ -331,15 +344,18 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
         PlanError: the number of ranks differs, a microbatch size was not profiled, a rank's
             profile lacks the mode, or the problem does not say what optimizer state moves.
     """
-    if isinstance(ranks, Plan):
-        problem, ranks = as_planned(problem, ranks), ranks.ranks
-    elif fractions_are_even([rank.state_fraction for rank in ranks]):
-        problem = problem.with_even_shares()
-    if len(ranks) != len(problem.ranks):
+    given = ranks.ranks if isinstance(ranks, Plan) else ranks
+    if len(given) != len(problem.ranks):
         raise PlanError(
             f"Expected one rank plan for each of the problem's {len(problem.ranks)} ranks, "
-            f"but got {len(ranks)}."
+            f"but got {len(given)}."
         )
+    if isinstance(ranks, Plan):
+        problem, ranks = as_planned(problem, ranks), ranks.ranks
+    else:
+        problem = problem.choosing_hybrid(problem.hybrid_choices[0])
+        if problem.are_even([rank.state_fraction for rank in ranks]):
+            problem = problem.with_even_shares()
     predictions = []
     for index, (profile, rank) in enumerate(zip(problem.ranks, ranks, strict=True)):
         where = f"rank {index} ({profile.name!r})"

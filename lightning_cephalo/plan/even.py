@@ -22,6 +22,7 @@ from lightning_cephalo.plan.cost import (
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.columns import group_types
+from lightning_cephalo.plan.state_groups import even_shares
 
 _COUNTS = 8
 
@@ -117,18 +118,24 @@ def run_bytes(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
 def even_step_s(problem: Problem) -> float | None:
     """Return the predicted seconds of a step with even batches and even state, as under FSDP.
 
+    With hybrid sharding that is HSDP: even state in each group.
+
     None if that does not fit every rank. The best number of microbatches is nearly always the
     least that fits, so only the first few that fit are tried.
 
     Args:
         problem: Ranks and work of the step.
     """
-    batches, share = even_batches(problem), 1 / len(problem.ranks)
+    problem = problem.choosing_hybrid(problem.hybrid_choices[0])
+    batches, shares = even_batches(problem), even_shares(problem.active_groups, len(problem.ranks))
     found = []
     for choice in problem.reshard_choices:
         chosen = replace(problem.resharding(choice), has_even_state=True)
         runs = equal_counts(chosen, batches, [rank.capacity_bytes for rank in chosen.ranks])
         for ranks in itertools.islice(runs, _COUNTS):
-            even = [replace(rank, state_fraction=share) for rank in ranks]
+            even = [
+                replace(rank, state_fraction=share)
+                for rank, share in zip(ranks, shares, strict=True)
+            ]
             found.append(predict(chosen, even).step_s)
     return min(found, default=None)

@@ -68,6 +68,7 @@ def plan_for_batches(problem: Problem, plan: Plan, batch_sizes: Sequence[int]) -
     if [rank.batch_size for rank in plan.ranks] == list(batch_sizes):
         return plan
     chosen = as_planned(problem, plan).reshard_after_forward is not False
+    problem = problem.choosing_hybrid(bool(plan.state_groups))
     for reshard in dict.fromkeys((chosen, *map(bool, problem.reshard_choices))):
         found = _plan_by(problem.resharding(reshard), plan, batch_sizes)
         if found is not None:
@@ -155,9 +156,14 @@ def _best(
     if not all(ways):
         return None
     most = [max(run.most_share for run in own) for own in ways]
-    shares = _shares([rank.state_fraction for rank in plan.ranks], most)
-    if shares is None:
-        return None
+    shares = [0.0] * len(most)
+    for members in problem.groups:
+        wanted = [plan.ranks[member].state_fraction for member in members]
+        found = _shares(wanted, [most[member] for member in members])
+        if found is None:
+            return None
+        for member, own_share in zip(members, found, strict=True):
+            shares[member] = own_share
     ranks = []
     for profile, own, share in zip(problem.ranks, ways, shares, strict=True):
         rounding = profile.capacity_bytes * _ROUNDING

@@ -7,7 +7,6 @@ predictions are for tables and reports. They may be absent, as in a plan written
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -22,9 +21,14 @@ from lightning_cephalo.common.records import (
     Text,
     YesOrNo,
 )
+from lightning_cephalo.plan.state_groups import (
+    check_groups,
+    fractions_are_even,
+    members_of,
+    parsed_groups,
+)
 
 _FRACTION_TOLERANCE = 1e-6
-_EVEN = 1e-9
 
 
 def _sizes(field: str, value: Any) -> tuple[int, ...]:
@@ -130,8 +134,8 @@ class Plan(FileRecord):
     """One :class:`RankPlan` per rank, and the solver's predictions for the whole step.
 
     Args:
-        ranks: one :class:`RankPlan` per rank, in rank order. Fractions sum to 1 within 1e-6, and at
-            least one rank takes a sample.
+        ranks: one :class:`RankPlan` per rank, in rank order. Fractions sum to 1 within 1e-6, with
+            ``state_groups`` in each group, and at least one rank takes a sample.
         step_s: predicted time of one step.
         bound_s: lower bound of ``step_s``: no plan that :func:`~lightning_cephalo.plan.solve`
             chooses among is faster.
@@ -150,6 +154,8 @@ class Plan(FileRecord):
             None: they do not say.
         vocabulary_sharding: whether the predictions count on a vocabulary that stays cut. None:
             they do not say.
+        state_groups: hybrid sharding: the group of every rank, such as its node. Each group holds
+            the whole state. Empty: all ranks hold it together.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -168,6 +174,7 @@ class Plan(FileRecord):
     by_node: YesOrNo | None = None
     early_update: YesOrNo | None = None
     vocabulary_sharding: YesOrNo | None = None
+    state_groups: Annotated[tuple[int, ...], parsed_groups] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,13 +183,31 @@ class Plan(FileRecord):
                 f"Plan: expected at least one sample in all, but all {self.world_size} ranks have "
                 f"empty microbatch_sizes. Give at least one rank a microbatch."
             )
-        fractions = [rank.state_fraction for rank in self.ranks]
-        total = math.fsum(fractions)
-        if abs(total - 1) > _FRACTION_TOLERANCE:
-            raise PlanError(
-                f"Plan: expected state fractions that sum to 1, but {_listed(fractions)} sum to "
-                f"{total:.9g}. Divide each by their sum."
-            )
+        check_groups("state_groups", self.state_groups, self.world_size)
+        self._check_together()
+        for fractions in self.fractions_of_groups:
+            total = math.fsum(fractions)
+            if abs(total - 1) > _FRACTION_TOLERANCE:
+                where = " in each of state_groups" if self.state_groups else ""
+                raise PlanError(
+                    f"Plan: expected state fractions that sum to 1{where}, but"
+                    f" {_listed(fractions)} sum to {total:.9g}. Divide each by their sum."
+                )
+
+    def _check_together(self) -> None:
+        if not self.state_groups:
+            return
+        given = {
+            "vocabulary_sharding: true": self.vocabulary_sharding,
+            "by_node: true": self.by_node,
+            "resident_fraction, optimizer state in host memory": self.moves_state,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise PlanError(
+                    f"The plan says state_groups and {name}, which do not go together so far."
+                    " Leave one of the two out."
+                )
 
     @property
     def world_size(self) -> int:
@@ -200,9 +225,17 @@ class Plan(FileRecord):
         return any(rank.moves_state for rank in self.ranks)
 
     @property
+    def fractions_of_groups(self) -> list[list[float]]:
+        """The shares of the state in each group of ``state_groups``; of all ranks without any."""
+        return [
+            [self.ranks[rank].state_fraction for rank in members]
+            for members in members_of(self.state_groups, self.world_size)
+        ]
+
+    @property
     def shares_are_even(self) -> bool:
-        """Whether all ranks hold equal shares of the state."""
-        return fractions_are_even([rank.state_fraction for rank in self.ranks])
+        """Whether all ranks hold equal shares of the state, or those of each group do."""
+        return all(map(fractions_are_even, self.fractions_of_groups))
 
     def check(self, *, world_size: int | None = None, global_batch_size: int | None = None) -> None:
         """Check the plan against values that only the run knows; None is not checked.
@@ -227,13 +260,10 @@ class Plan(FileRecord):
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers, the ranks last; None is left out."""
         data = super().to_dict()
+        if not self.state_groups:
+            data.pop("state_groups", None)
         data["ranks"] = data.pop("ranks")
         return data
-
-
-def fractions_are_even(fractions: Sequence[float]) -> bool:
-    """Return whether these shares of the state are equal."""
-    return max(fractions) - min(fractions) <= _EVEN
 
 
 def _listed(values: list[Any], most: int = 16) -> str:

@@ -8,6 +8,7 @@ samples.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -26,10 +27,20 @@ from lightning_cephalo.common.records import (
     Text,
     equally_long,
 )
+from lightning_cephalo.plan.state_groups import (
+    check_groups,
+    fractions_are_even,
+    members_of,
+    parsed_groups,
+)
 
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
 _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
 _ROUNDING = 1e-9
+_OF_HYBRID = (
+    *("hybrid_gather_s", "hybrid_reduce_s", "hybrid_root_gather_s", "hybrid_root_reduce_s"),
+    "hybrid_fill_s",
+)
 _OF_VOCABULARY = ("meeting_forward_s", "meeting_backward_s", "hidden_bytes", "meeting_bytes")
 _REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
 
@@ -221,6 +232,15 @@ class Problem(FileRecord):
         hidden_bytes: what every rank holds of the samples of all ranks from the meetings of the
             forward to those of the backward.
         meeting_bytes: what a meeting takes at most on every rank, in addition.
+        hybrid_sharding: whether each of ``state_groups`` holds the whole state. Then gathers are
+            those of a group, and reduces add up gradients inside of it and across. "auto": the plan
+            chooses, and the times without are the fields above.
+        state_groups: the group of every rank, such as its node.
+        hybrid_gather_s: ``gather_s`` of hybrid sharding, for "auto".
+        hybrid_reduce_s: ``reduce_s`` of hybrid sharding, for "auto".
+        hybrid_root_gather_s: ``root_gather_s`` of hybrid sharding, for "auto".
+        hybrid_root_reduce_s: ``root_reduce_s`` of hybrid sharding, for "auto".
+        hybrid_fill_s: ``fill_s`` of hybrid sharding, for "auto".
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -280,6 +300,15 @@ class Problem(FileRecord):
     meeting_backward_s: Amount = 0.0
     hidden_bytes: Amount = 0.0
     meeting_bytes: Amount = 0.0
+    hybrid_sharding: Annotated[
+        bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")
+    ] = False
+    state_groups: Annotated[tuple[int, ...], parsed_groups] = ()
+    hybrid_gather_s: Amount = 0.0
+    hybrid_reduce_s: Amount = 0.0
+    hybrid_root_gather_s: Amount = 0.0
+    hybrid_root_reduce_s: Amount = 0.0
+    hybrid_fill_s: Amount = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -290,14 +319,59 @@ class Problem(FileRecord):
             )
         self._check_moved_state()
         self._check_vocabulary()
+        self._check_hybrid()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers; what is only said of a cut vocabulary is left out."""
+        """Return plain lists and numbers, without what only counts with an option that is off."""
         data = super().to_dict()
         if not self.vocabulary_sharding:
             for name in ("vocabulary_sharding", *_OF_VOCABULARY):
                 del data[name]
+        if self.hybrid_sharding is False:
+            for name in ("hybrid_sharding", "state_groups"):
+                data.pop(name, None)
+        if self.hybrid_sharding != "auto":
+            for name in _OF_HYBRID:
+                data.pop(name, None)
         return data
+
+    def _check_hybrid(self) -> None:
+        check_groups("state_groups", self.state_groups, len(self.ranks))
+        if self.hybrid_sharding != "auto":
+            for name in _OF_HYBRID:
+                if getattr(self, name):
+                    raise PlanError(
+                        f"{name}: it is {getattr(self, name):g}, but the plan does not choose. Set"
+                        f" hybrid_sharding: auto, or leave {name} out."
+                    )
+        if self.hybrid_sharding is False:
+            if self.state_groups:
+                raise PlanError(
+                    "state_groups: expected none with hybrid_sharding: false, where all ranks hold"
+                    " the state together. Set hybrid_sharding: true or auto, or leave it out."
+                )
+            return
+        if not self.state_groups:
+            raise PlanError(
+                f"hybrid_sharding: it is {self.hybrid_sharding!r}, which needs state_groups: the"
+                " group of every rank, such as its node."
+            )
+        given = {
+            "vocabulary_sharding: true": self.vocabulary_sharding,
+            f"optimizer_offload: {self.optimizer_offload}": self.optimizer_offload is not False,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise PlanError(
+                    f"hybrid_sharding: it is {self.hybrid_sharding!r}, which does not go together"
+                    f" with {name} so far. Leave one of the two out."
+                )
+        of_even = (self.even_gather_s, self.even_reduce_s, self.padded_bytes or None)
+        if self.hybrid_sharding is True and of_even != (None, None, None):
+            raise PlanError(
+                "even_gather_s, even_reduce_s, padded_bytes: expected none with hybrid_sharding:"
+                " true, whose shares are equal in groups at most. Leave them out."
+            )
 
     def _check_vocabulary(self) -> None:
         if not self.vocabulary_sharding:
@@ -359,10 +433,53 @@ class Problem(FileRecord):
         return max(self.states_bytes)
 
     @property
+    def hybrid_choices(self) -> tuple[bool, ...]:
+        """Values that a plan may choose for ``hybrid_sharding``; the first is the default."""
+        asked = self.hybrid_sharding
+        return (False, True) if asked == "auto" else (asked,)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group that holds the whole state; one group of all without hybrid."""
+        return members_of(self.active_groups, len(self.ranks))
+
+    def are_even(self, fractions: Sequence[float]) -> bool:
+        """Return whether these shares of the state are equal in each of :attr:`groups`."""
+        return all(fractions_are_even([fractions[rank] for rank in own]) for own in self.groups)
+
+    @property
+    def active_groups(self) -> tuple[int, ...]:
+        """``state_groups`` where hybrid sharding is chosen; else empty."""
+        return self.state_groups if self.hybrid_sharding is True else ()
+
+    @property
     def reshard_choices(self) -> tuple[bool, ...]:
         """Values that a plan may choose for ``reshard_after_forward``; the first is the default."""
         asked = self.reshard_after_forward
         return (True, False) if asked == "auto" else (asked,)
+
+    def choosing_hybrid(self, hybrid_sharding: bool) -> Problem:
+        """Return this problem with ``hybrid_sharding`` chosen."""
+        if self.hybrid_sharding != "auto":
+            return self
+        none: dict[str, Any] = dict.fromkeys(_OF_HYBRID, 0.0)
+        if not hybrid_sharding:
+            return replace(self, hybrid_sharding=False, state_groups=(), **none)
+        return replace(
+            self,
+            hybrid_sharding=True,
+            gather_s=self.hybrid_gather_s,
+            reduce_s=self.hybrid_reduce_s,
+            root_gather_s=self.hybrid_root_gather_s,
+            root_reduce_s=self.hybrid_root_reduce_s,
+            fill_s=self.hybrid_fill_s,
+            # what was measured of equal shares of all ranks does not count
+            even_gather_s=None,
+            even_reduce_s=None,
+            padded_bytes=0.0,
+            by_node=False,
+            **none,
+        )
 
     def with_even_shares(self) -> Problem:
         """Return this problem as a plan meets it in which all ranks hold equal shares.

@@ -26,6 +26,7 @@ from typing import Literal
 from lightning_cephalo.plan.cost import predict
 from lightning_cephalo.plan.plan import Plan
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.state_groups import members_of
 
 WINDOW_STEPS = 8
 LOOK_EVERY_STEPS = 10
@@ -272,12 +273,15 @@ def at_paces(problem: Problem, paces: Sequence[float]) -> Problem:
 
 def moved_share(old: Plan, new: Plan) -> float:
     """Return the share of the state that changes its rank, 0 to 1."""
-    kept = old_end = new_end = 0.0
-    for one, other in zip(old.ranks, new.ranks, strict=True):
-        old_start, old_end = old_end, old_end + one.state_fraction
-        new_start, new_end = new_end, new_end + other.state_fraction
-        kept += max(0.0, min(old_end, new_end) - max(old_start, new_start))
-    return max(0.0, 1.0 - kept)
+    groups = members_of(new.state_groups, new.world_size)
+    kept = 0.0
+    for members in groups:
+        old_end = new_end = 0.0
+        for rank in members:
+            old_start, old_end = old_end, old_end + old.ranks[rank].state_fraction
+            new_start, new_end = new_end, new_end + new.ranks[rank].state_fraction
+            kept += max(0.0, min(old_end, new_end) - max(old_start, new_start))
+    return max(0.0, 1.0 - kept / len(groups))
 
 
 def _are_near(paces: Sequence[float], others: Sequence[float]) -> bool:

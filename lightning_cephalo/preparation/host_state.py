@@ -197,6 +197,8 @@ class HostState:
     def _homes(self, plan: Plan, rank: int) -> tuple[StateHome, ...]:
         """Return where the state of each unit lives on a rank; as the planner has it."""
         part = plan.ranks[rank]
+        if not part.moves_state:
+            return (StateHome.RESIDENT,) * len(self._model.units)
         # rows are cut differently in each unit: shares of them would make other homes
         sizes = trained_sizes(self._model)
         homes = state_homes(sizes, part.resident_fraction, part.host_update_fraction)

@@ -107,6 +107,20 @@ def parse_vocabulary_sharding(value: bool) -> bool:
     )
 
 
+def parse_hybrid_sharding(value: bool) -> bool:
+    """Read the option ``hybrid_sharding``.
+
+    Raises:
+        ValueError: If it is neither True nor False.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ValueError(
+        f"hybrid_sharding: expected True or False, but got {value!r}. The planner compares both"
+        " where a Problem has times of both; training measures one of them so far."
+    )
+
+
 def parse_optimizer_offload(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
     """Read the option ``optimizer_offload``.
 
@@ -138,6 +152,7 @@ class Options:
         optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         reduce_dtype: Dtype that gradients travel in; None: their own.
         vocabulary_sharding: Whether embedding and head stay cut along the vocabulary.
+        hybrid_sharding: Whether each node holds the whole state.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Whether the plan may change while training; "auto": where it was solved.
         on_replan: Called on every rank after each such change.
@@ -164,6 +179,7 @@ class Options:
     optimizer_scope: str | Mapping[Any, str] = "auto"
     reduce_dtype: torch.dtype | None = None
     vocabulary_sharding: bool = False
+    hybrid_sharding: bool = False
     profile_budget_s: float = 20.0
     replan: bool | Literal["auto"] = "auto"
     on_replan: Callable[[Replan], Any] | None = None

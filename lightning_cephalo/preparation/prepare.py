@@ -26,6 +26,7 @@ from lightning_cephalo.adapters.batch_norm import smallest_microbatch
 from lightning_cephalo.adapters.early_update import gradients_leave, late_by_job
 from lightning_cephalo.adapters.precision import loss_scaler
 from lightning_cephalo.adapters.user_module import step_on
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data import BatchLayout, agreed_seed, global_batch_size, learn_layout
 from lightning_cephalo.data.loaders import share_generator_states
 from lightning_cephalo.data.reading import is_stream, refuse_one_pass, yields_ready_batches
@@ -33,6 +34,7 @@ from lightning_cephalo.data.streams import Start, start_of
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
+from lightning_cephalo.plan.state_groups import even_shares, members_of
 from lightning_cephalo.preparation.limits import (
     Limits,
     check_limits,
@@ -94,6 +96,7 @@ class Job:
         late: Why updates follow the backward, in a few words; empty: they run inside of it.
         leaves_batches_whole: Whether no batch is cut or read before training: one rank follows a
             given plan of one microbatch.
+        state_groups: The group of every rank, where each group holds the whole state; else empty.
     """
 
     options: Options
@@ -105,6 +108,7 @@ class Job:
     plan: Plan | None = None
     late: str = ""
     leaves_batches_whole: bool = False
+    state_groups: tuple[int, ...] = ()
 
     @classmethod
     def of_evaluation(cls, options: Options, world_size: int) -> Job:
@@ -126,20 +130,29 @@ class Job:
             return [rank.state_fraction for rank in self.plan.ranks]
         capacities = [own.device.capacity_bytes for own in self.limits]
         if math.isinf(max(capacities)) or min(capacities) > 0.9 * max(capacities):
-            return [1.0 / len(capacities)] * len(capacities)  # equal slices travel faster
-        return [capacity / sum(capacities) for capacity in capacities]
+            # equal slices travel faster
+            return list(even_shares(self.state_groups, len(capacities)))
+        shares = [0.0] * len(capacities)
+        for members in members_of(self.state_groups, len(capacities)):
+            total = sum(capacities[rank] for rank in members)
+            for rank in members:
+                shares[rank] = capacities[rank] / total
+        return shares
 
 
 # -- reading the job ------------------------------------------------------------------------------
 
 
-def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
+def read_job(
+    trainer: Trainer, control: ControlGroup, options: Options, nodes: Sequence[int]
+) -> Job:
     """Read the training to run; collective.
 
     Args:
         trainer: The trainer that is fitting.
         control: Messages between ranks.
         options: The user's options.
+        nodes: The node of every rank.
 
     Raises:
         PlanError: If the plan, the batch size, or a memory cap does not fit the run.
@@ -192,7 +205,41 @@ def read_job(trainer: Trainer, control: ControlGroup, options: Options) -> Job:
     if plan is not None:
         check_plan(plan, limits)
     late = next(filter(None, lates), "")
-    return Job(options, limits, batch_size, loaders, layouts, ready_samples, plan, late, whole)
+    groups = _state_groups(options, plan, nodes)
+    return Job(
+        options, limits, batch_size, loaders, layouts, ready_samples, plan, late, whole, groups
+    )
+
+
+def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> tuple[int, ...]:
+    """Return the group of every rank, where each holds the whole state; equal on every rank."""
+    given = plan is not None and plan.state_groups
+    if not given and (not options.hybrid_sharding or len(nodes) == 1):
+        return ()
+    for name, is_used in {
+        "vocabulary_sharding=True": options.vocabulary_sharding,
+        f"optimizer_offload={options.optimizer_offload!r}": options.optimizer_offload is not False,
+    }.items():
+        if is_used:
+            raise UnsupportedError(
+                f"{name} does not work with hybrid sharding so far. Leave it out, or"
+                " hybrid_sharding and state_groups of the plan."
+            )
+    if plan is not None and given:
+        return plan.state_groups
+    if plan is not None:
+        raise PlanError(
+            "hybrid_sharding=True, but the plan has no state_groups: in it all ranks hold the state"
+            f" together. Give a plan with state_groups: {list(nodes)} and shares that sum to 1 in"
+            " each, or leave one of the two out."
+        )
+    if len(set(nodes)) == 1:
+        raise PlanError(
+            f"hybrid_sharding=True, but all {len(nodes)} ranks are on one node, so that there are"
+            " no groups to hold the whole state each. Leave it out, or give a plan with"
+            " state_groups, the group of every rank."
+        )
+    return tuple(sorted(set(nodes)).index(node) for node in nodes)
 
 
 def _leaves_batches_whole(options: Options, world_size: int) -> bool:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.adapters import manual_turns
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.checkpoint import release_optimizer
@@ -32,7 +33,7 @@ from lightning_cephalo.adapters.step_outputs import StepOutputs
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
-from lightning_cephalo.common.errors import TooLittleMemoryError
+from lightning_cephalo.common.errors import TooLittleMemoryError, UnsupportedError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.data import (
@@ -55,6 +56,7 @@ from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
 from lightning_cephalo.observe.run_record import RankRecord, RunRecord
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.replan import Replan
+from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.preparation.host_state import HostState
 from lightning_cephalo.preparation.limits import (
     check_plan,
@@ -122,6 +124,13 @@ class Session:
         compute_dtype: torch.dtype | None,
     ) -> None:
         options, fractions = job.options, job.first_fractions
+        if job.state_groups and backend_of(groups.gather).runs_on_device:
+            raise UnsupportedError(
+                "Hybrid sharding adds up gradients across nodes over gloo only so far, but these"
+                " ranks communicate by a backend of their devices. Use"
+                " CephaloStrategy(process_group_backend='gloo'), or leave hybrid_sharding and"
+                " state_groups out."
+            )
         self._job = job
         self._at_end = ExitStack()
         self.control = groups.control
@@ -135,6 +144,7 @@ class Session:
             recompute=options.recompute.default,
             reduce_dtype=options.reduce_dtype,
             cuts_vocabulary=options.vocabulary_sharding and groups.control.world_size > 1,
+            state_groups=job.state_groups,
         )
         self.model.executor.buffers.sum_up(options.summed_buffers)
         self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)
@@ -399,6 +409,12 @@ class Session:
         """
         job = self._job
         plan.check(world_size=self.control.world_size, global_batch_size=job.global_batch_size)
+        if members_of(plan.state_groups, plan.world_size) != self.model.members:
+            raise PlanError(
+                f"The plan says state_groups: {list(plan.state_groups) or 'none'}, but this"
+                f" training has begun with {list(self.model.state_groups) or 'none'}. A plan"
+                " cannot change them while training: begin with such a plan."
+            )
         check_plan(plan, job.limits)
         self.check_modes(plan)
         self._host_state.check(plan)
@@ -735,7 +751,8 @@ def _refuse_with_manual_optimization(plan: Plan) -> None:
 def _plan_before(job: Job, fractions: Sequence[float]) -> Plan:
     """Return the plan until one is applied: an even batch, which counts the steps of an epoch."""
     even = deal(max(job.global_batch_size, len(fractions)), [1] * len(fractions))
-    return Plan(tuple(RankPlan((n,), f) for n, f in zip(even, fractions, strict=True)))
+    ranks = tuple(RankPlan((n,), f) for n, f in zip(even, fractions, strict=True))
+    return Plan(ranks, state_groups=job.state_groups)
 
 
 def _planned_memory(rank: RankPlan) -> str:

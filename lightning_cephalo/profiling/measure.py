@@ -305,6 +305,8 @@ def _in_this_world(
         root_gather_s=network.root_gather_s,
         root_reduce_s=network.root_reduce_s,
         fill_s=network.fill_s,
+        hybrid_sharding=bool(model.state_groups),
+        state_groups=model.state_groups,
     )
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan.plan import fractions_are_even
 from lightning_cephalo.plan.program import ROOT
+from lightning_cephalo.plan.state_groups import fractions_are_even
 from lightning_cephalo.sharding.unit import Unit
 
 # Units that are timed apart from the root, repetitions, and the seconds after which these stop.
@@ -76,17 +76,21 @@ def measure_network(
     """
     model.executor.reshard()
     _choose_way(model, clock, capacity_bytes)
-    root_gather_s, root_reduce_s = _unit_times(model, model.units[ROOT], clock)
+    root_gather_s, root_reduce_s = unit_times(model, model.units[ROOT], clock)
     fractions = model.fractions
     was_even = fractions_are_even(fractions)
     first = _times(model, clock, was_even, capacity_bytes)
     second = None
     other = _uneven(len(fractions)) if was_even else [1 / len(fractions)] * len(fractions)
-    if model.units[1:] and len(fractions) > 1 and _have_room(model, other, capacity_bytes):
+    # groups of ranks that each hold the whole state cut it anyhow
+    has_other = len(fractions) > 1 and not model.state_groups
+    if model.units[1:] and has_other and _have_room(model, other, capacity_bytes):
         model.change_fractions(other)
         second = _times(model, clock, not was_even, capacity_bytes)
         model.change_fractions(fractions)
     even, uneven = (first, second or first) if was_even else (second, first)
+    if model.state_groups:
+        even = None
     even_gather_s = _saved(None if even is None else even.gather_s, uneven.gather_s)
     even_reduce_s = _saved(None if even is None else even.reduce_s, uneven.reduce_s)
     saves = even_gather_s is not None or even_reduce_s is not None
@@ -98,7 +102,7 @@ def measure_network(
         padded_bytes=even.padded_bytes if even is not None and saves else 0.0,
         root_gather_s=root_gather_s,
         root_reduce_s=root_reduce_s,
-        exchange_s=_exchange_time(model),
+        exchange_s=exchange_time(model),
         by_node=model.routing.goes_by_node,
     )
 
@@ -175,7 +179,7 @@ def _times(
 def mean_times(model: ShardedModel, clock: Callable[[], float]) -> MeanTimes:
     """Return the mean times of units other than the root."""
     units = _spread([unit for unit in model.units[1:] if unit.flats], _UNITS)
-    times = [_unit_times(model, unit, clock) for unit in units]
+    times = [unit_times(model, unit, clock) for unit in units]
     if not times:
         return MeanTimes(0.0, 0.0)
     gathers, reduces = zip(*times, strict=True)
@@ -188,7 +192,7 @@ def _spread(units: Sequence[Unit], count: int) -> list[Unit]:
     return [units[round(index * (len(units) - 1) / (count - 1))] for index in range(count)]
 
 
-def _unit_times(model: ShardedModel, unit: Unit, clock: Callable[[], float]) -> tuple[float, float]:
+def unit_times(model: ShardedModel, unit: Unit, clock: Callable[[], float]) -> tuple[float, float]:
     """Return the slowest rank's median seconds of gathering and of reducing a unit."""
     gathers, reduces = [], []
     for repeat in range(1 + _REPEATS):
@@ -224,7 +228,8 @@ def slowest(model: ShardedModel, clock: Callable[[], float], function: Callable[
     return model.control.max(clock() - start_s)
 
 
-def _exchange_time(model: ShardedModel) -> float:
+def exchange_time(model: ShardedModel) -> float:
+    """Return the slowest rank's median seconds of one exchange of small messages; collective."""
     times = []
     for _ in range(_REPEATS):
         start_s = model.accelerator.now_s()

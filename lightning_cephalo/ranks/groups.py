@@ -6,7 +6,7 @@ import datetime
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,21 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: datetime.timedelta) ->
 
 
 @dataclass(frozen=True)
+class GroupsOfState:
+    """The process groups of ranks that hold the whole state together.
+
+    Attributes:
+        gather: Gathers parameters.
+        reduce: Reduces gradients.
+        rows: Serves operators on sharded tensors.
+    """
+
+    gather: dist.ProcessGroup
+    reduce: dist.ProcessGroup
+    rows: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
 class Groups:
     """The process groups of a run; created once, used by every stage of the Trainer.
 
@@ -56,6 +71,7 @@ class Groups:
         control: Carries small messages between processes, on the CPU.
         nodes: The node of every rank, by the first rank on it.
         meeting: Where ranks meet before they communicate outside of a step.
+        timeout: Timeout of collectives; None: torch's.
     """
 
     gather: dist.ProcessGroup
@@ -63,6 +79,28 @@ class Groups:
     control: ControlGroup
     nodes: tuple[int, ...]
     meeting: Meeting
+    timeout: datetime.timedelta | None = None
+    _counted: list[Any] = field(default_factory=list, repr=False)
+    _of_state: dict[tuple[tuple[int, ...], ...], GroupsOfState] = field(
+        default_factory=dict, repr=False
+    )
+
+    def of_state(self, members: Sequence[Sequence[int]]) -> GroupsOfState:
+        """Return the process groups of this rank's part of all ranks; collective the first time.
+
+        Args:
+            members: The ranks of each part, which each hold the whole state.
+        """
+        parts = tuple(map(tuple, members))
+        known = self._of_state.get(parts)
+        if known is not None:
+            return known
+        # each rank makes the groups of all parts, in one order
+        made = [[dist.new_group(part, timeout=self.timeout) for _ in range(3)] for part in parts]
+        own = next(number for number, part in enumerate(parts) if self.control.rank in part)
+        self._counted.extend(made[own])
+        found = self._of_state[parts] = GroupsOfState(*made[own])
+        return found
 
     @classmethod
     def create(
@@ -90,20 +128,28 @@ class Groups:
         if wait != timeout:
             for group in (messages, gather, reduce):
                 set_timeout(group, timeout)
+        counted: list[Any] = [dist.group.WORLD, messages, gather, reduce]
         if switchboard is not None:
-            switchboard.begun = partial(_begun, (dist.group.WORLD, messages, gather, reduce))
-        return cls(gather, reduce, control, nodes, Meeting(switchboard, timeout))
+            switchboard.begun = partial(_begun, counted)
+        meeting = Meeting(switchboard, timeout)
+        return cls(gather, reduce, control, nodes, meeting, timeout, counted)
 
     def forget(self) -> None:
         """Drop what would keep process groups alive after their run."""
         self.meeting.before = None
+        self._counted.clear()
         if self.meeting.switchboard is not None:
             self.meeting.switchboard.begun = None
 
     def wait_for(self, timeout: datetime.timedelta) -> None:
         """Let the collectives of the next run wait for ``timeout``."""
         self.meeting.timeout_s = timeout.total_seconds()
-        for group in (self.gather, self.reduce, self.control.group):
+        of_state = (
+            group
+            for groups in self._of_state.values()
+            for group in (groups.gather, groups.reduce, groups.rows)
+        )
+        for group in (self.gather, self.reduce, self.control.group, *of_state):
             set_timeout(group, timeout)
 
 

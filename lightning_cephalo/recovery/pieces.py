@@ -12,10 +12,12 @@ from collections import UserDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import RecoveryError
@@ -74,7 +76,7 @@ def taken_apart(
         if id(leaf) not in found:  # tied weights are kept once
             found[id(leaf)] = len(tensors)
             rows = rows_of(leaf)
-            own = (None, (0, 0)) if rows is None else (tuple(leaf.shape), rows.rows[rank])
+            own = (None, (0, 0)) if rows is None else (tuple(leaf.shape), _own_rows(leaf, rank))
             wholes.append(own)
             local = local_part(leaf)
             lasts = updated is None or rows is not None or id(leaf) in updated
@@ -90,6 +92,14 @@ def taken_apart(
         for start, tensor, whole in zip(starts, tensors, wholes, strict=True)
     )
     return pickle.dumps((kept, parts), protocol=pickle.HIGHEST_PROTOCOL), tensors
+
+
+def _own_rows(leaf: Tensor, rank: int) -> tuple[int, int]:
+    """Return the rows of a rank; of one of several groups that hold all rows, its own only."""
+    rows, mesh = rows_of(leaf), cast(DTensor, leaf).device_mesh
+    assert rows is not None
+    is_grouped = dist.is_initialized() and mesh.size() < dist.get_world_size()
+    return rows.rows[mesh.get_local_rank() if is_grouped else rank]
 
 
 @dataclass(frozen=True)
@@ -151,11 +161,14 @@ class Assembly:
             return self._read(rank, part)
         index = self._index_of[rank][place.number]
         whole = torch.empty(part.whole, dtype=part.dtype)
+        missing = torch.ones(len(whole), dtype=torch.bool)
         for holder, parts in enumerate(self._sharded):
             own = parts[index]
             first, end = own.rows
-            if end > first:
+            # groups of ranks may hold the whole tensor each
+            if end > first and missing[first:end].any():
                 whole[first:end].copy_(self._read(holder, own))
+                missing[first:end] = False
         return whole
 
     def _read(self, rank: int, part: _Part) -> Tensor:

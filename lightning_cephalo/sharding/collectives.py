@@ -56,7 +56,7 @@ def gather_slices(
         group: The process group.
         padding: Whether nearly equal slices are padded, on backends that gain by it; None: not.
         stage: Moves device tensors over backends that run on the host; None: this call blocks.
-        route: The way of slices in host memory; those of a stage take the stage's.
+        route: The way of slices in host memory.
     """
     offsets = _offsets(sizes)
     if backend_of(group).runs_on_device:
@@ -75,7 +75,7 @@ def gather_slices(
     if full.is_cpu:
         return Pending(route.gather(full.split(list(sizes)), group))
     if stage is not None:
-        return stage.gather(full, sizes, group)
+        return stage.gather(full, sizes, group, route)
     host = full.cpu()
     gather_slices(host, sizes, group).wait()
     full.data.copy_(host)
@@ -145,7 +145,7 @@ def reduce_slices(
 
     if not full.is_cpu:
         if stage is not None:
-            return stage.reduce(full, sizes, group, output.dtype, deliver)
+            return stage.reduce(full, sizes, group, output.dtype, deliver, route)
         total = torch.empty_like(output, device="cpu")
         reduce_slices(full.cpu(), sizes, group, total).wait()
         deliver(total.to(output.device))

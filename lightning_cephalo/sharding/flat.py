@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from lightning_cephalo.sharding.across_groups import Across
 from lightning_cephalo.sharding.buffers import Buffer, BufferPool
 from lightning_cephalo.sharding.collectives import (
     all_gather_rows,
@@ -62,7 +63,7 @@ from lightning_cephalo.sharding.placement import (
     set_rows,
 )
 from lightning_cephalo.sharding.rounding import Rounding
-from lightning_cephalo.sharding.routes import Routing
+from lightning_cephalo.sharding.routes import Route, Routing
 from lightning_cephalo.sharding.row_operators import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import spent
 from lightning_cephalo.sharding.staging import HostStage
@@ -105,6 +106,8 @@ class ShardingContext:
         stage: Moves device tensors over backends that run on the host; None: not needed.
         meet: Waits for all ranks before operators on sharded tensors communicate; None: not.
         rounding: The dtype that gradients travel in; None: their own.
+        across: With hybrid sharding, the groups of ranks that each hold the whole state. Mesh,
+            gather_group and reduce_group are then those of this rank's group.
     """
 
     device: torch.device
@@ -119,16 +122,27 @@ class ShardingContext:
     stage: HostStage | None = None
     meet: Meet | None = None
     rounding: Rounding | None = None
+    across: Across | None = None
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """This process's rank among those that hold the state together."""
         return dist.get_rank(self.gather_group)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that hold the state together."""
         return dist.get_world_size(self.gather_group)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.world_size == 1 and self.across is None
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """A process group of all ranks."""
+        return self.gather_group if self.across is None else self.across.gathers
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -168,11 +182,11 @@ class Flat:
         self.rows: torch.Tensor | None = None
 
         master = torch.empty(self.numel, dtype=self.master_dtype, device=context.device)
-        if context.rank == 0:
+        if dist.get_rank(context.everyone) == 0:
             for original, part in zip(originals, master.split(self._numels), strict=True):
                 part.copy_(original.detach().reshape(-1))
-        if context.world_size > 1 and self.numel:
-            broadcast(master, context.gather_group, source=0)
+        if not context.is_alone and self.numel:
+            broadcast(master, context.everyone, source=0)
         self._take_slice(master, originals)
 
         self._own_full = torch.empty(self.numel, dtype=self.dtype, device=context.device)
@@ -210,12 +224,16 @@ class Flat:
     def _set_layout(self, layout: FlatLayout | None) -> None:
         rank = self.context.rank
         self.layout = layout
+        self._reduce_route: Route | None = None
         if layout is None:
             self.sizes: tuple[int, ...] = (self.numel,) * self.context.world_size
             self._start, self._end = 0, self.numel
         else:
             self.sizes = layout.sizes
             self._start, self._end = layout.cuts[rank], layout.cuts[rank + 1]
+            across, inside = self.context.across, self.context.routing.route
+            if across is not None:
+                self._reduce_route = across.route(layout.cuts_of_groups, inside)
 
     def _placements(self) -> list[Placement]:
         """Return the rows of each parameter."""
@@ -276,7 +294,9 @@ class Flat:
             columns: What else has the rows of its parameters.
         """
         old = self.layout
-        if old is None or layout is None or old.cuts == layout.cuts:
+        if old is None or layout is None:
+            return
+        if (old.cuts, old.cuts_of_groups) == (layout.cuts, layout.cuts_of_groups):
             return
         gradients = [sharded.grad for sharded in self.sharded]
         self.forget_gradient()
@@ -632,7 +652,7 @@ class Flat:
         accumulate = any(parameter.grad is not None for parameter in self.sharded)
         if accumulate:
             self._keep_only_held_gradients()
-        if self.context.world_size == 1 or self._is_armed_cut:
+        if self.context.is_alone or self._is_armed_cut:
             pending = Pending()
             self._deliver_local(scale, accumulate)
         elif self.layout is None:
@@ -648,7 +668,7 @@ class Flat:
                 accumulate=accumulate,
                 padding=self.context.padding,
                 stage=self.context.stage,
-                route=self.context.routing.route,
+                route=self._reduce_route or self.context.routing.route,
             )
             if rounding is not None and rounding.is_measured:
                 self._measure(rounding, pending)
@@ -674,7 +694,9 @@ class Flat:
 
     def _all_reduce(self, scale: float, accumulate: bool) -> Pending:
         assert self.grad_full is not None
-        pending = all_reduce(self.grad_full, self.context.reduce_group)
+        across = self.context.across
+        group = self.context.reduce_group if across is None else across.reduces
+        pending = all_reduce(self.grad_full, group)
         pending.finish = lambda: self._deliver_local(scale, accumulate)
         return pending
 
@@ -690,9 +712,11 @@ class Flat:
     @property
     def received_bytes(self) -> int:
         """Bytes that a reduce of this rank takes in addition; see ``reduce_slices``."""
-        if self.layout is None or self.context.world_size == 1 or self._is_armed_cut:
+        if self.layout is None or self.context.is_alone or self._is_armed_cut:
             return 0
-        received = self.context.routing.received_numel(self.sizes, self.context.rank)
+        received = self.context.routing.received_numel(
+            self.sizes, self.context.rank, self._reduce_route
+        )
         nbytes = received * self.sent_dtype.itemsize
         if self.sent_dtype != self.master_dtype:  # what is sent, and the sum
             nbytes += self.numel * self.sent_dtype.itemsize

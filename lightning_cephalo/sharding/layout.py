@@ -22,7 +22,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,14 @@ class FlatLayout:
 
     Attributes:
         slots: The parameters in order, without gaps.
-        cuts: ``world_size + 1`` element offsets, non-decreasing from 0 to ``numel``.
+        cuts: ``world_size + 1`` element offsets, non-decreasing from 0 to ``numel``. With groups
+            that each hold the whole flat, those of this rank's group.
+        cuts_of_groups: Those of every group; empty without groups.
     """
 
     slots: tuple[Slot, ...]
     cuts: tuple[int, ...]
+    cuts_of_groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -166,6 +169,25 @@ class Divider:
             self._errors[index] = 0.0 if share >= 1.0 else wanted - cut
             cuts.append(cut)
         return FlatLayout(tuple(slots), tuple(cuts))
+
+
+class GroupDivider(Divider):
+    """Cuts flats that each of several groups of ranks holds whole, by the group's own shares.
+
+    Args:
+        fractions_of_groups: The shares of the ranks of each group; each sums to 1.
+        own: Number of the group whose cuts count here.
+    """
+
+    def __init__(self, fractions_of_groups: Sequence[Sequence[float]], own: int) -> None:
+        super().__init__(fractions_of_groups[own])
+        self._own = own
+        self._dividers = [Divider(fractions) for fractions in fractions_of_groups]
+
+    def divide(self, shapes: Sequence[tuple[int, ...]]) -> FlatLayout:
+        """See :meth:`Divider.divide`."""
+        layouts = [each.divide(shapes) for each in self._dividers]
+        return replace(layouts[self._own], cuts_of_groups=tuple(each.cuts for each in layouts))
 
 
 def _cumulative(fractions: Sequence[float]) -> list[float]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.sharding.collectives import all_gather_rows
+from lightning_cephalo.sharding.collectives import all_gather_rows, broadcast
 
 Meet = Callable[[str, str], None]
 """Waits until all ranks have come for the same purpose; takes it, and a remedy for messages."""
@@ -290,8 +290,26 @@ def set_rows(tensor: torch.Tensor, local: torch.Tensor, placement: Placement) ->
     tensor._spec = row_spec(tensor.device_mesh, placement, tensor.shape, tensor.dtype)
 
 
-def default_mesh(device_type: str) -> DeviceMesh:
-    """Build the one-dimensional mesh over all ranks."""
-    assert dist.group.WORLD is not None
+def default_mesh(device_type: str, group: dist.ProcessGroup | None = None) -> DeviceMesh:
+    """Build the one-dimensional mesh over the ranks of a group; None: over all ranks."""
+    group = group or dist.group.WORLD
+    assert group is not None
     # `init_device_mesh` would create another group where gloo serves a machine with other devices
-    return DeviceMesh.from_group(dist.group.WORLD, device_type)
+    return DeviceMesh.from_group(group, device_type)
+
+
+def agreed(number: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return a number of the whole tensor with the same bits on all ranks; collective.
+
+    Groups of ranks that each hold the whole state cut it in different places. Their sums are thus
+    rounded differently, and copies of one row would drift apart: rank 0's number counts.
+
+    Args:
+        number: A tensor that all ranks of a mesh have computed from their rows together; changes.
+        mesh: The mesh.
+    """
+    if mesh.size() < dist.get_world_size():
+        own = number.to(mesh.device_type)
+        broadcast(own, None, source=0)
+        number.copy_(own)
+    return number

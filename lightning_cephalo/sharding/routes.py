@@ -89,6 +89,8 @@ class Routing:
         nodes: The node of every rank, by any number.
         on_host: Whether slices travel in sends and receives at all, rather than in the collectives
             of a backend that runs on the device and finds its own ways.
+        groups: Number of groups of ranks that each hold the whole state; nodes are then those of
+            the largest group.
 
     Attributes:
         nodes: The node of every rank.
@@ -97,10 +99,12 @@ class Routing:
         has_choice: Whether going by node differs from the straight way.
     """
 
-    def __init__(self, nodes: Sequence[int], *, on_host: bool = True) -> None:
+    def __init__(self, nodes: Sequence[int], *, on_host: bool = True, groups: int = 1) -> None:
         self.by_node, self.nodes = False, tuple(nodes)
         self.has_choice = on_host and 1 < len(set(nodes)) < len(nodes)
         self._on_host, self._world_size = on_host, len(nodes)
+        # a group's own sum, and those of the others
+        self._of_groups = groups if groups > 1 else 0
         self._straight, self._by_node = Straight(), ByNode(nodes)
 
     @property
@@ -118,8 +122,18 @@ class Routing:
         """The most summands that a reduce receives for a rank's slice; 1 if the backend adds up."""
         if not self._on_host:
             return 1
-        return self._by_node.summands if self.goes_by_node else self._world_size
+        if self.goes_by_node:
+            return self._by_node.summands
+        return self._world_size + self._of_groups
 
-    def received_numel(self, sizes: Sequence[int], rank: int) -> int:
-        """Return the elements that a reduce of slices of these sizes receives into on a rank."""
-        return self.route.received_numel(sizes, rank) if self._on_host else sizes[rank]
+    def received_numel(self, sizes: Sequence[int], rank: int, route: Route | None = None) -> int:
+        """Return the elements that a reduce of slices of these sizes receives into on a rank.
+
+        Args:
+            sizes: Elements of every rank.
+            rank: The rank.
+            route: The way of the reduce; None: that of gathers.
+        """
+        if not self._on_host:
+            return sizes[rank]
+        return (route or self.route).received_numel(sizes, rank)

@@ -38,6 +38,7 @@ from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.placement import (
     Rows,
     RowsTensor,
+    agreed,
     as_dtensor,
     local_part,
     meet_of,
@@ -551,7 +552,7 @@ def _combined(call: _Call) -> Tensor:
     held = torch.tensor([end > first for first, end in rows.rows], device=numbers.device)
     if "dim" in options:
         options["dim"] = 0 if isinstance(options["dim"], int) else [0]
-    result = reduce(numbers[held], **options)
+    result = agreed(reduce(numbers[held], **options), tensor.device_mesh)
     return result / tensor.numel() if is_mean else result
 
 
@@ -568,15 +569,19 @@ def _norms(call: _Call) -> list[Tensor]:
     own = torch.stack([part.to(device, torch.float64) for part in parts])
     numbers = of_all_ranks(own, like).view(-1, len(tensors))
     norms = []
-    for index, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
+    for index, tensor in enumerate(tensors):
         rows = rows_of(tensor)
         norm = parts[index]
         if rows is not None:
             held = torch.tensor([size > 0 for size in rows.sizes], device=device)
             # counts of elements that are not zero add up
             norm = _norm(numbers[held, index], order or 1)
-        norms.append(norm.to(value.device, arguments["dtype"] or value.dtype.to_real()))
-    return norms
+        norms.append(norm.to(device, torch.float64))
+    same = agreed(torch.stack(norms), like.device_mesh).unbind()
+    return [
+        norm.to(value.device, arguments["dtype"] or value.dtype.to_real())
+        for norm, value in zip(same, values, strict=True)
+    ]
 
 
 def _norm(values: Tensor, order: float) -> Tensor:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.sharding.collectives import all_gather_rows
 from lightning_cephalo.sharding.placement import all_gather_on_mesh, local_part
 
 # ranks of different devices round differently: how far sums may be apart, in units of rounding
@@ -35,7 +37,11 @@ def refuse_different(values: Sequence[Tensor], like: DTensor, name: str) -> None
         UnsupportedError: On every rank.
     """
     own = torch.cat([_sums(value).to(local_part(like).device) for value in values])
-    ranks = of_all_ranks(own, like).view(-1, len(values), 3).cpu()
+    mesh, ones = like.device_mesh, [len(own)] * dist.get_world_size()
+    assert dist.group.WORLD is not None
+    # of all ranks, also where groups of them hold the whole tensor each
+    ranks = all_gather_rows(own.to(mesh.device_type), ones, dist.group.WORLD)
+    ranks = ranks.view(-1, len(values), 3).cpu()
     for index, value in enumerate(values):
         found = ranks[:, index, :]
         rounds = value.is_floating_point() or value.is_complex()
@@ -56,7 +62,7 @@ def refuse_different(values: Sequence[Tensor], like: DTensor, name: str) -> None
 
 
 def of_all_ranks(own: Tensor, like: DTensor) -> Tensor:
-    """Return the 1-d tensors of equal sizes of all ranks, one behind the other; collective."""
+    """Return the 1-d tensors of equal sizes of a tensor's ranks, one by one; collective."""
     mesh = like.device_mesh
     return all_gather_on_mesh(own, [len(own)] * mesh.size(), mesh)
 

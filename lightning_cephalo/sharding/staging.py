@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.base import EndOfWork
 from lightning_cephalo.sharding.line import Line
-from lightning_cephalo.sharding.routes import Routing
+from lightning_cephalo.sharding.routes import Route
 from lightning_cephalo.sharding.transfers import Pending
 
 
@@ -30,23 +30,22 @@ class HostStage:
 
     Args:
         accelerator: This rank's device.
-        routing: The way that slices take.
     """
 
-    def __init__(self, accelerator: Accelerator, routing: Routing) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._routing = routing
         self._copies = accelerator.copies()
         self._idle: list[tuple[Tensor, EndOfWork | None]] = []
         self._gathers, self._reduces = Line(), Line()
 
-    def gather(self, full: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Pending:
+    def gather(
+        self, full: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, route: Route
+    ) -> Pending:
         """Fill ``full`` with every rank's slice; see ``gather_slices``."""
         rank = dist.get_rank(group)
         memory, host = self._take(full.numel(), full.dtype)
         slices = host.split(list(sizes))
         copied = self._copies.start(slices[rank], full.split(list(sizes))[rank])
-        route = self._routing.route
 
         def move() -> None:
             copied.synchronize()
@@ -67,9 +66,10 @@ class HostStage:
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         deliver: Callable[[Tensor], None],
+        route: Route,
     ) -> Pending:
         """Sum ``full`` over the ranks, and give this rank's slice to ``deliver``, of a dtype."""
-        rank, route = dist.get_rank(group), self._routing.route
+        rank = dist.get_rank(group)
         sent, host = self._take(full.numel(), full.dtype)
         received, summands = self._take(route.received_numel(sizes, rank), full.dtype)
         copied = self._copies.start(host, full)

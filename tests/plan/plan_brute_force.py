@@ -64,13 +64,16 @@ def holds(problem: Problem, left_bytes: list[tuple[float, ...]]) -> bool:
         min(own * (full / s) if s else math.inf for own, s in zip(left, states, strict=True))
         for left in left_bytes
     ]
-    return math.fsum(rooms) >= full
+    return all(math.fsum(rooms[rank] for rank in own) >= full for own in problem.groups)
 
 
 def least_step(problem: Problem) -> float | None:
     """The shortest step of any feasible plan, or None when there is none."""
     if problem.reshard_after_forward == "auto":
         choices = [least_step(replace(problem, reshard_after_forward=c)) for c in (True, False)]
+        return min((step for step in choices if step is not None), default=None)
+    if problem.hybrid_sharding == "auto":
+        choices = [least_step(problem.choosing_hybrid(c)) for c in (True, False)]
         return min((step for step in choices if step is not None), default=None)
     batch = problem.global_batch_size
     options = [ways_of(problem, profile) for profile in problem.ranks]
@@ -91,7 +94,9 @@ def least_step(problem: Problem) -> float | None:
             if holds(problem, left):
                 steps.append(step_time(problem, *slowest))
             shares = [s / len(left) + problem.padded_bytes for s in problem.states_bytes]
-            if all(own >= share for pair in left for own, share in zip(pair, shares, strict=True)):
+            if problem.hybrid_sharding is False and all(
+                own >= share for pair in left for own, share in zip(pair, shares, strict=True)
+            ):
                 steps.append(step_time(problem.with_even_shares(), *slowest))
             best = min([*steps, *([] if best is None else [best])], default=None)
     return best

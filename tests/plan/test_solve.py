@@ -27,7 +27,7 @@ from lightning_cephalo.plan import (
     predict,
     solve,
 )
-from lightning_cephalo.plan.solver import columns, infeasible, search
+from lightning_cephalo.plan.solver import columns, infeasible
 from lightning_cephalo.plan.solver.search import Search
 
 PACKAGE = Path(plan_package.__file__).parents[1]
@@ -128,7 +128,28 @@ def problems(draw) -> Problem:
         reducing_state_bytes=draw(st.sampled_from([0, 0, 0.25, 1])) * problem.state_bytes,
         updating_state_bytes=draw(st.sampled_from([0, 0, 1, 3])) * problem.state_bytes,
     )
+    if len(ranks) > 1 and draw(st.booleans()):
+        problem = hybrid(draw, problem)
     return problem.with_early_update() if draw(st.booleans()) else problem
+
+
+def hybrid(draw, problem: Problem) -> Problem:
+    """The problem with groups of ranks that may hold, or hold, the whole state."""
+    chosen = draw(st.sampled_from(["auto", "auto", True]))
+    groups = [0, *[draw(st.integers(0, 1)) for _ in problem.ranks[2:]], 1]
+    if chosen is True:
+        none = {"even_gather_s": None, "even_reduce_s": None, "padded_bytes": 0.0}
+        return dataclasses.replace(problem, hybrid_sharding=True, state_groups=groups, **none)
+    return dataclasses.replace(
+        problem,
+        hybrid_sharding="auto",
+        state_groups=groups,
+        hybrid_gather_s=draw(st.sampled_from([0.0, 0.5, 4.0])),
+        hybrid_reduce_s=draw(st.sampled_from([0.5, 3.0, 10.0])),
+        hybrid_root_gather_s=draw(st.sampled_from([0.0, 0.25])),
+        hybrid_root_reduce_s=draw(st.sampled_from([0.0, 1.0])),
+        hybrid_fill_s=draw(st.sampled_from([0.0, 2.0])),
+    )
 
 
 def assert_optimal(problem: Problem) -> None:
@@ -492,7 +513,7 @@ def test_a_new_resource_is_an_entry_in_the_table(monkeypatch):
 
     def batches(total: float, ranks: list[RankProfile]) -> list[int]:
         resources = (*columns.RESOURCES[:2], columns.Resource((energy,), lambda _: total))
-        for module in (columns, infeasible, search):
+        for module in (columns, infeasible):
             monkeypatch.setattr(module, "RESOURCES", resources)
         problem = Problem(ranks, units=2, state_bytes=10, global_batch_size=8)
         return [rank.batch_size for rank in checked(problem, solve(problem)).ranks]

@@ -56,9 +56,11 @@ class Resource:
         return [need(problem, profile, mode) for need in self.needs]
 
 
-def _beside_state(problem: Problem) -> float:
+def _beside_state(problem: Problem, members: Sequence[int] | None = None) -> float:
+    """Return the capacity of some ranks, or of all, beside the state that they share."""
     shared = 0.0 if problem.has_even_state else problem.full_state_bytes
-    return math.fsum(rank.capacity_bytes for rank in problem.ranks) - shared
+    ranks = range(len(problem.ranks)) if members is None else members
+    return math.fsum(problem.ranks[rank].capacity_bytes for rank in ranks) - shared
 
 
 def _unshared(problem: Problem) -> float:
@@ -87,11 +89,16 @@ class RankType:
 
 
 def group_types(problem: Problem) -> tuple[RankType, ...]:
-    """Group equal ranks, in order of first appearance; the name does not count."""
+    """Group equal ranks, in order of first appearance; the name does not count.
+
+    Ranks of two groups that each hold the whole state are of different types.
+    """
     names = [field.name for field in dataclasses.fields(RankProfile) if field.name != "name"]
+    group_of = {rank: number for number, own in enumerate(problem.groups) for rank in own}
     members: dict[tuple, list[int]] = {}
     for index, rank in enumerate(problem.ranks):
-        members.setdefault(tuple(getattr(rank, name) for name in names), []).append(index)
+        key = (group_of[index], *(getattr(rank, name) for name in names))
+        members.setdefault(key, []).append(index)
     return tuple(
         RankType(problem.ranks[indices[0]], tuple(indices)) for indices in members.values()
     )
@@ -129,7 +136,8 @@ class Columns:
         times_s: forward and backward per unit and tail per step, of shape (columns, 3).
         needed: amount of each need of each of ``RESOURCES``, of shape (columns, needs).
         used: amount of each of ``RESOURCES``, of shape (columns, resources). Of the device, the
-            part that no state can have.
+            part that no state can have. With hybrid sharding the same for each group, which is 0
+            for columns of other groups, follows.
         copies: number of microbatches of each size, of shape (columns, largest microbatch size of
             any type).
     """
@@ -200,8 +208,30 @@ def build_columns(
         grown = len(known) > 1 or min(problem.states_bytes) < problem.full_state_bytes
         if (grown or room is not None) and len(found):
             found = found.take(_unbeaten_columns(problem, found))
-        parts.append(found)
+        parts.append(_with_groups(problem, kind, found))
     return joined(parts)
+
+
+def shared_by_all(problem: Problem) -> np.ndarray:
+    """Return what ranks together have of each column of :attr:`Columns.used`."""
+    shared = [resource.shared(problem) for resource in RESOURCES]
+    if len(problem.groups) > 1:
+        shared[DEVICE] = math.inf  # each group has its own limit
+        shared += [_beside_state(problem, members) for members in problem.groups]
+    return np.array(shared)
+
+
+def _with_groups(problem: Problem, kind: RankType, columns: Columns) -> Columns:
+    """Return a type's columns with what they use of each group's devices."""
+    if len(problem.groups) == 1:
+        return columns
+    on_device = columns.used[:, DEVICE]
+    of_groups = [
+        on_device if kind.members[0] in members else np.zeros_like(on_device)
+        for members in problem.groups
+    ]
+    used = np.column_stack([columns.used, *of_groups])
+    return dataclasses.replace(columns, used=used)
 
 
 def needs_of(problem: Problem, profile: RankProfile, mode: Mode) -> list[Need]:

@@ -30,6 +30,7 @@ from lightning_cephalo.plan.solver.columns import (
     build_columns,
     group_types,
     needs_of,
+    shared_by_all,
     usable_sizes,
 )
 from lightning_cephalo.plan.solver.milp import TIGHT, Needs, Outcome, Slack, choose
@@ -228,6 +229,8 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
             f"{'more' if nearest > batch else 'fewer'}. "
             f"{_remedies(room, more=True)}"
         )
+    if len(problem.groups) > 1:
+        return f"{_too_little_for_a_group(problem)} {_remedies(room)}"
     exact = room.least_bytes()
     used = _least_used(problem, types, RESOURCES[DEVICE]) if exact is None else exact
     capacity = math.fsum(rank.capacity_bytes for rank in problem.ranks)
@@ -245,6 +248,24 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
         f"{_bytes(capacity)} ({on}): {'at least ' if exact is None else ''}{_bytes(missing)} are "
         f"missing. "
         f"{_remedies(room)}"
+    )
+
+
+def _too_little_for_a_group(problem: Problem) -> str:
+    capacities = [
+        math.fsum(problem.ranks[rank].capacity_bytes for rank in members)
+        for members in problem.groups
+    ]
+    have = ", ".join(
+        f"rank {_listed(members)} {_bytes(capacity)}"
+        for members, capacity in zip(problem.groups[:8], capacities, strict=False)
+    )
+    return (
+        f"Memory binds in a group of ranks: with hybrid sharding each of {len(capacities)} groups "
+        f"holds the whole state, {_bytes(problem.full_state_bytes)}, next to "
+        f"{_buffers(problem)} of {_bytes(idle_bytes(problem))} on each rank, and its samples. The "
+        f"capacity of the groups is {have}. hybrid_sharding=False holds the state once, on all "
+        f"ranks together."
     )
 
 
@@ -336,8 +357,13 @@ class _Room:
     def further_ranks(self, index: int) -> int:
         """Return the fewest additional ranks of this type that suffice, or 0 if none are known."""
         problem = self.problem
-        larger = dataclasses.replace(problem, ranks=(*problem.ranks, self.types[index].profile))
-        shared = [(each.shared(larger), each.shared(problem)) for each in RESOURCES]
+        groups, kind = problem.state_groups, self.types[index]
+        larger = dataclasses.replace(
+            problem,
+            ranks=(*problem.ranks, kind.profile),
+            state_groups=(*groups, groups[kind.members[0]]) if groups else (),
+        )
+        shared = zip(shared_by_all(larger), shared_by_all(problem), strict=True)
         brings = [after - before if math.isfinite(before) else 0.0 for after, before in shared]
         outcome = self._solved(self._needs(), Slack(further=index, brings=np.array(brings)))
         return 0 if outcome.values is None else int(outcome.values.sum()) - len(problem.ranks)
@@ -359,14 +385,13 @@ class _Room:
         return outcome
 
     def _needs(self) -> Needs:
-        shared = np.array([resource.shared(self.problem) for resource in RESOURCES])
-        return dataclasses.replace(self._unshared(), shared=shared)
+        return dataclasses.replace(self._unshared(), shared=shared_by_all(self.problem))
 
     def _unshared(self) -> Needs:
         return Needs(
             ranks=np.array([kind.count for kind in self.types]),
             batch=self.problem.global_batch_size,
-            shared=np.full(len(RESOURCES), math.inf),
+            shared=np.full_like(shared_by_all(self.problem), math.inf),
             equal_counts=self.problem.equal_microbatches,
         )
 
@@ -441,9 +466,11 @@ def _why_none(problem: Problem, profile: RankProfile) -> str:
 
 
 def _members(kind: RankType) -> str:
-    shown = ", ".join(str(index) for index in kind.members[:6])
-    more = ", ..." if kind.count > 6 else ""
-    return f"{shown}{more} ({kind.profile.name!r})"
+    return f"{_listed(kind.members)} ({kind.profile.name!r})"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
 
 
 def _timeless(rank: RankProfile) -> RankProfile:

@@ -22,12 +22,12 @@ from lightning_cephalo.plan.solver.bounds import (
 from lightning_cephalo.plan.solver.columns import (
     DEVICE,
     HOST,
-    RESOURCES,
     ColumnLimits,
     Columns,
     RankType,
     batch_groups,
     build_columns,
+    shared_by_all,
     step_seconds,
 )
 from lightning_cephalo.plan.solver.milp import Budget, Maximum, Needs, choose
@@ -254,9 +254,7 @@ class Search:
         costs = [self._fullness(columns), self._price(columns), *parts.T, *_shared(columns, needs)]
         rows = unbeaten(batch_groups(self.problem, columns), np.column_stack(costs))
         columns, parts = columns.take(rows), parts[rows]
-        used = float(fastest.chosen @ fastest.columns.used[:, DEVICE])
-        shared = 0.0 if self.problem.has_even_state else self.problem.full_state_bytes
-        together = (used + shared) / self._capacity
+        together = self._together(fastest)
         outcome = choose(
             columns,
             needs,
@@ -297,9 +295,9 @@ class Search:
     def _needs(self, columns: Columns) -> Needs:
         """Return the constraints of a plan, with shared resources only where they can bind."""
         ranks = np.array([kind.count for kind in self.types])
-        worst = np.zeros((len(ranks), len(RESOURCES)))
+        worst = np.zeros((len(ranks), columns.used.shape[1]))
         np.maximum.at(worst, columns.kind, columns.used)
-        shared = np.array([resource.shared(self.problem) for resource in RESOURCES])
+        shared = shared_by_all(self.problem)
         if self.room is not None:
             shared[DEVICE] = self.room.shared(self.problem.ranks)
         return Needs(
@@ -323,6 +321,20 @@ class Search:
     def _weights(self) -> np.ndarray:
         """Number of times that each of the slowest times counts in a step."""
         return np.array([self.problem.units, self.problem.units, 1])
+
+    def _together(self, fastest: Found) -> float:
+        """Return how full all ranks together are, or those of the fullest group."""
+        shared = 0.0 if self.problem.has_even_state else self.problem.full_state_bytes
+        used = fastest.chosen @ fastest.columns.used
+        groups = self.problem.groups
+        if len(groups) == 1:
+            return (float(used[DEVICE]) + shared) / self._capacity
+        capacities = [
+            math.fsum(self.problem.ranks[rank].capacity_bytes for rank in members)
+            for members in groups
+        ]
+        fullest = zip(used[-len(groups) :], capacities, strict=True)
+        return max((float(own) + shared) / capacity for own, capacity in fullest)
 
     def _fullness(self, columns: Columns) -> np.ndarray:
         """Return the fraction of a rank's capacity that each column fills, without state."""

@@ -13,7 +13,8 @@ same search finds the shares of the state whose columns of logits take the least
 
 If even shares travel faster than uneven ones, all of this runs a second time, with an equal share
 of the state on every rank. The better plan is taken. Likewise, if units may stay gathered from the
-forward to the backward, all of this runs once with resharding and once without.
+forward to the backward, all of this runs once with resharding and once without. If each group of
+ranks may hold the whole state (hybrid sharding), it runs once with and once without that.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from lightning_cephalo.plan.cost import (
     predict,
     rank_plan,
 )
-from lightning_cephalo.plan.plan import Plan, RankPlan, fractions_are_even
+from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.columns import Columns, RankType, group_types
 from lightning_cephalo.plan.solver.infeasible import certainly_infeasible, refuse
@@ -49,6 +50,7 @@ from lightning_cephalo.plan.solver.offload import (
 )
 from lightning_cephalo.plan.solver.search import EQUAL, ROOMIER, Found, Search
 from lightning_cephalo.plan.solver.state import with_state
+from lightning_cephalo.plan.state_groups import even_shares
 
 _EXACT = 1e-9
 # Seconds in which to find out whether state in host memory would do.
@@ -90,6 +92,7 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
     plan = solve_if_possible(problem, time_limit_s=time_limit_s)
     if plan is None:
         deadline = time.perf_counter() + _REASON_S
+        problem = problem.choosing_hybrid(False)  # which needs less memory
         refuse(problem, group_types(problem), functools.partial(_moving_fits, deadline=deadline))
     return plan
 
@@ -111,6 +114,8 @@ def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan |
     if not isinstance(problem, Problem):
         raise PlanError(f"solve: expected a Problem, but got {records.shortened(problem)}.")
     limit = records.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
+    if problem.hybrid_sharding == "auto":
+        return _either_way(problem, started, limit)
     plan = None
     if problem.vocabulary_sharding:
         plan = _cut(problem, started + limit)
@@ -121,6 +126,24 @@ def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan |
     if plan is None:
         return None
     return dataclasses.replace(plan, solve_s=time.perf_counter() - started)
+
+
+def _either_way(problem: Problem, started: float, limit_s: float) -> Plan | None:
+    """Return the faster of the plans with and without hybrid sharding; the latter of equals."""
+    found: list[Plan] = []
+    bound_s = math.inf
+    for hybrid in problem.hybrid_choices:
+        chosen = problem.choosing_hybrid(hybrid)
+        plan = solve_if_possible(chosen, time_limit_s=limit_s / len(problem.hybrid_choices))
+        if plan is not None:
+            found.append(plan)
+            bound_s = min(bound_s, plan.bound_s or 0.0)
+    if not found:
+        return None
+    best = found[0]
+    if _step_s(found[-1]) < _step_s(best) * (1 - EQUAL):
+        best = found[-1]
+    return dataclasses.replace(_proven(best, bound_s), solve_s=time.perf_counter() - started)
 
 
 def _resident(problem: Problem, deadline: float) -> Plan | None:
@@ -161,7 +184,7 @@ def _or_moving(problem: Problem, plan: Plan | None, deadline: float) -> Plan | N
     )
     asked = problem.resharding(moving.problem.reshard_after_forward is True)
     padded = moving.even and problem.padded_bytes > 0
-    even = fractions_are_even([rank.state_fraction for rank in bare])
+    even = problem.are_even([rank.state_fraction for rank in bare])
     found = priced(asked, bare, backend="cvxpy/HiGHS", padded=padded if even else None)
     return found if plan is not None and _step_s(found) > limit_s else _proven(found, bound_s)
 
@@ -290,16 +313,17 @@ def _headroom(plan: Plan) -> float:
 def _as_plan(problem: Problem, variant: _Variant, found: Found) -> Plan:
     problem = problem.resharding(variant.problem.reshard_after_forward is True)
     runs = _runs(problem, variant.search.types, found.columns, found.chosen)
+    even = even_shares(variant.problem.active_groups, len(runs))
     bare = [
-        rank_plan(profile, sizes, mode, 1 / len(runs) if variant.even else 0.0)
-        for profile, (sizes, mode) in zip(problem.ranks, runs, strict=True)
+        rank_plan(profile, sizes, mode, share if variant.even else 0.0)
+        for profile, (sizes, mode), share in zip(problem.ranks, runs, even, strict=True)
     ]
     if not variant.even:
         capacities = [profile.capacity_bytes for profile in problem.ranks]
         bare = with_state(problem, bare, capacities)
-    fractions = [rank.state_fraction for rank in bare]
+    are_even = variant.problem.are_even([rank.state_fraction for rank in bare])
     # shares that are even by chance may leave no room for padding
-    padded = variant.even and problem.padded_bytes > 0 if fractions_are_even(fractions) else None
+    padded = variant.even and problem.padded_bytes > 0 if are_even else None
     return priced(problem, bare, backend="cvxpy/HiGHS", padded=padded)
 
 
@@ -343,6 +367,7 @@ def priced(
         by_node=problem.by_node or None,
         early_update=problem.early_update or None,
         vocabulary_sharding=problem.vocabulary_sharding or None,
+        state_groups=problem.active_groups,
     )
     prediction = predict(problem, plan)
     filled = tuple(

@@ -62,7 +62,15 @@ def with_state(
     See :func:`share_state`, whose conditions the caller ensures.
     """
     used = kept_by_runs(problem, runs, capacity_bytes)
-    fractions = share_state(problem.full_state_bytes, used, capacity_bytes)
+    fractions = [0.0] * len(used)
+    for members in problem.groups:
+        shares = share_state(
+            problem.full_state_bytes,
+            [used[rank] for rank in members],
+            [capacity_bytes[rank] for rank in members],
+        )
+        for rank, share in zip(members, shares, strict=True):
+            fractions[rank] = share
     return [
         replace(run, state_fraction=to_the_byte(problem, profile, run, fraction, capacity))
         for profile, run, fraction, capacity in zip(

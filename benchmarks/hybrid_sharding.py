@@ -1,0 +1,291 @@
+"""Compares whole steps on nodes with slow links between them: hybrid sharding beside other ways.
+
+    python benchmarks/hybrid_sharding.py --nodes 2,2 --mbit-per-s 20    # as root
+
+It makes a network namespace per node, with links of the given rate between nodes; ranks of a node
+reach each other at loopback's rate. All contenders train the same model on the same ranks, with
+their steps in turn:
+
+- straight: cephalo, every slice goes from rank to rank.
+- by node: cephalo, every slice crosses to another node once.
+- hybrid: cephalo, each node holds the whole state.
+- DDP, fully_shard: torch's, the latter over all ranks.
+- HSDP: fully_shard on a mesh of nodes and ranks, where nodes have equally many ranks.
+
+The bytes that leave a node do not depend on how busy the machine is; seconds do. The model of a
+step (docs/planning.md) predicts cephalo's, from collectives and compute that are
+measured before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    *(str(Path(__file__).parents[1] / folder) for folder in ("examples", "tests/distributed")),
+]
+
+from side_by_side import links  # noqa: E402
+from side_by_side.cases import DDP, MODEL_PARALLEL  # noqa: E402
+from side_by_side.contenders import (  # noqa: E402
+    CPU,
+    Contender,
+    ModelSize,
+    Part,
+    baselines,
+    loss_of,
+    sharded_step,
+)
+
+from lightning_cephalo.accelerator import accelerator_of  # noqa: E402
+from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions  # noqa: E402
+from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile  # noqa: E402
+from lightning_cephalo.plan.cost import predict  # noqa: E402
+from lightning_cephalo.plan.state_groups import even_shares  # noqa: E402
+from lightning_cephalo.profiling.network import exchange_time, mean_times, unit_times  # noqa: E402
+from lightning_cephalo.ranks.groups import Groups  # noqa: E402
+
+STRAIGHT, BY_NODE, HYBRID, HSDP = "straight", "by node", "hybrid", "HSDP"
+_TIMEOUT = datetime.timedelta(seconds=600)
+
+
+def own_contender(
+    name: str, size: ModelSize, groups: Groups, nodes: Sequence[int]
+) -> tuple[Contender, ShardedModel]:
+    """Make one of cephalo's contenders, with equal shares of the state in every group."""
+    model = size.make()
+    state_groups = tuple(nodes) if name == HYBRID else ()
+    shares = even_shares(state_groups, len(nodes))
+    sharded = ShardedModel(
+        model,
+        groups,
+        accelerator_of(CPU),
+        shares,
+        UnitOptions(),
+        None,
+        size.recompute,
+        state_groups=state_groups,
+    )
+    sharded.routing.by_node = name == BY_NODE
+
+    def backward(parts: Sequence[Part], global_batch_size: int) -> None:
+        sharded_step(sharded.executor, model, loss_of, parts)
+
+    return Contender(name, model, backward, sharded=True), sharded
+
+
+def hsdp(size: ModelSize, nodes: Sequence[int]) -> Contender:
+    """Make torch's hybrid sharding: shards inside of a node, copies across nodes."""
+    model: Any = size.make()
+    count = 1 + max(nodes)
+    names = ("nodes", "ranks")
+    mesh = init_device_mesh("cpu", (count, len(nodes) // count), mesh_dim_names=names)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def backward(parts: Sequence[Part], global_batch_size: int) -> None:
+        for part in parts:
+            factor = len(nodes) / global_batch_size * len(part["tokens"])
+            (loss_of(model, part) * factor).backward()
+
+    return Contender(HSDP, model, backward, sharded=True)
+
+
+def sent_bytes() -> int:
+    """Return the bytes that have left this rank's node, headers included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == links.INTERFACE:
+            return int(numbers.split()[8])
+    raise RuntimeError(f"/proc/self/net/dev has no {links.INTERFACE}")
+
+
+def compute_s(size: ModelSize, part: Part, rounds: int) -> tuple[float, float]:
+    """Return the median seconds of a forward and of a backward, while all ranks compute."""
+    model, times = size.make(), []
+    for _ in range(1 + rounds):
+        dist.barrier()
+        begin_s = time.perf_counter()
+        loss = loss_of(model, part)
+        middle_s = time.perf_counter()
+        loss.backward()
+        times.append((middle_s - begin_s, time.perf_counter() - middle_s))
+    forward, backward = zip(*times[1:], strict=True)
+    return statistics.median(forward), statistics.median(backward)
+
+
+def predicted_s(sharded: ShardedModel, forward_s: float, backward_s: float) -> float:
+    """Return what the model of a step says of a contender; collective."""
+    clock = accelerator_of(CPU).clock
+    sharded.executor.reshard()
+    root_gather_s, root_reduce_s = unit_times(sharded, sharded.units[0], clock)
+    network = mean_times(sharded, clock)
+    for flat in sharded.flats:
+        flat.forget_gradient()
+    units = len(sharded.units) - 1
+    own = RankProfile(
+        f"rank {sharded.control.rank}",
+        [forward_s / units],
+        [backward_s / units],
+        [0.0],
+        [0.0],
+        math.inf,
+    )
+    state_groups = sharded.state_groups
+    problem = Problem(
+        sharded.control.gather(own),
+        units,
+        gather_s=network.gather_s,
+        reduce_s=network.reduce_s,
+        state_bytes=1.0,
+        global_batch_size=len(sharded.fractions),
+        step_overhead_s=2 * exchange_time(sharded),
+        root_gather_s=root_gather_s,
+        root_reduce_s=root_reduce_s,
+        fill_s=network.total_s,
+        hybrid_sharding=bool(state_groups),
+        state_groups=state_groups,
+    )
+    ranks = tuple(RankPlan((1,), share) for share in sharded.fractions)
+    return predict(problem, Plan(ranks, state_groups=state_groups)).step_s
+
+
+def run_rank(
+    rank: int,
+    nodes: tuple[int, ...],
+    namespaces: Sequence[str],
+    folder: str,
+    size: ModelSize,
+    samples: int,
+    rounds: int,
+) -> None:
+    """Time the steps of all contenders in turn, and write the medians of the slowest rank."""
+    links.enter(namespaces[nodes[rank]])
+    os.environ["GLOO_SOCKET_IFNAME"] = links.INTERFACE
+    warnings.simplefilter("ignore")  # deprecations inside torch's own wrappers
+    torch.set_num_threads(1)
+    world_size = len(nodes)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+    )
+    groups = Groups.create(_TIMEOUT)
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(0, 256, (samples, size.length + 1), generator=generator)
+    part = {"tokens": tokens}
+    own = [own_contender(name, size, groups, nodes) for name in (STRAIGHT, BY_NODE, HYBRID)]
+    others = [one for one in baselines(size, world_size)[0] if one.name in (DDP, MODEL_PARALLEL)]
+    if len({nodes.count(node) for node in nodes}) == 1:
+        others.append(hsdp(size, nodes))
+    contenders = [*(one for one, _ in own), *others]
+    for contender in contenders:
+        contender.prepare([part], samples * world_size)
+        contender.step()
+    forward_s, backward_s = compute_s(size, part, 3)
+    predictions = {
+        contender.name: predicted_s(sharded, forward_s, backward_s) for contender, sharded in own
+    }
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    sent: dict[str, list[int]] = {contender.name: [] for contender in contenders}
+    for index in range(rounds):
+        first = index % len(contenders)
+        for contender in contenders[first:] + contenders[:first]:
+            gc.collect()
+            dist.barrier()
+            before, begin_s = sent_bytes(), time.perf_counter()
+            contender.step()
+            took = torch.tensor(time.perf_counter() - begin_s)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            times[contender.name].append(took.item())
+            sent[contender.name].append(sent_bytes() - before)
+    if not rank:
+        torch.save((times, sent, predictions, forward_s, backward_s), f"{folder}/times")
+    groups.meeting.close()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Print a table of seconds per step."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", default="2,2", help="ranks of each node")
+    parser.add_argument("--mbit-per-s", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=1, help="samples of a rank")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--length", type=int, default=16)
+    options = parser.parse_args()
+    counts = [int(count) for count in options.nodes.split(",")]
+    nodes = tuple(node for node, count in enumerate(counts) for _ in range(count))
+    size = ModelSize(options.width, options.depth, 4, options.length)
+    numel = sum(parameter.numel() for parameter in size.make().parameters())
+    context = multiprocessing.get_context("fork")
+    try:
+        with (
+            links.ShapedHosts(len(counts), options.mbit_per_s) as namespaces,
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            given = (nodes, namespaces, folder, size, options.samples, options.rounds)
+            ranks = [
+                context.Process(target=run_rank, args=(rank, *given)) for rank in range(len(nodes))
+            ]
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join()
+            if any(process.exitcode for process in ranks):
+                raise RuntimeError("a rank failed")
+            times, sent, predictions, forward_s, backward_s = torch.load(f"{folder}/times")
+    except links.LinkError as error:
+        print(f"No links can be shaped here: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"{numel * 4 / 1e6:.2f} MB of parameters, ranks by node {options.nodes},"
+        f" {options.mbit_per_s:g} Mbit/s between nodes, {options.rounds} rounds; computing takes"
+        f" {forward_s + backward_s:.3f} s a step; torch {torch.__version__}"
+    )
+    rate = options.mbit_per_s / 8  # MB/s
+    print(
+        "| way | MB out of node 0 a step | seconds at the link's rate | seconds per step: median"
+        " (quartiles) | predicted | measured / predicted |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, taken in times.items():
+        median = statistics.median(taken)
+        low, _, high = statistics.quantiles(taken, n=4) if len(taken) > 1 else taken * 3
+        expected, mbyte = predictions.get(name), statistics.median(sent[name]) / 1e6
+        said = "|" if expected is None else f"{expected:.2f} | {median / expected:.3f}"
+        print(
+            f"| {name} | {mbyte:.2f} | {mbyte / rate:.2f} | {median:.2f} ({low:.2f} to {high:.2f})"
+            f" | {said} |"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

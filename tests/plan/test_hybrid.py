@@ -1,0 +1,126 @@
+"""Hybrid sharding: its price in the closed form, and the plans that it leads to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_cephalo.common.errors import InfeasibleError
+from lightning_cephalo.observe.report import plan_table
+from lightning_cephalo.offline.simulate import simulate
+from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, solve
+from lightning_cephalo.plan.cost import predict
+from lightning_cephalo.plan.even import even_step_s
+from lightning_cephalo.plan.memory_pressure import plan_for_batches
+from lightning_cephalo.plan.replan import moved_share
+from lightning_cephalo.plan.state_groups import even_shares, members_of
+
+RANK = RankProfile("card", [1, 2], [2, 4], [1, 2], [10, 20], 300)
+# gathers of 8 cross between nodes; inside of a node they take 1
+EITHER = Problem(
+    [RANK] * 3,
+    2,
+    state_bytes=240,
+    global_batch_size=6,
+    gather_s=8,
+    reduce_s=8,
+    root_gather_s=4,
+    root_reduce_s=4,
+    fill_s=16,
+    hybrid_sharding="auto",
+    state_groups=(0, 0, 1),
+    hybrid_gather_s=1,
+    hybrid_reduce_s=10,
+    hybrid_root_gather_s=0.5,
+    hybrid_root_reduce_s=5,
+    hybrid_fill_s=11,
+)
+GROUPED = EITHER.choosing_hybrid(True)
+TOGETHER = EITHER.choosing_hybrid(False)
+
+
+def ranks_of(*shares: float) -> list[RankPlan]:
+    return [RankPlan((2,), share) for share in shares]
+
+
+def test_time_and_memory_by_hand():
+    found = predict(GROUPED, ranks_of(0.25, 0.75, 1.0))
+    # a gather hides behind the forward, gather and reduce take longer than the backward
+    assert found.step_s == 2 * (2 + 11) + 2 + 0.5 + 5 + 11
+    assert [rank.memory_bytes for rank in found.ranks] == [60 + 20, 180 + 20, 240 + 20]
+    together = predict(TOGETHER, ranks_of(0.25, 0.25, 0.5))
+    assert together.step_s == 2 * (8 + 16) + 2 + 4 + 4 + 16
+    assert even_step_s(GROUPED) == found.step_s
+
+
+def test_the_plan_chooses_the_faster_way_and_falls_back_where_memory_lacks():
+    plan = solve(EITHER)
+    assert plan.state_groups == (0, 0, 1) and plan.gap == 0
+    assert plan.step_s == predict(EITHER, plan).step_s == predict(GROUPED, plan).step_s
+    assert [sum(shares) for shares in plan.fractions_of_groups] == pytest.approx([1, 1])
+    assert "each of 2 groups of ranks holds the whole state" in str(plan_table(plan).caption)
+    # 200 bytes hold no whole state on the node of one rank
+    small = replace(EITHER, ranks=[replace(RANK, capacity_bytes=200)] * 3)
+    assert solve(small).state_groups == ()
+    # on a fast link between nodes
+    fast = replace(EITHER, gather_s=1, reduce_s=1, fill_s=2)
+    assert solve(fast).state_groups == ()
+    assert simulate(EITHER, plan).step_s <= plan.step_s
+
+
+def test_what_does_not_fit_says_what_would():
+    small = replace(GROUPED, ranks=[replace(RANK, capacity_bytes=200)] * 3)
+    with pytest.raises(InfeasibleError, match="each of 2 groups holds the whole state") as refused:
+        solve(small)
+    assert "hybrid_sharding=False" in str(refused.value)
+    assert "add 1 more 'card'" in str(refused.value)
+    with pytest.raises(InfeasibleError, match="over all 3 ranks together"):
+        solve(replace(EITHER, ranks=[replace(RANK, capacity_bytes=70)] * 3))
+
+
+def test_other_plans_keep_the_groups_and_count_what_moves_inside_of_them():
+    plan = solve(GROUPED)
+    other = plan_for_batches(EITHER, plan, [4, 1, 1])
+    assert other is not None and other.state_groups == plan.state_groups
+    first = Plan(ranks_of(0.5, 0.5, 1.0), state_groups=(0, 0, 1))
+    second = Plan(ranks_of(0.25, 0.75, 1.0), state_groups=(0, 0, 1))
+    assert moved_share(first, second) == 0.125 and moved_share(first, first) == 0
+
+
+def test_files_say_nothing_of_groups_where_there_are_none(tmp_path):
+    assert not [name for name in TOGETHER.to_dict() if "hybrid" in name or "group" in name]
+    assert "state_groups" not in solve(TOGETHER).to_yaml()
+    for number, problem in enumerate((EITHER, GROUPED)):
+        problem.save(tmp_path / f"{number}.yaml")
+        assert Problem.load(tmp_path / f"{number}.yaml") == problem
+    plan = solve(GROUPED)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_groups_by_hand():
+    assert members_of((1, 0, 1), 3) == ((0, 2), (1,)) and members_of((), 2) == ((0, 1),)
+    assert even_shares((1, 0, 1), 3) == (0.5, 1.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: Plan(ranks_of(0.5, 0.5), state_groups=(0, 0)), "two or more groups"),
+        (lambda: Plan(ranks_of(0.5, 0.5), state_groups=(0, 1, 1)), "each of 2 ranks"),
+        (lambda: Plan(ranks_of(0.5, 0.5), state_groups=(0, 1)), "sum to 1 in each of state_groups"),
+        (lambda: Plan(ranks_of(1, 1), state_groups=(0, 1), by_node=True), "by_node: true, which"),
+        (lambda: Plan(ranks_of(1, 1), state_groups="01"), "state_groups"),
+        (lambda: replace(GROUPED, state_groups=()), "which needs state_groups"),
+        (lambda: replace(GROUPED, hybrid_gather_s=1), "hybrid_gather_s: it is 1"),
+        (lambda: replace(GROUPED, even_gather_s=1), "even_gather_s"),
+        (lambda: replace(TOGETHER, state_groups=(0, 0, 1)), "expected none with"),
+        (lambda: replace(GROUPED, vocabulary_sharding=True), "vocabulary_sharding: true so far"),
+        (lambda: replace(GROUPED, optimizer_offload="auto"), "optimizer_offload: auto so far"),
+        (lambda: predict(TOGETHER, solve(GROUPED)), "measured with none"),
+        (lambda: predict(GROUPED, solve(TOGETHER)), r"measured with \[0, 0, 1\]"),
+    ],
+)
+def test_what_does_not_go_together_is_named(change, message):
+    with pytest.raises(PlanError, match=message):
+        change()
