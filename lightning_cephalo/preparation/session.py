@@ -134,7 +134,7 @@ class Session:
             compute_dtype=compute_dtype,
             recompute=options.recompute.default,
             reduce_dtype=options.reduce_dtype,
-            cuts_vocabulary=options.vocabulary_sharding and groups.control.world_size > 1,
+            cuts_vocabulary=groups.control.world_size > 1 and options.vocabulary_sharding,
         )
         self.model.executor.buffers.sum_up(options.summed_buffers)
         self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)
