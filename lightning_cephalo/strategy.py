@@ -68,7 +68,7 @@ from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.reasons import reasons, surprises
 from lightning_cephalo.plan.replan import Replan
-from lightning_cephalo.preparation import replanning
+from lightning_cephalo.preparation import replanning, vocabulary_choice
 from lightning_cephalo.preparation.limits import Cap
 from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import (
@@ -81,7 +81,7 @@ from lightning_cephalo.preparation.options import (
     parse_vocabulary_sharding,
     verbosity,
 )
-from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
+from lightning_cephalo.preparation.prepare import Job, measure_or_load, read_job
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.memory_model import predicted
@@ -164,7 +164,8 @@ class CephaloStrategy(ParallelStrategy):
             steps, by the plan's shares of the state, in place of gathering them whole on every
             rank. Tokens and hidden states travel instead. For large vocabularies and few tokens a
             step. It is measured and planned as such: shares of the state then go by the time of
-            the head, too. The plan does not change by itself.
+            the head, too. The plan does not change by itself. "auto": both ways are measured, which
+            takes twice as long at the first start, and the shorter step wins.
         hybrid_sharding: Let each node hold the whole state, cut unevenly among its ranks, in place
             of all ranks together. Gathers then stay inside of a node, and gradients cross to
             another node once. For slow links between nodes that have the memory, over gloo. A plan
@@ -217,7 +218,7 @@ class CephaloStrategy(ParallelStrategy):
         optimizer_offload: bool | Literal["auto"] = False,
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         reduce_dtype: torch.dtype | str | None = None,
-        vocabulary_sharding: bool = False,
+        vocabulary_sharding: bool | Literal["auto"] = False,
         hybrid_sharding: bool = False,
         profile_budget_s: float = 20.0,
         replan: bool | Literal["auto"] = "auto",
@@ -514,8 +515,8 @@ class CephaloStrategy(ParallelStrategy):
             if self._layer_sync is not None:
                 self._synchronised = batch_norm.SynchronisedLayers(self._module)
             supported.refuse_unsupported(trainer, self._module)
-            if self._options.vocabulary_sharding and self.world_size > 1:
-                self._refuse_with_vocabulary_sharding()
+            if self._options.vocabulary_sharding is True and self.world_size > 1:
+                supported.refuse_with_vocabulary_sharding(self._apart_from_vocabulary())
         if precision.compute_dtype(self.precision_plugin) is None:
             self.precision_plugin.convert_module(self._module)
         # as FSDPStrategy does: sets `self.device` of a module that is never moved as a whole
@@ -524,7 +525,8 @@ class CephaloStrategy(ParallelStrategy):
             with self._waiting_for_hosts():
                 job, problem = self._shard_by_plan(trainer)
         else:
-            self._shard(Job.of_evaluation(self._options, self.world_size))
+            options = self._options.settled_vocabulary(can_be_cut=False)
+            self._shard(Job.of_evaluation(options, self.world_size))
         supported.refuse_synchronising_metrics(self.session.logs.metrics)
         self.model = self._module
         if fitting:
@@ -543,7 +545,7 @@ class CephaloStrategy(ParallelStrategy):
                 replans.count_on_late_updates()
             if self._options.verbose and self.is_global_zero:
                 report.show(self.session.plan_table(self._options.details))
-                if self._options.vocabulary_sharding:
+                if self.session.model.units[ROOT].cuts:
                     report.show(self.session.model.executor.hooks.vocabulary.described())
         self.setup_precision_plugin()
         self._ending.set_up()
@@ -567,17 +569,16 @@ class CephaloStrategy(ParallelStrategy):
             partial(batch_norm.warn_of_microbatches, self._module, plan, self.global_rank),
         )
 
-    def _refuse_with_vocabulary_sharding(self) -> None:
+    def _apart_from_vocabulary(self) -> dict[str, bool]:
+        """Return what does not go together with a cut vocabulary, and whether it is there."""
         options = self._options
-        supported.refuse_with_vocabulary_sharding(
-            {
-                "replan=True": options.replan is True,
-                "optimizer_offload": options.optimizer_offload is not False,
-                "reduce_dtype": options.reduce_dtype is not None,
-                "manual optimization": not self._module.automatic_optimization,
-                "hybrid sharding": options.hybrid_sharding,
-            }
-        )
+        return {
+            "replan=True": options.replan is True,
+            "optimizer_offload": options.optimizer_offload is not False,
+            "reduce_dtype": options.reduce_dtype is not None,
+            "hybrid sharding": options.hybrid_sharding,
+            "manual optimization": not self._module.automatic_optimization,
+        }
 
     def _shard_by_plan(self, trainer: Trainer) -> tuple[Job, Problem | None]:
         """Prepare for training, in the stages of :mod:`~lightning_cephalo.preparation.prepare`.
@@ -595,28 +596,34 @@ class CephaloStrategy(ParallelStrategy):
         options = self._options.recovering(size, kept_bytes)
         if batch_norm.synchronised(self._module):
             options = options.without_recompute()
+        apart = [name for name, is_there in self._apart_from_vocabulary().items() if is_there]
+        options = options.settled_vocabulary(can_be_cut=self.world_size > 1 and not apart)
         job = read_job(trainer, control, options, self._connection.groups.nodes)
         session = self._shard(job)
         session.enforce_limits()
         plan = job.plan
         memory: tuple[RankMemory, ...] = ()
-        replans = replanning.wants(self._options.replan, job)
         problem: Problem | None = None
-        if plan is not None:
-            is_cut = bool(session.model.units[ROOT].cuts)
-            supported.check_planned_vocabulary(plan, is_cut, replans)
         loss_check = LossCheck(job, session.model, trainer, session.user_gathers)
-        if plan is None or replans:
+
+        def measured(job: Job) -> Problem:
             pause = partial(self._ending.termination.check, control)
-            problem = measure_or_load(
-                job, session.model, trainer, pause, session.manual, loss_check.of_samples
-            )
+            check = loss_check.of_samples
+            return measure_or_load(job, session.model, trainer, pause, session.manual, check)
+
         if plan is None:
-            assert problem is not None
-            plan = make_plan(job, problem, control)
+            chosen = vocabulary_choice.measured_and_planned(job, session.model, measured)
+            job, problem, plan = chosen.job, chosen.problem, chosen.plan
             memory = predicted(problem, plan, session.model)
             session.measured_copies = contention_text(problem)
-            session.notes = (*reasons(problem, plan), *surprises(problem, plan))
+            session.notes = (*reasons(problem, plan), *surprises(problem, plan), *chosen.notes)
+            replans = replanning.wants(self._options.replan, job)
+        else:
+            job = vocabulary_choice.as_planned(job, session.model)
+            replans = replanning.wants(self._options.replan, job)
+            is_cut = bool(session.model.units[ROOT].cuts)
+            supported.check_planned_vocabulary(plan, is_cut, replans)
+            problem = measured(job) if replans else None
         session.apply(plan, memory)
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
         self._plan, self._replans = plan, ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,15 +15,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.unit_hooks import Meet
 from lightning_cephalo.execution.vocabulary.layers import tables_of
+from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.across_groups import Across
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.collectives import broadcast
-from lightning_cephalo.sharding.discovery import find_units
+from lightning_cephalo.sharding.discovery import UnitMembers, find_units
 from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider, GroupDivider
 from lightning_cephalo.sharding.materialise import initialise_members
@@ -34,6 +37,7 @@ from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.touched_rows import TouchedRows
 from lightning_cephalo.sharding.unit import Unit
+from lightning_cephalo.sharding.vocabulary import VocabularyParameter
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class ShardedModel:
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         recompute: Whether the backward recomputes units.
         reduce_dtype: Dtype that gradients travel in (None: their own).
-        cuts_vocabulary: Whether embedding and head stay cut along the vocabulary in steps.
+        cuts_vocabulary: Whether embedding and head stay cut along the vocabulary in steps. "auto":
+            if the model allows it, until :meth:`cut_vocabulary` says otherwise.
         state_groups: Hybrid sharding: the group of every rank; each holds the whole state. Empty:
             all ranks hold it together.
 
@@ -96,7 +101,7 @@ class ShardedModel:
         compute_dtype: torch.dtype | None,
         recompute: bool,
         reduce_dtype: torch.dtype | None = None,
-        cuts_vocabulary: bool = False,
+        cuts_vocabulary: bool | Literal["auto"] = False,
         state_groups: Sequence[int] = (),
     ) -> None:
         self.module = module
@@ -143,7 +148,7 @@ class ShardedModel:
             is_source = groups.control.rank == 0
             members = initialise_members(module, members, materialise=is_source)
             is_root = not self.units
-            cut = tables_of(module, members) if is_root and cuts_vocabulary else ()
+            cut = self._tables(members, cuts_vocabulary) if is_root else ()
             self.units.append(Unit(members, divider, context, cut))
             if len(self.units) == 1:  # the root stays gathered all step long: it shares no memory
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
@@ -152,6 +157,37 @@ class ShardedModel:
         self.meet: Meet = groups.meeting.meet
         self.executor = Executor(self.units, groups.control, accelerator, recompute, self.meet)
         self.executor.hooks.install()
+
+    def _tables(
+        self, root: UnitMembers, cuts_vocabulary: bool | Literal["auto"]
+    ) -> tuple[VocabularyParameter, ...]:
+        if not cuts_vocabulary:
+            return ()
+        try:
+            return tables_of(self.module, root)
+        except UnsupportedError:
+            if cuts_vocabulary == "auto":
+                return ()
+            raise
+
+    def cut_vocabulary(self, is_cut: bool) -> None:
+        """Choose whether steps leave the vocabulary cut; between two steps, on all ranks together.
+
+        Does nothing for a model that was sharded without tables that can stay cut.
+
+        Args:
+            is_cut: Whether they do; else the root unit is gathered whole.
+        """
+        root, layers = self.units[ROOT], self.executor.hooks.vocabulary
+        if not root.vocabulary or bool(root.cuts) == is_cut:
+            return
+        root.cut_vocabulary(is_cut)
+        if is_cut:
+            layers.install()
+        else:
+            layers.uninstall()
+        self.executor.forget_order()
+        self.release_buffers()
 
     def _stage(self) -> HostStage | None:
         is_host_memory = self.accelerator.holds(torch.empty(0))

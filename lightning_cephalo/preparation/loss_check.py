@@ -67,7 +67,9 @@ class LossCheck:
         self._is_due = not job.leaves_batches_whole
 
     def of_samples(self, problem: Problem) -> None:
-        """Compare a few samples of the dataset; collective. See :func:`check_measured`."""
+        """Compare a few samples of the dataset, once; collective. See :func:`check_measured`."""
+        if not self._is_due:
+            return
         self._is_due = False
         check_measured(self._job, problem, self._model, self._trainer)
 

@@ -93,18 +93,13 @@ def parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     )
 
 
-def parse_vocabulary_sharding(value: bool) -> bool:
+def parse_vocabulary_sharding(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
     """Read the option ``vocabulary_sharding``.
 
     Raises:
-        ValueError: If it is neither True nor False.
+        ValueError: If it is none of True, False and "auto".
     """
-    if isinstance(value, bool):
-        return value
-    raise ValueError(
-        f"vocabulary_sharding: expected True or False, but got {value!r}. A plan has a price for"
-        " either, but cannot choose so far."
-    )
+    return Choice.parse("vocabulary_sharding", value).as_given
 
 
 def parse_hybrid_sharding(value: bool) -> bool:
@@ -151,7 +146,8 @@ class Options:
             not fit otherwise, or steps get shorter.
         optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         reduce_dtype: Dtype that gradients travel in; None: their own.
-        vocabulary_sharding: Whether embedding and head stay cut along the vocabulary.
+        vocabulary_sharding: Whether embedding and head stay cut along the vocabulary; "auto": both
+            ways are measured and planned.
         hybrid_sharding: Whether each node holds the whole state.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Whether the plan may change while training; "auto": where it was solved.
@@ -178,7 +174,7 @@ class Options:
     optimizer_offload: bool | Literal["auto"] = False
     optimizer_scope: str | Mapping[Any, str] = "auto"
     reduce_dtype: torch.dtype | None = None
-    vocabulary_sharding: bool = False
+    vocabulary_sharding: bool | Literal["auto"] = False
     hybrid_sharding: bool = False
     profile_budget_s: float = 20.0
     replan: bool | Literal["auto"] = "auto"
@@ -198,6 +194,12 @@ class Options:
         """
         size = self.global_batch_size or global_batch_size
         return replace(self, global_batch_size=size, kept_bytes=kept_bytes)
+
+    def settled_vocabulary(self, *, can_be_cut: bool) -> Options:
+        """Return the options of a job in which the plan may choose a cut vocabulary, or may not."""
+        if self.vocabulary_sharding == "auto" and not can_be_cut:
+            return replace(self, vocabulary_sharding=False)
+        return self
 
     def without_recompute(self) -> Options:
         """Return the options for a model whose units cannot be recomputed one microbatch at a time.

@@ -206,6 +206,8 @@ def read_job(
         check_plan(plan, limits)
     late = next(filter(None, lates), "")
     groups = _state_groups(options, plan, nodes)
+    if groups:
+        options = options.settled_vocabulary(can_be_cut=False)
     return Job(
         options, limits, batch_size, loaders, layouts, ready_samples, plan, late, whole, groups
     )
@@ -217,7 +219,7 @@ def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> 
     if not given and (not options.hybrid_sharding or len(nodes) == 1):
         return ()
     for name, is_used in {
-        "vocabulary_sharding=True": options.vocabulary_sharding,
+        "vocabulary_sharding=True": options.vocabulary_sharding is True,
         f"optimizer_offload={options.optimizer_offload!r}": options.optimizer_offload is not False,
     }.items():
         if is_used:

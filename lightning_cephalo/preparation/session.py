@@ -143,7 +143,7 @@ class Session:
             compute_dtype=compute_dtype,
             recompute=options.recompute.default,
             reduce_dtype=options.reduce_dtype,
-            cuts_vocabulary=options.vocabulary_sharding and groups.control.world_size > 1,
+            cuts_vocabulary=groups.control.world_size > 1 and options.vocabulary_sharding,
             state_groups=job.state_groups,
         )
         self.model.executor.buffers.sum_up(options.summed_buffers)

@@ -49,7 +49,7 @@ class Unit:
 
     Attributes:
         vocabulary: These parameters.
-        cuts: Their flats.
+        cuts: Their flats, unless the vocabulary is gathered like all else.
         is_cut: Whether these flats are cut while the unit is gathered.
     """
 
@@ -93,10 +93,16 @@ class Unit:
                 assert isinstance(parameter, GatheredParameter)
                 parameter.full_name, parameter.lock = name, flat.locking
         self.vocabulary = tuple(vocabulary)
-        self.cuts = [cuts[number] for number in range(len(vocabulary))]
+        self._tables = [cuts[number] for number in range(len(vocabulary))]
+        self.cuts = list(self._tables)
         self._shown: Sequence[Sequence[nn.Parameter]] = ()
         self._replaced: list[str] = []
         self._show_sharded()
+
+    def cut_vocabulary(self, is_cut: bool) -> None:
+        """Choose whether steps leave the vocabulary cut; call it between two steps."""
+        self.free()
+        self.cuts = list(self._tables) if is_cut else []
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {self.state.value})"

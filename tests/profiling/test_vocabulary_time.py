@@ -98,9 +98,9 @@ def found_by_a_rank():
     """Problems, plans, and what came of them, with a cut vocabulary and with a whole one."""
     outcome = {}
     columns.CHUNK_BYTES = 2**16  # as small beside this model as the real one beside real models
+    common = {"speeds": (3.0, 1.0), "total_flops_per_s": TOTAL}
     for cuts in (True, False):
         options = {"vocabulary_sharding": cuts, "replan": False}
-        common = {"speeds": (3.0, 1.0), "total_flops_per_s": TOTAL}
         problem = profile(Llama(), data(), strategy=options, **common)
         updated = problem.with_early_update()
         memory = {}
@@ -122,6 +122,9 @@ def found_by_a_rank():
         plan, step_s = trainer.strategy.plan, trainer.strategy.measured_step_s
         values = {name: value.detach().clone() for name, value in model.named_parameters()}
         outcome[cuts] = (problem.to_dict(), plan, step_s, memory, model.losses, values)
+    model = Descending()
+    trainer = fit(model, data(), strategy={"vocabulary_sharding": "auto"}, max_steps=4, **common)
+    outcome["auto"] = trainer.strategy.plan, model.losses
     return outcome
 
 
@@ -172,6 +175,15 @@ def test_memory_is_never_less_than_held_and_within_a_tenth_for_large_microbatche
             # smaller microbatches than those that were measured hold less
             if name != "small":
                 assert predicted <= 1.1 * held, (cuts, predicted, held)
+
+
+def test_the_plan_may_choose_the_shorter_step_and_trains_as_on_one_device():
+    losses, _ = on_one_device()
+    step_s = {cuts: both_ranks()[0][cuts][1].step_s for cuts in (True, False)}
+    for rank in both_ranks():
+        plan, own = rank["auto"]
+        assert (plan.vocabulary_sharding is True) == (step_s[True] < step_s[False]), step_s
+        assert own == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_plan_that_was_measured_trains_as_on_one_device():

@@ -170,7 +170,7 @@ class CutLayer:
 
 
 def tables_of(module: nn.Module, root: UnitMembers) -> tuple[VocabularyParameter, ...]:
-    """Return the tables of a model that are to stay cut.
+    """Return the tables of a model that can stay cut.
 
     Args:
         module: The model.
@@ -240,8 +240,8 @@ class VocabularyLayers:
         self.forwards = []
 
     def described(self) -> str:
-        """Return a line that names the layers; it is empty if there are none."""
-        if not self.layers:
+        """Return a line that names the layers; it is empty if none stays cut."""
+        if not self.forwards:
             return ""
         names = ", ".join(layer.name for layer in self.layers)
         return f"cut along the vocabulary of {self.layers[0].vocabulary:,} tokens: {names}"
@@ -257,7 +257,7 @@ class VocabularyLayers:
                 CutLogits, lambda logits: gather(logits.detach(), "a result of the step"), result
             )
 
-        return step_and_gather if self.layers else step
+        return step_and_gather if self.forwards else step
 
     def at(self, meeting: int) -> CutLayer:
         """Return the layer of a meeting."""
