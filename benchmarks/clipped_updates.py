@@ -1,6 +1,6 @@
 """What early updates would gain where gradients are clipped by norm, on estimated clusters.
 
-    python benchmarks/clipped_updates.py
+    python benchmarks/clipped_updates.py [--between-steps]
 
 With clipping by norm all updates follow the backward, as the norm is known last. Exact speculation
 would update with the factor that is expected, write what is new beside what is old, and swap when
@@ -12,16 +12,23 @@ the norm is known. This prices four kinds of plans by the planner's own model, f
 - speculated: the host's updates and the ways of state hide as those of early updates do. Gradients
   and old values are kept until the norm is known: devices hold what they hold with late updates.
 - early: without clipping. No speculation can be faster.
+
+With ``--between-steps`` it prints what leaving plans could save by moving streamed state outside of
+the updates: the last unit's way back in the next step, and the first two units' way there before
+the norm is known. The two buffers that streamed state passes through hold no more.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from lightning_cephalo.offline.estimate import Cluster, build_problem, work_of
 from lightning_cephalo.plan import InfeasibleError, Plan, Problem, predict, solve
+from lightning_cephalo.plan.moving import exposure, moved_by
+from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 
 # Nodes, and the link between them.
 CLUSTERS = {
@@ -78,10 +85,40 @@ def _solved(problem: Problem) -> Plan | None:
         return None
 
 
+def between_steps(problem: Problem, plan: Plan) -> tuple[float, float, float]:
+    """Return the seconds that moving adds to a step, without the last store, and the first fetches.
+
+    Args:
+        problem: A problem with late updates.
+        plan: A solution.
+    """
+    found = [0.0, 0.0, 0.0]
+    for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
+        moved, share = moved_by(problem, rank), rank.state_fraction
+        exposed_s = exposure(problem, profile, moved, 0.0).of(share)
+        nbytes = [
+            share * size * problem.moment_bytes
+            for size, home in zip(moved.sizes, moved.homes, strict=True)
+            if size and home is StateHome.STREAMED
+        ]
+        store_s = sum(nbytes[-1:]) / profile.to_host_bytes_per_s
+        fetches_s = sum(nbytes[:STAGED_UNITS]) / profile.to_device_bytes_per_s
+        hidden = (0.0, store_s, fetches_s)
+        found = [max(f, exposed_s - h) for f, h in zip(found, hidden, strict=True)]
+    return found[0], found[1], found[2]
+
+
 def main() -> None:
     """Print one row for each cluster, model and batch for which any plan moves state."""
-    print("| cluster | model | batch | late | of it moving | leaving | speculated | early |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--between-steps", action="store_true")
+    is_between = arguments.parse_args().between_steps
+    if is_between:
+        columns = ["leaving", "moving", "store in the next step", "fetches before the norm"]
+    else:
+        columns = ["late", "of it moving", "leaving", "speculated", "early"]
+    print(f"| {' | '.join(['cluster', 'model', 'batch', *columns])} |")
+    print("|---" * (3 + len(columns)) + "|", flush=True)
     works = {
         name: work_of(
             "llama",
@@ -105,10 +142,23 @@ def main() -> None:
                     optimizer_offload="auto",
                     largest_microbatch_size=8,
                 ).problem
+                if is_between:
+                    _show_between(cluster_name, model, batch, kinds(problem)["leaving"])
+                    continue
                 plans = {kind: _solved(each) for kind, each in kinds(problem).items()}
                 if not any(plan and plan.moves_state for plan in plans.values()):
                     continue
                 print(_row(cluster_name, model, batch, problem, plans), flush=True)
+
+
+def _show_between(cluster: str, model: str, batch: int, problem: Problem) -> None:
+    plan = _solved(problem)
+    if plan is None or not plan.moves_state or plan.step_s is None:
+        return
+    now_s, *without = between_steps(problem, plan)
+    saved = [f"{(each - now_s) / plan.step_s:.1%}" for each in without]
+    parts = [f"{plan.step_s:.2f} s", f"{now_s / plan.step_s:.1%}", *saved]
+    print(f"| {' | '.join([cluster, model, str(batch), *parts])} |", flush=True)
 
 
 def _row(

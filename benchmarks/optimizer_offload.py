@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,8 @@ EMULATION = {"link_bytes_per_s": 2e8, "host_updates_per_s": 2e7}
 FLOPS_PER_S = 1.5e10
 BATCHES = {2: (6, 12, 24), 4: (12, 24, 48)}
 STEPS = 4
+# What ranks may take for all policies of a case, on a machine that has other work.
+_PATIENCE_S = 3600.0
 ROOMY = 2**30
 # Part of the optimizer state for which devices have room in the policies that fill them.
 FILLED = 0.5
@@ -226,8 +229,7 @@ def blocking_s(problem: Problem, plan: Plan) -> float:
     return predict(problem, still).step_s + max(waits)
 
 
-def _row(batch: int, problem: Problem, name: str) -> Row:
-    plan, is_early = policies(problem)[name]
+def _row(batch: int, problem: Problem, name: str, plan: Plan, is_early: bool) -> Row:
     case = problem if is_early else _late(problem)
     predicted = predict(case, plan)
     early: dict[str, Any] = {"early_update": "auto" if is_early else False}
@@ -251,14 +253,22 @@ def _row(batch: int, problem: Problem, name: str) -> Row:
     )
 
 
-def _rows(ranks: int, batch: int) -> list[Row]:
-    """Return one row for each policy; each trains in processes of its own."""
-    problem = in_ranks(ranks, _profiled, batch, ranks)[0]
+def _all_rows(batch: int, problem: Problem, plans: dict[str, tuple[Plan, bool]]) -> list[Row]:
+    """Return one row for each policy, which train one after the other in this rank."""
     rows = []
-    for name in POLICIES:  # a solver that has run here would hang in forked ranks
-        rows.append(in_ranks(ranks, _row, batch, problem, name)[0])
-        print(rows[-1], file=sys.stderr, flush=True)
+    for name, (plan, is_early) in plans.items():
+        rows.append(_row(batch, problem, name, plan, is_early))
+        if int(os.environ["RANK"]) == 0:
+            print(rows[-1], file=sys.stderr, flush=True)
     return rows
+
+
+def _rows(ranks: int, batch: int) -> list[Row]:
+    """Return one row for each policy."""
+    problem = in_ranks(ranks, _profiled, batch, ranks, timeout_s=_PATIENCE_S)[0]
+    # a solver that has run here would hang in forked ranks
+    plans = in_ranks(1, policies, problem, timeout_s=_PATIENCE_S)[0]
+    return in_ranks(ranks, _all_rows, batch, problem, plans, timeout_s=_PATIENCE_S)[0]
 
 
 def _trains(depth: int, offload: Any) -> str:
@@ -314,7 +324,7 @@ def _deepest(offload: Any, least: int = DEPTHS.start, most: int = DEPTHS.stop) -
     depth = least
     while depth < refused:
         try:
-            answer = in_ranks(2, _trains, depth, offload)[0]
+            answer = in_ranks(2, _trains, depth, offload, timeout_s=_PATIENCE_S)[0]
         except RankFailure as failure:  # it has a limit of its own
             answer = f"no answer: {str(failure).splitlines()[-1]}"
         print(offload, depth, answer or "trains", file=sys.stderr, flush=True)

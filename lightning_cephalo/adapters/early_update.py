@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
-from types import CodeType
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,24 +84,81 @@ def late_by_job(trainer: Trainer, module: LightningModule) -> str:
 
 
 def _reader_of_gradients(owner: object) -> str:
-    """Return the first method of the user's whose own code names gradients; empty: none does.
+    """Return the first method of the user's that names gradients; empty: none does.
 
-    Functions that it calls are not looked at. A gradient that is read there is refused by name.
+    It may do so itself, or call a function of a module that does. What hides behind attributes of
+    other objects is not found. A gradient that is read there is refused by name.
     """
     for kind in type(owner).__mro__:
         if kind.__module__.partition(".")[0] in _KNOWN:
             continue
         for name, value in vars(kind).items():
-            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
-            if code is not None and _names_gradients(code):
+            function = inspect.unwrap(value) if callable(value) else None
+            if _names_gradients(getattr(function, "__code__", None), function, set()):
                 return name
     return ""
 
 
-def _names_gradients(code: CodeType) -> bool:
+def _names_gradients(code: CodeType | None, function: Any, seen: set[CodeType]) -> bool:
+    """Return whether code, or a function that it names, says that it reads gradients.
+
+    Args:
+        code: The code of the function, or of one inside of it.
+        function: The function, whose module has the names.
+        seen: Code that has been looked at.
+    """
+    if code is None or code in seen:
+        return False
+    seen.add(code)
     if not _GRADIENTS.isdisjoint(code.co_names):
         return True
-    return any(_names_gradients(each) for each in code.co_consts if isinstance(each, CodeType))
+    if any(
+        _names_gradients(each, function, seen)
+        for each in code.co_consts
+        if isinstance(each, CodeType)
+    ):
+        return True
+    return any(
+        _names_gradients(called.__code__, called, seen) for called in _called(code, function)
+    )
+
+
+def _called(code: CodeType, function: Any) -> Iterator[FunctionType]:
+    """Yield the functions that code names: of the user's modules, and through them of others.
+
+    Those of an installed package yield none of theirs: its inside is large, and reads no gradients
+    of modules that it knows nothing of.
+    """
+    names = getattr(function, "__globals__", {})
+    if _is_installed(names.get("__file__")):
+        return
+    found = [names.get(name) for name in code.co_names]
+    found += [
+        vars(module).get(name)
+        for module in found
+        if isinstance(module, ModuleType)
+        for name in code.co_names
+    ]
+    found += _in_closure(function)
+    for each in found:
+        if not isinstance(each, FunctionType):  # some objects claim to wrap whatever one asks for
+            continue
+        plain = inspect.unwrap(each)
+        root = (plain.__module__ or "").partition(".")[0]
+        if isinstance(plain, FunctionType) and root not in _KNOWN:
+            yield plain
+
+
+def _in_closure(function: Any) -> list[Any]:
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # it is empty
+            found.append(cell.cell_contents)
+    return found
+
+
+def _is_installed(file: str | None) -> bool:
+    return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _late_by_trainer(trainer: Trainer) -> str:

@@ -114,6 +114,29 @@ def held_per_parameter(
     return sum(unit.state_bytes for unit in units) / elements
 
 
+def untrained_bytes(optimizers: Sequence[Optimizer], model: ShardedModel) -> int:
+    """Return the bytes of parameters that need gradients, and that no optimizer trains.
+
+    Their gradients stay: no update gives them back.
+
+    Args:
+        optimizers: All optimizers.
+        model: The sharded model.
+    """
+    trained = {
+        id(_of_model(model, parameter))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for unit in model.units
+        for _, parameter in unit.named_sharded()
+        if parameter.requires_grad and id(parameter) not in trained
+    )
+
+
 def _of_model(model: ShardedModel, parameter: Tensor) -> Tensor:
     sharded = model.sharded_in_place_of(parameter)
     return parameter if sharded is None else sharded

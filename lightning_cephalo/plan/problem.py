@@ -541,6 +541,19 @@ class Problem(FileRecord):
             moment_bytes=moment_bytes if self.unit_parameters else self.moment_bytes,
         )
 
+    def with_gradients_that_stay(self, nbytes: float) -> Problem:
+        """Return this problem with gradients that ranks hold by their shares at all times.
+
+        Args:
+            nbytes: those of the whole model.
+        """
+        early = self.early_state_bytes
+        return replace(
+            self,
+            state_bytes=self.state_bytes + nbytes,
+            early_state_bytes=None if early is None else early + nbytes,
+        )
+
     def resharding(self, reshard_after_forward: bool) -> Problem:
         """Return this problem with ``reshard_after_forward`` chosen."""
         return replace(self, reshard_after_forward=reshard_after_forward)

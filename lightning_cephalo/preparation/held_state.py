@@ -3,6 +3,9 @@
 The plan is made before the optimizers, and counts on two moments of a parameter's size, as Adam
 has. Where they hold another amount, predictions follow. If a rank then lacks memory, or state that
 lives in host memory is of another size, the plan is made anew, before training.
+
+Parameters that need gradients, and that no optimizer trains, keep their gradients. Where state may
+move to host memory, plans count these on the devices.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.dealt_loaders import DealtLoaders
-from lightning_cephalo.adapters.held_state import held_per_parameter
+from lightning_cephalo.adapters.held_state import held_per_parameter, untrained_bytes
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
+from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Plan, Problem, predict
 from lightning_cephalo.plan.reasons import reasons, surprises
@@ -64,29 +68,45 @@ def count_on_optimizers(
     own = held_per_parameter(optimizers, model, units_move=units_move)
     held: list[float] = control.gather(math.nan if own is None else own)
     planned = planned_state_bytes(model)
-    if any(map(math.isnan, held)) or math.isclose(max(held), planned, rel_tol=_ROUNDING):
+    each = planned if any(map(math.isnan, held)) else max(held)
+    # where all state is on the devices, they take less than the state that counts for them
+    stay = untrained_bytes(optimizers, model) if units_move and _gives_back(problem) else 0
+    is_as_planned = math.isclose(each, planned, rel_tol=_ROUNDING)
+    if is_as_planned and not stay:
         return problem
-    each = max(held)
-    counted = counted_on(problem, model, each)
+    counted = problem if is_as_planned else counted_on(problem, model, each)
+    moving = counted.with_gradients_that_stay(stay)
     if job.plan is not None:
-        return counted
-    plan = fitting = still_fits(counted, session.plan)
+        return moving
+    plan = fitting = still_fits(moving if session.plan.moves_state else counted, session.plan)
     # one that moves state has moved too little, or more than pays
     if plan is None or plan.moves_state:
-        plan = _dealt(session, trainer, make_plan(job, counted, control), fitting)
+        plan = _dealt(session, trainer, make_plan(job, moving, control), fitting)
     if plan is not fitting:
-        said = (
-            f"Made anew for an optimizer that holds {each:g} bytes of state for each parameter;"
-            f" other plans count on {planned:g} before it is known."
-        )
-        session.notes = (*reasons(counted, plan), *surprises(counted, plan), said)
+        said = _why_anew(each, planned, stay)
+        session.notes = (*reasons(moving, plan), *surprises(moving, plan), said)
     # some hold rows from the beginning, such as Adagrad
     session.optimizers = [
         own for own in optimizers if any(isinstance(key, DTensor) for key in own.state)
     ]
     session.check_move(plan)
-    session.apply(plan, predicted(counted, plan, model))
-    return counted
+    predicting = moving if plan.moves_state else counted
+    session.apply(plan, predicted(predicting, plan, model))
+    return moving
+
+
+def _why_anew(each: float, planned: float, stay: int) -> str:
+    found = []
+    if not math.isclose(each, planned, rel_tol=_ROUNDING):
+        found.append(
+            f"an optimizer that holds {each:g} bytes of state for each parameter; other plans count"
+            f" on {planned:g} before it is known"
+        )
+    if stay:
+        found.append(
+            f"{format_mib(stay)} of gradients of parameters that no optimizer trains, which stay"
+        )
+    return f"Made anew for {', and for '.join(found)}."
 
 
 def counted_on(problem: Problem, model: ShardedModel, each_bytes: float) -> Problem:
@@ -102,6 +122,11 @@ def counted_on(problem: Problem, model: ShardedModel, each_bytes: float) -> Prob
     # a rank may hold a row more than its share
     row_bytes = max(0.0, each_bytes - planned) * largest_row(model)[0]
     return replace(counted, gathered_bytes=counted.gathered_bytes + row_bytes)
+
+
+def _gives_back(problem: Problem) -> bool:
+    """Return whether a plan counts on gradients that go as soon as they are used."""
+    return problem.early_update or problem.sends_gradients
 
 
 def still_fits(problem: Problem, plan: Plan) -> Plan | None:

@@ -17,12 +17,14 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_cephalo.common.quantities import format_bytes
+from lightning_cephalo.common.errors import HostMemoryError
+from lightning_cephalo.common.quantities import format_bytes, format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.profiling.optimizer_time import update_time
@@ -187,10 +189,16 @@ def measure_state_rates(
         model: The sharded model.
         capacity_bytes: Bytes that this rank may hold on its device.
         with_host_updates: Whether the host may update.
+
+    Raises:
+        HostMemoryError: If this rank's host does not give the memory for copies.
+        RemoteRankError: If that is so on another rank.
     """
     room = min(_COPIED_BYTES, max(_LEAST_BYTES, int(min(capacity_bytes, 2.0**62) * _PART)))
     nbytes = room // 256 * 256
-    copies = _Copies(model, nbytes)
+    copies = model.control.together(
+        "allocating host memory to measure copies", partial(_Copies, model, nbytes)
+    )
     to_device, to_host = copies.rates()
     on_device = _update_rate(model, nbytes // _UPDATE_BYTES)
     model.control.barrier()
@@ -256,7 +264,14 @@ class _Copies:
     def __init__(self, model: ShardedModel, nbytes: int) -> None:
         accelerator = model.accelerator
         self.model, self.nbytes = model, nbytes
-        self._host = [accelerator.allocate_host(nbytes) for _ in range(2)]
+        try:
+            self._host = [accelerator.allocate_host(nbytes) for _ in range(2)]
+        except (MemoryError, RuntimeError) as error:  # torch raises either, by the platform
+            raise HostMemoryError(
+                f"This rank's host did not give two pieces of {format_mib(nbytes)} to measure"
+                f" copies of optimizer state: {error} Free memory on that host, or use"
+                " optimizer_offload=False, and a plan without resident_fraction."
+            ) from error
         self._device = [
             torch.zeros(nbytes, dtype=torch.uint8, device=model.device) for _ in range(2)
         ]

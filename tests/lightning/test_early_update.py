@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from typing import Any
+from unittest.mock import call
 
+import numpy as np
 import pytest
 import torch
 from common import (
@@ -17,7 +19,7 @@ from common import (
     loader,
     trainer,
 )
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, utilities
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
@@ -130,8 +132,13 @@ class Registers(Callback):
 
 
 class Reads(Callback):
+    """Reads gradients through an object, where nobody sees it before."""
+
+    def __init__(self, read: Any) -> None:
+        self.read = read
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        _read(trainer, pl_module)
+        self.read(trainer, pl_module)
 
 
 def _read(trainer: Any, pl_module: Any) -> None:
@@ -155,7 +162,7 @@ def _in_the_middle() -> None:
         "Updates of this step, and others like it, follow the backward: hooks of AdamW."
     ]
     assert hooked.late == "" and hooked.updates == [-1] * 4
-    read = _fitted("3:1", "auto", "adamw", [Reads()])
+    read = _fitted("3:1", "auto", "adamw", [Reads(_read)])
     assert read.updates[0] == 3
     for found in (hooked, read):
         assert_same_tensors(found.values, late.values, 0.0)
@@ -270,6 +277,48 @@ class _LogsNormsByLightning(Callback):
         pl_module.log_dict(grad_norm(pl_module, 2))
 
 
+def _norms(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.norm() for name, p in module.named_parameters()}
+
+
+def _logged(module: Any) -> None:
+    module.log_dict(_norms(module))
+
+
+class _LogsNormsByHelper(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        _logged(pl_module)
+
+
+class _LogsNormsOfModule(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        pl_module.log_dict(utilities.grad_norm(pl_module, 2))
+
+
+def _builder() -> Any:
+    read = _norms
+
+    class _LogsNormsByClosure(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+            pl_module.log_dict(read(pl_module))
+
+    return _LogsNormsByClosure()
+
+
+class _CallsOthers(Callback):
+    """Calls functions of itself and of others, none of which reads a gradient."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        _repeats(self, 3)
+        np.mean([0.0])
+        assert call == call
+
+
+def _repeats(callback: Any, count: int) -> None:
+    if count:
+        _repeats(callback, count - 1)
+
+
 class _Manual(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -299,6 +348,18 @@ class _Manual(Net):
             {"callbacks": [_LogsNormsByLightning()]},
             "_LogsNormsByLightning.on_train_batch_end() reads gradients",
         ),
+        (
+            Net,
+            {"callbacks": [_LogsNormsByHelper()]},
+            "_LogsNormsByHelper.on_train_batch_end() reads gradients",
+        ),
+        (
+            Net,
+            {"callbacks": [_LogsNormsOfModule()]},
+            "_LogsNormsOfModule.on_train_batch_end() reads gradients",
+        ),
+        (Net, {"callbacks": [_builder()]}, "_LogsNormsByClosure.on_train_batch_end() reads"),
+        (Net, {"callbacks": [_CallsOthers()]}, ""),
         (_Manual, {}, "manual optimization"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -273,3 +274,30 @@ def test_no_device_holds_more_than_planned_where_units_differ(monkeypatch, optim
 
     assert rank.moves_state and rank.memory_bytes <= capacity
     assert on_device(held) <= on_device([counted.moment_bytes * size for size in SIZES])
+
+
+@pytest.mark.parametrize("fields", [{"early_update": True}, {"sends_gradients": True}])
+def test_gradients_of_what_no_optimizer_trains_count_where_state_moves(monkeypatch, fields):
+    def not_three(parameters: list[nn.Parameter]) -> Optimizer:
+        return Adam([*parameters[:2], *parameters[8:]])
+
+    moves = _problem(2400.0, optimizer_offload="auto", offloads_boundaries=False, **fields)
+    before = solve(moves)
+    assert before.moves_state
+    session, counted = _counted(monkeypatch, moves, not_three)
+    assert counted.state_bytes == moves.state_bytes + 4 * sum(SIZES[1:4])
+    # more moves, to make room for them
+    assert session.plan.ranks[0].resident_fraction < before.ranks[0].resident_fraction
+    assert session.plan.ranks == solve(counted).ranks
+    assert "of gradients of parameters that no optimizer trains" in session.notes[-1]
+    assert _counted(monkeypatch, moves, Adam)[1] == moves
+    # the state that counts for them has more room than they need
+    still = _problem(10_000.0, **fields)
+    assert _counted(monkeypatch, still, not_three)[1] == still
+    with pytest.raises(InfeasibleError):
+        _counted(monkeypatch, replace(moves, ranks=_with_capacity(moves, 1900.0)), not_three)
+    assert solve(replace(moves, ranks=_with_capacity(moves, 1900.0))).moves_state
+
+
+def _with_capacity(problem: Problem, nbytes: float) -> tuple[RankProfile, ...]:
+    return tuple(replace(rank, capacity_bytes=nbytes) for rank in problem.ranks)

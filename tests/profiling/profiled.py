@@ -81,11 +81,13 @@ class _Folders:
 _folders = _Folders()
 
 
-def in_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def in_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 450.0
+) -> list[Any]:
     """As of ``common``, for ranks that call ``fit``; all of them equally often."""
     with tempfile.TemporaryDirectory() as folder:
         _folders.parent = Path(folder)
-        return in_ranks_of_real_time(world_size, function, *args)
+        return in_ranks_of_real_time(world_size, function, *args, timeout_s=timeout_s)
 
 
 def fit(

@@ -13,6 +13,7 @@ import torch
 from virtual_time import VirtualHost
 
 from lightning_cephalo.accelerator.emulated.accelerator import Emulated
+from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.profiling.measure import merge_equal_ranks
@@ -31,7 +32,9 @@ LINK, UPDATES = 2e8, 2e7
 
 def measured(with_host_updates: bool = True, **rates: float) -> StateRates:
     host = VirtualHost(tick_s=1e-9)
-    control = SimpleNamespace(barrier=lambda: None, gather=lambda row: [row])
+    control = SimpleNamespace(
+        barrier=lambda: None, gather=lambda row: [row], together=lambda _, function: function()
+    )
     given = {"link_bytes_per_s": LINK, "host_updates_per_s": UPDATES, **rates}
     with EmulatedDevice(clock=host.clock, **given) as device:
         accelerator = Emulated(torch.device("cpu"), device)
@@ -105,6 +108,26 @@ def test_a_rank_whose_own_work_takes_no_time_meets_the_others_as_often():
         _beside(bus, rate, bus.work if work else lambda: None)
         met.append(len(own))
     assert met[0] == met[1]
+
+
+def test_host_memory_that_cannot_be_had_for_measuring_is_named_on_all_ranks():
+    def refuse(nbytes: int) -> Any:
+        raise RuntimeError("CUDA error: out of memory.")
+
+    together: list[str] = []
+
+    def call(doing: str, function: Any) -> Any:
+        together.append(doing)  # raises on all ranks
+        return function()
+
+    model: Any = SimpleNamespace(
+        control=SimpleNamespace(together=call),
+        accelerator=SimpleNamespace(allocate_host=refuse),
+        device=torch.device("cpu"),
+    )
+    with pytest.raises(HostMemoryError, match=r"out of memory\. .* optimizer_offload=False"):
+        measure_state_rates(model, math.inf, with_host_updates=True)
+    assert together == ["allocating host memory to measure copies"]
 
 
 def test_a_problem_of_an_earlier_version_does_not_know_how_copies_slow_other_work_down():
