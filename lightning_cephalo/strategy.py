@@ -133,6 +133,8 @@ class CephaloStrategy(ParallelStrategy):
             every tensor along its first dimension.
         equal_microbatches: Every rank runs the same number of microbatches, so that code in
             ``training_step`` may use collectives of its own.
+        single_microbatch: Every rank runs all of its samples at once. For steps with manual
+            optimization whose code has to run once on each rank. A given plan decides itself.
         summed_buffers: Full names of buffers to which ``training_step`` adds sums over samples,
             such as counts of codes; ``"*.count"`` names those of all modules. All other buffers
             get the mean over the samples.
@@ -203,6 +205,7 @@ class CephaloStrategy(ParallelStrategy):
         collate_per_microbatch: bool = False,
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         equal_microbatches: bool = False,
+        single_microbatch: bool = False,
         summed_buffers: Sequence[str] = (),
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         host_memory_cap: float | int | str | None = None,
@@ -241,6 +244,7 @@ class CephaloStrategy(ParallelStrategy):
             collate_per_microbatch=collate_per_microbatch,
             split_batch=split_batch,
             equal_microbatches=equal_microbatches,
+            single_microbatch=single_microbatch,
             summed_buffers=tuple(summed_buffers),
             memory_cap=Cap.parse("memory_cap", memory_cap, by_rank=True),
             host_memory_cap=Cap.parse("host_memory_cap", host_memory_cap, zero=True),
@@ -591,11 +595,17 @@ class CephaloStrategy(ParallelStrategy):
         if plan is not None:
             is_cut = bool(session.model.units[ROOT].cuts)
             supported.check_planned_vocabulary(plan, is_cut, replans)
-        loss_check = LossCheck(job, session.model, trainer, session.user_gathers)
+        loss_check = LossCheck(job, session.model, trainer, session.user_gathers, session.manual)
         if plan is None or replans:
             pause = partial(self._ending.termination.check, control)
             problem = measure_or_load(
-                job, session.model, trainer, pause, session.manual, loss_check.of_samples
+                job,
+                session.model,
+                trainer,
+                pause,
+                session.manual,
+                session.in_turns,
+                loss_check.of_samples,
             )
         if plan is None:
             assert problem is not None
@@ -802,6 +812,8 @@ class CephaloStrategy(ParallelStrategy):
             is_repeated = self._running.step_was_repeated
             self._watch.finish_step(counts=not session.memory.slowed and not is_repeated)
             return result
+        if manual.is_measured and manual.takes_turns:
+            return manual.update(optimizer, closure, lambda whole: whole())
         if manual.is_measured:
             return closure()
         self._recovering.settle()
@@ -835,11 +847,11 @@ class CephaloStrategy(ParallelStrategy):
         manual = None if self._session is None else self._session.manual
         if manual is None or not (communicates or manual.takes_turns):
             yield True
-        elif manual.is_measured:  # ranks without samples are not here
+        elif manual.is_measured and not manual.takes_turns:  # ranks without samples are not here
             yield False
         else:
             with manual.once() as clips:
-                yield clips
+                yield clips and not manual.is_measured
 
     @override
     def on_train_end(self) -> None:

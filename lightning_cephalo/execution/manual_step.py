@@ -2,7 +2,7 @@
 
 [Note: phases]
 ``training_step`` runs once for each microbatch: on each rank one, over all samples that the rank
-has in the step, or several, if the user's plan says so. Its code computes losses, runs backwards
+has in the step, or several, if the plan says so. Its code computes losses, runs backwards
 and optimizers, and reads and writes parameters in between, all as on one device. Each backward ends
 a phase of the step: all microbatches of all ranks meet there. It passes, in the layered order, the
 units that the loss depends on. A unit is gathered once and reduced once per backward. Gradients add
@@ -21,8 +21,7 @@ the step before is gathered ahead. Exchanges cannot be left out: code between tw
 another way at any time.
 
 Several microbatches of a rank take turns in the code between units, each from the same parameters;
-see [Note: rounds] in in_turns.py. The first one runs optimizers and clips for all. Plans that are
-measured keep one microbatch per rank.
+see [Note: rounds] in in_turns.py. The first one runs optimizers and clips for all.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Ste
 from lightning_cephalo.execution.step_functions import StepFunctions
 from lightning_cephalo.execution.step_values import WAY_OUT, StepValues
 from lightning_cephalo.execution.visits import FAILED, FINISHED, NO_DATA, agree, where
+from lightning_cephalo.execution.written_rows import WrittenRows
 from lightning_cephalo.plan.program import (
     NONE,
     ROOT,
@@ -88,7 +88,10 @@ class ManualSteps:
 
     Attributes:
         is_measured: Whether steps are measured: optimizers update nothing then.
+        turning_s: Seconds between turns of steps that are measured.
+        losses: What this rank's backwards of a measured step began from.
         turns: Lets the code of several microbatches have effect once.
+        written: Puts back what steps that are measured write to parameters.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -98,6 +101,9 @@ class ManualSteps:
         self.turns = Turns(executor.units, StepValues(self._root.module, executor.state))
         self._outcomes: dict[int, Any] = {}
         self.is_measured = False
+        self.turning_s = 0.0
+        self.losses: list[Tensor] = []
+        self.written = WrittenRows(executor.units, executor.accelerator)
         self._is_checked = False
         self._expected: list[Visit] = []
         self._places: list[Visit] = []
@@ -140,7 +146,7 @@ class ManualSteps:
     @property
     def takes_turns(self) -> bool:
         """Whether a rank has several microbatches."""
-        return self.turns.is_on and not self.is_measured
+        return self.turns.is_on
 
     def _run(
         self,
@@ -202,7 +208,7 @@ class ManualSteps:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Run steps that are measured in a ``with`` block."""
-        self.is_measured = True
+        self.is_measured, self.losses = True, []
         try:
             with warnings.catch_warnings():
                 # no optimizer steps here, which schedules that step complain of
@@ -210,6 +216,7 @@ class ManualSteps:
                 yield
         finally:
             self.is_measured = False
+            self.written.put_back()
 
     @staticmethod
     def _watched(user: Callable[[], Any], functions: StepFunctions) -> Callable[[], Any]:
@@ -250,14 +257,19 @@ class ManualSteps:
             return
         place = at if position == NONE else self._order[position]
         run = [index for index in members if place is None or parked[index] == place]
-        executor.failure.guarded(self.turns.begin_round, run)
+        self._turn(self.turns.begin_round, run)
         for index in members:
             if index in run:
-                executor.failure.guarded(self.turns.resume, index)
+                self._turn(self.turns.resume, index)
             executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=index))
             executor.failure.guarded(self._look)
             if index in run:
-                executor.failure.guarded(self.turns.pause, index)
+                self._turn(self.turns.pause, index)
+
+    def _turn(self, change: Callable[[Any], None], to: Any) -> None:
+        began_s = self._executor.accelerator.now_s()
+        self._executor.failure.guarded(change, to)
+        self.turning_s += self._executor.accelerator.now_s() - began_s
 
     def _look(self) -> None:
         stale: list[str] = []
@@ -426,6 +438,8 @@ class ManualSteps:
                 " instead of a gradient."
             )
         assert self.running is not None
+        if self.is_measured:
+            self.losses.append(loss.detach())
         self.running.need_backward(loss, bool(retain_graph))
 
     def check_is_running(self) -> None:

@@ -50,6 +50,8 @@ class StepFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._is_suspended or self._steps.running is None:
             return func(*args, **kwargs)
+        if self._steps.is_measured:
+            self._steps.written.before(func, args, kwargs)
         if self._steps.takes_turns:
             self._steps.turns.before(func, args, kwargs)
         if func is Tensor.backward:
