@@ -133,8 +133,10 @@ class CephaloStrategy(ParallelStrategy):
             every tensor along its first dimension.
         equal_microbatches: Every rank runs the same number of microbatches, so that code in
             ``training_step`` may use collectives of its own.
-        single_microbatch: Every rank runs all of its samples at once. For steps with manual
-            optimization whose code has to run once on each rank. A given plan decides itself.
+        single_microbatch: True: every rank runs all of its samples at once. False: a measured plan
+            may give ranks several microbatches with manual optimization, too, where a trial shows
+            that the step can run so. None: not with manual optimization. A given plan decides
+            itself.
         summed_buffers: Full names of buffers to which ``training_step`` adds sums over samples,
             such as counts of codes; ``"*.count"`` names those of all modules. All other buffers
             get the mean over the samples.
@@ -205,7 +207,7 @@ class CephaloStrategy(ParallelStrategy):
         collate_per_microbatch: bool = False,
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         equal_microbatches: bool = False,
-        single_microbatch: bool = False,
+        single_microbatch: bool | None = None,
         summed_buffers: Sequence[str] = (),
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         host_memory_cap: float | int | str | None = None,

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.manual_step import ManualSteps
 
-_WAY_OUT = "Use a plan with one microbatch per rank (single_microbatch=True)."
+_WAY_OUT = "Use a plan with one microbatch per rank."
 
 
 class StepSettings:

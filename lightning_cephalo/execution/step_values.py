@@ -37,7 +37,7 @@ from lightning_cephalo.execution.shared_containers import (
     as_number,
 )
 
-WAY_OUT = "or use a plan with one microbatch per rank (single_microbatch=True)"
+WAY_OUT = "or use a plan with one microbatch per rank"
 
 # what torch keeps there; parameters and buffers change their places in a step
 _TORCHS = frozenset(vars(nn.Module())) | {"_flat_weights", "forward"}

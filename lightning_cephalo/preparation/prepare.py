@@ -415,13 +415,14 @@ def measure_or_load(
                     budget_s=options.profile_budget_s,
                     minimum_microbatch_size=smallest,
                     ready_samples=job.ready_samples,
-                    equal_microbatches=options.equal_microbatches or options.single_microbatch,
-                    single_microbatch=options.single_microbatch,
+                    equal_microbatches=options.equal_microbatches
+                    or bool(options.single_microbatch),
+                    single_microbatch=bool(options.single_microbatch),
                     choose_recompute=options.recompute.is_planned and manual is None,
                     verbose=options.verbose,
                 ),
                 manual=manual,
-                in_turns=None if options.single_microbatch else in_turns,
+                in_turns=in_turns if options.single_microbatch is False else None,
                 layouts=job.layouts,
                 # a step of one microbatch needs sizes up to a rank's whole share
                 known=None if manual is not None else found.known,

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 # parameters switch between their sharded and their full form by themselves
-_NOT_OURS = frozenset({"_parameters", "_trainer", "_fabric"})
+# and Lightning names the hook that runs, which steps that log need
+_NOT_OURS = frozenset({"_parameters", "_trainer", "_fabric", "_current_fx_name"})
 _FRAMEWORKS = frozenset(["torch", "lightning", "pytorch_lightning", "torchmetrics"])
 # a container of more items is data, not a counter: its items are put back, but not their contents
 _WALKED_ITEMS = 10_000
