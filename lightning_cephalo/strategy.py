@@ -136,6 +136,10 @@ class CephaloStrategy(ParallelStrategy):
             every tensor along its first dimension.
         equal_microbatches: Every rank runs the same number of microbatches, so that code in
             ``training_step`` may use collectives of its own.
+        single_microbatch: True: every rank runs all of its samples at once. False: a measured plan
+            may give ranks several microbatches with manual optimization, too, where a trial shows
+            that the step can run so. None: not with manual optimization. A given plan decides
+            itself.
         summed_buffers: Full names of buffers to which ``training_step`` adds sums over samples,
             such as counts of codes; ``"*.count"`` names those of all modules. All other buffers
             get the mean over the samples.
@@ -211,6 +215,7 @@ class CephaloStrategy(ParallelStrategy):
         collate_per_microbatch: bool = False,
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         equal_microbatches: bool = False,
+        single_microbatch: bool | None = None,
         summed_buffers: Sequence[str] = (),
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         host_memory_cap: float | int | str | None = None,
@@ -250,6 +255,7 @@ class CephaloStrategy(ParallelStrategy):
             collate_per_microbatch=collate_per_microbatch,
             split_batch=split_batch,
             equal_microbatches=equal_microbatches,
+            single_microbatch=single_microbatch,
             summed_buffers=tuple(summed_buffers),
             memory_cap=Cap.parse("memory_cap", memory_cap, by_rank=True),
             host_memory_cap=Cap.parse("host_memory_cap", host_memory_cap, zero=True),
@@ -604,12 +610,13 @@ class CephaloStrategy(ParallelStrategy):
         plan = job.plan
         memory: tuple[RankMemory, ...] = ()
         problem: Problem | None = None
-        loss_check = LossCheck(job, session.model, trainer, session.user_gathers)
+        loss_check = LossCheck(job, session.model, trainer, session.user_gathers, session.manual)
 
         def measured(job: Job) -> Problem:
             pause = partial(self._ending.termination.check, control)
             check = loss_check.of_samples
-            return measure_or_load(job, session.model, trainer, pause, session.manual, check)
+            manual, in_turns = session.manual, session.in_turns
+            return measure_or_load(job, session.model, trainer, pause, manual, in_turns, check)
 
         if plan is None:
             chosen = vocabulary_choice.measured_and_planned(job, session.model, measured)
@@ -823,6 +830,8 @@ class CephaloStrategy(ParallelStrategy):
             is_repeated = self._running.step_was_repeated
             self._watch.finish_step(counts=not session.memory.slowed and not is_repeated)
             return result
+        if manual.is_measured and manual.takes_turns:
+            return manual.update(optimizer, closure, lambda whole: whole())
         if manual.is_measured:
             return closure()
         self._recovering.settle()
@@ -856,11 +865,11 @@ class CephaloStrategy(ParallelStrategy):
         manual = None if self._session is None else self._session.manual
         if manual is None or not (communicates or manual.takes_turns):
             yield True
-        elif manual.is_measured:  # ranks without samples are not here
+        elif manual.is_measured and not manual.takes_turns:  # ranks without samples are not here
             yield False
         else:
             with manual.once() as clips:
-                yield clips
+                yield clips and not manual.is_measured
 
     @override
     def on_train_end(self) -> None:

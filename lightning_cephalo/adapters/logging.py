@@ -33,6 +33,7 @@ from torchmetrics import Metric
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
+from lightning_cephalo.adapters.partly_logged import PartlyLogged
 from lightning_cephalo.adapters.summed_constants import SummedConstants
 from lightning_cephalo.adapters.torchmetrics import metrics_of, prepare_states, states_of
 from lightning_cephalo.execution.step import ForwardOutcome
@@ -91,6 +92,7 @@ class StepLog:
         sample_counts: Samples of each of this rank's microbatches.
         metrics: The module's torchmetrics objects, by their names.
         constants: Finds constants among the summed values of this rank.
+        partly: Finds means that only some microbatches log.
         is_seen: Whether values count; those of a repeated forward do not.
 
     Attributes:
@@ -104,9 +106,10 @@ class StepLog:
         sample_counts: Sequence[int],
         metrics: Sequence[tuple[str, Metric]],
         constants: SummedConstants,
+        partly: PartlyLogged,
         is_seen: bool = True,
     ) -> None:
-        self._constants, self._is_seen = constants, is_seen
+        self._constants, self._partly, self._is_seen = constants, partly, is_seen
         self._results = results
         self._sample_counts = sample_counts
         self._samples = sum(sample_counts)
@@ -229,6 +232,9 @@ class StepLog:
         if reduce_fx is not torch.mean:
             return _Combined(reduce_fx(values), 1.0, samples, True)
         given = not all(isinstance(call.batch_size, _Samples) for call in calls)
+        if not given:
+            logged = [call.microbatch for call in calls]
+            self._partly.look(self._results[key].meta.name, logged, len(self._sample_counts))
         shares = [float(call.batch_size) if given else weights[call.microbatch] for call in calls]
         return _Combined(_weighted_mean(values, shares), sum(shares), samples, given)
 
@@ -413,7 +419,7 @@ class StepLogs:
         self.are_combining = False
         self._module = module
         self.ranks = ValuesOfRanks(groups, accelerator)
-        self._constants = SummedConstants()
+        self._constants, self._partly = SummedConstants(), PartlyLogged()
 
     def of_step(self, sample_counts: Sequence[int], *, is_seen: bool = True) -> StepLog:
         """Return the log of a step.
@@ -423,7 +429,7 @@ class StepLogs:
             is_seen: Whether values count; those of a repeated forward do not.
         """
         results = self._module.trainer._results
-        return StepLog(results, sample_counts, self.metrics, self._constants, is_seen)
+        return StepLog(results, sample_counts, self.metrics, self._constants, self._partly, is_seen)
 
     def finish(
         self,

@@ -8,6 +8,7 @@ microbatches do.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable as Function
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -194,6 +195,46 @@ def check(module: Any, optimizers: Sequence[Optimizer]) -> None:
                 f"{type(callback).__name__} has on_before_backward, which gets the loss. With"
                 " manual optimization and several microbatches per rank there is one for each"
                 f" microbatch. Read it in training_step instead. {_WAY_OUT}"
+            )
+
+
+_RUN_ONCE = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+
+
+def read_in_hooks(module: Any) -> frozenset[str]:
+    """Return the names of attributes that hooks read which run once for all microbatches.
+
+    Args:
+        module: The user's module; the hooks of callbacks count too.
+    """
+    found: set[str] = set()
+    for owner in (module, *module.trainer.callbacks):
+        for name in _RUN_ONCE:
+            hook: Any = getattr(type(owner), name, None)
+            is_users = not getattr(hook, "__module__", "lightning").startswith("lightning")
+            if is_users and hasattr(hook, "__code__"):
+                found.update(hook.__code__.co_names)
+    return frozenset(found)
+
+
+def refuse_closures(optimizers: Sequence[Optimizer]) -> None:
+    """Raise for optimizers that cannot do without a closure, as they evaluate it several times.
+
+    Raises:
+        UnsupportedError: The message names one and the way out.
+    """
+    for optimizer in optimizers:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} evaluates its closure several times, which several"
+                f" microbatches per rank with manual optimization cannot follow. {_WAY_OUT}"
             )
 
 

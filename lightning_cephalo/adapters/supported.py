@@ -182,13 +182,20 @@ def refuse_other_layer_sync(layer_sync: Any) -> None:
 
 
 def _refuse_averaged_statistics(trainer: Trainer, module: LightningModule) -> None:
-    """Raise if a callback averages running statistics, which are those of microbatches."""
-    averaging = averaging_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+    """Raise if a callback computes running statistics again, which are those of microbatches.
+
+    Those that average what the model has leave an average of buffers that all ranks hold alike.
+    """
+    averaging = [
+        each
+        for each in averaging_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        if "StochasticWeightAveraging" in lightnings_classes(each)
+    ]
     names = batch_norms(module)
     if trainer.world_size > 1 and averaging and names:
         raise UnsupportedError(
-            f"The callback {type(averaging[0]).__name__} averages the running statistics of batch"
-            f" normalisation, or computes them again. {type(module).__name__} has such layers:"
+            f"The callback {type(averaging[0]).__name__} computes the running statistics of batch"
+            f" normalisation again. {type(module).__name__} has such layers:"
             f" {names[:3]} ({len(names)} in all). Under strategy='cephalo' their statistics are"
             " those of microbatches. Use Trainer(sync_batchnorm=True), or group or layer"
             " normalisation. Or average in a callback of your own: make a"

@@ -25,9 +25,8 @@ What is written is kept, before the first write in a round, by the torch functio
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,6 +38,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.step_values import WAY_OUT, StepValues
+from lightning_cephalo.execution.written_rows import VALUES, address, kind_of, memory_of
 from lightning_cephalo.sharding.flat import Marks
 from lightning_cephalo.sharding.placement import as_dtensor, local_part
 from lightning_cephalo.sharding.unit import Unit
@@ -128,6 +128,7 @@ class Turns:
     Attributes:
         settings: Learning rates and schedules.
         is_on: Whether the plan has several microbatches on any rank.
+        copied_bytes: The most that rounds have copied of what they write.
         written: A number for all writes since ranks have compared it.
         samples: Samples of this rank's microbatches in the running step.
     """
@@ -137,6 +138,7 @@ class Turns:
         self.values = values
         self.settings: Settings = NoSettings()
         self.is_on = False
+        self.copied_bytes = 0
         self.written = 0
         self.samples: tuple[int, ...] = ()
         self.counts: tuple[int, ...] = ()
@@ -283,6 +285,9 @@ class Turns:
     def _result(self) -> _Result:
         marks = None if self._start_marks is None else self._marks()
         memory = {at: self._memory[at].clone() for at in self._saved}
+        # what is saved, and the results of the first microbatch and of another one
+        copied_bytes = 3 * sum(map(len, memory.values()))
+        self.copied_bytes = max(self.copied_bytes, copied_bytes)
         return _Result(marks, memory, self.settings.read(), self._writes)
 
     def _show_start(self) -> None:
@@ -363,15 +368,15 @@ class Turns:
 
     def before(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Keep what a torch function of the running microbatch is about to write."""
-        kind = _kind_of(func, kwargs)
+        kind = kind_of(func, kwargs)
         if self.is_acting or self._running is None or kind is None:
             return
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if self._start_marks is None:
             self._start_marks = self._marks()
         if len(self.samples) > 1:
-            self._keep(tensors if kind == _VALUES else ())
-        if kind == _VALUES and any(local_part(each) is not each for each in tensors):
+            self._keep(tensors if kind == VALUES else ())
+        if kind == VALUES and any(local_part(each) is not each for each in tensors):
             numbers: list[Any] = _numbers(pytree.tree_leaves((args, kwargs)))
             numbers += [_number_of(each) for each in tensors if local_part(each) is each]
             said = f"{func.__name__} {[tuple(each.shape) for each in tensors]} {numbers}"
@@ -380,7 +385,7 @@ class Turns:
     def _keep(self, tensors: Sequence[Tensor]) -> None:
         self._find_memory()
         for tensor in tensors:
-            at = _address(local_part(tensor))
+            at = address(local_part(tensor))
             if at in self._memory and at not in self._saved:
                 self._saved[at] = self._memory[at].clone()
 
@@ -436,11 +441,28 @@ class Turns:
         key = f"{getattr(func, '__name__', func)} {shapes} {_numbers(leaves)}"
         written: list[Tensor] = []
         changed: Any = None
-        if _kind_of(func, kwargs) == _VALUES:
+        if kind_of(func, kwargs) == VALUES:
             changed = kwargs.get("out")
             if changed is None:
                 changed = args[0] if args else next(iter(kwargs.values()))
             written = [local_part(each) for each in pytree.tree_leaves(changed)]
+        result = self._call_known(key, func, args, kwargs, rows, written, changed)
+        # what is computed of them is equal in all microbatches, too
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, DTensor):
+                self._known[id(each)] = each
+        return result
+
+    def _call_known(
+        self,
+        key: str,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        rows: Sequence[Tensor],
+        written: Sequence[Tensor],
+        changed: Any,
+    ) -> Any:
         if self._running == 0:
             return self._first_call(key, func, args, kwargs, rows, written)
         at, self._called = self._called, self._called + 1
@@ -501,25 +523,9 @@ class Turns:
         return result
 
     def _hold(self, tensor: Tensor) -> None:
-        at = _address(tensor)
+        at = address(tensor)
         if at and at not in self._memory:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self._memory[at] = whole.set_(tensor.untyped_storage())
-
-
-_VALUES, _MARKS = "values", "marks"
-_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
-_IN_PLACE = frozenset(f"__i{name}__" for name in re.split(" ", _OPERATORS))
-
-
-def _kind_of(func: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
-    """Return what a torch function writes: values, marks, or None for nothing."""
-    name = getattr(func, "__name__", "").split(".")[0]
-    if name in ("__set__", "__delete__", "requires_grad_"):
-        return _MARKS
-    if name in _IN_PLACE or name == "__setitem__" or kwargs.get("out") is not None:
-        return _VALUES
-    return _VALUES if name.endswith("_") and not name.endswith("__") else None
+            self._memory[at] = memory_of(tensor)
 
 
 def _numbers(leaves: Sequence[Any]) -> list[Any]:
@@ -541,13 +547,6 @@ def _copy(result: Any) -> Any:
         return as_dtensor(local_part(value).detach().clone(), value._spec)
 
     return pytree.tree_map(copied, result)
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a tensor without memory
-        return 0
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 [Note: phases]
 ``training_step`` runs once for each microbatch: on each rank one, over all samples that the rank
-has in the step, or several, if the user's plan says so. Its code computes losses, runs backwards
+has in the step, or several, if the plan says so. Its code computes losses, runs backwards
 and optimizers, and reads and writes parameters in between, all as on one device. Each backward ends
 a phase of the step: all microbatches of all ranks meet there. It passes, in the layered order, the
 units that the loss depends on. A unit is gathered once and reduced once per backward. Gradients add
@@ -21,8 +21,7 @@ the step before is gathered ahead. Exchanges cannot be left out: code between tw
 another way at any time.
 
 Several microbatches of a rank take turns in the code between units, each from the same parameters;
-see [Note: rounds] in in_turns.py. The first one runs optimizers and clips for all. Plans that are
-measured keep one microbatch per rank.
+see [Note: rounds] in in_turns.py. The first one runs optimizers and clips for all.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.executor import Executor
@@ -46,8 +44,10 @@ from lightning_cephalo.execution.loss_weights import loss_scale
 from lightning_cephalo.execution.microbatch import AT_BACKWARD, AT_UPDATE, Microbatch
 from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
+from lightning_cephalo.execution.step_functions import StepFunctions
 from lightning_cephalo.execution.step_values import WAY_OUT, StepValues
 from lightning_cephalo.execution.visits import FAILED, FINISHED, NO_DATA, agree, where
+from lightning_cephalo.execution.written_rows import WrittenRows
 from lightning_cephalo.plan.program import (
     NONE,
     ROOT,
@@ -88,16 +88,22 @@ class ManualSteps:
 
     Attributes:
         is_measured: Whether steps are measured: optimizers update nothing then.
+        turning_s: Seconds between turns of steps that are measured.
+        losses: What this rank's backwards of a measured step began from.
         turns: Lets the code of several microbatches have effect once.
+        written: Puts back what steps that are measured write to parameters.
     """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._outside = _StepFunctions(self)
-        self._functions_of: dict[int, _StepFunctions] = {}
+        self._outside = StepFunctions(self)
+        self._functions_of: dict[int, StepFunctions] = {}
         self.turns = Turns(executor.units, StepValues(self._root.module, executor.state))
         self._outcomes: dict[int, Any] = {}
         self.is_measured = False
+        self.turning_s = 0.0
+        self.losses: list[Tensor] = []
+        self.written = WrittenRows(executor.units, executor.accelerator)
         self._is_checked = False
         self._expected: list[Visit] = []
         self._places: list[Visit] = []
@@ -140,7 +146,7 @@ class ManualSteps:
     @property
     def takes_turns(self) -> bool:
         """Whether a rank has several microbatches."""
-        return self.turns.is_on and not self.is_measured
+        return self.turns.is_on
 
     def _run(
         self,
@@ -149,7 +155,7 @@ class ManualSteps:
         failure: BaseException | None,
     ) -> ForwardOutcome:
         executor = self._executor
-        functions = [_StepFunctions(self) for _ in calls]
+        functions = [StepFunctions(self) for _ in calls]
         calls = [
             replace(call, step=self._watched(call.step, own))
             for call, own in zip(calls, functions, strict=True)
@@ -202,7 +208,7 @@ class ManualSteps:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Run steps that are measured in a ``with`` block."""
-        self.is_measured = True
+        self.is_measured, self.losses = True, []
         try:
             with warnings.catch_warnings():
                 # no optimizer steps here, which schedules that step complain of
@@ -210,9 +216,10 @@ class ManualSteps:
                 yield
         finally:
             self.is_measured = False
+            self.written.put_back()
 
     @staticmethod
-    def _watched(user: Callable[[], Any], functions: _StepFunctions) -> Callable[[], Any]:
+    def _watched(user: Callable[[], Any], functions: StepFunctions) -> Callable[[], Any]:
         def step() -> Any:
             with functions:
                 return user()
@@ -220,7 +227,7 @@ class ManualSteps:
         return step
 
     @property
-    def _functions(self) -> _StepFunctions:
+    def _functions(self) -> StepFunctions:
         """Handles the torch functions of the microbatch whose code is running."""
         return self._functions_of.get(id(self.running), self._outside)
 
@@ -250,14 +257,19 @@ class ManualSteps:
             return
         place = at if position == NONE else self._order[position]
         run = [index for index in members if place is None or parked[index] == place]
-        executor.failure.guarded(self.turns.begin_round, run)
+        self._turn(self.turns.begin_round, run)
         for index in members:
             if index in run:
-                executor.failure.guarded(self.turns.resume, index)
+                self._turn(self.turns.resume, index)
             executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=index))
             executor.failure.guarded(self._look)
             if index in run:
-                executor.failure.guarded(self.turns.pause, index)
+                self._turn(self.turns.pause, index)
+
+    def _turn(self, change: Callable[[Any], None], to: Any) -> None:
+        began_s = self._executor.accelerator.now_s()
+        self._executor.failure.guarded(change, to)
+        self.turning_s += self._executor.accelerator.now_s() - began_s
 
     def _look(self) -> None:
         stale: list[str] = []
@@ -426,6 +438,8 @@ class ManualSteps:
                 " instead of a gradient."
             )
         assert self.running is not None
+        if self.is_measured:
+            self.losses.append(loss.detach())
         self.running.need_backward(loss, bool(retain_graph))
 
     def check_is_running(self) -> None:
@@ -664,155 +678,3 @@ class ManualSteps:
                 " Leave that network out of the units: CephaloStrategy(unit_types=...) with the"
                 " blocks of the other networks."
             )
-
-
-class _StepFunctions(TorchFunctionMode):
-    """Handles torch functions that the code of a step calls between its uses of units.
-
-    Args:
-        steps: Runs the step.
-    """
-
-    def __init__(self, steps: ManualSteps) -> None:
-        super().__init__()
-        self._steps = steps
-        self._root: dict[int, Tensor] = {}
-        self._inside: dict[int, str] = {}
-        self._is_suspended = False
-        self._below: Any = None
-
-    def __enter__(self) -> _StepFunctions:
-        self._below = _get_current_function_mode()
-        self._root = self._steps.root_parameters()
-        self._inside = self._steps.names_inside()
-        super().__enter__()
-        return self
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._is_suspended or self._steps.running is None:
-            return func(*args, **kwargs)
-        if self._steps.takes_turns:
-            self._steps.turns.before(func, args, kwargs)
-        if func is Tensor.backward:
-            return self._steps.backward(*args, **kwargs)
-        if func is torch.autograd.grad:
-            outputs, inputs = (_listed(each) for each in (*args, *kwargs.values())[:2])
-            self._steps.refuse_gradients_through_units(outputs, inputs)
-        elif _computes(func):
-            args = self._with_root(func, args)
-        if not self._steps.takes_turns:
-            return func(*args, **kwargs)
-        if getattr(func, "__name__", "") not in _NO_COMPUTING:
-            return self._steps.turns.call(func, args, kwargs)
-        result = func(*args, **kwargs)
-        self._steps.turns.follow(func, args, result)
-        return result
-
-    def _with_root(self, func: Any, args: Any) -> Any:
-        """Return arguments with gathered parameters of the root unit in place of their shards.
-
-        Code without gradients reads and writes shards: an average of weights, for example. A
-        parameter without dimensions is the same as a shard and gathered.
-
-        Raises:
-            UnitUseError: If a function with gradients uses a parameter of another unit.
-        """
-        leaves = [each for arg in args for each in _listed(arg)]
-        with_gradients = torch.is_grad_enabled()
-        inside = [self._inside[id(each)] for each in leaves if id(each) in self._inside]
-        if inside and with_gradients:
-            raise UnitUseError(
-                f"training_step computes ({getattr(func, '__name__', func)}) with {spelled(inside)}"
-                " of a unit, outside of the unit's forward, so that the gradient would be lost. Do"
-                " it in the forward; code that needs no gradient stands under torch.no_grad()."
-            )
-        used = [each for each in leaves if id(each) in self._root]
-        if used and (with_gradients or all(each.ndim == 0 for each in used)):
-            self._steps.need_root()
-            return [self._gathered(each) for each in args]
-        return args
-
-    def _gathered(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._gathered(each) for each in value])
-        return self._root.get(id(value), value)
-
-    @contextmanager
-    def resumed(self) -> Iterator[None]:
-        """Undo :meth:`suspended` in a ``with`` block."""
-        before, self._is_suspended = self._is_suspended, False
-        try:
-            with self:
-                yield
-        finally:
-            self._is_suspended = before
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Do nothing in a ``with`` block, for code that is not the user's.
-
-        Private API: torch has no public way to leave a mode in the middle of its block. Functions
-        are faster without it, and ``torch.compile`` need not trace it. If the user's code has
-        entered a mode of its own (``with torch.device(...)``), this one stays, and does nothing.
-        """
-        innermost = _get_current_function_mode()
-        is_innermost = innermost is self
-        is_code = not self._is_suspended and self._steps.running is not None
-        # within a function that it handles, torch has taken the mode away
-        is_users = not is_innermost and innermost is not self._below
-        if is_code and is_users and self._steps.takes_turns:
-            raise UnsupportedError(
-                "training_step calls a unit, a backward or an optimizer within a block of a torch"
-                " function mode (`with torch.device(...):`). With manual optimization and several"
-                " microbatches per rank, the block would hold the code of others too. Leave the"
-                f" block before, {WAY_OUT}."
-            )
-        before, self._is_suspended = self._is_suspended, True
-        if is_innermost:
-            _pop_mode()
-        try:
-            yield
-        finally:
-            self._is_suspended = before
-            if is_innermost:
-                _push_mode(self)
-
-
-_NO_COMPUTING = frozenset(
-    [
-        "__get__",
-        "__set__",
-        "__delete__",
-        "__hash__",
-        "__len__",
-        "__repr__",
-        "__format__",
-        "__reduce_ex__",
-        "detach",
-        "data_ptr",
-        "requires_grad_",
-        "register_hook",
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "stride",
-        "get_device",
-    ]
-)
-
-
-def _computes(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in _NO_COMPUTING or name.startswith(("register_", "is_")):
-        return False
-    return not name.endswith("_") or name.endswith("__")
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)

@@ -11,7 +11,8 @@ value that a step stores                after the step
 a float, or a tensor without dimension  the mean over the samples of all ranks
 tensors of the samples                  joined, as in every step (``module_state.py``)
 anything else                           that of all microbatches; refused where they differ
-what is changed in place (a list)       refused: each microbatch would change it once
+what containers hold that are changed   the same rules (``shared_containers.py``)
+iterators                               refused: each microbatch would advance them
 ======================================  ===========================================================
 """
 
@@ -20,8 +21,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -30,22 +29,22 @@ from torch import Tensor, nn
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.module_state import ModuleState
+from lightning_cephalo.execution.shared_containers import (
+    MISSING as _MISSING,
+)
+from lightning_cephalo.execution.shared_containers import (
+    SharedContainers,
+    as_number,
+)
 
 WAY_OUT = "or use a plan with one microbatch per rank"
 
-_MISSING = object()
 # what torch keeps there; parameters and buffers change their places in a step
 _TORCHS = frozenset(vars(nn.Module())) | {"_flat_weights", "forward"}
 _NAMED_ALIKE = (int, bool, str, type(None))
 
-# how far containers, objects and arrays are searched; longer ones are compared by a part
+# how deep containers and objects are searched, and how many entries of one
 _DEEPEST, _LONGEST = 4, 1000
-_LARGEST_ARRAY = 100_000
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
-# loggers, and configs that models fill in their first forward: each microbatch may
-_WITH_CACHES = frozenset(["logging", "transformers"])
-_NOT_USERS = _WITH_CACHES | frozenset(["torch", "torchmetrics", "functools", "builtins", "enum"])
-_NOT_USERS |= {"lightning", "pytorch_lightning", "lightning_cephalo"}
 
 Said = dict[str, tuple[str, float, float]]
 """Of each value that differs from before the step: its kind, mean over samples, and samples."""
@@ -68,17 +67,21 @@ class StepValues:
     Args:
         module: The model.
         state: Its tensors.
+
+    Attributes:
+        read_once: Names of attributes that hooks read which run once for all microbatches.
     """
 
     def __init__(self, module: nn.Module, state: ModuleState) -> None:
         self._state = state
+        self.read_once: frozenset[str] = frozenset()
         self._modules = list(module.modules())
         paths = {id(vars(inner)): path for path, inner in module.named_modules()}
         self._places = [(paths[id(names)], names) for names in state.places]
         self._paths = paths
         self._start: list[dict[str, Any]] = []
         self._ids: list[list[int]] = []
-        self._contents: list[tuple[str, Any, Any]] = []
+        self._containers = SharedContainers()
         self._shared: list[Tensor] = []
         self._modes: list[bool] = []
         self._values: list[dict[tuple[int, str], Any]] = []
@@ -91,7 +94,8 @@ class StepValues:
         self._samples = tuple(samples)
         self._start = [dict(names) for _, names in self._places]
         self._ids = [[*map(id, start.values())] for start in self._start]
-        self._contents, self._shared = [], []
+        self._shared = []
+        self._containers.begin(len(samples))
         for (path, names), start in zip(self._places, self._start, strict=True):
             for name, value in start.items():
                 if self._is_own(names, name):
@@ -111,14 +115,12 @@ class StepValues:
         elif isinstance(value, nn.Module):
             if depth:  # else it is a part of the model
                 self._shared += [*value.parameters(), *value.buffers()]
-        elif _is_container(value) and depth < _DEEPEST:
-            content = _content(value)
-            self._contents.append((name, value, content))
-            for each in content[:_LONGEST]:
-                self._look_into(name, each, depth + 1)
-        elif isinstance(value, tuple) and depth < _DEEPEST:
-            for each in value[:_LONGEST]:
-                self._look_into(name, each, depth + 1)
+        elif depth < _DEEPEST:
+            held = self._containers.note(name, value)
+            if isinstance(value, tuple):
+                held = [(f"{name}[{at}]", each) for at, each in enumerate(value[:_LONGEST])]
+            for inner, each in held:
+                self._look_into(inner, each, depth + 1)
 
     @property
     def shared(self) -> Sequence[Tensor]:
@@ -132,26 +134,27 @@ class StepValues:
         self._shown = microbatch
         for (place, name), value in self._values[microbatch].items():
             _set(self._places[place][1], name, value)
+        self._containers.resume(microbatch)
         self._show_modes(self._modes_of[microbatch])
 
     def pause(self, microbatch: int) -> None:
         """Keep a microbatch's values, and show those of before the step.
 
         Raises:
-            UnitUseError: If the microbatch has changed a value in place.
+            UnitUseError: If the microbatch has changed what cannot be put back.
         """
         self._values[microbatch] = self._changed()
         self._hand_over()
         self._modes_of[microbatch] = [module.training for module in self._modules]
         self._show_start()
-        for name, value, content in self._contents:
-            if not _is_unchanged(value, content):
-                raise UnitUseError(
-                    f"training_step changes {name!r} in place, a {type(value).__name__}: with"
-                    " manual optimization and several microbatches per rank, each microbatch would"
-                    " do that once. Return the values from training_step and keep them in"
-                    f" on_train_batch_end, {WAY_OUT}."
-                )
+        changed = self._containers.pause(microbatch)
+        if changed is not None:
+            name, kind = changed
+            raise UnitUseError(
+                f"training_step changes {name!r} in place, a {kind}: with manual optimization and"
+                " several microbatches per rank, each microbatch would do that once. Do it in"
+                f" on_train_batch_start or on_train_batch_end, {WAY_OUT}."
+            )
 
     def _hand_over(self) -> None:
         """Leave attributes to ``ModuleState`` that have come to hold tensors."""
@@ -199,12 +202,13 @@ class StepValues:
             yield
         finally:
             self._show_start()
+            self._containers.show_start()
 
     @contextmanager
     def for_all(self) -> Iterator[None]:
         """Give all microbatches what the running one stores in a ``with`` block."""
         before, modes = self._changed(), [module.training for module in self._modules]
-        tensors = self._state.now_known()
+        tensors, contents = self._state.now_known(), self._containers.shown()
         yield
         now = self._changed()
         for key in {**before, **now}:
@@ -217,8 +221,9 @@ class StepValues:
             if old != new:
                 self._modes_of = [[*of[:index], new, *of[index + 1 :]] for of in self._modes_of]
         self._state.spread(tensors)
-        # what runs once may change what modules hold
-        self._contents = [(name, value, _content(value)) for name, value, _ in self._contents]
+        name = self._containers.spread(contents, _is_same)
+        if name is not None:
+            raise UnitUseError(_different(name))
 
     # -- the end of a step --------------------------------------------------------------------
 
@@ -242,6 +247,7 @@ class StepValues:
                 isinstance(value, int | float) and not isinstance(value, bool) for value in values
             ):
                 said[full] = self._mean(values)
+                self._check_hooks(full, values)
             elif any(not _is_same(value, values[0]) for value in values):
                 raise UnitUseError(_different(full))
             else:
@@ -249,7 +255,29 @@ class StepValues:
                 said[full] = (repr(values[0]) if kind in _NAMED_ALIKE else "", 0.0, 0.0)
         for full, numbers in self._tensors().items():
             said[full] = self._mean(numbers)
+            self._check_hooks(full, numbers)
+        for full, held in self._containers.leaves():
+            if all(isinstance(value, float) or _is_number(value) for value in held):
+                said[full] = self._mean([float(value) for value in held])
+            elif any(not _is_same(value, held[0]) for value in held):
+                raise UnitUseError(_different(full))
+            else:
+                said[full] = (repr(held[0]) if type(held[0]) in _NAMED_ALIKE else "", 0.0, 0.0)
         return said
+
+    def _check_hooks(self, full: str, values: Sequence[Any]) -> None:
+        """Raise if hooks have found another value than that of the whole batch.
+
+        Raises:
+            UnitUseError: The message names it and the way out.
+        """
+        if full.rpartition(".")[2] in self.read_once and any(v != values[0] for v in values):
+            raise UnitUseError(
+                f"A hook that runs once for all microbatches (on_after_backward,"
+                f" on_before_optimizer_step, ...) reads {full!r}, which training_step sets to"
+                " another value in each microbatch: it finds that of the first one. Take it in"
+                f" on_train_batch_end, such as from trainer.callback_metrics, {WAY_OUT}."
+            )
 
     def _mean(self, values: Sequence[Any]) -> tuple[str, float, float]:
         weights = [float(size or 1) for size in self._samples]
@@ -292,6 +320,8 @@ class StepValues:
         for full, of_ranks in rows.items():
             if len({kind for kind, _, _ in of_ranks}) > 1:
                 raise UnitUseError(_different(full))
+            if of_ranks[0][0] == "mean":
+                self._check_hooks(full, [mean for _, mean, _ in of_ranks])
         keys = {key: None for values in self._values for key in values}
         for place, name in keys:
             path, names = self._places[place]
@@ -305,19 +335,21 @@ class StepValues:
         for names, name, values in self._state.stored():
             of_ranks = rows.get(_named(self._paths.get(id(names), ""), name), [])
             if of_ranks and of_ranks[0][0] == "mean":
-                mean: Any = _mean_of(of_ranks)
                 like = next((value for value in values if isinstance(value, Tensor)), None)
-                if like is not None:
-                    mean = torch.full_like(like, mean, requires_grad=False)
-                self._state.share(names, name, mean)
+                self._state.share(names, name, as_number(like, _mean_of(of_ranks)))
+        self._containers.finish(
+            {full: _mean_of(row) for full, row in rows.items() if row[0][0] == "mean"}
+        )
         self._start = []
 
     def abandon(self) -> None:
         """Show the values of before the step, after a failure."""
         if self._start:
             self._show_start()
+            self._containers.show_start()
             self._start = []
-        self._values, self._contents, self._shared = [], [], []
+        self._containers.abandon()
+        self._values, self._shared = [], []
 
 
 def _mean_of(row: Sequence[tuple[str, float, float]]) -> float:
@@ -336,60 +368,6 @@ def _set(names: dict[str, Any], name: str, value: Any) -> None:
 
 def _named(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _is_container(value: Any) -> bool:
-    """Whether a value may change in place: a container, an array, or an object of the user's."""
-    if isinstance(value, list | dict | set | deque | np.ndarray):
-        return True
-    owner, *parents = [kind.__module__.split(".")[0] for kind in type(value).__mro__]
-    if owner in _NOT_USERS or not _WITH_CACHES.isdisjoint(parents):
-        return False
-    return hasattr(value, "__dict__") and not isinstance(value, _FUNCTIONS)
-
-
-def _content(value: Any) -> list[Any]:
-    """Return what a value holds; of long ones their length and some of it."""
-    if isinstance(value, np.ndarray):
-        step = max(1, value.size // _LARGEST_ARRAY)
-        return [value.shape, value.dtype, *([value.flat[::step].tobytes()] if value.size else [])]
-    if not isinstance(value, list | dict | set | deque):
-        value = vars(value)
-    if isinstance(value, dict):
-        return [*_some(value), *_some(value.values())]
-    return _some(value)
-
-
-def _some(values: Any) -> list[Any]:
-    if len(values) <= _LONGEST:
-        return list(values)
-    if isinstance(values, list):
-        part = values[:: len(values) // _LONGEST]
-    elif isinstance(values, set):
-        part = list(islice(values, _LONGEST))
-    else:
-        part = list(islice(values, _LONGEST // 2))
-    last = [] if isinstance(values, set) else [*islice(reversed(values), _LONGEST // 2)]
-    return [_Length(len(values)), *part, *last]
-
-
-class _Length(int):
-    """A length, which is compared by value."""
-
-    __slots__ = ()
-
-
-def _is_unchanged(value: Any, content: list[Any]) -> bool:
-    now = _content(value)
-    if isinstance(value, np.ndarray):
-        return now == content
-    if isinstance(value, set):
-        held = [one for one in content if not isinstance(one, _Length)]
-        return len(now) == len(content) and all(one in value for one in held)
-    return len(now) == len(content) and all(
-        one is other or (isinstance(one, _Length) and one == other)
-        for one, other in zip(now, content, strict=True)
-    )
 
 
 def _is_number(value: Any) -> bool:
@@ -417,6 +395,8 @@ def _is_same(one: Any, other: Any) -> bool:
             and all(key is its or (_is_name(key) and key == its) for key, its in pairs)
             and all(_is_same(value, other[key]) for key, value in one.items())
         )
+    if isinstance(one, np.ndarray):
+        return one.shape == other.shape and one.tobytes() == other.tobytes()
     if isinstance(one, list | tuple | deque):
         return len(one) == len(other) and all(map(_is_same, one, other))
     try:

@@ -150,7 +150,7 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
     """Return the problem with the plan's choices for all ranks applied.
 
     A plan that does not choose resharding takes the first of the problem's choices. Updates are
-    early if the problem or the plan says so.
+    early if the problem or the plan says so. Where each rank has one microbatch, none take turns.
 
     Raises:
         PlanError: the plan counts on a vocabulary that is cut, or on one that is not, or on groups
@@ -173,6 +173,8 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
         )
     if plan.early_update and not problem.early_update:
         problem = problem.with_early_update()
+    if problem.no_idle_ranks and all(len(rank.microbatch_sizes) == 1 for rank in plan.ranks):
+        problem = problem.with_one_microbatch()
     chosen = plan.reshard_after_forward
     problem = problem.resharding(problem.reshard_choices[0] if chosen is None else chosen)
     travels_evenly = plan.padded is not False or not problem.padded_bytes

@@ -182,6 +182,12 @@ class Problem(FileRecord):
             with their own collectives).
         single_microbatch: whether every rank runs exactly one microbatch (for steps that call their
             backwards themselves); it needs ``equal_microbatches``.
+        no_idle_ranks: whether every rank has samples (for the same steps, in several microbatches).
+        turn_s: the part of each microbatch's ``tail_s`` that it takes only where a rank has several
+            microbatches, whose code runs in turns.
+        turn_state_bytes: the part of ``state_bytes`` that is held only there.
+        one_microbatch_reason: why the step runs as one microbatch on every rank; empty: nobody
+            asked, or it need not.
         step_overhead_s: time of a step that no other field covers.
         even_gather_s: ``gather_s`` when all ranks hold equal shares; None: the same.
         even_reduce_s: ``reduce_s`` when all ranks hold equal shares; None: the same.
@@ -261,6 +267,10 @@ class Problem(FileRecord):
     minimum_microbatch_size: Count = 1
     equal_microbatches: Annotated[bool, OneOf((True, False), "True or False")] = False
     single_microbatch: Annotated[bool, OneOf((True, False), "True or False")] = False
+    no_idle_ranks: Annotated[bool, OneOf((True, False), "True or False")] = False
+    turn_s: Amount = 0.0
+    turn_state_bytes: Amount = 0.0
+    one_microbatch_reason: Annotated[str, records.text] = ""
     step_overhead_s: Amount = 0.0
     even_gather_s: Amount | None = None
     even_reduce_s: Amount | None = None
@@ -403,6 +413,28 @@ class Problem(FileRecord):
                 f" {self.moment_bytes:g} for each of {sum(sizes)} unit_parameters are"
                 f" {moments:.6g}. Give the bytes of one parameter, and parameters of all ranks."
             )
+
+    @property
+    def every_rank_runs(self) -> bool:
+        """Whether every rank has samples."""
+        return self.equal_microbatches or self.no_idle_ranks
+
+    def with_one_microbatch(self) -> Problem:
+        """Return the problem where each rank runs all of its samples at once."""
+        ranks = tuple(
+            replace(rank, tail_s=tuple(max(0.0, each - self.turn_s) for each in rank.tail_s))
+            for rank in self.ranks
+        )
+        return replace(
+            self,
+            ranks=ranks,
+            state_bytes=self.state_bytes - self.turn_state_bytes,
+            equal_microbatches=True,
+            single_microbatch=True,
+            no_idle_ranks=False,
+            turn_s=0.0,
+            turn_state_bytes=0.0,
+        )
 
     @property
     def can_move_state(self) -> bool:

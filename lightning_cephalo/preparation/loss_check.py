@@ -24,6 +24,7 @@ from lightning_cephalo.data.reading import (
     is_stream,
     original_of,
 )
+from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation.prepare import Job
@@ -56,12 +57,19 @@ class LossCheck:
         model: The sharded model.
         trainer: The trainer that is fitting.
         gathers: Refuses the user's collectives, as some ranks may have no microbatch to compare.
+        manual: Runs steps that call their backwards themselves; None: the executor runs both.
     """
 
     def __init__(
-        self, job: Job, model: ShardedModel, trainer: Trainer, gathers: UserGathers
+        self,
+        job: Job,
+        model: ShardedModel,
+        trainer: Trainer,
+        gathers: UserGathers,
+        manual: ManualSteps | None = None,
     ) -> None:
         self._job, self._model, self._trainer = job, model, trainer
+        self._manual = manual
         self._gathers = gathers
         # a batch that is left whole is that of one device
         self._is_due = not job.leaves_batches_whole
@@ -71,7 +79,7 @@ class LossCheck:
         if not self._is_due:
             return
         self._is_due = False
-        check_measured(self._job, problem, self._model, self._trainer)
+        check_measured(self._job, problem, self._model, self._trainer, self._manual)
 
     def of_first_step(
         self, batch: Any, pieces: Sequence[tuple[Any, int]], step: Callable[[Any], Any]
@@ -111,7 +119,13 @@ class LossCheck:
         return whole, _in_two(self._job, whole, self._model.control.world_size)
 
 
-def check_measured(job: Job, problem: Problem, model: ShardedModel, trainer: Trainer) -> None:
+def check_measured(
+    job: Job,
+    problem: Problem,
+    model: ShardedModel,
+    trainer: Trainer,
+    manual: ManualSteps | None = None,
+) -> None:
     """Warn if the loss of a few samples is not the weighted mean of its halves'; collective.
 
     Args:
@@ -119,6 +133,7 @@ def check_measured(job: Job, problem: Problem, model: ShardedModel, trainer: Tra
         problem: Says how many samples a microbatch may have on each rank.
         model: The sharded model.
         trainer: The trainer that is fitting.
+        manual: Runs steps that call their backwards themselves; None: the executor runs both.
     """
     half = additivity.SAMPLES // 2
     progress = Progress(job.options.verbose and model.control.rank == 0)
@@ -137,7 +152,7 @@ def check_measured(job: Job, problem: Problem, model: ShardedModel, trainer: Tra
         batch = moved_to_device(trainer, module, batch)
         return batch, _in_two(job, batch, model.control.world_size)
 
-    _compare(job, model, trainer, partial(step_on, module), halves)
+    _compare(job, model, trainer, partial(step_on, module), halves, manual=manual)
 
 
 def _in_two(job: Job, batch: Any, world_size: int) -> list[tuple[Any, int]]:
@@ -215,6 +230,7 @@ def _compare(
     step: Callable[[Any], Any],
     parted: Callable[[], Parted | None],
     gathers: UserGathers | None = None,
+    manual: ManualSteps | None = None,
 ) -> None:
     control = model.control
     is_first = control.rank == 0
@@ -232,7 +248,12 @@ def _compare(
                 own = control.together("cutting a batch", parted)
                 context = trainer.precision_plugin.train_step_context
                 batch, parts = own or (None, [])
-                found = additivity.compared(model, step, context, batch, parts, in_half)
+                if manual is None:
+                    found = additivity.compared(model, step, context, batch, parts, in_half)
+                else:
+                    of_backwards = additivity.compared_manually(
+                        model, manual, step, context, batch, parts, in_half
+                    )
         except Exception as error:  # on every rank
             failure = f"{type(error).__name__}: {error}"
         control.together("putting back what modules hold", undo.close)
@@ -241,5 +262,7 @@ def _compare(
             f"{_UNKNOWN} (steps without gradients, in evaluation mode). {failure}"
         )
         return
-    if is_first:
+    if is_first and manual is None:
         additivity.warn_if_any_differs(found, in_half)
+    elif is_first:
+        additivity.warn_if_any_backward_differs(of_backwards, in_half)

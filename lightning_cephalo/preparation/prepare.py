@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +35,7 @@ from lightning_cephalo.data.streams import Start, start_of
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
+from lightning_cephalo.plan.solver.solve import solve_if_possible
 from lightning_cephalo.plan.state_groups import even_shares, members_of
 from lightning_cephalo.preparation.limits import (
     Limits,
@@ -409,6 +411,7 @@ def measure_or_load(
     trainer: Trainer,
     pause: Callable[[], None],
     manual: ManualSteps | None = None,
+    in_turns: Callable[[], AbstractContextManager[None]] | None = None,
     check: Callable[[Problem], None] = lambda problem: None,
 ) -> Problem:
     """Return the measured or cached problem, with the choices of the plan; collective.
@@ -419,6 +422,7 @@ def measure_or_load(
         trainer: The trainer that is fitting.
         pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
+        in_turns: Lets several microbatches of such a step take turns in a ``with`` block.
         check: Called with the problem on every rank, if it has been measured now.
 
     Raises:
@@ -460,17 +464,19 @@ def measure_or_load(
                     budget_s=options.profile_budget_s,
                     minimum_microbatch_size=smallest,
                     ready_samples=job.ready_samples,
-                    equal_microbatches=options.equal_microbatches or manual is not None,
+                    equal_microbatches=options.equal_microbatches
+                    or bool(options.single_microbatch),
+                    single_microbatch=bool(options.single_microbatch),
                     choose_recompute=options.recompute.is_planned and manual is None,
                     verbose=options.verbose,
                 ),
                 manual=manual,
+                in_turns=in_turns if options.single_microbatch is False else None,
                 layouts=job.layouts,
                 # a step of one microbatch needs sizes up to a rank's whole share
                 known=None if manual is not None else found.known,
             )
-        if manual is None:
-            check(problem)
+        check(problem)
         _keep(problem, found, options, control)
     prices_moves = offload is not False or _gives_moved_state(job)
     if prices_moves and not (has_state_rates(problem) and knows_contention(problem)):
@@ -529,14 +535,16 @@ def _gives_host_updates(job: Job) -> bool:
     return job.plan is not None and any(rank.host_update_fraction for rank in job.plan.ranks)
 
 
+# several microbatches of a manually optimized step have to gain more than this
+_WORTHWHILE = 0.05
 _NO_HOST = (
     "no rank has host memory apart from its device (a CPU's is the same memory, and host_memory_cap"
     " may be 0)"
 )
 
 
-def _step_of_user(module: LightningModule, batch: Any) -> torch.Tensor:
-    return step_on(module, batch)
+def _step_of_user(module: LightningModule, batch: Any, batch_idx: int = 0) -> torch.Tensor:
+    return step_on(module, batch, batch_idx)
 
 
 def _keep(
@@ -572,9 +580,30 @@ def _solved(job: Job, problem: Problem, rank: int) -> Plan | None:
         return None
     with named_where_nothing_fits(job.limits):
         try:
-            return solve(problem)
+            return _fastest(problem)
         except InfeasibleError as error:
+            if problem.one_microbatch_reason:
+                raise InfeasibleError(
+                    f"{error} Several microbatches on a rank would take less memory, but the step"
+                    f" cannot run several times: {problem.one_microbatch_reason}"
+                ) from None
             if job.options.recompute.default:
                 raise
             hint = "Recomputation is off: CephaloStrategy(recompute=True) takes less memory."
             raise InfeasibleError(f"{error} {hint}") from None
+
+
+def _fastest(problem: Problem) -> Plan:
+    """Return the plan; with one microbatch on each rank where that is allowed and as fast.
+
+    Steps that optimize manually then do nothing several times, and hold no copies.
+    """
+    if not problem.no_idle_ranks:
+        return solve(problem)
+    alone = solve_if_possible(problem.with_one_microbatch())
+    if alone is None:
+        return solve(problem)
+    several = solve_if_possible(problem)
+    if several is None or (alone.step_s or 0.0) <= (1 + _WORTHWHILE) * (several.step_s or 0.0):
+        return alone
+    return several

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -657,6 +657,32 @@ class Session:
 
     # -- several microbatches of steps that optimize manually ---------------------------------
 
+    @contextmanager
+    def in_turns(self) -> Iterator[None]:
+        """Let several microbatches of measured steps take turns in a ``with`` block.
+
+        Raises:
+            UnsupportedError: If code cannot run once per microbatch.
+        """
+        assert self.manual is not None
+        strategy: Any = self.model.module.trainer.strategy  # type: ignore[union-attr]
+        optimizers = strategy.optimizers  # stand-ins
+        manual_turns.check(self.model.module, optimizers)
+        manual_turns.refuse_closures(optimizers)
+        self._set_turns(True)
+        handles = manual_turns.refuse_own_steps(self.manual, optimizers)
+        before, self.manual.turns.settings = (
+            self.manual.turns.settings,
+            manual_turns.StepSettings(self.model.module, lambda: optimizers),
+        )
+        try:
+            yield
+        finally:
+            self.manual.turns.settings = before
+            for handle in handles:
+                handle.remove()
+            self._set_turns(False)
+
     @property
     def _takes_turns(self) -> bool:
         return self.manual is not None and self.manual.turns.is_on
@@ -665,16 +691,23 @@ class Session:
         """Let the code of several microbatches have effect once, if the plan has any."""
         if self.manual is None:
             return
+        self._set_turns(_has_several(plan))
+        if self._takes_turns:
+            read = manual_turns.read_in_hooks(self.model.module)
+            self.manual.turns.values.read_once = read
+        if self._takes_turns and self.optimizers:
+            self._refuse_own_steps()
+
+    def _set_turns(self, is_on: bool) -> None:
+        assert self.manual is not None
         turns = self.manual.turns
-        turns.is_on = _has_several(plan)
+        turns.is_on = is_on
         if turns.is_on and self._guard is None and self.control.world_size > 1:
             self._guard = UserCollectives(self._on_user_collective)
             self._at_end.callback(self._guard.close)
             self._at_end.callback(setattr, self._meeting, "before", None)
         self.model.executor.user_collectives = self._guard if turns.is_on else None
         self._meeting.before = turns.refuse_collective if turns.is_on else None
-        if turns.is_on and self.optimizers:
-            self._refuse_own_steps()
 
     def _check_turns(self) -> None:
         manual_turns.check(self.model.module, self.optimizers)

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from lightning_cephalo.data.cutting import loss_and_weight
+from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.over_batch import was_asked
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.profiling.isolation import preserved_state
+from lightning_cephalo.profiling.isolation import forget_gradients, preserved_state
 
 SAMPLES = 4
 # Relative: of sums in another order, by the dtype of computing; and of the same sums again.
@@ -121,6 +122,81 @@ def compared(
             again, _ = loss_of(whole)
             rows = model.control.gather(found and replace(found, again=again))
     return rows
+
+
+def compared_manually(
+    model: ShardedModel,
+    manual: ManualSteps,
+    step: Callable[[Any], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+    batch: Any,
+    parts: Sequence[tuple[Any, int]],
+    in_half: bool = False,
+) -> list[list[LossOfParts]]:
+    """Return every rank's loss of a batch and of its two parts, of each backward; collective.
+
+    The arguments and errors are those of :func:`compared`; each rank has samples. Backwards run,
+    and update nothing.
+    """
+    sizes = tuple(size for _, size in parts)
+    with ExitStack() as stack:
+        stack.enter_context(_evaluating(model.module))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(context())
+        kept = preserved_state(model.module, model.accelerator)
+        put_back = model.control.together(
+            "copying what modules hold", partial(stack.enter_context, kept)
+        )
+
+        def losses_of(piece: tuple[Any, int]) -> list[float]:
+            put_back()
+            samples = piece[1]
+            call = MicrobatchCall(
+                partial(step, piece[0]), lambda _: (torch.zeros(()), 0.0), samples=samples
+            )
+            with manual.measuring():
+                manual.run([call])
+                found = [float(loss) for loss in manual.losses if loss.numel() == 1]
+            forget_gradients(model.module)
+            return found
+
+        whole = (batch, sum(sizes))
+        losses = [losses_of(piece) for piece in (whole, *parts)]
+        # code that takes another way with fewer samples is not compared
+        found = [
+            _weighed(
+                [(loss, float(size)) for loss, size in zip(each, (0, *sizes), strict=True)], sizes
+            )
+            for each in zip(*losses, strict=False)
+            if len({len(own) for own in losses}) == 1
+        ]
+        rows: list[list[LossOfParts]] = model.control.gather(found)
+        if any(each.differs(in_half) for row in rows for each in row):
+            again = losses_of(whole)
+            if len(again) == len(found):
+                found = [replace(e, again=a) for e, a in zip(found, again, strict=True)]
+            rows = model.control.gather(found)
+    return rows
+
+
+def warn_if_any_backward_differs(rows: Sequence[Sequence[LossOfParts]], in_half: bool) -> None:
+    """Warn of the first backward whose loss is no mean over samples; rows as of the ranks."""
+    for row in rows:
+        for number, found in enumerate(row, start=1):
+            if found.differs(in_half):
+                parts = " and ".join(str(size) for size in found.sizes)
+                warnings.warn(
+                    f"The loss of backward {number} in training_step is {found.whole:.6g} for"
+                    f" {sum(found.sizes)} samples, but the mean over parts of {parts} samples is"
+                    f" {found.parts:.6g}. Ranks and microbatches have such parts, so that training"
+                    " will differ from one device. Losses that compare samples, advantages that are"
+                    " normalised over the batch, means over tokens and weights from gradients of"
+                    " the batch are of this kind. Compute statistics of the whole batch in"
+                    " on_train_batch_start, where every rank may communicate, or use automatic"
+                    " optimization with lightning_cephalo.loss_over_batch.",
+                    stacklevel=2,
+                )
+                return
 
 
 def _weighed(losses: Sequence[tuple[float, float]], sizes: tuple[int, ...]) -> LossOfParts:

@@ -2,11 +2,12 @@
 
 [Note: what is put back]
 Every attribute of every submodule is put back, buffers included. Numbers, strings and other values
-are put back by reference; tensors and numpy arrays by content; lists, dicts, sets, deques and
-dataclass instances by their items, into the same objects; random generators by state. Other objects
-are left alone (a module may hold the trainer, and through it everything): changes inside of them
-stay. torchmetrics are modules, so their states are put back like those of any other module.
-Parameters need nothing: no optimizer runs, and gradients are dropped.
+are put back by reference; tensors and numpy arrays by content; lists, dicts, sets, deques,
+dataclass instances and plain objects of the user's own classes by their items, into the same
+objects; random generators by state. Other objects are left alone (a module may hold the trainer,
+and through it everything): changes inside of them stay. torchmetrics are modules, so their states
+are put back like those of any other module. Parameters need nothing: no optimizer runs, gradients
+are dropped, and manual steps put back what their code has written (``execution/written_rows.py``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.data.randomness import preserved_randomness, read_states, write_states
 from lightning_cephalo.execution.replay import RandomState
+from lightning_cephalo.execution.shared_containers import is_container
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -37,7 +39,9 @@ if TYPE_CHECKING:
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 # parameters switch between their sharded and their full form by themselves
-_NOT_OURS = frozenset({"_parameters", "_trainer", "_fabric"})
+# and Lightning names the hook that runs, which steps that log need
+_NOT_OURS = frozenset({"_parameters", "_trainer", "_fabric", "_current_fx_name"})
+_FRAMEWORKS = frozenset(["torch", "lightning", "pytorch_lightning", "torchmetrics"])
 # a container of more items is data, not a counter: its items are put back, but not their contents
 _WALKED_ITEMS = 10_000
 
@@ -49,8 +53,10 @@ def isolated(
     accelerator: Accelerator,
     *,
     keeps_gradients: bool = False,
-) -> Iterator[None]:
+) -> Iterator[Callable[[], None]]:
     """Undo what a step inside does to state, randomness, logs and gradients.
+
+    Yields a function that puts back what modules hold.
 
     Args:
         trainer: The trainer that is fitting; its results, loggers and optimizers are replaced by
@@ -63,11 +69,11 @@ def isolated(
     with ExitStack() as stack:
         stack.enter_context(preserved_randomness())
         stack.callback(RandomState(accelerator).restore)
-        stack.enter_context(preserved_state(module, accelerator))
+        put_back = stack.enter_context(preserved_state(module, accelerator))
         stack.enter_context(_muted(trainer, module, accelerator))
         if not keeps_gradients:
             stack.callback(forget_gradients, module)
-        yield
+        yield put_back
 
 
 def forget_gradients(module: nn.Module) -> None:
@@ -129,7 +135,7 @@ class _Snapshot:
             self._restores.append(lambda: _refill_set(value, saved))
         elif isinstance(value, tuple):
             self._walk(list(value))
-        elif dataclasses.is_dataclass(value) and hasattr(value, "__dict__"):
+        elif hasattr(value, "__dict__") and (dataclasses.is_dataclass(value) or _is_plain(value)):
             self._attributes(value)
 
     def _walk(self, values: list[Any]) -> None:
@@ -208,6 +214,12 @@ class _Snapshot:
         self._restores.append(put_back)
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether an object is the user's own: a pool, a counter; not a dataset or a callback."""
+    owners = {kind.__module__.split(".")[0] for kind in type(value).__mro__}
+    return is_container(value) and owners.isdisjoint(_FRAMEWORKS)
+
+
 def _refill_set(value: set[Any], saved: set[Any]) -> None:
     if value != saved:
         value.clear()
@@ -261,10 +273,35 @@ def _stand_in_optimizer(trainer: Trainer, module: Any) -> Iterator[None]:
         with _no_loaders_left(trainer):
             made = _init_optimizers_and_lr_schedulers(module)
         strategy.optimizers, strategy.lr_scheduler_configs = made
+        for optimizer in strategy.optimizers:
+            _update_nothing(optimizer)
     try:
         yield
     finally:
         strategy.optimizers, strategy.lr_scheduler_configs = before
+
+
+def _update_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """Hide all gradients from an optimizer's own ``step()``, which no hook of Lightning sees.
+
+    It would hold state otherwise, and take time: both are measured elsewhere.
+    """
+    hidden: list[tuple[Tensor, Tensor | None]] = []
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            hidden.extend((each, each.grad) for each in group["params"])
+        for parameter, _ in hidden:
+            parameter.grad = None
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in hidden:
+            if parameter.grad is None:  # a closure may have made others
+                parameter.grad = gradient
+        hidden.clear()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 @contextmanager

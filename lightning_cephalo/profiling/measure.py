@@ -35,6 +35,7 @@ from lightning_cephalo.profiling.no_recompute import measure_no_recompute, with_
 from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.save_curves import remember
+from lightning_cephalo.profiling.several_microbatches import SeveralMicrobatches, try_several
 from lightning_cephalo.profiling.state_rates import RATES
 from lightning_cephalo.profiling.sweep import (
     Measured,
@@ -68,6 +69,7 @@ class ProfileOptions:
         ready_samples: Samples of the first ready batch, on the rank with the fewest: microbatches
             are cut from it. None: loaders give single samples.
         equal_microbatches: Whether every rank runs in every step, as the user's step communicates.
+        single_microbatch: Whether every rank runs one.
         choose_recompute: Whether to measure without recomputation too, so that the plan can choose.
         verbose: Whether rank 0 prints progress.
     """
@@ -76,6 +78,7 @@ class ProfileOptions:
     minimum_microbatch_size: int = 1
     ready_samples: int | None = None
     equal_microbatches: bool = False
+    single_microbatch: bool = False
     choose_recompute: bool = False
     verbose: bool = True
 
@@ -86,12 +89,13 @@ def measure(
     trainer: Trainer,
     device: Device,
     loader: Any,
-    step: Callable[[Any], Any],
+    step: Callable[..., Any],
     context: Callable[[], AbstractContextManager[Any]],
     pause: Callable[[], None],
     global_batch_size: int,
     options: ProfileOptions,
     manual: ManualSteps | None = None,
+    in_turns: Callable[[], AbstractContextManager[None]] | None = None,
     layouts: Sequence[BatchLayout] = (),
     known: Problem | None = None,
 ) -> Problem:
@@ -106,12 +110,14 @@ def measure(
         device: This rank's device.
         loader: The user's DataLoader, or all of them as
             :class:`~lightning_cephalo.preparation.prepare.Loaders`.
-        step: The user's training step on one batch.
+        step: The user's training step on one batch, and perhaps its index.
         context: The precision plugin's context of a training step.
         pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
         global_batch_size: Samples of a step over all ranks.
         options: Budget and limits.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
+        in_turns: Lets several microbatches of a rank take turns in a ``with`` block. None: they
+            may not, or nothing is known of manual optimization.
         layouts: How the batches of each loader are cut, if they are ready.
         known: A problem with the measurements of these devices, equal on every rank: only their
             network and the update are measured. None: everything is.
@@ -141,7 +147,7 @@ def measure(
     with (
         lost_rank_explained(control.rank, "profiling"),
         progress,
-        isolated(trainer, model.module, model.accelerator),
+        isolated(trainer, model.module, model.accelerator) as put_back,
     ):
         prober = Prober(model, clock, counted_batch, step, context, manual)
         sweep = Sweep(
@@ -149,16 +155,23 @@ def measure(
             global_batch_size,
             options.budget_s * _TIMING_SHARE,
             control.gather(device.name),
-            options.equal_microbatches,
-            manual is not None,
+            options.equal_microbatches or manual is not None,
+            options.single_microbatch or manual is not None,
             report,
         )
         no_recompute = None
+        several: SeveralMicrobatches | None = None
         if known is None:
             measured = measure_times(prober, sweep)
             pause()
             progress.say("profiling: memory")
             own_kept = measure_memory(prober, measured, sweep)
+            if manual is not None and in_turns is not None:
+                pause()
+                progress.say("profiling: several microbatches")
+                share = model.fractions[control.rank]
+                several = try_several(prober, measured, sweep, in_turns, put_back, share)
+                own_kept = several.retained
         else:
             run_smallest(prober, sweep)  # it traces the visits of units
         if options.choose_recompute and known is None:
@@ -236,12 +249,14 @@ def measure(
         microbatch_bytes=kept.microbatch_bytes,
         minimum_microbatch_size=smallest,
         equal_microbatches=options.equal_microbatches,
-        single_microbatch=manual is not None,
+        single_microbatch=options.single_microbatch,
         unresharded_bytes=float(model.unresharded_bytes),
         unresharded_peak_bytes=float(unresharded_peak_bytes(model)),
     )
     problem = _in_this_world(alone, model, network, optimizer_s, resting)
     problem = with_vocabulary(problem, vocabulary)
+    if manual is not None:
+        problem = _with_turns(problem, several)
     # curves are kept for models with any head: without columns of logits they are those of none
     if control.rank == 0 and device.speed_lasts and vocabulary is None:
         lost = remember(
@@ -258,6 +273,32 @@ def measure(
     seconds = model.accelerator.now_s() - started_s
     progress.done(largest, seconds, seconds / balanced_step_s(problem))
     return problem
+
+
+def _with_turns(problem: Problem, several: SeveralMicrobatches | None) -> Problem:
+    """Return the problem of a step that optimizes manually.
+
+    Args:
+        problem: Its times are those of one microbatch on each rank.
+        several: Whether ranks may run several; None: the user wants one.
+    """
+    if several is None or several.refused:
+        reason = "" if several is None else several.refused
+        one = replace(problem, one_microbatch_reason=reason)
+        return replace(one, equal_microbatches=True, single_microbatch=True)
+    ranks = tuple(
+        replace(rank, tail_s=tuple(each + several.turn_s for each in rank.tail_s))
+        for rank in problem.ranks
+    )
+    return replace(
+        problem,
+        ranks=ranks,
+        state_bytes=problem.state_bytes + several.turn_state_bytes,
+        equal_microbatches=several.equal or problem.equal_microbatches,
+        no_idle_ranks=True,
+        turn_s=several.turn_s,
+        turn_state_bytes=several.turn_state_bytes,
+    )
 
 
 def _largest(problem: Problem, rank: int) -> int:

@@ -362,9 +362,16 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
             # it ran when it was timed, but only just: it may not run again
             measured.smallest_too_large = size
             measured.times = {at: found for at, found in measured.times.items() if at < size}
-    single = measured.held.get(smallest)
-    if prober.manual is not None:  # there is one microbatch, whose peak holds all
+    if prober.manual is not None:  # with one microbatch its peak holds all
         return RetainedBytes(0.0, 0.0)
+    return measure_retained(prober, measured, sweep)
+
+
+def measure_retained(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:
+    """Measure what this rank retains per sample and microbatch until its backward; collective."""
+    smallest = sweep.sizes[0]
+    idle = smallest if sweep.everyone_runs and measured.times else 0
+    single, several = measured.held.get(smallest), None
     for count in _COUNTS:
         several = _held(prober, smallest if single is not None else 0, count, idle)
         known = single is None or several is not None

@@ -286,3 +286,31 @@ def test_averages_that_users_write_are_those_of_one_device_and_their_files_too(t
         assert files[0].keys() == files[1].keys() and len(files[1]) == len(_SHADOWS)
         for key, state in files[1].items():
             assert_same_tensors(files[0][key]["shadow"], dict(state["shadow"]), TOLERANCE)
+
+
+class _Normalised(Net):
+    """Its statistics are those of its samples, and change no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        self.norm(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_normalised(plan):
+    model, average = _Normalised(), EMAWeightAveraging(decay=0.6, use_buffers=True)
+    trainer(plan, callbacks=[average]).fit(model, loader(24), loader(8))
+    values = {key: value.clone() for key, value in values_of(average._average_model).items()}
+    return values.pop("module.norm.running_var"), values
+
+
+@pytest.mark.filterwarnings("ignore:The layers .'norm'. .1 in all. are batch normalisation")
+def test_buffers_of_batch_normalisation_are_averaged_as_the_model_holds_them():
+    _, wanted = on_one_device(_fit_normalised)
+    (variance, values), (other, its) = in_ranks(2, _fit_normalised, "3:1")
+    assert_same_tensors(values, wanted, TOLERANCE)
+    assert_same_tensors(its, wanted, TOLERANCE)
+    assert torch.equal(variance, other)  # that of microbatches, on all ranks

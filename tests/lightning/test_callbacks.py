@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelPruning,
@@ -213,9 +212,8 @@ def _columns(path):
 
 
 REFUSED = {
-    # these two because the model has batch normalisation
+    # because the model has batch normalisation
     "StochasticWeightAveraging": lambda: StochasticWeightAveraging(swa_lrs=1e-2),
-    "EMAWeightAveraging": lambda: EMAWeightAveraging(),
     "ModelPruning": lambda: ModelPruning("l1_unstructured", amount=0.5),
     "BatchSizeFinder": lambda: BatchSizeFinder(),
 }

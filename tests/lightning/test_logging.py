@@ -203,6 +203,7 @@ class Conditional(Logger):
         return loss
 
 
+@pytest.mark.filterwarnings("ignore:.* of .* microbatches log")
 @pytest.mark.parametrize("plan", ["idle first", "three"])
 def test_keys_that_only_some_ranks_log_keep_their_own_values(plan: str, tmp_path: Path) -> None:
     ranks = run("fit", plan, Conditional(tmp_path), loader(plan), max_epochs=2)

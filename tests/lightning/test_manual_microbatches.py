@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from functools import cache
 from typing import Any
 
@@ -125,6 +126,47 @@ class ReadsState(SeveralGan):
         assert self.share == 0.17 and isinstance(self.typed, np.float64)
 
 
+class FillsContainers(SeveralGan):
+    """A config filled in the first step, a history of losses, counters, numbers of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: dict[str, Any] = {"sizes": {}}
+        self.history, self.long = [], [0.0] * 3000
+        self.counter, self.histogram = Counter(), np.zeros(2)
+        self.recent: deque[float] = deque(maxlen=2)
+        self.shift = torch.nn.Parameter(torch.tensor([0.5]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if "scale" not in self.config:
+            self.config["scale"], self.config["sizes"]["features"] = 0.5, x.shape[1]
+        self.history.append(float(x.square().mean()))
+        self.long.append(1.0)
+        self.counter.count += 1
+        self.histogram += 1
+        self.recent.append(self.shift.detach().exp().item())
+        norm = self.generator.first.weight.detach().clone().norm().item()
+        self.log("norm", norm, on_step=True, on_epoch=False)
+        scale = self.config["scale"] * len(self.long) / 3000
+        return super().training_step((x * scale, y), batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.losses += [sum(self.history), float(len(self.long)), float(self.counter.count)]
+        self.losses += [float(self.histogram.sum()), *self.recent, self.config["sizes"]["features"]]
+        self.losses.append(float(self.trainer.callback_metrics["norm"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizers, schedules = super().configure_optimizers()
+        optimizers[0].add_param_group({"params": [self.shift]})
+        return optimizers, schedules
+
+
+class Counter:
+    count = 0
+
+
 class ChangesPlans(Gan):
     """Looks at whole gradients only while each rank has one microbatch."""
 
@@ -155,7 +197,10 @@ class NormsOfCopies(SeveralGan):
         self.losses.append(self.norm)
 
 
-KINDS = (SeveralGan, SeveralBackwards, WithClosures, TwoBackwards, ActorCritic, ReadsState)
+KINDS = (
+    *(SeveralGan, SeveralBackwards, WithClosures, TwoBackwards, ActorCritic, ReadsState),
+    FillsContainers,
+)
 PLANS_OF = ("3:1", "three", "even")
 RETAINS = {"recompute": False}
 FITS = Cases(
@@ -189,22 +234,27 @@ class WritesBySample(SeveralGan):
             weight.data.mul_(batch[0].mean().abs())
 
 
-class GrowsAList(SeveralGan):
+class GrowsByItsSamples(SeveralGan):
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(1.0)
+        self.seen += [1.0] * len(batch[0])
         super().training_step(batch, batch_idx)
 
 
-class RaisesACounter(SeveralGan):
-    """In an object that is no module."""
-
+class Iterates(SeveralGan):
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.counter.count += 1
+        next(self.rates)
         super().training_step(batch, batch_idx)
 
 
-class Counter:
-    count = 0
+class ReadsInAHook(SeveralGan):
+    """A number that differs between microbatches: the hook finds that of the first one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.level = batch[0].square().mean()
+        super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        float(self.level)
 
 
 class AveragesInPlace(SeveralGan):
@@ -224,11 +274,6 @@ class WritesWithoutRows(WritesBySample):
     """On a rank with several microbatches and no rows."""
 
 
-class NormsOfCopiesUnequallyOften(SeveralGan):
-    def look(self) -> None:
-        self.generator.first.weight.grad.clone().norm()
-
-
 class ForgetsGradientsOnOneRank(SeveralGan):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.manual_backward(mse_loss(self.generator(batch[0]), batch[0]))
@@ -241,12 +286,6 @@ class SetsARateOnOneRank(SeveralGan):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         if self.global_rank == 0:
             self.optimizers()[0].param_groups[0]["lr"] = 0.5
-        super().training_step(batch, batch_idx)
-
-
-class CountsInAnArray(SeveralGan):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.histogram += 1
         super().training_step(batch, batch_idx)
 
 
@@ -347,16 +386,15 @@ class FailsInOneMicrobatch(SeveralGan):
 
 REFUSED = {
     WritesBySample: "Microbatches set other values in training_step .parameters or gradients",
-    RaisesACounter: "changes 'counter' in place, a Counter",
     AveragesInPlace: "Microbatches set other values in training_step .parameters",
     WritesOnOneRank: "Ranks write to parameters or gradients in training_step in different ways",
-    GrowsAList: "changes 'seen' in place, a list",
+    GrowsByItsSamples: r"leave different values in 'len\(seen\)'",
+    Iterates: "changes 'rates' in place, a list_iterator",
+    ReadsInAHook: "A hook that runs once .* reads 'level'",
     WritesWithoutRows: "parameters or gradients",
-    NormsOfCopiesUnequallyOften: "training_step communicates .computing",
     ForgetsGradientsOnOneRank: "Ranks write to parameters or gradients .* in different ways",
     SetsARateOnOneRank: "in different ways, or set flags, schedules or learning rates",
-    CountsInAnArray: "changes 'histogram' in place, a ndarray",
-    KeepsSamples: "changes 'pool' in place, a (Pool|list)",
+    KeepsSamples: "leave different values in '(pool|len.pool)",
     WritesInItsBackward: r"backward\(\) of the module computes with parameters or gradients",
     StepsItself: r"calls AdamW.step\(\) of the optimizer itself",
     CountsByItself: "leave different values in 'positive'",
@@ -373,8 +411,8 @@ REFUSED = {
 
 def refused(plan: str, kind: type[Any]) -> tuple[str, bool]:
     model = kind()
-    model.running, model.counter, model.averages = 1.0, Counter(), {"x": torch.zeros(5)}
-    model.counter.count, model.histogram, model.pool = 0, np.zeros(2), Pool()
+    model.running, model.averages, model.pool = 1.0, {"x": torch.zeros(5)}, Pool()
+    model.rates = iter([1.0, 2.0, 3.0])
     with pytest.raises((UnsupportedError, UnitUseError, RemoteRankError, KeyError)) as raised:
         trainer(plan).fit(model, loader(8))
     return str(raised.value), model.running == 1.0 and model.generator.training

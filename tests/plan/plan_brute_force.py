@@ -79,7 +79,7 @@ def least_step(problem: Problem) -> float | None:
     options = [ways_of(problem, profile) for profile in problem.ranks]
     best = None
     for split in itertools.product(range(batch + 1), repeat=len(options)):
-        if sum(split) != batch:
+        if sum(split) != batch or (problem.no_idle_ranks and 0 in split):
             continue
         for choice in itertools.product(
             *(own[part] for own, part in zip(options, split, strict=True))

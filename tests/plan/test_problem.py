@@ -9,7 +9,8 @@ import math
 import numpy as np
 import pytest
 
-from lightning_cephalo.plan import PlanError, Problem, RankProfile
+from lightning_cephalo.plan import PlanError, Problem, RankProfile, solve
+from lightning_cephalo.plan.cost import predict
 
 
 def profile(**changes) -> RankProfile:
@@ -145,3 +146,24 @@ def test_unknown_and_missing_keys_are_named_with_the_file(tmp_path):
     data["ranks"][0]["speed"] = 3
     with pytest.raises(PlanError, match=r"problem: ranks\[0\]: unknown key 'speed'"):
         Problem.from_dict(data)
+
+
+def test_one_microbatch_takes_no_turns_and_holds_no_copies():
+    rank = RankProfile("a", (1.0,), (2.0,), (0.5,), (10.0,), 100.0)
+    several = Problem(
+        [rank, rank],
+        units=2,
+        state_bytes=50.0,
+        global_batch_size=2,
+        no_idle_ranks=True,
+        turn_s=0.2,
+        turn_state_bytes=5.0,
+    )
+    alone = several.with_one_microbatch()
+    assert alone.single_microbatch and alone.equal_microbatches
+    assert alone.ranks[0].tail_s == pytest.approx((0.3,))
+    assert (alone.state_bytes, alone.turn_s, alone.turn_state_bytes) == (45.0, 0.0, 0.0)
+    assert Problem.from_dict(several.to_dict()) == several
+    plan = solve(several)
+    assert [rank.microbatch_sizes for rank in plan.ranks] == [(1,), (1,)]
+    assert predict(several, plan).step_s == pytest.approx(predict(alone, plan).step_s)

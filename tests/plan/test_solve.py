@@ -109,6 +109,7 @@ def problems(draw) -> Problem:
         minimum_microbatch_size=draw(st.sampled_from([1, 1, 1, 2])),
         equal_microbatches=equal,
         single_microbatch=equal and draw(st.booleans()),
+        no_idle_ranks=draw(st.sampled_from([False, False, False, True])),
         optimizer_s=draw(st.sampled_from([0.0, 1.0])),
         even_gather_s=draw(st.sampled_from([None, None, 1.0])),
         even_reduce_s=draw(st.sampled_from([None, None, 1.0])),

@@ -173,10 +173,11 @@ def _buffers(problem: Problem) -> str:
 def _no_rank_for_samples(problem: Problem, types: Sequence[RankType]) -> str | None:
     """Explain if no rank can take samples, or if a rank that must take some cannot."""
     without = [kind for kind in types if not _sizes(problem, kind.profile)]
-    if problem.single_microbatch and without:
+    if (problem.single_microbatch or problem.no_idle_ranks) and without:
+        number = "one microbatch" if problem.single_microbatch else "samples"
         return (
             f"Samples bind on rank {_members(without[0])}: it can take none "
-            f"({_why_none(problem, without[0].profile)}), but every rank runs one microbatch, as "
+            f"({_why_none(problem, without[0].profile)}), but every rank runs {number}, as "
             f"with manual optimization. Leave this rank out."
         )
     if problem.equal_microbatches and without:
@@ -405,7 +406,7 @@ class _Room:
             batches = _thinned(largest, problem.global_batch_size)
             limits.append(ColumnLimits(math.inf, (0.0, 0.0, 0.0), largest, batches=batches))
         columns = build_columns(problem, self.types, limits)
-        return columns.take(columns.count > 0) if problem.equal_microbatches else columns
+        return columns.take(columns.count > 0) if problem.every_rank_runs else columns
 
 
 def _thinned(largest: int, batch: int) -> np.ndarray:

@@ -285,7 +285,7 @@ class Search:
         rest = self.problem.global_batch_size - total
         limits = [ColumnLimits(limit_s, bounds.floors_s, batch, rest + batch) for batch in largest]
         columns = build_columns(self.problem, self.types, limits, self.room)
-        return columns.take(columns.count > 0) if self.problem.equal_microbatches else columns
+        return columns.take(columns.count > 0) if self.problem.every_rank_runs else columns
 
     def _unbeaten(self, columns: Columns, costs: Sequence[np.ndarray]) -> Columns:
         """Return the columns that no other one with as many samples beats in all costs."""

@@ -1,0 +1,176 @@
+"""Handles the torch functions that the code of a manually optimized step calls.
+
+Between its uses of units such code computes with parameters of the root unit, which is gathered
+then, and reads and writes shards. It calls ``backward``. A torch function mode sees all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+
+from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
+from lightning_cephalo.execution.step_values import WAY_OUT
+from lightning_cephalo.sharding.write_guard import spelled
+
+if TYPE_CHECKING:
+    from lightning_cephalo.execution.manual_step import ManualSteps
+
+
+class StepFunctions(TorchFunctionMode):
+    """Handles torch functions that the code of a step calls between its uses of units.
+
+    Args:
+        steps: Runs the step.
+    """
+
+    def __init__(self, steps: ManualSteps) -> None:
+        super().__init__()
+        self._steps = steps
+        self._root: dict[int, Tensor] = {}
+        self._inside: dict[int, str] = {}
+        self._is_suspended = False
+        self._below: Any = None
+
+    def __enter__(self) -> StepFunctions:
+        self._below = _get_current_function_mode()
+        self._root = self._steps.root_parameters()
+        self._inside = self._steps.names_inside()
+        super().__enter__()
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_suspended or self._steps.running is None:
+            return func(*args, **kwargs)
+        if self._steps.is_measured:
+            self._steps.written.before(func, args, kwargs)
+        if self._steps.takes_turns:
+            self._steps.turns.before(func, args, kwargs)
+        if func is Tensor.backward:
+            return self._steps.backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            outputs, inputs = (_listed(each) for each in (*args, *kwargs.values())[:2])
+            self._steps.refuse_gradients_through_units(outputs, inputs)
+        elif _computes(func):
+            args = self._with_root(func, args)
+        if not self._steps.takes_turns:
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") not in _NO_COMPUTING:
+            return self._steps.turns.call(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._steps.turns.follow(func, args, result)
+        return result
+
+    def _with_root(self, func: Any, args: Any) -> Any:
+        """Return arguments with gathered parameters of the root unit in place of their shards.
+
+        Code without gradients reads and writes shards: an average of weights, for example. A
+        parameter without dimensions is the same as a shard and gathered.
+
+        Raises:
+            UnitUseError: If a function with gradients uses a parameter of another unit.
+        """
+        leaves = [each for arg in args for each in _listed(arg)]
+        with_gradients = torch.is_grad_enabled()
+        inside = [self._inside[id(each)] for each in leaves if id(each) in self._inside]
+        if inside and with_gradients:
+            raise UnitUseError(
+                f"training_step computes ({getattr(func, '__name__', func)}) with {spelled(inside)}"
+                " of a unit, outside of the unit's forward, so that the gradient would be lost. Do"
+                " it in the forward; code that needs no gradient stands under torch.no_grad()."
+            )
+        used = [each for each in leaves if id(each) in self._root]
+        if used and (with_gradients or all(each.ndim == 0 for each in used)):
+            self._steps.need_root()
+            return [self._gathered(each) for each in args]
+        return args
+
+    def _gathered(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._gathered(each) for each in value])
+        return self._root.get(id(value), value)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Undo :meth:`suspended` in a ``with`` block."""
+        before, self._is_suspended = self._is_suspended, False
+        try:
+            with self:
+                yield
+        finally:
+            self._is_suspended = before
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Do nothing in a ``with`` block, for code that is not the user's.
+
+        Private API: torch has no public way to leave a mode in the middle of its block. Functions
+        are faster without it, and ``torch.compile`` need not trace it. If the user's code has
+        entered a mode of its own (``with torch.device(...)``), this one stays, and does nothing.
+        """
+        innermost = _get_current_function_mode()
+        is_innermost = innermost is self
+        is_code = not self._is_suspended and self._steps.running is not None
+        # within a function that it handles, torch has taken the mode away
+        is_users = not is_innermost and innermost is not self._below
+        if is_code and is_users and self._steps.takes_turns:
+            raise UnsupportedError(
+                "training_step calls a unit, a backward or an optimizer within a block of a torch"
+                " function mode (`with torch.device(...):`). With manual optimization and several"
+                " microbatches per rank, the block would hold the code of others too. Leave the"
+                f" block before, {WAY_OUT}."
+            )
+        before, self._is_suspended = self._is_suspended, True
+        if is_innermost:
+            _pop_mode()
+        try:
+            yield
+        finally:
+            self._is_suspended = before
+            if is_innermost:
+                _push_mode(self)
+
+
+_NO_COMPUTING = frozenset(
+    [
+        "__get__",
+        "__set__",
+        "__delete__",
+        "__hash__",
+        "__len__",
+        "__repr__",
+        "__format__",
+        "__reduce_ex__",
+        "detach",
+        "data_ptr",
+        "requires_grad_",
+        "register_hook",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "get_device",
+    ]
+)
+
+
+def _computes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in _NO_COMPUTING or name.startswith(("register_", "is_")):
+        return False
+    return not name.endswith("_") or name.endswith("__")
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
