@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.averaged_weights import averaging_callbacks, lightnings_classes
@@ -102,12 +104,30 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
             "A LightningModule compiled as a whole cannot be cut into units. Compile its blocks"
             " instead: `for i, block in enumerate(blocks): blocks[i] = torch.compile(block)`."
         )
+    refuse_lazy(module)
     refuse_precision(trainer.precision_plugin)
     refuse_synchronised(module, is_manual=not module.automatic_optimization)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if "ModelPruning" in lightnings_classes(callback):
             raise UnsupportedError(_MODEL_PRUNING)
     _refuse_averaged_statistics(trainer, module)
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Raise for parameters and buffers without a shape, which nobody can divide.
+
+    Raises:
+        UnsupportedError: The message names one and the way out.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise UnsupportedError(
+            f"{lazy[0]!r} ({len(lazy)} in all) has no shape yet: a lazy module (nn.LazyLinear) gets"
+            " it in its first forward, but units and plans need it before. Call the model once on a"
+            " few samples in configure_model() or before fit(), or use the module with its sizes"
+            " (nn.Linear)."
+        )
 
 
 _TOGETHER_WITH_VOCABULARY = {

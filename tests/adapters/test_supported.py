@@ -13,9 +13,10 @@ from lightning.pytorch.plugins import (
     XLACheckpointIO,
 )
 from lightning.pytorch.profilers import XLAProfiler
+from torch import nn
 
 from lightning_cephalo.adapters.averaged_weights import averaging_callbacks
-from lightning_cephalo.adapters.supported import refuse_precision
+from lightning_cephalo.adapters.supported import refuse_lazy, refuse_precision
 from lightning_cephalo.common.errors import UnsupportedError
 
 
@@ -50,3 +51,12 @@ def test_plugins_of_other_strategies_are_refused_by_name():
 def test_lightning_itself_refuses_what_needs_other_devices(needs_xla):
     with pytest.raises(ModuleNotFoundError, match="torch_xla"):
         needs_xla()
+
+
+# that they are new, torch says
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("layer", [nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)])
+def test_layers_without_sizes_are_refused_by_name(layer):
+    with pytest.raises(UnsupportedError, match=r"'1\.(weight|running_mean)'.*configure_model"):
+        refuse_lazy(nn.Sequential(nn.Linear(1, 1), layer))
+    refuse_lazy(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
