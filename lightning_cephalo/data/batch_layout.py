@@ -26,6 +26,7 @@ from lightning_cephalo.data.containers import (
     is_array,
     is_plain_sequence,
     rebuild,
+    repeat,
     spell,
 )
 
@@ -190,6 +191,17 @@ class BatchLayout:
         rows, _ = self._resolve(batch)
         return _cut_rows(batch, (), rows, start, stop)
 
+    def repeated(self, batch: Any, times: int) -> Any:
+        """Returns a batch of so many copies of ``batch``, one behind the other.
+
+        Raises:
+            BatchSplitError: cephalo does not cut such batches itself, so that it cannot join them.
+            TypeError: a leaf with rows is neither an array nor a sequence.
+        """
+        if isinstance(batch, MicrobatchList) or self.splitter is not None:
+            raise not_splittable("only cephalo's own parts are put together", batch)
+        return _repeat_rows(batch, (), self._resolve(batch)[0], times)
+
     def _resolve(self, batch: Any) -> tuple[frozenset[Path], int]:
         """Returns the leaves with rows and the number of rows, learned or guessed."""
         if self.rows and _structure(batch, (), self.rows) == self.structure:
@@ -341,6 +353,17 @@ def _cut_rows(node: Any, path: Path, rows: frozenset[Path], start: int, stop: in
     if isinstance(encodings, list) and result is not node:
         result._encodings = encodings[start:stop]
     return result
+
+
+def _repeat_rows(node: Any, path: Path, rows: frozenset[Path], times: int) -> Any:
+    if path in rows:
+        return repeat(node, times)
+    children = None if is_array(node) else children_of(node)
+    if children is None:
+        return node
+    return rebuild(
+        node, [_repeat_rows(child, (*path, key), rows, times) for key, child in children]
+    )
 
 
 def _guess(batch: Any) -> tuple[frozenset[Path], int]:

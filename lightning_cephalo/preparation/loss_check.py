@@ -115,6 +115,9 @@ class LossCheck:
                 return None
             fewest = min(fewest, rows)
             whole, samples = _cut(self._job, batch, (fewest, rows - fewest))[0]
+        if self._job.loaders.spec is None and samples > 2 and samples % 2:
+            # copies of halves of the same size show small terms
+            whole, samples = _cut(self._job, whole, (samples - 1, 1))[0]
         expect_samples(self._trainer, samples)
         return whole, _in_two(self._job, whole, self._model.control.world_size)
 
@@ -249,7 +252,10 @@ def _compare(
                 context = trainer.precision_plugin.train_step_context
                 batch, parts = own or (None, [])
                 if manual is None:
-                    found = additivity.compared(model, step, context, batch, parts, in_half)
+                    repeated = job.layouts[0].repeated if job.loaders.spec is None else None
+                    found = additivity.compared(
+                        model, step, context, batch, parts, in_half, repeated
+                    )
                 else:
                     of_backwards = additivity.compared_manually(
                         model, manual, step, context, batch, parts, in_half

@@ -24,11 +24,16 @@ from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.over_batch import was_asked
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.execution.undone_step import UndoneStep
 from lightning_cephalo.profiling.isolation import forget_gradients, preserved_state
 
 SAMPLES = 4
 # Relative: of sums in another order, by the dtype of computing; and of the same sums again.
 _ROUNDING, _ROUNDING_IN_HALF, _NOISE = 1e-4, 3e-2, 1e-5
+# Relative, with batches of one size: only the last sums have another order.
+_LAST_SUMS = 2e-6
+# A small term is found if it exceeds what such sums differ by in fact, this many times.
+_ABOVE_NOISE = 10.0
 _TINY = 1e-12
 
 
@@ -41,12 +46,19 @@ class LossOfParts:
         parts: The weighted mean of the losses of its parts.
         sizes: The samples of each part.
         again: The loss of the batch, a second time; None: it was run once.
+        undefined: Whether a part has no loss (0/0), though the batch has one.
+        evenly: The same as ``parts``, of batches of one size: in place of its part, each has two
+            copies of it, or more. None: not run.
+        noise: How much losses of copies differ from those of the parts; 0 but for rounding.
     """
 
     whole: float
     parts: float
     sizes: tuple[int, ...]
     again: float | None = None
+    undefined: bool = False
+    evenly: float | None = None
+    noise: float = 0.0
 
     @property
     def is_random(self) -> bool:
@@ -67,7 +79,27 @@ class LossOfParts:
         """
         tolerance = _ROUNDING_IN_HALF if in_half else _ROUNDING
         alike = math.isclose(self.whole, self.parts, rel_tol=tolerance, abs_tol=_TINY)
-        return not self.is_random and not alike and not math.isnan(self.parts)
+        if self.undefined:
+            return not self.is_random
+        if self.is_random or math.isnan(self.parts):
+            return False
+        return not alike or (not in_half and self._has_small_term)
+
+    @property
+    def may_have_small_term(self) -> bool:
+        """Whether the difference is smaller than rounding may be, and larger than it often is."""
+        alike = math.isclose(self.whole, self.parts, rel_tol=_LAST_SUMS, abs_tol=_TINY)
+        return not alike and not math.isnan(self.parts) and not math.isnan(self.whole)
+
+    @property
+    def _has_small_term(self) -> bool:
+        """Whether batches of one size show that a term is no mean over samples."""
+        if self.evenly is None or math.isnan(self.evenly):
+            return False
+        # what chance adds may be twice as large elsewhere
+        chance = abs(self.whole - self.again) if self.again is not None else 0.0
+        least = max(_LAST_SUMS * abs(self.whole), _ABOVE_NOISE * max(self.noise, chance), _TINY)
+        return min(abs(self.whole - self.evenly), abs(self.whole - self.parts)) > least
 
 
 def compared(
@@ -77,13 +109,16 @@ def compared(
     batch: Any,
     parts: Sequence[tuple[Any, int]],
     in_half: bool = False,
+    repeated: Callable[[Any, int], Any] | None = None,
 ) -> list[LossOfParts | None]:
     """Return every rank's loss of a batch and that of its two parts; collective.
 
     Runs the step without gradients and in evaluation mode, where dropout and batch normalisation
     change nothing. Code under ``torch.compile`` runs eagerly: it would be compiled again for these
     sizes. Where losses differ on any rank, each rank's batch is run again, as the step may be
-    random.
+    random. Where they differ by so little that it may be rounding, the parts are run in batches as
+    large as the whole, made of copies. The kernels are then the same, so that rounding is smaller,
+    and how much copies change the loss is its measure.
 
     Args:
         model: The sharded model.
@@ -92,6 +127,7 @@ def compared(
         batch: A few samples; ranks may have different ones.
         parts: The same samples in two parts, and how many each has. Empty: this rank has none.
         in_half: Whether the model computes in half precision.
+        repeated: Returns a batch of so many copies of a part; None: it cannot be made.
 
     Raises:
         Exception: On every rank, if the step fails so on any.
@@ -111,14 +147,27 @@ def compared(
             "copying what modules hold", partial(stack.enter_context, kept)
         )
 
+        stored = UndoneStep(model.executor.state.places, ())
+
         def loss_of(piece: tuple[Any, int] | None) -> tuple[float, float]:
-            put_back()  # each finds the buffers as the first one has found them
+            # each finds buffers and numbers as the first one has found them
+            put_back()
+            stored.put_back(())
             return _loss_of(model, step, piece)
 
         losses = [loss_of(piece) for piece in (whole, *pieces)]
         found = _weighed(losses, tuple(size for _, size in parts)) if parts else None
         rows: list[LossOfParts | None] = model.control.gather(found)
-        if any(row is not None and row.differs(in_half) for row in rows):
+        differs = any(row is not None and row.differs(in_half) for row in rows)
+        is_fine = not in_half and repeated is not None and not differs
+        if is_fine and any(row is not None and row.may_have_small_term for row in rows):
+            copies = _of_one_size(parts, count, repeated) if parts else [None, None]
+            if all(model.control.gather(copies is not None)) and copies is not None:
+                even = [loss_of(piece) for piece in copies]
+                again, _ = loss_of(whole)
+                found = found and _evened(replace(found, again=again), losses[1:], even)
+                rows = model.control.gather(found)
+        elif differs:
             again, _ = loss_of(whole)
             rows = model.control.gather(found and replace(found, again=again))
     return rows
@@ -199,13 +248,44 @@ def warn_if_any_backward_differs(rows: Sequence[Sequence[LossOfParts]], in_half:
                 return
 
 
+def _of_one_size(
+    parts: Sequence[tuple[Any, int]], count: int, repeated: Callable[[Any, int], Any] | None
+) -> list[tuple[Any, int] | None] | None:
+    """Return copies of each part that have as many samples as the whole; None: there are none."""
+    if repeated is None or any(not size or count % size for _, size in parts):
+        return None
+    try:
+        return [(repeated(part, count // size), count) for part, size in parts]
+    except Exception:  # objects of the user's that cannot be put together
+        return None
+
+
 def _weighed(losses: Sequence[tuple[float, float]], sizes: tuple[int, ...]) -> LossOfParts:
     (whole, _), *of_parts = losses
     if any(weight < 0 for _, weight in of_parts):
         return LossOfParts(whole, math.nan, sizes)  # the step itself refuses it by name
     weight = sum(weight for _, weight in of_parts)
     total = sum(loss * weight for loss, weight in of_parts if weight)
-    return LossOfParts(whole, total / weight if weight else math.nan, sizes)
+    mean = total / weight if weight else math.nan
+    # a part that is skipped, or asks for all samples, has no weight that is a number
+    undefined = math.isfinite(whole) and math.isnan(mean) and weight > 0.0
+    return LossOfParts(whole, mean, sizes, undefined=undefined)
+
+
+def _evened(
+    found: LossOfParts,
+    of_parts: Sequence[tuple[float, float]],
+    even: Sequence[tuple[float, float]],
+) -> LossOfParts:
+    # the parts' own weights: those of copies count each sample several times
+    weight = sum(weight for _, weight in of_parts)
+    pairs = list(zip(of_parts, even, strict=True))
+    total = sum(loss * weight for (_, weight), (loss, _) in pairs if weight)
+    noise = max(abs(loss - copied) for (loss, weight), (copied, _) in pairs if weight)
+    # parts whose losses cancel each other leave the rounding of the larger ones
+    largest = max(abs(loss) for (loss, weight), _ in pairs if weight)
+    noise = max(noise, largest * _LAST_SUMS / _ABOVE_NOISE)
+    return replace(found, evenly=total / weight, noise=noise)
 
 
 def warn_if_any_differs(rows: Sequence[LossOfParts | None], in_half: bool) -> None:
@@ -223,13 +303,14 @@ def warn_if_any_differs(rows: Sequence[LossOfParts | None], in_half: bool) -> No
 
 def _told(found: LossOfParts) -> str:
     parts = " and ".join(str(size) for size in found.sizes)
+    digits = 6 if not math.isclose(found.whole, found.parts, rel_tol=_ROUNDING) else 9
     return (
-        f"The loss of {sum(found.sizes)} samples is {found.whole:.6g}, but the weighted mean over"
-        f" parts of {parts} samples is {found.parts:.6g}. Microbatches are such parts, so that"
-        " training will differ from one device. If the loss is a mean over tokens, or over samples"
-        ' with weights, return {"loss": loss, "weight": number of tokens or sum of weights}. If it'
-        " compares samples with each other, has a term about the whole batch, or adds means over"
-        " several dataloaders, whose batches are not always divided alike, let"
+        f"The loss of {sum(found.sizes)} samples is {found.whole:.{digits}g}, but the weighted mean"
+        f" over parts of {parts} samples is {found.parts:.{digits}g}. Microbatches are such parts,"
+        " so that training will differ from one device. If the loss is a mean over tokens, or over"
+        ' samples with weights, return {"loss": loss, "weight": number of tokens or sum of'
+        " weights}. If it compares samples with each other, has a term about the whole batch, or"
+        " adds means over several dataloaders, whose batches are not always divided alike, let"
         " lightning_cephalo.loss_over_batch(function, *tensors) compute that."
     )
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cephalo import CephaloStrategy, loss_over_batch
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.data import BatchLayout
 from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
 from lightning_cephalo.profiling.additivity import LossOfParts, compared, warn_if_any_differs
 from lightning_cephalo.ranks.groups import Groups
@@ -74,6 +75,21 @@ def _balanced(scores, rows):
     return _mean(scores, rows) + 0.1 * scores.softmax(1).mean(0).square().sum()
 
 
+def _slightly_balanced(scores, rows):
+    """The term is no mean over samples, and moves the loss by less than 1e-4 of it."""
+    return 1.0 + _mean(scores, rows) + 2e-3 * scores.softmax(1).mean(0).square().sum()
+
+
+def _undefined(scores, rows):
+    """A mean over rows that one of the halves lacks."""
+    return scores[rows == 3].square().mean()
+
+
+def _spread(scores, rows):
+    """A variance over samples, which a single one lacks."""
+    return scores.square().mean() + scores.std(0).mean()
+
+
 def _random(scores, rows):
     return (scores - torch.randn_like(scores)).square().mean()
 
@@ -109,6 +125,9 @@ LOSSES = {
     _tokens: True,
     _tokens_with_weight: False,
     _balanced: True,
+    _slightly_balanced: True,
+    _undefined: True,
+    _spread: True,
     _random: False,
     _fails: None,
     _fails_on_rank_one: None,
@@ -144,7 +163,9 @@ def _warned(rank):
         with warnings.catch_warnings(record=True) as caught:
             _ours_is_no_error()
             try:
-                found = compared(model, step, nullcontext, (x, rows), parts)
+                found = compared(
+                    model, step, nullcontext, (x, rows), parts, repeated=BatchLayout().repeated
+                )
             except (ValueError, TypeError, RemoteRankError) as error:
                 said[loss.__name__] = [str(error)]
             else:
@@ -179,6 +200,25 @@ def test_losses_that_are_no_mean_over_samples_are_found():
 )
 def test_a_difference_counts_beyond_rounding_and_chance(whole, again, parts, differs):
     assert LossOfParts(whole, parts, (2, 2), again).differs() is differs
+
+
+@pytest.mark.parametrize(
+    ("parts", "evenly", "noise", "again", "differs"),
+    [
+        (1.0 + 3e-5, 1.0 + 3e-5, 1e-7, 1.0, True),
+        (1.0 + 3e-5, 1.0 + 1e-7, 1e-7, 1.0, False),  # kernels for other sizes round otherwise
+        (1.0 + 1e-7, 1.0 + 3e-5, 1e-7, 1.0, False),
+        (1.0 + 3e-5, 1.0 + 3e-5, 1e-5, 1.0, False),  # copies alone move the loss nearly as much
+        (1.0 + 3e-5, 1.0 + 3e-5, 1e-7, 1.0 + 9e-6, False),  # so does chance
+        (1.0 + 3e-5, None, 0.0, None, False),  # no copies
+    ],
+)
+def test_a_small_term_counts_beyond_what_copies_and_chance_change(
+    parts, evenly, noise, again, differs
+):
+    found = LossOfParts(1.0, parts, (2, 2), again, evenly=evenly, noise=noise)
+    assert found.differs() is differs
+    assert not found.differs(in_half=True)
 
 
 class _Trained(LightningModule):
