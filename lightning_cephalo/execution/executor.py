@@ -22,6 +22,7 @@ from lightning_cephalo.execution.failure import Failure
 from lightning_cephalo.execution.loss_weights import LossWeights, loss_scale
 from lightning_cephalo.execution.meetings import Meetings
 from lightning_cephalo.execution.microbatch import AT_BATCH, BEHIND_THE_LAST, Microbatch
+from lightning_cephalo.execution.module_numbers import ModuleNumbers
 from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.offload import HostArena
@@ -123,6 +124,7 @@ class Executor:
         # with manual optimization
         self._is_cut = self._sends_gradients = False
         self.state = ModuleState(units[ROOT].module)
+        self.numbers = ModuleNumbers(self.state, control, accelerator)
         self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
         self.early = EarlyUpdates(units)
         self.state_moves = StateMoves()
@@ -286,7 +288,7 @@ class Executor:
             self.failure.guarded(self.arena.start)  # may allocate
         samples = [call.samples for call in calls]
         self.failure.guarded(self.buffers.begin, samples)
-        self.failure.guarded(self.state.begin, samples)
+        self.failure.guarded(self.state.begin, samples, True)
         with self.writes.locked():
             self.run(self._traced() if visits is None else self._step.program.forward)
         if not self._outcome.is_skipped:
@@ -768,7 +770,7 @@ class Executor:
         made = step.made()
         with_loss = len(step.with_loss) - step.skipped
         own = [state, math.fsum(step.weights.values), step.written_buffers]
-        own += [all(made), with_loss, step.skipped, self.early.is_on]
+        own += [all(made), with_loss, step.skipped, self.early.is_on, self.state.has_numbers()]
         said = self.exchange([*own, *self._note()])
         states = {row[0] for row in said}
         if _FAILED in states:
@@ -784,7 +786,7 @@ class Executor:
             tuple(microbatch.result for microbatch in step.microbatches),
             tuple(step.weights.values),
             total,
-            tuple(tuple(row[7:]) for row in said),
+            tuple(tuple(row[8:]) for row in said),
             losses=tuple(int(row[4]) for row in said),
             skipped=int(sum(row[5] for row in said)),
         )
@@ -795,6 +797,8 @@ class Executor:
             )
             self.give_up(doing)
         self.combine_buffers([row[2] for row in said], doing)
+        if any(row[7] for row in said):
+            self.numbers.combine()
         self._total_weight = total or self._total_weight
         # without a loss, tensors that reach it past the units' outputs cannot be found
         searched = step.checks_leaks and any(outcome.losses)

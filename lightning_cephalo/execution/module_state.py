@@ -13,9 +13,10 @@ samples of this rank, joined along the dimension that follows the number of samp
     between  module.hidden is [2, 5, 8]
     step 2   microbatch 0 finds its [2, 3, 8],             microbatch 1 its [2, 2, 8]
 
-Scalars are averaged over the samples; any other value is the last microbatch's. Values that are
-changed in place (lists that grow, counters, metrics) are shared by all microbatches, unless the
-step has made them: ``self.taken = []``. Buffers belong to the whole model:
+Numbers become those of the whole step, on all ranks: ``execution/module_numbers.py``. Any other
+value is the last microbatch's. Values that are changed in place (lists that grow, metrics) are
+shared by all microbatches, unless the step has made them: ``self.taken = []``. If they hold rows of
+samples a warning names them: ``execution/shared_values.py``. Buffers belong to the whole model:
 ``execution/module_buffers.py``, except for those whose shape changes.
 """
 
@@ -31,8 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # private, but torch, Lightning and others build on it
 
+from lightning_cephalo.execution.module_numbers import Row, is_number, is_scalar, mean_number
+from lightning_cephalo.execution.shared_values import SharedValues
 from lightning_cephalo.execution.undone_step import MISSING as _MISSING
-from lightning_cephalo.execution.undone_step import UndoneStep
+from lightning_cephalo.execution.undone_step import OF_TORCH, UndoneStep
 
 # their modules store no tensors of a batch, or keep account of what microbatches add
 _SKIPPED = ("torch.", "torchmetrics.", "lightning.")
@@ -49,6 +52,7 @@ class _Attribute:
         firsts: What each microbatch finds before it stores a value in that step.
         values: Its value for each microbatch.
         sizes: Samples of these microbatches.
+        begun: What the microbatches have found at the beginning of the step.
         shown: The value on the module between steps.
         versions: Versions of the shown tensors when they were joined.
     """
@@ -58,9 +62,17 @@ class _Attribute:
     first: Any = _MISSING
     firsts: list[Any] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    begun: Any = _MISSING
     sizes: tuple[int, ...] = ()
     shown: Any = _MISSING
     versions: tuple[int, ...] = ()
+
+    @property
+    def is_number(self) -> bool:
+        """Whether all microbatches have left numbers, of which one is new."""
+        return all(is_number(value) or is_scalar(value) for value in self.values) and any(
+            value is not self.begun for value in self.values
+        )
 
     def read(self) -> Any:
         return self.names.get(self.name, _MISSING)
@@ -126,6 +138,7 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self.keeps_start = False
         self._undo: UndoneStep | None = None
+        self._paths = {id(vars(inner)): path for path, inner in module.named_modules()}
         # the top module comes first
         self._places: list[dict[str, Any]] = [
             vars(inner) for inner in module.modules() if inner is module or _may_store(inner)
@@ -136,12 +149,23 @@ class ModuleState:
         self._looks_everywhere = True
         self._running = 0
         self._nothing: Sequence[Stored] = [Stored(0, {})]
+        self._exchanges_numbers = False
+        self._in_places = SharedValues()
+        self.differing: list[str] = []
 
     # -- a step -------------------------------------------------------------------------------
 
-    def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a step with microbatches of these numbers of samples."""
+    def begin(self, sizes: Sequence[int], exchanges_numbers: bool = False) -> None:
+        """Begin a step with microbatches of these numbers of samples.
+
+        Args:
+            sizes: Of this rank.
+            exchanges_numbers: Whether :meth:`take_numbers` ends the step, so that each microbatch
+                has its own Python numbers, too.
+        """
         self._sizes = tuple(sizes)
+        self._exchanges_numbers = exchanges_numbers
+        self.differing = []
         self._undo = None
         if not sizes:  # this rank's values stay as they are
             return
@@ -149,7 +173,9 @@ class ModuleState:
             self._undo = UndoneStep(self._places, self._known.values())
         self._before = [_Before.of(names) for names in self._places]
         self._nothing = [Stored(index, {}) for index in range(len(sizes))]
+        self._in_places.begin(self._places, self._paths, len(sizes))
         for attribute in self._known.values():
+            attribute.begun = attribute.read()
             attribute.values = self._first_values(attribute)
             attribute.firsts = []  # of the step that found it, with its number of microbatches
 
@@ -192,14 +218,16 @@ class ModuleState:
             if value is first or (id(names), name) in self._known:
                 continue
             if not _holds_tensors(value) and not _is_empty(value):
-                continue
+                is_own = self._exchanges_numbers and is_number(value) and name not in OF_TORCH
+                if not is_own:
+                    continue
             self._learn(names, name, first)
             found = True
         return found
 
     def _learn(self, names: dict[str, Any], name: str, first: Any) -> _Attribute:
         firsts = [_cut(first, self._sizes, index) for index in range(len(self._sizes))]
-        attribute = _Attribute(names, name, first, firsts, list(firsts))
+        attribute = _Attribute(names, name, first, firsts, list(firsts), begun=first)
         self._known[id(names), name] = attribute
         return attribute
 
@@ -227,11 +255,14 @@ class ModuleState:
                 attribute.values = [attribute.read()] * len(self._sizes)
             values = [_detached(value) for value in attribute.values]
             attribute.shown = _joined(values, self._sizes)
+            if _are_different_integers(values):
+                self.differing.append(self._name_of(attribute))
             attribute.values, attribute.sizes = values, self._sizes
             attribute.versions = _versions(attribute.shown)
             attribute.write(attribute.shown)
         self._looks_everywhere = any(late)
         self._before = []
+        self._in_places.finish(self._sizes)
         if self._undo is not None:
             self._undo.finish()
 
@@ -244,6 +275,62 @@ class ModuleState:
     def forget_start(self) -> None:
         """Let go of what :meth:`put_back` needs."""
         self._undo = None
+
+    # -- numbers of whole steps ---------------------------------------------------------------
+
+    def _name_of(self, attribute: _Attribute) -> str:
+        path = self._paths.get(id(attribute.names), "")
+        return f"{path}.{attribute.name}" if path else attribute.name
+
+    @property
+    def _new_numbers(self) -> dict[str, _Attribute]:
+        if not self._exchanges_numbers or not self._sizes:
+            return {}
+        return {
+            self._name_of(one): one
+            for one in self._known.values()
+            if id(one.names) in self._paths and one.is_number  # no buffer, which has other places
+        }
+
+    def has_numbers(self) -> bool:
+        """Whether the step, which has finished, has stored numbers."""
+        return bool(self._new_numbers)
+
+    def numbers(self) -> tuple[dict[str, Row], dict[str, Tensor]]:
+        """Return the numbers of this rank and their weights, and those that lie in tensors."""
+        weight = float(sum(self._sizes) or len(self._sizes))
+        found = {name: one.shown for name, one in self._new_numbers.items()}
+        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        rows = {
+            name: (value.dtype if isinstance(value, Tensor) else value, weight)
+            for name, value in found.items()
+        }
+        return rows, tensors
+
+    def take_numbers(self, values: dict[str, Any]) -> None:
+        """Show the numbers of the whole step: of all ranks.
+
+        Args:
+            values: By full name. One of a tensor takes its dtype.
+        """
+        own = {self._name_of(one): one for one in self._known.values()}
+        names_of = {path: key for key, path in self._paths.items()}
+        by_id = {id(names): names for names in self._places}
+        for full, value in values.items():
+            attribute = own.get(full)
+            if attribute is None:
+                path, _, name = full.rpartition(".")
+                names = by_id.get(names_of.get(path, 0))
+                if names is not None:
+                    names[name] = value
+                continue
+            if isinstance(attribute.shown, Tensor):
+                value = torch.as_tensor(value).to(attribute.shown)
+            if not self._sizes:
+                attribute.sizes = ()  # the next step finds what is shown
+            attribute.values = [value] * len(self._sizes)
+            attribute.shown, attribute.versions = value, _versions(value)
+            attribute.write(value)
 
     # -- values of whole steps ----------------------------------------------------------------
 
@@ -380,6 +467,10 @@ def _dimensions(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:
     ]
 
 
+def _are_different_integers(values: Sequence[Any]) -> bool:
+    return all(type(value) in (int, bool) for value in values) and len(set(values)) > 1
+
+
 def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Join the microbatches' values; one that does not follow the samples is the last one's."""
     if all(value is values[0] for value in values):
@@ -395,6 +486,8 @@ def _joined_leaf(column: Sequence[Any], sizes: Sequence[int]) -> Any:
     dimensions = _dimensions(column, sizes)
     if dimensions:
         return torch.cat(list(column), dimensions[0])
+    if all(map(is_number, column)):
+        return mean_number(column, [float(size or 1) for size in sizes])
     scalars = [leaf for leaf in column if _is_plain(leaf) and not leaf.ndim]
     if len(scalars) == len(sizes) and all(leaf.is_floating_point() for leaf in scalars):
         shares = [size / sum(sizes) if sum(sizes) else 1.0 / len(sizes) for size in sizes]

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from torch import nn
 
 MISSING = object()
-_OF_TORCH = frozenset(vars(nn.Module()))
-_CONTAINERS = frozenset((list, dict, set, deque))
+OF_TORCH = frozenset(vars(nn.Module()))
+CONTAINERS = frozenset((list, dict, set, deque))
 # a container of more items is data: only its length is looked at
 _MOST_ITEMS = 10_000
 
@@ -43,14 +43,12 @@ class _Look:
 
     def __init__(self, names: dict[str, Any], containers: Iterable[Any]) -> None:
         self.values = dict(names)
-        self.items = [(container, _copy_of(container)) for container in containers]
+        self.items = [(container, copy_of(container)) for container in containers]
 
 
 def _containers(names: dict[str, Any]) -> list[Any]:
     return [
-        value
-        for name, value in names.items()
-        if type(value) in _CONTAINERS and name not in _OF_TORCH
+        value for name, value in names.items() if type(value) in CONTAINERS and name not in OF_TORCH
     ]
 
 
@@ -103,14 +101,14 @@ class UndoneStep:
             _put_back_names(names, old.values, None if new_look is None else new_look.values)
             changed = {} if new_look is None else {id(o): items for o, items in new_look.items}
             for container, items in old.items:
-                if new_look is None or _are_same(_copy_of(container), changed.get(id(container))):
+                if new_look is None or are_same(copy_of(container), changed.get(id(container))):
                     _refill(container, items)
 
 
 def _put_back_names(
     names: dict[str, Any], before: dict[str, Any], after: dict[str, Any] | None
 ) -> None:
-    for name in {*names, *before} - _OF_TORCH:
+    for name in {*names, *before} - OF_TORCH:
         now, old = names.get(name, MISSING), before.get(name, MISSING)
         is_of_step = after is None or after.get(name, MISSING) is now
         if now is old or not is_of_step:
@@ -121,7 +119,7 @@ def _put_back_names(
             names[name] = old
 
 
-def _copy_of(container: Any) -> Any:
+def copy_of(container: Any) -> Any:
     if len(container) > _MOST_ITEMS:
         return len(container)
     if isinstance(container, dict):
@@ -129,7 +127,7 @@ def _copy_of(container: Any) -> Any:
     return list(container)
 
 
-def _are_same(now: Any, then: Any) -> bool:
+def are_same(now: Any, then: Any) -> bool:
     if isinstance(now, int) or not isinstance(then, list):
         return bool(now == then)
     return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))

@@ -301,11 +301,15 @@ class SideBranch(Blocks):
 
 
 class Counting(Block):
-    calls, most_calls = 0, math.inf
+    def __init__(self) -> None:
+        super().__init__()
+        # a number would count steps
+        self.calls: list[int] = []
+        self.most_calls = math.inf
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls > self.most_calls:
+        self.calls.append(1)
+        if len(self.calls) > self.most_calls:
             raise ArithmeticError("refused")
         return super().forward(value)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+import pytest
 import torch
 from torch import nn
 
@@ -103,3 +106,83 @@ def test_a_step_without_gradients_stores_as_without_this_package():
         assert module.kept is value
     state.resume(0)
     assert module.kept is value
+
+
+def test_numbers_start_from_the_steps_values_in_each_microbatch():
+    module = _Top()
+    module.kept = 5
+    state = ModuleState(module)
+    for count in (5, 6):
+        state.begin((3, 2), True)
+        for index in (0, 1):
+            state.resume(index)
+            assert module.kept == count
+            module.kept += 1
+            state.pause(index)
+        state.finish()
+        assert state.has_numbers() and state.numbers() == ({"kept": (count + 1, 5.0)}, {})
+        state.take_numbers({"kept": count + 1})
+        assert module.kept == count + 1
+
+
+def test_floats_are_means_over_samples_and_other_integers_are_named():
+    module = _Top()
+    state = ModuleState(module)
+    _step_of_numbers(state, module, [1.0, 6.0])
+    assert module.kept == 3.0 and not state.differing
+    _step_of_numbers(state, module, [1, 6])
+    assert module.kept == 6 and state.differing == ["kept"]
+
+
+def _step_of_numbers(state, module, stores):
+    state.begin((3, 2), True)
+    for index, value in enumerate(stores):
+        state.resume(index)
+        module.kept = value
+        state.pause(index)
+    state.finish()
+
+
+def test_a_rank_without_samples_takes_the_numbers_of_the_others():
+    module = _Top()
+    module.part = _Top()
+    state = ModuleState(module)
+    state.begin((), True)
+    state.finish()
+    assert not state.has_numbers()
+    state.take_numbers({"kept": 7, "part.kept": 2, "gone.kept": 1})
+    assert module.kept == 7 and module.part.kept == 2
+
+
+class _Record:
+    def __init__(self):
+        self.rows = None
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "deque", "object", "new object"])
+def test_rows_of_samples_in_what_microbatches_share_are_named_once(kind):
+    module = _Top()
+    held = {"dict": {}, "list": [], "deque": deque(maxlen=1)}.get(kind, _Record())
+    module.held = held
+    state = ModuleState(module)
+
+    def step(rows):
+        state.begin((3, 2))
+        for index, tensor in enumerate(rows):
+            state.resume(index)
+            if kind == "dict":
+                held["h"] = (tensor, 1)
+            elif "object" in kind:
+                module.held = held if kind == "object" else _Record()
+                module.held.rows = tensor
+            else:
+                held.append(tensor)
+            state.pause(index)
+        state.finish()
+
+    step([torch.zeros(()), torch.ones(())])  # losses are no rows
+    if kind == "list":
+        step([torch.ones(3, 7), torch.ones(3, 7)])  # nor are copies of a buffer
+    with pytest.warns(UserWarning, match="into 'held', .*another microbatch"):
+        step([torch.zeros(3, 7), torch.ones(2, 7)])
+    step([torch.zeros(3, 7), torch.ones(2, 7)])

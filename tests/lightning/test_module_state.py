@@ -155,6 +155,93 @@ def _fit_switching(plan, automatic):
     return values_of(module)
 
 
+class _Numbers(LightningModule):
+    """Stores numbers in steps, and in a unit, that later steps read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.cells = nn.ModuleList([_Counted(), _Counted()])
+        self.head = nn.Linear(5, 1)
+        self.steps, self.mean, self.average, self.begun = 0, 1.0, None, False
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if not self.begun:
+            self.begun, self.average = True, torch.zeros((), dtype=torch.float64)
+        for cell in self.cells:
+            x = cell(x)
+        loss = nn.functional.mse_loss(self.head(x), y)
+        scaled = loss * (1 + self.average + 1 / (1 + self.mean))
+        self.average = 0.5 * self.average + 0.5 * loss.detach()
+        self.mean = 0.5 * self.mean + 0.5 * float(loss.detach())
+        self.steps += 1
+        return scaled / self.steps
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        calls = [cell.calls for cell in self.cells]
+        self.seen.append((self.steps, self.mean, float(self.average), self.begun, calls))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class _Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(5, 5), 0
+
+    def forward(self, x):
+        self.calls += 1  # also if it is computed again
+        return torch.tanh(self.linear(x)) / self.calls
+
+
+def _fit_numbers(plan):
+    module = _Numbers()
+    trainer(plan, max_epochs=2, precision="64-true").fit(module, loader(28))
+    return values_of(module), module.seen
+
+
+def _fit_counting_samples(plan):
+    module = _Numbers()
+    module.samples = 0
+
+    def step(batch, batch_idx):
+        module.samples += len(batch[0])
+        return _Numbers.training_step(module, batch, batch_idx)
+
+    module.training_step = step
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(plan, max_steps=2).fit(module, loader(16))
+    return [str(one.message) for one in caught if "leave different values" in str(one.message)]
+
+
+class _Caching(_Numbers):
+    """Reads from a dict what the step before has put into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = {}
+
+    def training_step(self, batch, batch_idx):
+        found = self.head(batch[0])
+        old = self.cache.get("found", found.detach())
+        self.cache["found"] = found.detach()
+        return nn.functional.mse_loss(found, batch[1]) + 0.1 * (found - old.mean()).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+
+def _fit_caching(plan):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(plan, max_steps=2).fit(_Caching(), loader(16))
+    return [str(one.message) for one in caught if "into 'cache', a dict" in str(one.message)]
+
+
 KINDS = ("hidden", "unit", "features")
 FITS = Cases(
     {
@@ -162,6 +249,9 @@ FITS = Cases(
         "modes by hand": ("whole", _fit_switching, False),
         **{(plan, kind): (plan, _fit, kind) for plan in ("3:1", "three") for kind in KINDS},
         "smaller last batch": ("3:1", _fit, "hidden", 14),
+        **{f"numbers {plan}": (plan, _fit_numbers) for plan in ("3:1", "three", "no data")},
+        "samples": ("3:1", _fit_counting_samples),
+        "in place": ("3:1", _fit_caching),
     }
 )
 
@@ -177,6 +267,28 @@ def test_what_a_step_stores_is_that_of_one_device(plan, kind):
     found, _ = FITS[plan, kind][0]
     wanted, _ = _one_device(kind)
     assert_same_tensors(found, wanted, TOLERANCE)
+
+
+@pytest.mark.parametrize("plan", ["3:1", "three", "no data"])
+def test_numbers_that_steps_store_are_those_of_one_device_on_every_rank(plan):
+    weights, wanted = on_one_device(_fit_numbers)
+    assert [row[0] for row in wanted] == list(range(1, 9))
+    for found, seen in FITS[f"numbers {plan}"]:
+        assert_same_tensors(found, weights, 1e-10)
+        assert [row[:1] + row[3:] for row in seen] == [row[:1] + row[3:] for row in wanted]
+        numbers, expected = ([row[1:3] for row in rows] for rows in (seen, wanted))
+        torch.testing.assert_close(numbers, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_count_of_samples_is_named_as_no_number_of_the_step():
+    first, second = FITS["samples"]
+    assert ["'samples'" in message for message in first] == [True] and not second
+
+
+def test_rows_in_a_container_that_microbatches_share_are_named():
+    first, second = FITS["in place"]
+    assert ["self.cache = {**self.cache" in message for message in first] == [True]
+    assert not second  # one microbatch
 
 
 @pytest.mark.parametrize("kind", ["modes", "modes by hand"])

@@ -112,14 +112,19 @@ class Sends(Hungry):
         try:
             super()._eat(*given)
         except torch.OutOfMemoryError:
-            assert _has_sent(self.trainer.strategy.session.model.flats)
+            assert LOOKS.has_sent(self.trainer.strategy.session.model.flats)
             raise
 
 
-def _has_sent(flats: Sequence[Flat]) -> bool:
-    # not in the module: gradients of one that reads them stay
-    held = [parameter.grad for flat in flats for parameter in flat.sharded]
-    return any(sent_gradient(gradient) is not None for gradient in held)
+class _Looks:
+    """Reads gradients behind an object: those of a module that is seen to read them stay."""
+
+    def has_sent(self, flats: Sequence[Flat]) -> bool:
+        held = [parameter.grad for flat in flats for parameter in flat.sharded]
+        return any(sent_gradient(gradient) is not None for gradient in held)
+
+
+LOOKS = _Looks()
 
 
 class Counts(Hungry):
@@ -180,9 +185,10 @@ def _result(make: Callable[[], Hungry], plan: Plan | None, **options):
         "zeroed": model.zeroed,
         "seen": model.seen.sum_value.item(),
         "early": model.early,
+        "samples": sum(model.calls),
     }
     plans = [(change.cause, change.step, change.plan) for change in seen]
-    return state, plans, model.count - len(model.calls)
+    return state, plans, model.count - len(model.losses)
 
 
 CASES: dict[str, tuple[Callable[[], Hungry], dict[str, Any]]] = {
@@ -220,6 +226,7 @@ def test_a_repeated_step_is_that_of_one_device():
         one, _, _ = wanted[name]
         (first, plans, again), (second, others, _) = (rank[name] for rank in ranks)
         assert again == 0, name
+        assert first["samples"] + second["samples"] == one["samples"], name
         assert plans == others and len(plans) >= 1, name
         for own in (first, second):
             assert own["losses"] == pytest.approx(one["losses"], abs=1e-6), name

@@ -1,0 +1,167 @@
+"""Finds rows of samples in what ``training_step`` changes in place, which microbatches share.
+
+``self.cache["h"] = h.detach()`` and ``self.recent.append(h)`` change an object that all
+microbatches have. Each then finds what another one has stored, where one device finds the rows of
+its batch. What a step assigns (``self.cache = {**self.cache, "h": h}``) does not have this fault
+(``execution/module_state.py``); an object of the user's has it even then.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cephalo.execution.undone_step import CONTAINERS, OF_TORCH, are_same, copy_of
+
+# what a step changes it mostly changes in its first one; a deque or a dict may be read first
+_STEPS = 3
+_NOT_USERS = frozenset(["torch", "torchmetrics", "lightning", "pytorch_lightning", "transformers"])
+_NOT_USERS |= {"lightning_cephalo", "numpy", "builtins", "collections", "functools", "enum"}
+_NOT_USERS |= {"logging", "types"}
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a module held at the beginning of a step.
+
+    Attributes:
+        path: The module's name in the model.
+        names: Its attributes.
+        values: A copy of them.
+        inside: By name, what its containers and objects held.
+    """
+
+    path: str
+    names: dict[str, Any]
+    values: dict[str, Any]
+    inside: dict[str, Any]
+
+    @classmethod
+    def of(cls, path: str, names: dict[str, Any]) -> _Before:
+        values = {name: value for name, value in names.items() if name not in OF_TORCH}
+        found = {name: _inside(value) for name, value in values.items()}
+        inside = {name: copy_of(held) for name, held in found.items() if held is not None}
+        return cls(path, names, values, inside)
+
+
+class SharedValues:
+    """Warns of containers and objects on modules that steps fill with rows of samples.
+
+    ::
+
+        shared.begin(places, paths, 2)      # a step with two microbatches
+        ...
+        shared.finish([3, 2])               # may warn, once for each name
+    """
+
+    def __init__(self) -> None:
+        self._left = _STEPS
+        self._before: list[_Before] = []
+        self._told: set[str] = set()
+
+    def begin(
+        self, places: Sequence[dict[str, Any]], paths: Mapping[int, str], microbatches: int
+    ) -> None:
+        """Note what the modules hold, in one of the first steps.
+
+        Args:
+            places: The attributes of each module.
+            paths: Of the modules, by the ids of these.
+            microbatches: Of this rank.
+        """
+        self._before = []
+        if microbatches > 1 and self._left:
+            self._left -= 1
+            self._before = [_Before.of(paths.get(id(names), ""), names) for names in places]
+
+    def finish(self, sizes: Sequence[int]) -> None:
+        """Warn of what holds new rows of samples.
+
+        Args:
+            sizes: The numbers of samples of this rank's microbatches.
+        """
+        found, self._before = self._before, []
+        for before in found:
+            for name, value in before.names.items():
+                full = f"{before.path}.{name}" if before.path else name
+                if name in OF_TORCH or full in self._told:
+                    continue
+                leaves = [leaf for item in _new_items(before, name) for leaf in _tensors(item)]
+                rows = [leaf for leaf in leaves if _has_rows(leaf, sizes)]
+                # what all microbatches have alike, such as a copy of a buffer, is not of samples
+                own = [leaf for leaf in rows if not _has_twin(leaf, leaves)]
+                if own:
+                    self._told.add(full)
+                    _warn(full, value, own[0])
+
+
+def _new_items(before: _Before, name: str) -> list[Any]:
+    """Return what a step has put into a container or an object."""
+    value = before.names[name]
+    inside = _inside(value)
+    if inside is None:
+        return []
+    now = copy_of(inside)
+    if value is not before.values.get(name):
+        # each microbatch has its own containers, if it makes them
+        return [] if type(value) in CONTAINERS or isinstance(now, int) else now
+    items = before.inside[name]
+    if isinstance(items, int) or isinstance(now, int) or are_same(now, items):
+        return []
+    known = {id(item) for item in items}
+    return [item for item in now if id(item) not in known]
+
+
+def _inside(value: Any) -> Any:
+    """Return the items of a container, or the attributes of an object of the user's."""
+    if type(value) in CONTAINERS:
+        return value
+    owner = type(value).__module__.partition(".")[0]
+    if owner in _NOT_USERS or isinstance(value, nn.Module | type) or callable(value):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < 3 and isinstance(value, list | tuple | dict):
+        items = value.values() if isinstance(value, dict) else value
+        for item in list(items)[:100]:
+            yield from _tensors(item, depth + 1)
+
+
+def _has_rows(tensor: Tensor, sizes: Sequence[int]) -> bool:
+    """Whether one of the first two dimensions is as long as a microbatch, by shape alone."""
+    if type(tensor) is not Tensor:
+        return False
+    if any(length > 1 and length in sizes for length in tensor.shape[:2]):
+        return True
+    return sizes[-1] == 1 and tensor.ndim > 1 and tensor.shape[0] == 1
+
+
+def _has_twin(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    return any(
+        other is not tensor
+        and other.shape == tensor.shape
+        and other.dtype == tensor.dtype
+        and bool(torch.equal(other, tensor))
+        for other in others
+    )
+
+
+def _warn(name: str, value: Any, rows: Tensor) -> None:
+    warnings.warn(
+        f"training_step puts rows of samples (a tensor of shape {tuple(rows.shape)}) into {name!r},"
+        f" a {type(value).__name__} that all microbatches of a rank share. A step that reads it"
+        " finds the rows of another microbatch, and training differs from one device. Assign a new"
+        " tensor, tuple, list or dict instead, such as self.cache = {**self.cache, 'h': h}: then"
+        " each microbatch finds its own samples. If only hooks read it, ignore this warning; they"
+        " find the rows of each microbatch.",
+        stacklevel=2,
+    )
