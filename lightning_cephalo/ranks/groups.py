@@ -128,7 +128,7 @@ class Groups:
         if wait != timeout:
             for group in (messages, gather, reduce):
                 set_timeout(group, timeout)
-        counted: list[Any] = [dist.group.WORLD, messages, gather, reduce]
+        counted: list[Any] = [messages, gather, reduce]
         if switchboard is not None:
             switchboard.begun = partial(_begun, counted)
         meeting = Meeting(switchboard, timeout)
@@ -157,9 +157,13 @@ def _begun(groups: Sequence[Any]) -> list[int] | None:
     """Return how many collectives this rank has begun in each group; None if nobody counts them.
 
     Private API: torch has no public count. This one has collectives of the user's code, too.
+    The default group is not among ``groups``: what belongs to it must not keep it alive.
     """
+    world: Any = dist.group.WORLD
+    if world is None:
+        return None
     try:
-        return [group._get_sequence_number_for_group() for group in groups]
+        return [group._get_sequence_number_for_group() for group in (world, *groups)]
     except RuntimeError:  # of backends that do not count
         return None
 
