@@ -8,7 +8,7 @@ starts from the step's values, as with buffers (``execution/combined_buffers.py`
 what microbatches leave               after the step, on all ranks
 ====================================  ==============================================
 floats, tensors without a dimension   the mean over the samples of all ranks
-equal integers, flags                 that value: a counter has counted one step
+equal integers                        that value: a counter has counted one step
 integers that differ                  that of the rank's last microbatch; a warning
 ====================================  ==============================================
 """
@@ -74,7 +74,7 @@ class ModuleNumbers:
 
 
 def different_integers(rows: Sequence[Mapping[str, Row]]) -> set[str]:
-    """Return the names of integers and flags that are not the same on all ranks that have them."""
+    """Return the names of integers that are not the same on all ranks that have them."""
     found: dict[str, set[Any]] = {}
     for row in rows:
         for name, (value, _) in row.items():
@@ -82,13 +82,16 @@ def different_integers(rows: Sequence[Mapping[str, Row]]) -> set[str]:
     return {
         name
         for name, values in found.items()
-        if len(values) > 1 and all(type(value) in (int, bool) for value in values)
+        if len(values) > 1 and all(type(value) is int for value in values)
     }
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a plain Python number or flag."""
-    return type(value) in (int, float, bool)
+    """Whether a value is a plain Python number.
+
+    Flags are not: with one, code that shall run once (hooks that it installs) says that it has.
+    """
+    return type(value) in (int, float)
 
 
 def is_scalar(value: Any) -> bool:

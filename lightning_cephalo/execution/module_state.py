@@ -468,7 +468,7 @@ def _dimensions(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:
 
 
 def _are_different_integers(values: Sequence[Any]) -> bool:
-    return all(type(value) in (int, bool) for value in values) and len(set(values)) > 1
+    return all(type(value) is int for value in values) and len(set(values)) > 1
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:

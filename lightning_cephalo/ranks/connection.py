@@ -141,7 +141,7 @@ class Connection:
         if ranks is None or switchboard is None:
             return True
         if not self._is_closed:
-            switchboard.begin_run()
+            ranks.groups.meeting.begin_run()
             try:
                 ranks.control.barrier()
                 return True

@@ -40,6 +40,12 @@ class Meeting:
         self._count = 0
         self.before: Callable[[str], None] | None = None
 
+    def begin_run(self) -> None:
+        """Count meetings anew: ranks may have failed together behind different numbers of them."""
+        self._count = 0
+        if self.switchboard is not None:
+            self.switchboard.begin_run()
+
     def close(self) -> None:
         """Stop answering other ranks."""
         if self.switchboard is not None:

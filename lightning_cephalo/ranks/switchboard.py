@@ -26,6 +26,8 @@ from lightning_cephalo.ranks.whereabouts import Whereabouts, whereabouts
 _MOST_BYTES = 1 << 20
 _ANSWER_S = 2.0
 _MOST_THREADS = 64
+# of a run; numbers of meetings go on from run to run
+_MOST_MEETINGS = 1 << 32
 # How often a server looks whether it is to stop; where systems allow it, it is woken before.
 _LOOKS_S = 0.1
 
@@ -190,7 +192,7 @@ class Switchboard:
         It returns as soon as all have come, or after some seconds. Call it again to wait longer.
 
         Args:
-            number: Counts the meetings; equal on all ranks.
+            number: Counts the meetings of this run; equal on all ranks.
             purpose: What this rank has come for, and from where.
             wait_s: The most seconds to wait for the others.
 
@@ -199,7 +201,8 @@ class Switchboard:
             TimeoutError: If rank 0 does not answer.
         """
         self._met = number
-        asked = {"ask": "arrive", "of": [number, self.rank, purpose, wait_s]}
+        of_all_runs = self._run * _MOST_MEETINGS + number
+        asked = {"ask": "arrive", "of": [of_all_runs, self.rank, purpose, wait_s]}
         came = self._ask(0, asked, wait_s + _ANSWER_S)["came"]
         if came is None:
             raise ConnectionAbortedError("a rank has failed, so that not all will come")

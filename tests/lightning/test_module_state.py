@@ -163,13 +163,13 @@ class _Numbers(LightningModule):
         torch.manual_seed(4)
         self.cells = nn.ModuleList([_Counted(), _Counted()])
         self.head = nn.Linear(5, 1)
-        self.steps, self.mean, self.average, self.begun = 0, 1.0, None, False
+        self.steps, self.mean, self.average = 0, 1.0, None
         self.seen = []
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        if not self.begun:
-            self.begun, self.average = True, torch.zeros((), dtype=torch.float64)
+        if self.average is None:
+            self.average = torch.zeros((), dtype=torch.float64)
         for cell in self.cells:
             x = cell(x)
         loss = nn.functional.mse_loss(self.head(x), y)
@@ -181,7 +181,7 @@ class _Numbers(LightningModule):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         calls = [cell.calls for cell in self.cells]
-        self.seen.append((self.steps, self.mean, float(self.average), self.begun, calls))
+        self.seen.append((self.steps, self.mean, float(self.average), calls))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
