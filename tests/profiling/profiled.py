@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "fit",
     "in_ranks",
     "loader",
+    "measured_by",
     "profile",
 ]
 
@@ -143,19 +144,27 @@ class _Measured(Exception):
 def profile(module: LightningModule, data: Any, **options: Any) -> Problem:
     """The problem that ``fit`` measures; nothing is planned by it."""
     problems: list[Problem] = []
-    measure = planning.measure
 
-    def ends(**arguments: Any) -> Problem:
+    def ends(measure: Callable[..., Problem], arguments: dict[str, Any]) -> Problem:
         problems.append(measure(**arguments))
         raise _Measured
 
-    planning.measure = ends
+    with measured_by(ends), suppress(_Measured):
+        fit(module, data, **options)
+    return problems[0]
+
+
+@contextmanager
+def measured_by(
+    measured: Callable[[Callable[..., Problem], dict[str, Any]], Problem],
+) -> Iterator[None]:
+    """Call a function, with the one that measures a job, in place of that one."""
+    measure = planning.measure
+    planning.measure = lambda **arguments: measured(measure, arguments)
     try:
-        with suppress(_Measured):
-            fit(module, data, **options)
+        yield
     finally:
         planning.measure = measure
-    return problems[0]
 
 
 class NormalisedBlock(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
-from profiled import fit, in_ranks, profile
+from profiled import fit, in_ranks, measured_by
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -99,31 +99,42 @@ def found_by_a_rank():
     outcome = {}
     columns.CHUNK_BYTES = 2**16  # as small beside this model as the real one beside real models
     common = {"speeds": (3.0, 1.0), "total_flops_per_s": TOTAL}
+    problems = {}
+
+    def measured_once(measure, arguments):
+        cuts = bool(arguments["model"].units[0].cuts)
+        if cuts not in problems:
+            problems[cuts] = measure(**arguments)
+        return problems[cuts]
+
     for cuts in (True, False):
         options = {"vocabulary_sharding": cuts, "replan": False}
-        problem = profile(Llama(), data(), strategy=options, **common)
+        model = Descending()
+        with measured_by(measured_once):
+            trainer = fit(model, data(), strategy=options, max_steps=4, **common)
+        plan, step_s = trainer.strategy.plan, trainer.strategy.measured_step_s
+        values = {name: value.detach().clone() for name, value in model.named_parameters()}
+        problem = problems[cuts]
         updated = problem.with_early_update()
         memory = {}
         for name, ranks in CASES.items():
-            peak, plan = Peak(), Plan(ranks, reshard_after_forward=True)
+            peak, given = Peak(), Plan(ranks, reshard_after_forward=True)
             fit(
                 Llama(),
                 data(),
-                strategy={**options, "plan": plan},
+                strategy={**options, "plan": given},
                 callbacks=[peak],
                 max_steps=2,
                 is_time_shared=False,
                 **common,
             )
-            rank = cost.predict(updated, plan).ranks[dist.get_rank()]
+            rank = cost.predict(updated, given).ranks[dist.get_rank()]
             memory[name] = (rank.memory_bytes, peak.peak_bytes)
-        model = Descending()
-        trainer = fit(model, data(), strategy=options, max_steps=4, **common)
-        plan, step_s = trainer.strategy.plan, trainer.strategy.measured_step_s
-        values = {name: value.detach().clone() for name, value in model.named_parameters()}
         outcome[cuts] = (problem.to_dict(), plan, step_s, memory, model.losses, values)
     model = Descending()
-    trainer = fit(model, data(), strategy={"vocabulary_sharding": "auto"}, max_steps=4, **common)
+    with measured_by(measured_once):
+        options = {"vocabulary_sharding": "auto"}
+        trainer = fit(model, data(), strategy=options, max_steps=4, **common)
     outcome["auto"] = trainer.strategy.plan, model.losses
     return outcome
 

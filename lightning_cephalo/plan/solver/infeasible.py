@@ -33,7 +33,7 @@ from lightning_cephalo.plan.solver.columns import (
     shared_by_all,
     usable_sizes,
 )
-from lightning_cephalo.plan.solver.milp import TIGHT, Needs, Outcome, Slack, choose
+from lightning_cephalo.plan.solver.milp import TIGHT, Needs, Outcome, Slack, choose, load_solver
 
 _TIME_S = 3.0
 # Up to this many samples, every batch of a rank is considered.
@@ -199,6 +199,7 @@ def _no_rank_for_samples(problem: Problem, types: Sequence[RankType]) -> str | N
 
 def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
     batch, ranks = problem.global_batch_size, len(problem.ranks)
+    load_solver()
     room = _Room(problem, time.perf_counter() + _TIME_S)
     most = [room.most_samples(index) for index in range(len(types))]
     total = sum(kind.count * samples for kind, samples in zip(types, most, strict=True))

@@ -252,9 +252,7 @@ class _Program:
 
     def solve(self, gap: float, time_limit_s: float) -> Outcome:
         """Return the solution of the least cost, or the best found within the time."""
-        # Importing cvxpy takes a second. A run that only reads a plan should not pay for it.
-        import cvxpy
-
+        cvxpy = load_solver()
         width = len(self.cost)
         cost, upper = np.array(self.cost), np.array(self.upper, dtype=float)
         # The solver's tolerances are absolute: costs are divided by the largest one.
@@ -318,3 +316,14 @@ class _Rows:
         starts = np.r_[0, np.cumsum(self._lengths)].astype(int)
         shape = (len(self._lengths), width)
         return sparse.csr_matrix((self._values, self._columns, starts), shape=shape)
+
+
+def load_solver() -> Any:
+    """Import cvxpy, and return it.
+
+    It takes a second or more the first time. A run that only reads a plan should not pay for it,
+    and no time limit should include it.
+    """
+    import cvxpy
+
+    return cvxpy
