@@ -162,27 +162,20 @@ class Prober:
         Returns:
             The first rank's reason; None: nothing failed.
         """
-        failure: BaseException | None = None
         doing = "trying several microbatches"
-        try:
-            with lost_rank_explained(self.control.rank, doing):
-                calls = [
-                    MicrobatchCall(
-                        partial(self._step, self._batch_of(size), batch_idx),
-                        partial(_finite_loss_and_weight, samples=size),
-                        samples=size,
-                    )
-                    for size in sizes
-                ]
-                self._forward_backward(calls, None)
-        except RemoteRankError:
-            pass  # the failing rank reports its error below
-        except Exception as raised:
-            if self._is_inside and not self.model.executor.gave_up:
-                raise
-            failure = raised
-        finally:
-            forget_gradients(self.model.module)
+
+        def attempt() -> None:
+            calls = [
+                MicrobatchCall(
+                    partial(self._step, self._batch_of(size), batch_idx),
+                    partial(_finite_loss_and_weight, samples=size),
+                    samples=size,
+                )
+                for size in sizes
+            ]
+            self._forward_backward(calls, None)
+
+        failure = self._failure_of(attempt, doing)
         message = None
         if failure is not None:
             message = printable(str(failure) or type(failure).__name__)
@@ -197,21 +190,25 @@ class Prober:
             self.model.accelerator.empty_cache()
         return next((text for text in said if text is not None), None)
 
-    def _run(self, attempt: Callable[[], None], size: int) -> list[bool]:
-        failure: BaseException | None = None
-        doing = f"profiling a microbatch of {samples(size)}"
+    def _failure_of(self, attempt: Callable[[], None], doing: str) -> BaseException | None:
+        """Run a step, and return the error of this rank; those of others are told afterwards."""
         try:
             with lost_rank_explained(self.control.rank, doing):
                 attempt()
         except RemoteRankError:
-            pass  # the failing rank reports its error below
+            pass  # the failing rank reports its error
         except Exception as raised:
             # the others wait for this rank in the middle of the step, and it cannot go on
             if self._is_inside and not self.model.executor.gave_up:
                 raise
-            failure = raised
+            return raised
         finally:
             forget_gradients(self.model.module)
+        return None
+
+    def _run(self, attempt: Callable[[], None], size: int) -> list[bool]:
+        doing = f"profiling a microbatch of {samples(size)}"
+        failure = self._failure_of(attempt, doing)
         message = None if failure is None else printable(f"{type(failure).__name__}: {failure}")
         refused = failure is not None and is_out_of_memory(failure)
         with lost_rank_explained(self.control.rank, doing):
