@@ -9,11 +9,14 @@ Iterators cannot be put back: a step that advances one is refused.
 
 from __future__ import annotations
 
+import gc
 import operator
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import compress, count, islice, repeat
+from itertools import compress, count, cycle, islice, repeat
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -25,6 +28,7 @@ MISSING = object()
 
 # longer ones are compared by a part, and those beyond cannot be put back
 _LONGEST, _MOST_ITEMS = 1000, 1_000_000
+_DEEPEST = 4  # iterators that take from iterators
 _LARGEST_ARRAY = 100_000
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
 # loggers, and configs that models fill in their first forward: each microbatch may
@@ -118,7 +122,7 @@ class SharedContainers:
             return ()
         if isinstance(value, Iterator):
             self._seen.add(id(value))
-            self._iterators.append((name, value, _position(value)))
+            self._iterators.append((name, value, position_of(value)))
         if not is_container(value):
             return ()
         self._seen.add(id(value))
@@ -151,7 +155,7 @@ class SharedContainers:
             else:
                 each.of.pop(microbatch, None)
         for name, iterator, position in self._iterators:
-            if _position(iterator) != position:
+            if position_of(iterator) != position:
                 return name, type(iterator).__name__
         return None
 
@@ -179,7 +183,7 @@ class SharedContainers:
                 if any(not same(left, earlier) for left in others):
                     return each.name
                 each.of = dict.fromkeys(range(self._count), now)
-        self._iterators = [(name, it, _position(it)) for name, it, _ in self._iterators]
+        self._iterators = [(name, it, position_of(it)) for name, it, _ in self._iterators]
         return None
 
     def leaves(self) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -302,7 +306,7 @@ def _is_unchanged(one: Any, other: Any) -> bool:
     return list(mine) == list(its) and all(value is its[key] for key, value in mine.items())
 
 
-def _position(iterator: Any) -> Any:
+def position_of(iterator: Any, depth: int = 0) -> Any:
     """Return how far an iterator is, as far as Python says."""
     if isinstance(iterator, GeneratorType):
         frame = iterator.gi_frame
@@ -310,7 +314,27 @@ def _position(iterator: Any) -> Any:
     if isinstance(iterator, count | repeat):
         return repr(iterator)
     yielded = getattr(iterator, "_num_yielded", None)  # torch's iterators of DataLoaders
-    return operator.length_hint(iterator, -1) if yielded is None else yielded
+    hint = operator.length_hint(iterator, -1) if yielded is None else yielded
+    if hint >= 0 or depth == _DEEPEST:
+        return hint
+    held = list(getattr(iterator, "__dict__", {}).values())
+    return [*map(id, held), *_positions_inside(iterator, depth)]
+
+
+def _positions_inside(iterator: Any, depth: int) -> list[Any]:
+    """Return how far the iterators are from which others take (``zip``, ``map``, ``cycle``)."""
+    found: list[Any] = []
+    inside = gc.get_referents(iterator)
+    if isinstance(iterator, cycle):
+        # Python up to 3.13 tells the place in later rounds; the first one shows in the length
+        with suppress(TypeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            inside = [*inside, *iterator.__reduce__()[1]]
+        found = [len(each) for each in inside if type(each) is list]
+    for each in inside:
+        inner = each if isinstance(each, tuple) else (each,)
+        found += [position_of(one, depth + 1) for one in inner if isinstance(one, Iterator)]
+    return found
 
 
 def _some(values: Any) -> list[Any]:
