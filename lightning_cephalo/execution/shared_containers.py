@@ -4,7 +4,8 @@ Code of a step fills a config, appends to a history, or raises a counter in an o
 microbatch starts from the contents of before the step. What all leave alike has effect once.
 Numbers in them (a history of losses) become the mean over the samples, as those of attributes do.
 
-Iterators cannot be put back: a step that advances one is refused.
+Iterators cannot be put back: a step that advances one is refused. Generators of random numbers stay
+where each microbatch leaves them, with a warning.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_cephalo.data.randomness import GENERATOR_TYPES, mark_of
+
 MISSING = object()
 
 # longer ones are compared by a part, and those beyond cannot be put back
 _LONGEST, _MOST_ITEMS = 1000, 1_000_000
 _DEEPEST = 4  # iterators that take from iterators
+_LOOKS = 3  # steps in which generators are looked at
 _LARGEST_ARRAY = 100_000
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
 # loggers, and configs that models fill in their first forward: each microbatch may
@@ -109,12 +113,16 @@ class SharedContainers:
     def __init__(self) -> None:
         self._held: list[_Container] = []
         self._iterators: list[tuple[str, Any, Any]] = []
+        self._generators: list[tuple[str, Any, Any]] = []
+        self._looks = _LOOKS
         self._count = 0
         self._seen: set[int] = set()
 
     def begin(self, count: int) -> None:
         """Begin a step with so many microbatches."""
         self._held, self._iterators, self._count, self._seen = [], [], count, set()
+        self._generators = []
+        self._looks -= 1
 
     def note(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
         """Note a container or an iterator; return some of what it holds, with names."""
@@ -123,6 +131,9 @@ class SharedContainers:
         if isinstance(value, Iterator):
             self._seen.add(id(value))
             self._iterators.append((name, value, position_of(value)))
+        if isinstance(value, GENERATOR_TYPES) and self._looks >= 0:
+            self._seen.add(id(value))
+            self._generators.append((name, value, mark_of(value)))
         if not is_container(value):
             return ()
         self._seen.add(id(value))
@@ -157,6 +168,10 @@ class SharedContainers:
         for name, iterator, position in self._iterators:
             if position_of(iterator) != position:
                 return name, type(iterator).__name__
+        drawn = [n for n, each, s in self._generators if mark_of(each) != s]
+        if drawn:
+            self._generators, self._looks = [], 0
+            _warn_of_generators(drawn)
         return None
 
     def shown(self) -> list[Any]:
@@ -304,6 +319,16 @@ def _is_unchanged(one: Any, other: Any) -> bool:
         return bool(one == other)
     mine, its = _items(one), _items(other)
     return list(mine) == list(its) and all(value is its[key] for key, value in mine.items())
+
+
+def _warn_of_generators(names: Sequence[str]) -> None:
+    warnings.warn(
+        f"training_step draws from {', '.join(map(repr, names))}, random generators that the module"
+        " holds. Each microbatch does, on each rank, so that training will differ from one device:"
+        " ranks draw the same values for other samples. Draw for the whole batch in"
+        " on_train_batch_start, let the dataset draw for each sample, or use global generators.",
+        stacklevel=2,
+    )
 
 
 def position_of(iterator: Any, depth: int = 0) -> Any:

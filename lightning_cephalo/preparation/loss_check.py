@@ -26,6 +26,7 @@ from lightning_cephalo.data.reading import (
 )
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.execution.step_functions import warn_of_own_gradient
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.profiling import additivity
@@ -265,6 +266,8 @@ def _compare(
         except Exception as error:  # on every rank
             failure = f"{type(error).__name__}: {error}"
         control.together("putting back what modules hold", undo.close)
+    if any(control.gather(kept.takes_gradients)) and is_first:
+        warn_of_own_gradient()
     if failure:
         Progress(job.options.verbose and is_first).warn(
             f"{_UNKNOWN} (steps without gradients, in evaluation mode). {failure}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -159,10 +159,14 @@ def compared(
             watches = kept if piece is not None and not is_copy else None
             if watches is not None:
                 watches.begin()
-            loss = _loss_of(model, step, piece)
+            loss = _loss_of(model, watched, piece)
             if watches is not None and piece is not None:
                 watches.end(piece[1])
             return loss
+
+        def watched(batch: Any) -> Any:
+            with nullcontext() if kept is None else kept.watching():
+                return step(batch)
 
         losses = [loss_of(piece) for piece in (whole, *pieces)]
         found = _weighed(losses, tuple(size for _, size in parts)) if parts else None

@@ -9,16 +9,17 @@ of losses runs the step on a batch and on its parts, and shows all of these.
 from __future__ import annotations
 
 import math
-import pickle
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from lightning_cephalo.data.randomness import GENERATOR_TYPES, read_states
+from lightning_cephalo.data.randomness import GENERATOR_TYPES, mark_of
 from lightning_cephalo.execution.shared_containers import position_of
 from lightning_cephalo.execution.undone_step import OF_TORCH
 from lightning_cephalo.ranks.control import ControlGroup
@@ -61,6 +62,7 @@ class StoredValues:
 
     Attributes:
         rows: What each rank has found.
+        takes_gradients: Whether the step computes gradients of parameters itself.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[dict[str, Any]]) -> None:
@@ -73,11 +75,16 @@ class StoredValues:
         self._new: set[str] = set()
         self._drawn: dict[str, str] = {}
         self.rows: Sequence[Kept] = ()
+        self.takes_gradients = False
 
     def begin(self) -> None:
         """Note what the step finds."""
         self._start = [dict(names) for _, names in self._places]
         self._marks = {name: (each, _mark(each)) for name, each in self._drawing()}
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Look for gradients that the code of a ``with`` block computes itself."""
+        return _Gradients(self)
 
     def end(self, samples: int) -> None:
         """Note what it leaves behind, on so many samples."""
@@ -141,6 +148,23 @@ class StoredValues:
                     yield from ((f"{full}[{k}]", v) for k, v in enumerate(value) if _draws(v))
 
 
+class _Gradients(TorchFunctionMode):
+    """Looks for ``torch.autograd.grad`` of parameters."""
+
+    def __init__(self, stored: StoredValues) -> None:
+        super().__init__()
+        self._stored = stored
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.autograd.grad:
+            inputs = [*args, *(kwargs or {}).values()][1]
+            each = inputs if isinstance(inputs, list | tuple) else (inputs,)
+            self._stored.takes_gradients |= any(isinstance(one, nn.Parameter) for one in each)
+        return func(*args, **(kwargs or {}))
+
+
 def _draws(value: Any) -> bool:
     return isinstance(value, (*GENERATOR_TYPES, Iterator))
 
@@ -148,7 +172,7 @@ def _draws(value: Any) -> bool:
 def _mark(value: Any) -> Any:
     """Return what changes when a generator or an iterator advances."""
     if isinstance(value, GENERATOR_TYPES):
-        return pickle.dumps(read_states([value]))
+        return mark_of(value)
     return position_of(value)
 
 

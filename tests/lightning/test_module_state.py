@@ -265,6 +265,26 @@ def _fit_drawing(plan):
     return [str(one.message) for one in caught if "will differ from one" in str(one.message)]
 
 
+class _Adaptive(_Switching):
+    """Weights a loss by the norm of a gradient of the last layer, as VQ-GAN does."""
+
+    def training_step(self, batch, batch_idx):
+        found = self.head(self.units[0](batch[0]))
+        error, size = nn.functional.mse_loss(found, batch[1]), found.abs().mean()
+        (slope,) = torch.autograd.grad(error, self.head.weight, retain_graph=True)
+        loss = error + slope.norm().detach() * size
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+        return loss
+
+
+def _fit_adaptive(plan, automatic):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(plan, max_steps=1).fit(_Adaptive(automatic), loader(8))
+    return [str(one.message) for one in caught if "adaptive weight" in str(one.message)]
+
+
 KINDS = ("hidden", "unit", "features")
 FITS = Cases(
     {
@@ -276,6 +296,8 @@ FITS = Cases(
         "samples": ("3:1", _fit_counting_samples),
         "in place": ("3:1", _fit_caching),
         "drawing": ("even", _fit_drawing),
+        "adaptive": ("3:1", _fit_adaptive, True),
+        "adaptive by hand": ("whole", _fit_adaptive, False),
     }
 )
 
@@ -321,6 +343,11 @@ def test_what_depends_on_how_batches_are_cut_is_named_with_equal_microbatches_to
     assert "in 'best' for a batch" in numbers and "The same holds for 'samples'" in numbers
     assert "draws from 'noise' (a Generator), 'turns' (a cycle)" in draws
     assert not second  # said once
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("adaptive", (1, 0)), ("adaptive by hand", (1, 1))])
+def test_a_gradient_of_a_parameter_that_the_step_computes_is_named(kind, ranks):
+    assert tuple(len(said) for said in FITS[kind]) == ranks
 
 
 @pytest.mark.parametrize("kind", ["modes", "modes by hand"])

@@ -276,7 +276,10 @@ def test_losses_over_the_batch_and_manual_optimization(simulated, names):
 def test_overflow_skips_the_same_steps(simulated, names):
     plans = {"one": ONE, "uneven": UNEVEN, "idle": IDLE_WITH_ALL_STATE}
     given = {"scale": 2.0**30}
-    by_hand = {"manual": [((5,), 0.8), ((3,), 0.2)], "manual in turns": [((3, 2), 0.8), ((3,), 0.2)]}
+    by_hand = {
+        "manual": [((5,), 0.8), ((3,), 0.2)],
+        "manual in turns": [((3, 2), 0.8), ((3,), 0.2)],
+    }
     cases = {plan: case(plans[plan], **given) for plan in names(("uneven", "idle"), plans)}
     cases |= {name: case(ranks, **given, manual=True) for name, ranks in by_hand.items()}
     references = {"alone": case(None, **given), "by hand": case(None, **given, manual=True)}
