@@ -173,7 +173,10 @@ def _mark(value: Any) -> Any:
     """Return what changes when a generator or an iterator advances."""
     if isinstance(value, GENERATOR_TYPES):
         return mark_of(value)
-    return position_of(value)
+    try:
+        return position_of(value)
+    except Exception:  # the user's own code, on this rank alone perhaps: the others would wait
+        return None
 
 
 def _named(path: str, name: str) -> str:
@@ -181,9 +184,9 @@ def _named(path: str, name: str) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) or (
-        type(value) is Tensor and not value.ndim and value.dtype is not torch.bool
-    )
+    if type(value) is not Tensor or value.ndim or value.is_meta:
+        return type(value) in (int, float)
+    return value.dtype is not torch.bool and not value.is_complex()
 
 
 def _are_close(one: float, other: float, in_half: bool) -> bool:
