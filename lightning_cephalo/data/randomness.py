@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-_GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # training draws from these, which are swapped instead
 _DRAWS: tuple[Any, ...] = (np.random.get_state, random.random)
 _GLOBAL = (torch.default_generator, *(method.__self__ for method in _DRAWS))
@@ -139,7 +139,7 @@ def generators_of(source: object) -> list[Any]:
     for sampler in samplers_within(source):
         for value in getattr(sampler, "__dict__", {}).values():
             if (
-                isinstance(value, _GENERATOR_TYPES)
+                isinstance(value, GENERATOR_TYPES)
                 and value is not torch.default_generator
                 and not any(value is seen for seen in found)
             ):
@@ -161,7 +161,7 @@ def generators_within(stream: object) -> list[Any]:
         if isinstance(value, _OPAQUE):
             return
         seen[id(value)] = value
-        if isinstance(value, _GENERATOR_TYPES):
+        if isinstance(value, GENERATOR_TYPES):
             found.append(value)
             return
         inside: list[object] = []
@@ -194,6 +194,13 @@ def _state_access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], ob
 def read_states(generators: Iterable[Any]) -> list[Any]:
     """Returns the states of ``generators``, picklable."""
     return [_state_access(generator)[0]() for generator in generators]
+
+
+def mark_of(generator: Any) -> Any:
+    """Returns what is another after ``generator`` has drawn, to compare by ``==``."""
+    state = _state_access(generator)[0]()
+    # pickled tensors are not always the same bytes
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
 
 
 def write_states(generators: Sequence[Any], states: Sequence[Any]) -> None:

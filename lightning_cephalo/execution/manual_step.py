@@ -44,7 +44,7 @@ from lightning_cephalo.execution.loss_weights import loss_scale
 from lightning_cephalo.execution.microbatch import AT_BACKWARD, AT_UPDATE, Microbatch
 from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
-from lightning_cephalo.execution.step_functions import StepFunctions
+from lightning_cephalo.execution.step_functions import StepFunctions, warn_of_own_gradient
 from lightning_cephalo.execution.step_values import WAY_OUT, StepValues
 from lightning_cephalo.execution.visits import FAILED, FINISHED, NO_DATA, agree, where
 from lightning_cephalo.execution.written_rows import WrittenRows
@@ -104,7 +104,7 @@ class ManualSteps:
         self.turning_s = 0.0
         self.losses: list[Tensor] = []
         self.written = WrittenRows(executor.units, executor.accelerator)
-        self._is_checked = False
+        self._is_checked = self._told_of_gradient = False
         self._expected: list[Visit] = []
         self._places: list[Visit] = []
         self._order: list[Visit] = []
@@ -663,6 +663,13 @@ class ManualSteps:
         """Gather the root unit, from within a step; with this step's torch functions suspended."""
         if self._root.state is UnitState.SHARDED and self.running is not None:
             self.running.need_root()
+
+    def warn_of_own_gradient(self) -> None:
+        """Warn, once, of a gradient of a parameter that the step computes itself."""
+        is_of_part = self._executor.control.world_size > 1 or self.takes_turns
+        if is_of_part and not self._told_of_gradient:
+            self._told_of_gradient = True
+            warn_of_own_gradient()
 
     def refuse_gradients_through_units(self, outputs: Sequence[Tensor], inputs: Any) -> None:
         """Raise if ``torch.autograd.grad`` would have to pass units."""

@@ -4,16 +4,20 @@ Code of a step fills a config, appends to a history, or raises a counter in an o
 microbatch starts from the contents of before the step. What all leave alike has effect once.
 Numbers in them (a history of losses) become the mean over the samples, as those of attributes do.
 
-Iterators cannot be put back: a step that advances one is refused.
+Iterators cannot be put back: a step that advances one is refused. Generators of random numbers stay
+where each microbatch leaves them, with a warning.
 """
 
 from __future__ import annotations
 
+import gc
 import operator
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import compress, count, islice, repeat
+from itertools import compress, count, cycle, islice, repeat
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -21,10 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_cephalo.data.randomness import GENERATOR_TYPES, mark_of
+
 MISSING = object()
 
 # longer ones are compared by a part, and those beyond cannot be put back
 _LONGEST, _MOST_ITEMS = 1000, 1_000_000
+_DEEPEST = 4  # iterators that take from iterators
+_LOOKS = 3  # steps in which generators are looked at
 _LARGEST_ARRAY = 100_000
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
 # loggers, and configs that models fill in their first forward: each microbatch may
@@ -105,12 +113,16 @@ class SharedContainers:
     def __init__(self) -> None:
         self._held: list[_Container] = []
         self._iterators: list[tuple[str, Any, Any]] = []
+        self._generators: list[tuple[str, Any, Any]] = []
+        self._looks = _LOOKS
         self._count = 0
         self._seen: set[int] = set()
 
     def begin(self, count: int) -> None:
         """Begin a step with so many microbatches."""
         self._held, self._iterators, self._count, self._seen = [], [], count, set()
+        self._generators = []
+        self._looks -= 1
 
     def note(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
         """Note a container or an iterator; return some of what it holds, with names."""
@@ -118,7 +130,10 @@ class SharedContainers:
             return ()
         if isinstance(value, Iterator):
             self._seen.add(id(value))
-            self._iterators.append((name, value, _position(value)))
+            self._iterators.append((name, value, position_of(value)))
+        if isinstance(value, GENERATOR_TYPES) and self._looks >= 0:
+            self._seen.add(id(value))
+            self._generators.append((name, value, mark_of(value)))
         if not is_container(value):
             return ()
         self._seen.add(id(value))
@@ -151,8 +166,12 @@ class SharedContainers:
             else:
                 each.of.pop(microbatch, None)
         for name, iterator, position in self._iterators:
-            if _position(iterator) != position:
+            if position_of(iterator) != position:
                 return name, type(iterator).__name__
+        drawn = [n for n, each, s in self._generators if mark_of(each) != s]
+        if drawn:
+            self._generators, self._looks = [], 0
+            _warn_of_generators(drawn)
         return None
 
     def shown(self) -> list[Any]:
@@ -179,7 +198,7 @@ class SharedContainers:
                 if any(not same(left, earlier) for left in others):
                     return each.name
                 each.of = dict.fromkeys(range(self._count), now)
-        self._iterators = [(name, it, _position(it)) for name, it, _ in self._iterators]
+        self._iterators = [(name, it, position_of(it)) for name, it, _ in self._iterators]
         return None
 
     def leaves(self) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -302,7 +321,17 @@ def _is_unchanged(one: Any, other: Any) -> bool:
     return list(mine) == list(its) and all(value is its[key] for key, value in mine.items())
 
 
-def _position(iterator: Any) -> Any:
+def _warn_of_generators(names: Sequence[str]) -> None:
+    warnings.warn(
+        f"training_step draws from {', '.join(map(repr, names))}, random generators that the module"
+        " holds. Each microbatch does, on each rank, so that training will differ from one device:"
+        " ranks draw the same values for other samples. Draw for the whole batch in"
+        " on_train_batch_start, let the dataset draw for each sample, or use global generators.",
+        stacklevel=2,
+    )
+
+
+def position_of(iterator: Any, depth: int = 0) -> Any:
     """Return how far an iterator is, as far as Python says."""
     if isinstance(iterator, GeneratorType):
         frame = iterator.gi_frame
@@ -310,7 +339,27 @@ def _position(iterator: Any) -> Any:
     if isinstance(iterator, count | repeat):
         return repr(iterator)
     yielded = getattr(iterator, "_num_yielded", None)  # torch's iterators of DataLoaders
-    return operator.length_hint(iterator, -1) if yielded is None else yielded
+    hint = operator.length_hint(iterator, -1) if yielded is None else yielded
+    if hint >= 0 or depth == _DEEPEST:
+        return hint
+    held = list(getattr(iterator, "__dict__", {}).values())
+    return [*map(id, held), *_positions_inside(iterator, depth)]
+
+
+def _positions_inside(iterator: Any, depth: int) -> list[Any]:
+    """Return how far the iterators are from which others take (``zip``, ``map``, ``cycle``)."""
+    found: list[Any] = []
+    inside = gc.get_referents(iterator)
+    if isinstance(iterator, cycle):
+        # Python up to 3.13 tells the place in later rounds; the first one shows in the length
+        with suppress(TypeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            inside = [*inside, *iterator.__reduce__()[1]]
+        found = [len(each) for each in inside if type(each) is list]
+    for each in inside:
+        inner = each if isinstance(each, tuple) else (each,)
+        found += [position_of(one, depth + 1) for one in inner if isinstance(one, Iterator)]
+    return found
 
 
 def _some(values: Any) -> list[Any]:

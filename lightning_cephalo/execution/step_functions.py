@@ -6,6 +6,7 @@ then, and reads and writes shards. It calls ``backward``. A torch function mode 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,9 @@ class StepFunctions(TorchFunctionMode):
         if func is torch.autograd.grad:
             outputs, inputs = (_listed(each) for each in (*args, *kwargs.values())[:2])
             self._steps.refuse_gradients_through_units(outputs, inputs)
+            gathered = {id(each) for each in self._root.values()}
+            if any(id(each) in self._root or id(each) in gathered for each in inputs):
+                self._steps.warn_of_own_gradient()
         elif _computes(func):
             args = self._with_root(func, args)
         if not self._steps.takes_turns:
@@ -137,6 +141,17 @@ class StepFunctions(TorchFunctionMode):
             self._is_suspended = before
             if is_innermost:
                 _push_mode(self)
+
+
+def warn_of_own_gradient() -> None:
+    """Warn of a gradient of a parameter that the step computes itself."""
+    warnings.warn(
+        "training_step computes the gradient of a parameter itself (torch.autograd.grad, as for"
+        " VQ-GAN's adaptive weight). It is that of a microbatch's samples, so that a weight from"
+        " its norm, and with it training, will differ from one device. Use a fixed weight, or one"
+        " that on_train_batch_start computes for all ranks.",
+        stacklevel=2,
+    )
 
 
 _NO_COMPUTING = frozenset(

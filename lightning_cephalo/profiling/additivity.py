@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.execution.undone_step import UndoneStep
 from lightning_cephalo.profiling.isolation import forget_gradients, preserved_state
+from lightning_cephalo.profiling.stored_values import StoredValues
 
 SAMPLES = 4
 # Relative: of sums in another order, by the dtype of computing; and of the same sums again.
@@ -110,6 +111,7 @@ def compared(
     parts: Sequence[tuple[Any, int]],
     in_half: bool = False,
     repeated: Callable[[Any, int], Any] | None = None,
+    kept: StoredValues | None = None,
 ) -> list[LossOfParts | None]:
     """Return every rank's loss of a batch and that of its two parts; collective.
 
@@ -128,6 +130,7 @@ def compared(
         parts: The same samples in two parts, and how many each has. Empty: this rank has none.
         in_half: Whether the model computes in half precision.
         repeated: Returns a batch of so many copies of a part; None: it cannot be made.
+        kept: Compares what the step stores on modules, too; None: nothing does.
 
     Raises:
         Exception: On every rank, if the step fails so on any.
@@ -142,18 +145,28 @@ def compared(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(context())
         stack.enter_context(torch.no_grad())
-        kept = preserved_state(model.module, model.accelerator)
+        preserved = preserved_state(model.module, model.accelerator)
         put_back = model.control.together(
-            "copying what modules hold", partial(stack.enter_context, kept)
+            "copying what modules hold", partial(stack.enter_context, preserved)
         )
 
         stored = UndoneStep(model.executor.state.places, ())
 
-        def loss_of(piece: tuple[Any, int] | None) -> tuple[float, float]:
+        def loss_of(piece: tuple[Any, int] | None, is_copy: bool = False) -> tuple[float, float]:
             # each finds buffers and numbers as the first one has found them
             put_back()
             stored.put_back(())
-            return _loss_of(model, step, piece)
+            watches = kept if piece is not None and not is_copy else None
+            if watches is not None:
+                watches.begin()
+            loss = _loss_of(model, watched, piece)
+            if watches is not None and piece is not None:
+                watches.end(piece[1])
+            return loss
+
+        def watched(batch: Any) -> Any:
+            with nullcontext() if kept is None else kept.watching():
+                return step(batch)
 
         losses = [loss_of(piece) for piece in (whole, *pieces)]
         found = _weighed(losses, tuple(size for _, size in parts)) if parts else None
@@ -163,13 +176,17 @@ def compared(
         if is_fine and any(row is not None and row.may_have_small_term for row in rows):
             copies = _of_one_size(parts, count, repeated) if parts else [None, None]
             if all(model.control.gather(copies is not None)) and copies is not None:
-                even = [loss_of(piece) for piece in copies]
+                even = [loss_of(piece, is_copy=True) for piece in copies]
                 again, _ = loss_of(whole)
                 found = found and _evened(replace(found, again=again), losses[1:], even)
                 rows = model.control.gather(found)
         elif differs:
             again, _ = loss_of(whole)
             rows = model.control.gather(found and replace(found, again=again))
+        if kept is not None and kept.need_another_run(model.control, in_half):
+            loss_of(whole)
+    if kept is not None:
+        kept.gather(model.control, in_half)
     return rows
 
 
@@ -181,6 +198,7 @@ def compared_manually(
     batch: Any,
     parts: Sequence[tuple[Any, int]],
     in_half: bool = False,
+    kept: StoredValues | None = None,
 ) -> list[list[LossOfParts]]:
     """Return every rank's loss of a batch and of its two parts, of each backward; collective.
 
@@ -192,9 +210,9 @@ def compared_manually(
         stack.enter_context(_evaluating(model.module))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(context())
-        kept = preserved_state(model.module, model.accelerator)
+        preserved = preserved_state(model.module, model.accelerator)
         put_back = model.control.together(
-            "copying what modules hold", partial(stack.enter_context, kept)
+            "copying what modules hold", partial(stack.enter_context, preserved)
         )
 
         def losses_of(piece: tuple[Any, int]) -> list[float]:
@@ -203,9 +221,13 @@ def compared_manually(
             call = MicrobatchCall(
                 partial(step, piece[0]), lambda _: (torch.zeros(()), 0.0), samples=samples
             )
+            if kept is not None:
+                kept.begin()
             with manual.measuring():
                 manual.run([call])
                 found = [float(loss) for loss in manual.losses if loss.numel() == 1]
+            if kept is not None:
+                kept.end(samples)
             forget_gradients(model.module)
             return found
 
@@ -225,6 +247,10 @@ def compared_manually(
             if len(again) == len(found):
                 found = [replace(e, again=a) for e, a in zip(found, again, strict=True)]
             rows = model.control.gather(found)
+        if kept is not None and kept.need_another_run(model.control, in_half):
+            losses_of(whole)
+    if kept is not None:
+        kept.gather(model.control, in_half)
     return rows
 
 

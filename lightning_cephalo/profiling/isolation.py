@@ -13,7 +13,6 @@ are dropped, and manual steps put back what their code has written (``execution/
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,14 +28,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.accelerator import Accelerator
-from lightning_cephalo.data.randomness import preserved_randomness, read_states, write_states
+from lightning_cephalo.data.randomness import (
+    GENERATOR_TYPES,
+    preserved_randomness,
+    read_states,
+    write_states,
+)
 from lightning_cephalo.execution.replay import RandomState
 from lightning_cephalo.execution.shared_containers import is_container
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 # parameters switch between their sharded and their full form by themselves
 # and Lightning names the hook that runs, which steps that log need
@@ -123,7 +126,7 @@ class _Snapshot:
             self._tensor(value)
         elif isinstance(value, np.ndarray):
             self._array(value)
-        elif isinstance(value, _GENERATORS):
+        elif isinstance(value, GENERATOR_TYPES):
             states = read_states([value])
             self._restores.append(lambda: write_states([value], states))
         elif isinstance(value, dict):

@@ -62,6 +62,13 @@ class GatheredParameter(nn.Parameter):
             f" is a copy that is freed after its use: the write would be lost. {REMEDY}"
         )
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        # torch would read memory that is gone, and end the process: debuggers print frames
+        if self.numel() and not self.untyped_storage().nbytes():
+            told = f"shape={tuple(self.shape)}, dtype={self.dtype}, freed"
+            return f"GatheredParameter({self.full_name!r}, {told})"
+        return super().__repr__()
+
 
 def point_to(parameter: nn.Parameter, values: Tensor) -> None:
     """Give a parameter the memory of ``values``; its version does not change."""

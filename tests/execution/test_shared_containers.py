@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_cephalo.execution.shared_containers import SharedContainers, is_container
 
@@ -92,3 +95,26 @@ def test_contents_that_a_hook_changes_belong_to_all_microbatches_or_are_named():
 def test_objects_of_frameworks_are_no_containers():
     assert is_container(Counter()) and is_container([])
     assert not any(map(is_container, (np.float64(1.0), "text", len, Counter)))
+
+
+@pytest.mark.parametrize("drawn", [0, 4])
+def test_a_cycle_that_a_microbatch_advances_is_named_in_each_round(drawn):
+    containers, turns = SharedContainers(), cycle([1, 2, 3])
+    for _ in range(drawn):
+        next(turns)
+    containers.begin(2)
+    containers.note("turns", turns)
+    assert containers.pause(0) is None
+    next(turns)
+    assert containers.pause(1) == ("turns", "cycle")
+
+
+def test_a_generator_that_a_microbatch_draws_from_is_named_once():
+    containers, noise = SharedContainers(), torch.Generator()
+    for step in range(2):
+        containers.begin(2)
+        containers.note("noise", noise)
+        containers.pause(0)
+        torch.rand(1, generator=noise)
+        with pytest.warns(UserWarning, match="'noise'") if not step else nullcontext():
+            containers.pause(1)

@@ -449,7 +449,7 @@ class TwoOptimizers(Recorder):
 class Synchronised(Recorder):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.norm = torch.nn.SyncBatchNorm(3)
+        self.norm, self.plain = torch.nn.SyncBatchNorm(3), torch.nn.BatchNorm1d(3)
         self.automatic_optimization = False
 
 
@@ -459,7 +459,11 @@ class OwnSync(TorchSyncBatchNorm):
 
 UNSUPPORTED: dict[str, tuple[type[Recorder], dict[str, Any], tuple[str, ...]]] = {
     "copied parameters": (Copied, {}, ("SGD holds", "inside", "configure_optimizers()")),
-    "manual SyncBatchNorm": (Synchronised, {}, ("['norm'] (1 in all)", "optimizes manually")),
+    "manual SyncBatchNorm": (
+        Synchronised,
+        {"sync_batchnorm": True},
+        ("['norm', 'plain'] (2 in all)", "optimizes manually"),
+    ),
     "own plugin": (Recorder, {"plugins": OwnSync()}, ("OwnSync", "Trainer(sync_batchnorm=True)")),
 }
 

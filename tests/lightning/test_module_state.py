@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from itertools import cycle
 
 import pytest
 import torch
@@ -242,6 +243,48 @@ def _fit_caching(plan):
     return [str(one.message) for one in caught if "into 'cache', a dict" in str(one.message)]
 
 
+class _Drawing(_Numbers):
+    """Keeps what depends on how batches are cut: nothing that reads it is exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise, self.turns = torch.Generator().manual_seed(3), cycle([1.0, 2.0])
+        self.best, self.samples = 0.0, 0
+
+    def training_step(self, batch, batch_idx):
+        self.best = max(self.best, float(batch[0].max()))
+        self.samples += len(batch[0])
+        noise = torch.randn(batch[0].shape, generator=self.noise)
+        return super().training_step([batch[0] + next(self.turns) * noise, batch[1]], batch_idx)
+
+
+def _fit_drawing(plan):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(plan, max_steps=1).fit(_Drawing(), loader(8))
+    return [str(one.message) for one in caught if "will differ from one" in str(one.message)]
+
+
+class _Adaptive(_Switching):
+    """Weights a loss by the norm of a gradient of the last layer, as VQ-GAN does."""
+
+    def training_step(self, batch, batch_idx):
+        found = self.head(self.units[0](batch[0]))
+        error, size = nn.functional.mse_loss(found, batch[1]), found.abs().mean()
+        (slope,) = torch.autograd.grad(error, self.head.weight, retain_graph=True)
+        loss = error + slope.norm().detach() * size
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+        return loss
+
+
+def _fit_adaptive(plan, automatic):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(plan, max_steps=1).fit(_Adaptive(automatic), loader(8))
+    return [str(one.message) for one in caught if "adaptive weight" in str(one.message)]
+
+
 KINDS = ("hidden", "unit", "features")
 FITS = Cases(
     {
@@ -252,6 +295,9 @@ FITS = Cases(
         **{f"numbers {plan}": (plan, _fit_numbers) for plan in ("3:1", "three", "no data")},
         "samples": ("3:1", _fit_counting_samples),
         "in place": ("3:1", _fit_caching),
+        "drawing": ("even", _fit_drawing),
+        "adaptive": ("3:1", _fit_adaptive, True),
+        "adaptive by hand": ("whole", _fit_adaptive, False),
     }
 )
 
@@ -289,6 +335,19 @@ def test_rows_in_a_container_that_microbatches_share_are_named():
     first, second = FITS["in place"]
     assert ["self.cache = {**self.cache" in message for message in first] == [True]
     assert not second  # one microbatch
+
+
+def test_what_depends_on_how_batches_are_cut_is_named_with_equal_microbatches_too():
+    first, second = FITS["drawing"]
+    numbers, draws = first
+    assert "in 'best' for a batch" in numbers and "The same holds for 'samples'" in numbers
+    assert "draws from 'noise' (a Generator), 'turns' (a cycle)" in draws
+    assert not second  # said once
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("adaptive", (1, 0)), ("adaptive by hand", (1, 1))])
+def test_a_gradient_of_a_parameter_that_the_step_computes_is_named(kind, ranks):
+    assert tuple(len(said) for said in FITS[kind]) == ranks
 
 
 @pytest.mark.parametrize("kind", ["modes", "modes by hand"])
