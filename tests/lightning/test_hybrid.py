@@ -203,6 +203,12 @@ def _all_refused(plan):
         "offload": _refused(plan, UnsupportedError, None, optimizer_offload="auto"),
         "no groups": _refused("whole three", PlanError, None, hybrid_sharding=True),
     }
+    own = CephaloStrategy(hybrid_sharding=True, global_batch_size=GLOBAL_BATCH, verbose=False)
+    with pytest.raises(PlanError) as one_node:
+        Trainer(strategy=own, devices=3, accelerator="cpu", **QUIET).fit(
+            Net(), loader(14), loader(8)
+        )
+    found["one node"] = str(one_node.value)
     # the next start is not hurt
     return found, _fit(plan)[1]
 
@@ -216,6 +222,8 @@ def test_what_does_not_go_together_is_refused_by_name_on_every_rank():
         ):
             assert option in found[name] and "does not work with hybrid sharding" in found[name]
         assert "the plan has no state_groups" in found["no groups"]
+        assert "all 3 ranks are on one node" in found["one node"]
+        assert "told apart by the launcher's node number, the host name" in found["one node"]
         assert len(losses) == 3
 
 
