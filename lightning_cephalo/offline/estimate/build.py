@@ -8,6 +8,7 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Literal
 
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.analytic import Efficiency, find_efficiency
 from lightning_cephalo.offline.estimate.analytic import compute_bytes as peak_bytes
 from lightning_cephalo.offline.estimate.cluster import Cluster, ClusterRank
@@ -19,7 +20,7 @@ from lightning_cephalo.offline.estimate.collective import (
 )
 from lightning_cephalo.offline.estimate.devices import Device
 from lightning_cephalo.offline.estimate.sources import curves_of
-from lightning_cephalo.plan import PlanError, Problem, RankProfile
+from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.curves import Curves, CurveTable, cached_tables
 from lightning_cephalo.plan.state_groups import groups_by_node, members_of
 
