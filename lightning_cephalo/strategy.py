@@ -68,7 +68,7 @@ from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.reasons import reasons, surprises
 from lightning_cephalo.plan.replan import Replan
-from lightning_cephalo.preparation import replanning, vocabulary_choice
+from lightning_cephalo.preparation import hybrid_choice, replanning, vocabulary_choice
 from lightning_cephalo.preparation.limits import Cap
 from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import (
@@ -173,7 +173,8 @@ class CephaloStrategy(ParallelStrategy):
         hybrid_sharding: Let each node hold the whole state, cut unevenly among its ranks, in place
             of all ranks together. Gathers then stay inside of a node, and gradients cross to
             another node once. For slow links between nodes that have the memory, over gloo. A plan
-            that is given says so itself (``state_groups``).
+            that is given says so itself (``state_groups``). "auto": both ways are measured, the
+            second time the network alone, and the shorter step wins.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Follow another plan where ranks change their pace while they train, if that pays:
             "auto" where the plan was solved. True also measures where ``plan`` is given, and then
@@ -224,7 +225,7 @@ class CephaloStrategy(ParallelStrategy):
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         reduce_dtype: torch.dtype | str | None = None,
         vocabulary_sharding: bool | Literal["auto"] = False,
-        hybrid_sharding: bool = False,
+        hybrid_sharding: bool | Literal["auto"] = False,
         profile_budget_s: float = 20.0,
         replan: bool | Literal["auto"] = "auto",
         on_replan: Callable[[Replan], Any] | None = None,
@@ -582,7 +583,7 @@ class CephaloStrategy(ParallelStrategy):
             "replan=True": options.replan is True,
             "optimizer_offload": options.optimizer_offload is not False,
             "reduce_dtype": options.reduce_dtype is not None,
-            "hybrid sharding": options.hybrid_sharding,
+            "hybrid sharding": options.hybrid_sharding is True,
             "manual optimization": not self._module.automatic_optimization,
         }
 
@@ -612,14 +613,16 @@ class CephaloStrategy(ParallelStrategy):
         problem: Problem | None = None
         loss_check = LossCheck(job, session.model, trainer, session.user_gathers, session.manual)
 
-        def measured(job: Job) -> Problem:
+        def measured(job: Job, known: Problem | None = None) -> Problem:
             pause = partial(self._ending.termination.check, control)
             check = loss_check.of_samples
             manual, in_turns = session.manual, session.in_turns
-            return measure_or_load(job, session.model, trainer, pause, manual, in_turns, check)
+            return measure_or_load(
+                job, session.model, trainer, pause, manual, in_turns, check, known
+            )
 
         if plan is None:
-            chosen = vocabulary_choice.measured_and_planned(job, session.model, measured)
+            chosen = hybrid_choice.measured_and_planned(job, session.model, measured)
             job, problem, plan = chosen.job, chosen.problem, chosen.plan
             memory = predicted(problem, plan, session.model)
             session.measured_copies = contention_text(problem)

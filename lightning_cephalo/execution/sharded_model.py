@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -64,6 +65,16 @@ class PaddedBytes:
         return self.gathers + self.reduces
 
 
+@dataclass(frozen=True)
+class _Holders:
+    """What connects the ranks that hold the whole state together: fields of their context."""
+
+    mesh: DeviceMesh
+    gather_group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
+    across: Across | None
+
+
 class ShardedModel:
     """Shards a model over the ranks and runs its steps.
 
@@ -82,7 +93,7 @@ class ShardedModel:
             all ranks hold it together.
 
     Attributes:
-        state_groups: As given.
+        state_groups: The group of every rank, as given or by :meth:`group_state`.
         members: The ranks of each group; one group of all without hybrid sharding.
         padding: Whether nearly equal slices are padded.
         routing: The way that slices take.
@@ -110,29 +121,21 @@ class ShardedModel:
         self.control = groups.control
         self.backend = backend_of(groups.gather)
         self.compute_dtype = compute_dtype
-        self.state_groups = tuple(state_groups)
-        self.members = members_of(self.state_groups, groups.control.world_size)
-        self.routing = self._routing(groups.nodes)
+        self._groups = groups
         self.stage = self._stage()
         self.rounding = None if reduce_dtype is None else Rounding(reduce_dtype)
-        across: Across | None = None
-        mesh: dist.ProcessGroup | None = None
-        gather, reduce = groups.gather, groups.reduce
-        if self.state_groups:
-            of_state = groups.of_state(self.members)
-            gather, reduce, mesh = of_state.gather, of_state.reduce, of_state.rows
-            across = Across(self.members, groups.gather, groups.reduce)
+        holders = self._set_holders(state_groups)
         context = ShardingContext(
             device,
-            default_mesh(device.type, mesh),
-            gather,
-            reduce,
+            holders.mesh,
+            holders.gather_group,
+            holders.reduce_group,
             self.routing,
             compute_dtype,
             stage=self.stage,
             meet=groups.meeting.meet,
             rounding=self.rounding,
-            across=across,
+            across=holders.across,
         )
         self._context = context
         self.padding = context.padding
@@ -188,6 +191,44 @@ class ShardedModel:
             layers.uninstall()
         self.executor.forget_order()
         self.release_buffers()
+
+    def group_state(self, state_groups: Sequence[int], fractions: Sequence[float]) -> None:
+        """Choose which ranks hold the whole state together; collective, between two steps.
+
+        The sharded parameters stay the same objects, and lose their gradients. Only before
+        optimizers and averages have rows of them, which would not move.
+
+        Args:
+            state_groups: The group of every rank; empty: all ranks hold it together.
+            fractions: Each rank's share of the state; they sum to 1 in each group.
+        """
+        if tuple(state_groups) == self.state_groups:
+            self.change_fractions(fractions)
+            return
+        self.release_buffers()
+        holders = self._set_holders(state_groups)
+        self.fractions = tuple(fractions)
+        divider = self._divider(fractions)
+
+        def changed(context: ShardingContext) -> ShardingContext:
+            return replace(context, routing=self.routing, **vars(holders))
+
+        self._context = changed(self._context)
+        for unit in self.units:
+            unit.change_holders(divider, changed)
+
+    def _set_holders(self, state_groups: Sequence[int]) -> _Holders:
+        """Set which ranks hold the whole state together, and return what connects them."""
+        groups = self._groups
+        self.state_groups = tuple(state_groups)
+        self.members = members_of(self.state_groups, groups.control.world_size)
+        self.routing = self._routing(groups.nodes)
+        device_type = self.device.type
+        if not self.state_groups:
+            return _Holders(default_mesh(device_type), groups.gather, groups.reduce, None)
+        own = groups.of_state(self.members)
+        across = Across(self.members, groups.gather, groups.reduce)
+        return _Holders(default_mesh(device_type, own.rows), own.gather, own.reduce, across)
 
     def _stage(self) -> HostStage | None:
         is_host_memory = self.accelerator.holds(torch.empty(0))

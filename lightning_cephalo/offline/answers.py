@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -26,6 +26,8 @@ from lightning_cephalo.plan import Plan, Problem, predict, solve
 from lightning_cephalo.plan.timeline import Simulation
 
 _OURS = "cephalo"
+_HYBRID = f"{_OURS}, hybrid sharding by node (over gloo)"
+_TOGETHER = f"{_OURS}, all ranks together"
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,9 @@ def compare(
 ) -> list[ComparisonRow]:
     """Compare the baselines with this planner.
 
-    The rows are every baseline, our plan with one more of each addition, the fastest pipeline of
-    node groups where there are several nodes, and our plan last.
+    The rows are every baseline, our plan with one more of each addition, and our plan last. Where
+    there are several nodes, our plan with the whole state on each node comes before it, and the
+    fastest pipeline of node groups.
 
     Args:
         asked: the scenario to compare on.
@@ -99,7 +102,7 @@ def compare(
         if asked.cluster is None or asked.problem_of is None:
             raise PlanError("--add needs --cluster or --devices: a saved problem has no cluster.")
         larger = asked.problem_of(with_device(asked.cluster, addition))
-        solved = partial(solve, larger, time_limit_s=time_limit_s)
+        solved = _solving(larger, time_limit_s)
         rows.append(row_or_reason(f"{_OURS} and one more {addition}", larger, solved))
     say(f"comparing: {_OURS}")
     try:
@@ -108,10 +111,76 @@ def compare(
         if all(row.step_s is None for row in rows[len(BASELINES) :]):
             raise
         return [*rows, ComparisonRow(_OURS, reason=str(error))]
+    hybrid = asked.hybrid
+    if hybrid is not None:
+        say("comparing: hybrid sharding")
+        rows.append(row_or_reason(_HYBRID, hybrid, _solving(hybrid, time_limit_s)))
     if asked.pipeline_of is not None and asked.cluster is not None and asked.cluster.node_count > 1:
         say("comparing: pipelines")
-        rows.append(_pipeline_row(pipelines(asked, plan, time_limit_s=time_limit_s)))
+        rows.append(pipeline_row(pipelines(asked, plan, time_limit_s=time_limit_s)))
     return [*rows, _row_of(_OURS, asked.problem, plan)]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A plan, and the other way to hold the state.
+
+    Attributes:
+        asked: the scenario, with the problem of the plan.
+        plan: the plan.
+        rows: the other way and this one; empty where there is one node, or nothing of it is known.
+    """
+
+    asked: Scenario
+    plan: Plan
+    rows: tuple[ComparisonRow, ...] = ()
+
+
+def choose(asked: Scenario, hybrid_sharding: str, *, time_limit_s: float = 60.0) -> Chosen:
+    """Plan with the state on all ranks together, and with the whole state on each node.
+
+    Args:
+        asked: the scenario.
+        hybrid_sharding: ``"off"``, ``"on"``, or ``"auto"`` for the faster plan.
+        time_limit_s: for each plan.
+
+    Raises:
+        PlanError: hybrid sharding is asked for, and there is one node, or nothing is known of them.
+        InfeasibleError: there is no plan of the kind that was asked for.
+        SolverError: none was found in time.
+    """
+    hybrid = asked.hybrid
+    if hybrid is None:
+        if hybrid_sharding == "on":
+            raise PlanError(
+                "--hybrid-sharding on needs --cluster with several nodes, and a model whose bytes "
+                "are counted. Give both, or leave it out."
+            )
+        return Chosen(asked, solve(asked.problem, time_limit_s=time_limit_s))
+    whole = replace(asked, problem=asked.problem.choosing_hybrid(False))
+    ways = {
+        True: (_HYBRID, replace(asked, problem=hybrid)),
+        False: (_TOGETHER, whole),
+    }
+    plans: dict[bool, Plan] = {}
+    rows: dict[bool, ComparisonRow] = {}
+    for is_hybrid, (name, way) in ways.items():
+        try:
+            plans[is_hybrid] = solve(way.problem, time_limit_s=time_limit_s)
+            rows[is_hybrid] = _row_of(name, way.problem, plans[is_hybrid])
+        except (InfeasibleError, SolverError) as error:
+            # the way that was asked for, or the one that needs less memory
+            if is_hybrid is (hybrid_sharding == "on"):
+                raise
+            rows[is_hybrid] = ComparisonRow(name, reason=_reason(name, str(error)))
+    own = hybrid_sharding == "on"
+    if hybrid_sharding == "auto" and True in plans:
+        own = (plans[True].step_s or 0.0) < (plans[False].step_s or 0.0)
+    return Chosen(ways[own][1], plans[own], (rows[not own], rows[own]))
+
+
+def _solving(problem: Problem, time_limit_s: float) -> Callable[[], Plan]:
+    return partial(solve, problem, time_limit_s=time_limit_s)
 
 
 @dataclass(frozen=True)
@@ -163,7 +232,8 @@ def pipelines(asked: Scenario, today: Plan, *, time_limit_s: float = 60.0) -> Pi
     return Pipelines(advice, crossover)
 
 
-def _pipeline_row(found: Pipelines) -> ComparisonRow:
+def pipeline_row(found: Pipelines) -> ComparisonRow:
+    """Return the row of the fastest pipelines, or one that says that none fits."""
     best, problem = found.advice.best, found.advice.problem
     if best is None:
         return ComparisonRow("pipeline", reason="no pipeline of node groups fits")
@@ -203,10 +273,10 @@ def _reason(name: str, error: str) -> str:
     return error if name.startswith(_OURS) or not speaks_of_memory else f"out of memory: {error}"
 
 
-def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
+def comparison_table(rows: Sequence[ComparisonRow], title: str = "Comparison") -> Table:
     """Return the rows as a table. The last row is ours; the others are compared with it."""
     best = rows[-1].samples_per_s
-    table = Table(title="Comparison", caption_justify="left")
+    table = Table(title=title, caption_justify="left")
     table.add_column("allocation")
     for heading in ("step", "samples/s", f"of {_OURS}'s", "fullest rank"):
         table.add_column(heading, justify="right")

@@ -82,10 +82,15 @@ def _failed(notes: Console, kind: str, error: Exception, code: int) -> int:
 def _plan(options: argparse.Namespace, notes: Console) -> None:
     if options.figure is not None and not options.pipeline:
         raise PlanError("--figure draws pipelines: give --pipeline too, or leave it out.")
+    if options.hybrid_sharding == "on" and options.optimizer_offload in ("auto", "on"):
+        raise PlanError(
+            "--hybrid-sharding on: expected --optimizer-offload off, but got"
+            f" {options.optimizer_offload}. The two do not work together so far: leave one out."
+        )
     asked = _scenario(options, notes)
     with _status(notes, "solving"):
-        plan = solve(asked.problem, time_limit_s=options.time_limit)
-    found = None
+        chosen = answers.choose(asked, options.hybrid_sharding, time_limit_s=options.time_limit)
+    asked, plan, found = chosen.asked, chosen.plan, None
     if options.pipeline:
         with _status(notes, "searching pipelines"):
             found = answers.pipelines(asked, plan, time_limit_s=options.time_limit)
@@ -96,11 +101,16 @@ def _plan(options: argparse.Namespace, notes: Console) -> None:
         pipeline_figure(found.advice, found.crossover, options.figure)
         notes.print(f"Wrote {options.figure}.")
     if options.json:
-        more = {} if found is None else {"pipeline": found.to_dict()}
+        more: dict[str, Any] = {} if found is None else {"pipeline": found.to_dict()}
+        if chosen.rows:
+            more["ways"] = [answers.row_as_dict(row) for row in chosen.rows]
         _print_json({**plan.to_dict(), "sources": asked.sources_as_dicts(), **more})
         return
     _print_scenario(asked)
     report.show(report.plan_table(plan, units=asked.problem.units))
+    if chosen.rows:
+        rows = [*([] if found is None else [answers.pipeline_row(found)]), *chosen.rows]
+        report.show(answers.comparison_table(rows, "Ways to train"))
     if found is not None:
         if found.advice.best is not None:
             report.show(pipeline_table(found.advice, found.advice.best))
@@ -112,6 +122,7 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
     asked = _scenario(options, notes)
     with _status(notes, "solving"):
         plan = _plan_to_play(options, asked)
+        asked = asked.of_plan(plan)
     with _status(notes, "simulating"):
         simulation = simulate(asked.problem, plan, steps=options.steps)
     if options.trace is not None:
@@ -139,6 +150,7 @@ def _memory_timeline(options: argparse.Namespace, notes: Console) -> None:
         asked = _scenario(options, notes)
         with _status(notes, "simulating"):
             plan = _plan_to_play(options, asked)
+            asked = asked.of_plan(plan)
             simulation = simulate(asked.problem, plan)
         timelines = memory_timelines.simulated(simulation, asked.problem, plan)
     if options.trace is not None:
@@ -287,6 +299,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also say whether a pipeline of node groups would be faster, and below which "
         "bandwidth between nodes; advice only: training does not run pipelines",
+    )
+    plan.add_argument(
+        "--hybrid-sharding",
+        choices=("auto", "on", "off"),
+        default="off",
+        help="hold the whole state on each node of --cluster: where that is faster, or always; "
+        "training does so over gloo (default: off, and the table says its price)",
     )
     plan.add_argument(
         "--figure",

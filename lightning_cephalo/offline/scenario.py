@@ -25,7 +25,7 @@ from lightning_cephalo.offline.estimate.devices import Device, lookup
 from lightning_cephalo.offline.paper.profiles import read_published
 from lightning_cephalo.offline.pipeline.build import pipeline_problem
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
-from lightning_cephalo.plan import Problem
+from lightning_cephalo.plan import Plan, Problem
 
 if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate import ModelWork
@@ -102,6 +102,8 @@ class Scenario:
             was read from a file.
         pipeline_of: makes the problem of the advisor for pipelines on a cluster; None if the model
             was not counted.
+        hybrid_of: makes the problem in which each node of a cluster holds the whole state; None
+            likewise.
     """
 
     problem: Problem
@@ -111,6 +113,22 @@ class Scenario:
     cluster: Cluster | None = None
     problem_of: Callable[[Cluster], Problem] | None = None
     pipeline_of: Callable[[Cluster], PipelineProblem] | None = None
+    hybrid_of: Callable[[Cluster], Problem] | None = None
+
+    @property
+    def hybrid(self) -> Problem | None:
+        """The problem in which each node holds the whole state; None: there are no such times."""
+        if self.problem.hybrid_sharding == "auto":
+            return self.problem.choosing_hybrid(True)
+        if self.cluster is None or self.hybrid_of is None or self.cluster.node_count < 2:
+            return None
+        return self.hybrid_of(self.cluster)
+
+    def of_plan(self, plan: Plan) -> Scenario:
+        """Return the scenario whose problem has the groups of ranks of a plan, if there are."""
+        if not plan.state_groups or self.problem.hybrid_sharding is True:
+            return self
+        return dataclasses.replace(self, problem=self.hybrid or self.problem)
 
     def lines(self) -> list[str]:
         """Return the subject, and one line per kind of device with the source of its times."""
@@ -162,7 +180,7 @@ def read(question: Question) -> Scenario:
     )
     tables = [CurveTable.load(path) for path in question.tables]
 
-    def estimate_of(where: Cluster) -> Any:
+    def estimate_of(where: Cluster, hybrid_sharding: bool = False) -> Any:
         return build_problem(
             where,
             work,
@@ -173,6 +191,7 @@ def read(question: Question) -> Scenario:
             allow_offload=question.offload,
             optimizer_offload=_MOVES[question.optimizer_offload],
             early_update=question.early_update,
+            hybrid_sharding=hybrid_sharding,
         )
 
     def pipeline_of(where: Cluster) -> PipelineProblem:
@@ -195,6 +214,7 @@ def read(question: Question) -> Scenario:
         cluster,
         lambda where: estimate_of(where).problem,
         pipeline_of,
+        lambda where: estimate_of(where, hybrid_sharding=True).problem,
     )
 
 

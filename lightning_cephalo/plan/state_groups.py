@@ -64,6 +64,16 @@ def members_of(groups: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]
     return tuple(map(tuple, found.values()))
 
 
+def groups_by_node(nodes: Sequence[int]) -> tuple[int, ...]:
+    """Return the group of every rank where each node is one, numbered from 0.
+
+    Args:
+        nodes: The node of every rank, by any number.
+    """
+    known = sorted(set(nodes))
+    return tuple(known.index(node) for node in nodes)
+
+
 def even_shares(groups: Sequence[int], ranks: int) -> tuple[float, ...]:
     """Return equal shares of the state inside of each group, in rank order."""
     shares = [0.0] * ranks

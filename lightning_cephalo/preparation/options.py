@@ -102,18 +102,13 @@ def parse_vocabulary_sharding(value: bool | Literal["auto"]) -> bool | Literal["
     return Choice.parse("vocabulary_sharding", value).as_given
 
 
-def parse_hybrid_sharding(value: bool) -> bool:
+def parse_hybrid_sharding(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
     """Read the option ``hybrid_sharding``.
 
     Raises:
-        ValueError: If it is neither True nor False.
+        ValueError: If it is none of True, False and "auto".
     """
-    if isinstance(value, bool):
-        return value
-    raise ValueError(
-        f"hybrid_sharding: expected True or False, but got {value!r}. The planner compares both"
-        " where a Problem has times of both; training measures one of them so far."
-    )
+    return Choice.parse("hybrid_sharding", value).as_given
 
 
 def parse_optimizer_offload(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
@@ -150,7 +145,7 @@ class Options:
         reduce_dtype: Dtype that gradients travel in; None: their own.
         vocabulary_sharding: Whether embedding and head stay cut along the vocabulary; "auto": both
             ways are measured and planned.
-        hybrid_sharding: Whether each node holds the whole state.
+        hybrid_sharding: Whether each node holds the whole state; "auto": both ways are planned.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Whether the plan may change while training; "auto": where it was solved.
         on_replan: Called on every rank after each such change.
@@ -178,7 +173,7 @@ class Options:
     optimizer_scope: str | Mapping[Any, str] = "auto"
     reduce_dtype: torch.dtype | None = None
     vocabulary_sharding: bool | Literal["auto"] = False
-    hybrid_sharding: bool = False
+    hybrid_sharding: bool | Literal["auto"] = False
     profile_budget_s: float = 20.0
     replan: bool | Literal["auto"] = "auto"
     on_replan: Callable[[Replan], Any] | None = None

@@ -36,7 +36,7 @@ from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
 from lightning_cephalo.plan.solver.solve import solve_if_possible
-from lightning_cephalo.plan.state_groups import even_shares, members_of
+from lightning_cephalo.plan.state_groups import even_shares, groups_by_node, members_of
 from lightning_cephalo.preparation.limits import (
     Limits,
     check_limits,
@@ -99,6 +99,7 @@ class Job:
         leaves_batches_whole: Whether no batch is cut or read before training: one rank follows a
             given plan of one microbatch.
         state_groups: The group of every rank, where each group holds the whole state; else empty.
+        nodes: The node of every rank; empty where nothing is trained.
     """
 
     options: Options
@@ -111,6 +112,7 @@ class Job:
     late: str = ""
     leaves_batches_whole: bool = False
     state_groups: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
 
     @classmethod
     def of_evaluation(cls, options: Options, world_size: int) -> Job:
@@ -211,14 +213,24 @@ def read_job(
     if groups:
         options = options.settled_vocabulary(can_be_cut=False)
     return Job(
-        options, limits, batch_size, loaders, layouts, ready_samples, plan, late, whole, groups
+        options,
+        limits,
+        batch_size,
+        loaders,
+        layouts,
+        ready_samples,
+        plan,
+        late,
+        whole,
+        groups,
+        tuple(nodes),
     )
 
 
 def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> tuple[int, ...]:
     """Return the group of every rank, where each holds the whole state; equal on every rank."""
     given = plan is not None and plan.state_groups
-    if not given and (not options.hybrid_sharding or len(nodes) == 1):
+    if not given and (options.hybrid_sharding is not True or len(nodes) == 1):
         return ()
     for name, is_used in {
         "vocabulary_sharding=True": options.vocabulary_sharding is True,
@@ -240,10 +252,15 @@ def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> 
     if len(set(nodes)) == 1:
         raise PlanError(
             f"hybrid_sharding=True, but all {len(nodes)} ranks are on one node, so that there are"
-            " no groups to hold the whole state each. Leave it out, or give a plan with"
-            " state_groups, the group of every rank."
+            f" no groups to hold the whole state each. {HOW_NODES_DIFFER} Leave it out, or give a"
+            " plan with state_groups, the group of every rank."
         )
-    return tuple(sorted(set(nodes)).index(node) for node in nodes)
+    return groups_by_node(nodes)
+
+
+HOW_NODES_DIFFER = (
+    "Nodes are told apart by the launcher's node number, the host name and the network namespace."
+)
 
 
 def _leaves_batches_whole(options: Options, world_size: int) -> bool:
@@ -413,6 +430,7 @@ def measure_or_load(
     manual: ManualSteps | None = None,
     in_turns: Callable[[], AbstractContextManager[None]] | None = None,
     check: Callable[[Problem], None] = lambda problem: None,
+    known: Problem | None = None,
 ) -> Problem:
     """Return the measured or cached problem, with the choices of the plan; collective.
 
@@ -424,6 +442,8 @@ def measure_or_load(
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
         in_turns: Lets several microbatches of such a step take turns in a ``with`` block.
         check: Called with the problem on every rank, if it has been measured now.
+        known: A problem of these ranks, equal on all of them, of which only the network and the
+            update are measured again; None: look for one.
 
     Raises:
         ProfilingError: If a rank fails while it is measured.
@@ -447,6 +467,7 @@ def measure_or_load(
     )
     if found.said is not None:
         Progress(options.verbose and control.rank == 0).warn(found.said)
+    found = found if known is None else replace(found, known=known)
     problem = found.problem
     if problem is None:
         module: Any = model.module

@@ -24,8 +24,8 @@ from lightning_cephalo.preparation.prepare import Job, make_plan
 from lightning_cephalo.profiling.memory_model import check_capacities
 from lightning_cephalo.ranks.crash_report import is_lost_connection
 
-# A gain below this is none: a plan whose vocabulary stays cut cannot change by itself.
-_GAIN = 0.02
+# A gain below this is none: a plan cannot take such a choice back by itself.
+GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -66,22 +66,22 @@ def measured_and_planned(
             whole vocabulary.
     """
     if job.options.vocabulary_sharding != "auto":
-        return _planned(job, model, measure)
-    whole = _tried(job, False, model, measure)
+        return planned(job, model, measure)
+    whole = _tried_whole_or_cut(job, False, model, measure)
     if not model.units[ROOT].vocabulary:
-        return _noted(whole, "The vocabulary is gathered whole: no embedding can stay cut.")
-    cut = _tried(job, True, model, measure)
+        return noted(whole, "The vocabulary is gathered whole: no embedding can stay cut.")
+    cut = _tried_whole_or_cut(job, True, model, measure)
     if isinstance(cut, CephaloError):
         model.cut_vocabulary(False)
-        return _noted(whole, f"The vocabulary is gathered whole. Cut, it fails: {_summary(cut)}")
+        return noted(whole, f"The vocabulary is gathered whole. Cut, it fails: {summary(cut)}")
     if isinstance(whole, CephaloError):
-        return _noted(cut, f"The vocabulary stays cut. Whole, it fails: {_summary(whole)}")
-    is_cut = cut.step_s < (1.0 - _GAIN) * whole.step_s
+        return noted(cut, f"The vocabulary stays cut. Whole, it fails: {summary(whole)}")
+    is_cut = cut.step_s < (1.0 - GAIN) * whole.step_s
     model.cut_vocabulary(is_cut)
     whole_s, cut_s = format_seconds(whole.step_s), format_seconds(cut.step_s)
     if is_cut:
-        return _noted(cut, f"The vocabulary stays cut: {cut_s} a step, and {whole_s} whole.")
-    return _noted(whole, f"The vocabulary is gathered whole: {whole_s} a step, and {cut_s} cut.")
+        return noted(cut, f"The vocabulary stays cut: {cut_s} a step, and {whole_s} whole.")
+    return noted(whole, f"The vocabulary is gathered whole: {whole_s} a step, and {cut_s} cut.")
 
 
 def as_planned(job: Job, model: ShardedModel) -> Job:
@@ -103,20 +103,35 @@ def _settled(job: Job, is_cut: bool) -> Job:
     return replace(job, options=replace(job.options, vocabulary_sharding=is_cut))
 
 
-def _planned(job: Job, model: ShardedModel, measure: Callable[[Job], Problem]) -> Planned:
+def planned(job: Job, model: ShardedModel, measure: Callable[[Job], Problem]) -> Planned:
+    """Measure a job and make its plan, with the model as it is; collective."""
     problem = measure(job)
     return Planned(job, problem, make_plan(job, problem, model.control))
 
 
-def _tried(
+def _tried_whole_or_cut(
     job: Job, is_cut: bool, model: ShardedModel, measure: Callable[[Job], Problem]
 ) -> Planned | CephaloError:
-    """Return what comes of one way, or the error that all ranks have with it."""
     model.cut_vocabulary(is_cut)
+    # the session has looked at the capacities of the other way
+    return tried(_settled(job, is_cut), model, measure, checks=not is_cut)
+
+
+def tried(
+    job: Job, model: ShardedModel, measure: Callable[[Job], Problem], *, checks: bool
+) -> Planned | CephaloError:
+    """Return what comes of one way, or the error that all ranks have with it; collective.
+
+    Args:
+        job: The job, with the choice made.
+        model: The sharded model, as the choice wants it.
+        measure: As for :func:`measured_and_planned`.
+        checks: Whether to compare what every rank must hold with its capacity first.
+    """
     try:
-        if not is_cut:  # the session has looked at the other way
+        if checks:
             check_capacities(model, job.limits[model.control.rank].device.capacity_bytes)
-        return _planned(_settled(job, is_cut), model, measure)
+        return planned(job, model, measure)
     except (InfeasibleError, ProfilingError, RemoteRankError) as error:
         if is_lost_connection(error.__cause__ or error):
             raise
@@ -124,11 +139,13 @@ def _tried(
         return error
 
 
-def _noted(planned: Planned | CephaloError, note: str) -> Planned:
+def noted(planned: Planned | CephaloError, note: str) -> Planned:
+    """Return what a job trains with, with one more note; raise an error in place of it."""
     if isinstance(planned, CephaloError):
         raise planned
-    return replace(planned, notes=(note,))
+    return replace(planned, notes=(*planned.notes, note))
 
 
-def _summary(error: CephaloError) -> str:
+def summary(error: CephaloError) -> str:
+    """Return the first line of an error."""
     return str(error).partition("\n")[0]

@@ -305,18 +305,42 @@ class Flat:
         with torch.no_grad():
             self.shard = moved(self.shard, old.cuts, layout.cuts, group)
             self._set_layout(layout)
-            placements = self._placements()
-            self._specs = self._specs_of(placements)
-            faces = zip(self.sharded, self._faces(self.shard), placements, strict=True)
-            for sharded, face, placement in faces:
-                set_rows(sharded, local_part(face), placement)
-            self._locked = []  # they have the old shapes
+            placements = self._show_shard()
             for column in columns:
                 column.move(old, layout, placements, group)
         have_moved = {id(tensor) for column in columns for tensor in column.tensors}
         for sharded, gradient in zip(self.sharded, gradients, strict=True):
             if gradient is not None and id(gradient) in have_moved:
                 sharded.grad = gradient
+
+    def change_holders(self, context: ShardingContext, layout: FlatLayout | None) -> None:
+        """Let other ranks hold the flat together, in place; collective.
+
+        The sharded parameters stay the same objects, and lose their gradients. Whole values are
+        there on every rank for a moment, as when the model was sharded.
+
+        Args:
+            context: Its mesh, groups and ways; device, dtypes and pools are those of before.
+            layout: The cuts between these ranks, of the same parameters.
+        """
+        self.forget_gradient()
+        self._spent_faces = {}
+        with torch.no_grad():
+            master = self.master()
+            self.context = context
+            self._set_layout(layout)
+            self.shard = master[self._start : self._end].clone()
+            self._show_shard()
+
+    def _show_shard(self) -> list[Placement]:
+        """Let the sharded parameters show another shard, by the layout; return their rows."""
+        placements = self._placements()
+        self._specs = self._specs_of(placements)
+        faces = zip(self.sharded, self._faces(self.shard), placements, strict=True)
+        for sharded, face, placement in faces:
+            set_rows(sharded, local_part(face), placement, self.context.mesh)
+        self._locked = []  # they have the old shapes
+        return placements
 
     # -- parameters ---------------------------------------------------------------------------
 

@@ -275,7 +275,12 @@ def set_local_part(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
-def set_rows(tensor: torch.Tensor, local: torch.Tensor, placement: Placement) -> None:
+def set_rows(
+    tensor: torch.Tensor,
+    local: torch.Tensor,
+    placement: Placement,
+    mesh: DeviceMesh | None = None,
+) -> None:
     """Give a DTensor other rows of the same values: the object stays, nothing is communicated.
 
     So optimizers and schedulers that hold it need not learn of the change.
@@ -283,11 +288,13 @@ def set_rows(tensor: torch.Tensor, local: torch.Tensor, placement: Placement) ->
     Args:
         tensor: The DTensor.
         local: This rank's rows by the new placement, in the tensor's dtype.
-        placement: The rows of all ranks.
+        placement: The rows of all ranks of the mesh.
+        mesh: Its new mesh; None: it stays.
     """
     set_local_part(tensor, local)
     assert isinstance(tensor, DTensor)
-    tensor._spec = row_spec(tensor.device_mesh, placement, tensor.shape, tensor.dtype)
+    mesh = tensor.device_mesh if mesh is None else mesh
+    tensor._spec = row_spec(mesh, placement, tensor.shape, tensor.dtype)
 
 
 def default_mesh(device_type: str, group: dist.ProcessGroup | None = None) -> DeviceMesh:

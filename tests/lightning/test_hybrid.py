@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -12,7 +13,7 @@ import torch
 from cases import Cases, on_one_device
 from common import Net, assert_same_tensors, in_ranks, loader, trainer, values_of
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from plans import GLOBAL_BATCH, PLANS, QUIET
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
+from lightning_cephalo.profiling import measure
+from lightning_cephalo.profiling.network import measure_network
 from lightning_cephalo.ranks import groups
 from lightning_cephalo.recovery.pieces import Assembly, RankState, taken_apart
 from lightning_cephalo.recovery.store import places
@@ -200,6 +203,12 @@ def _all_refused(plan):
         "offload": _refused(plan, UnsupportedError, None, optimizer_offload="auto"),
         "no groups": _refused("whole three", PlanError, None, hybrid_sharding=True),
     }
+    own = CephaloStrategy(hybrid_sharding=True, global_batch_size=GLOBAL_BATCH, verbose=False)
+    with pytest.raises(PlanError) as one_node:
+        Trainer(strategy=own, devices=3, accelerator="cpu", **QUIET).fit(
+            Net(), loader(14), loader(8)
+        )
+    found["one node"] = str(one_node.value)
     # the next start is not hurt
     return found, _fit(plan)[1]
 
@@ -213,6 +222,8 @@ def test_what_does_not_go_together_is_refused_by_name_on_every_rank():
         ):
             assert option in found[name] and "does not work with hybrid sharding" in found[name]
         assert "the plan has no state_groups" in found["no groups"]
+        assert "all 3 ranks are on one node" in found["one node"]
+        assert "told apart by the launcher's node number, the host name" in found["one node"]
         assert len(losses) == 3
 
 
@@ -229,14 +240,12 @@ class _Changes(Callback):
         trainer.strategy.change_plan(Plan(ranks, state_groups=(0, 0, 1)))
 
 
-def _solved():
-    rank = int(os.environ["RANK"])
-    groups._network = lambda: rank // 2  # this process's node
+def _fit_that_solves(hybrid_sharding):
     module = Net()
     strategy = CephaloStrategy(
-        hybrid_sharding=True,
+        hybrid_sharding=hybrid_sharding,
         global_batch_size=GLOBAL_BATCH,
-        profile_budget_s=2.0,
+        profile_budget_s=0.5,
         remeasure=True,
         verbose=False,
         timeout=timedelta(seconds=400),
@@ -244,23 +253,55 @@ def _solved():
     fitted = Trainer(
         strategy=strategy, devices=3, accelerator="cpu", limit_train_batches=3, **QUIET
     )
+    notes = []
+    fitted.callbacks.append(LambdaCallback(
+        on_train_start=lambda t, _: notes.extend(t.strategy.session.notes)
+    ))  # fmt: skip
     fitted.fit(module, loader(28), loader(8))
     predicted = [rank.memory_bytes for rank in fitted.strategy.plan.ranks]
     measured = [rank.peak_bytes for rank in fitted.strategy.measured_memory]
+    assert all(most >= held for most, held in zip(predicted, measured, strict=True))
+    return fitted.strategy.plan, module.losses, " ".join(notes), values_of(module)
+
+
+def _network_that_favours(is_grouped):
+    """Add a second to gathers of the other way."""
+
+    def measured(model, clock, capacity_bytes):
+        found = measure_network(model, clock, capacity_bytes)
+        if bool(model.state_groups) == is_grouped:
+            return found
+        return replace(found, gather_s=found.gather_s + 1, even_gather_s=None)
+
+    return measured
+
+
+def _solved():
+    rank = int(os.environ["RANK"])
+    groups._network = lambda: rank // 2  # this process's node
+    found = {True: _fit_that_solves(True)}
     changed = _fit("hybrid 2 + 1", callbacks=[_Changes()])
-    return fitted.strategy.plan, module.losses, predicted, measured, changed
+    for is_grouped in (True, False):
+        measure.measure_network = _network_that_favours(is_grouped)
+        found["auto", is_grouped] = _fit_that_solves("auto")
+    return found, changed
 
 
 def test_a_plan_is_solved_for_nodes_that_hold_the_whole_state_and_changes_inside_of_them():
-    _, losses, _, _ = on_one_device(_fit)
+    values, losses, _, _ = on_one_device(_fit)
     ranks = in_ranks(3, _solved)
-    for plan, own_losses, predicted, measured, changed in ranks:
-        assert plan.state_groups == (0, 0, 1) and plan.step_s > 0
-        assert [sum(own) for own in plan.fractions_of_groups] == pytest.approx([1, 1])
-        assert own_losses == pytest.approx(losses, rel=1e-5)
-        assert all(most >= held for most, held in zip(predicted, measured, strict=True))
+    for solved, changed in ranks:
+        for asked, (plan, own_losses, notes, own_values) in solved.items():
+            grouped = asked is True or asked == ("auto", True)
+            assert plan.state_groups == ((0, 0, 1) if grouped else ()) and plan.step_s > 0
+            totals = [sum(own) for own in plan.fractions_of_groups]
+            assert totals == pytest.approx([1] * len(totals))
+            assert own_losses == pytest.approx(losses, rel=1e-5)
+            assert_same_tensors(own_values, values, 2e-5)
+            assert ("with hybrid sharding." in notes) is (asked == ("auto", False))
+            assert ("with all ranks together." in notes) is (asked == ("auto", True))
         assert changed[1] == pytest.approx(losses, rel=1e-5)
-        assert changed[3] == ranks[0][4][3]
+        assert changed[3] == ranks[0][1][3]
 
 
 def test_plans_of_the_tests_have_groups():

@@ -280,7 +280,7 @@ def test_a_solver_without_time(capsys, problem, monkeypatch):
     def out_of_time(problem, *, time_limit_s):
         raise SolverError(f"no plan in {time_limit_s} s")
 
-    monkeypatch.setattr(cli, "solve", out_of_time)
+    monkeypatch.setattr(answers, "solve", out_of_time)
     assert main(["plan", "--problem", str(problem), "--time-limit", "0.5"]) == UNSOLVED
     assert "No plan yet: no plan in 0.5 s" in capsys.readouterr().err
 
@@ -432,7 +432,7 @@ def test_an_unexpected_error_is_a_traceback_and_never_means_that_nothing_fits(
     def breaks(problem, *, time_limit_s):
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr(cli, "solve", breaks)
+    monkeypatch.setattr(answers, "solve", breaks)
     assert main(["plan", "--problem", str(problem)]) == UNEXPECTED
     assert UNEXPECTED not in (DONE, INFEASIBLE, BAD_INPUT, UNSOLVED)
     said = capsys.readouterr().err

@@ -75,6 +75,10 @@ def test_what_does_not_fit_says_what_would():
         solve(small)
     assert "hybrid_sharding=False" in str(refused.value)
     assert "add 1 more 'card'" in str(refused.value)
+    # state that might move to host memory elsewhere
+    movable = replace(small, unit_parameters=(1, 4, 4), moment_bytes=8)
+    with pytest.raises(InfeasibleError, match="each of 2 groups holds the whole state"):
+        solve(movable)
     with pytest.raises(InfeasibleError, match="over all 3 ranks together"):
         solve(replace(EITHER, ranks=[replace(RANK, capacity_bytes=70)] * 3))
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Literal
 
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.analytic import Efficiency, find_efficiency
 from lightning_cephalo.offline.estimate.analytic import compute_bytes as peak_bytes
 from lightning_cephalo.offline.estimate.cluster import Cluster, ClusterRank
-from lightning_cephalo.offline.estimate.collective import UNEVEN_FACTOR, uneven_collective_s
+from lightning_cephalo.offline.estimate.collective import (
+    UNEVEN_FACTOR,
+    hybrid_gather_s,
+    hybrid_reduce_s,
+    uneven_collective_s,
+)
 from lightning_cephalo.offline.estimate.devices import Device
 from lightning_cephalo.offline.estimate.sources import curves_of
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.curves import Curves, CurveTable, cached_tables
+from lightning_cephalo.plan.state_groups import groups_by_node, members_of
 
 if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate.work import ModelWork
@@ -80,6 +88,7 @@ def build_problem(
     allow_offload: bool = False,
     optimizer_offload: bool | Literal["auto"] = False,
     early_update: bool = False,
+    hybrid_sharding: bool = False,
     largest_microbatch_size: int = LARGEST_MICROBATCH_SIZE,
     uneven_factor: float = UNEVEN_FACTOR,
     efficiencies: Sequence[Efficiency] | None = None,
@@ -104,13 +113,17 @@ def build_problem(
         optimizer_offload: as for the strategy; it needs host memory in the cluster.
         early_update: whether units are updated inside the backward, as the trainer does unless
             something needs all gradients at once, such as clipping by norm.
+        hybrid_sharding: whether each node holds the whole state. Its optimizer state stays on the
+            devices.
         largest_microbatch_size: larger sizes are not considered.
         uneven_factor: time of collectives with uneven shards over that with even ones.
         efficiencies: from :func:`~lightning_cephalo.offline.estimate.analytic.fit`.
 
     Raises:
-        PlanError: a device cannot compute in this dtype, or a value is invalid.
+        PlanError: a device cannot compute in this dtype, there is one node only for hybrid
+            sharding, or a value is invalid.
     """
+    groups = _groups(cluster) if hybrid_sharding else ()
     cached = cached_tables(cache_folder)
     gathered = gathered_bytes(work)
     recompute = recompute or choose_recompute
@@ -143,22 +156,29 @@ def build_problem(
     ]
     compute = COMPUTE_BYTES[work.dtype]
 
-    def collective_s(nbytes: float) -> float:
-        # Cuts lie between rows, so even shares of the state are rarely even slices.
-        return uneven_collective_s(cluster, nbytes, uneven_factor=uneven_factor)
-
-    optimizer_s = _optimizer_s(cluster, work, efficiencies)
-    gather_s = collective_s(compute * work.unit_parameters)
-    reduce_s = collective_s(GRADIENT_BYTES * work.unit_parameters)
+    # Cuts lie between rows, so even shares of the state are rarely even slices.
+    gather_of, reduce_of = (
+        partial(of, cluster, uneven_factor=uneven_factor)
+        for of in (
+            (hybrid_gather_s, hybrid_reduce_s)
+            if hybrid_sharding
+            else (uneven_collective_s, uneven_collective_s)
+        )
+    )
+    # what each group sends of a rank's slice arrives there in a row of its own
+    received = GRADIENT_BYTES * _largest(work) * len(set(groups))
+    optimizer_s = _optimizer_s(cluster, groups, work, efficiencies)
+    gather_s = gather_of(compute * work.unit_parameters)
+    reduce_s = reduce_of(GRADIENT_BYTES * work.unit_parameters)
     problem = Problem(
         ranks=tuple(profiles),
         units=work.units,
         gather_s=gather_s,
         reduce_s=reduce_s,
-        root_gather_s=collective_s(compute * work.root_parameters),
-        root_reduce_s=collective_s(GRADIENT_BYTES * work.root_parameters),
+        root_gather_s=gather_of(compute * work.root_parameters),
+        root_reduce_s=reduce_of(GRADIENT_BYTES * work.root_parameters),
         fill_s=gather_s + reduce_s,
-        state_bytes=state_bytes(work),
+        state_bytes=state_bytes(work) + received,
         global_batch_size=global_batch_size,
         boundary_bytes=kept_always,
         kept_bytes=work.kept_bytes if choose_recompute else 0.0,
@@ -168,9 +188,9 @@ def build_problem(
         optimizer_s=optimizer_s,
         unit_update_s=optimizer_s * work.unit_parameters / work.parameters,
         early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters,
-        early_reducing_state_bytes=2 * GRADIENT_BYTES * _largest(work),
-        early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work),
-        optimizer_offload=optimizer_offload,
+        early_reducing_state_bytes=2 * GRADIENT_BYTES * _largest(work) + received,
+        early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
+        optimizer_offload=False if hybrid_sharding else optimizer_offload,
         unit_parameters=(
             round(work.root_parameters),
             *(round(work.unit_parameters) for _ in range(work.units)),
@@ -178,6 +198,8 @@ def build_problem(
         moment_bytes=MOMENT_BYTES_PER_PARAMETER,
         element_bytes=PARAMETER_BYTES,
         offloads_boundaries=allow_offload and recompute,
+        hybrid_sharding=hybrid_sharding,
+        state_groups=groups,
     )
     problem = problem.with_early_update() if early_update else problem
     sources = tuple(
@@ -185,6 +207,15 @@ def build_problem(
         for rank in cluster.ranks
     )
     return Estimate(problem, sources, cached.broken)
+
+
+def _groups(cluster: Cluster) -> tuple[int, ...]:
+    if cluster.node_count < 2:
+        raise PlanError(
+            "Hybrid sharding needs a cluster of at least two nodes that each hold the whole state, "
+            "but this one has one. Describe the nodes and between_nodes in cluster.yaml."
+        )
+    return groups_by_node([rank.node for rank in cluster.ranks])
 
 
 def state_bytes(work: ModelWork) -> float:
@@ -316,15 +347,19 @@ def rank_profile(
 
 
 def _optimizer_s(
-    cluster: Cluster, work: ModelWork, efficiencies: Sequence[Efficiency] | None
+    cluster: Cluster,
+    groups: Sequence[int],
+    work: ModelWork,
+    efficiencies: Sequence[Efficiency] | None,
 ) -> float:
     """Return the seconds of the slowest rank's Adam if state is shared in proportion to memory."""
-    total = sum(rank.device.memory_bytes for rank in cluster.ranks)
     moved = OPTIMIZER_BYTES_PER_PARAMETER * work.parameters
-    return max(
-        moved
-        * device.memory_bytes
-        / total
-        / (find_efficiency(device, "fp32", efficiencies).bandwidth * device.bandwidth_bytes_per_s)
-        for device in {rank.device for rank in cluster.ranks}
-    )
+    found = 0.0
+    for members in members_of(groups, len(cluster.ranks)):
+        devices = [cluster.ranks[rank].device for rank in members]
+        total = sum(device.memory_bytes for device in devices)
+        for device in set(devices):
+            efficiency = find_efficiency(device, "fp32", efficiencies).bandwidth
+            rate = efficiency * device.bandwidth_bytes_per_s
+            found = max(found, moved * device.memory_bytes / total / rate)
+    return found

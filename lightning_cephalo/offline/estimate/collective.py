@@ -21,6 +21,32 @@ def even_collective_s(cluster: Cluster, nbytes: float) -> float:
     return cluster.network.ring_s(ranks, nbytes)
 
 
+def hybrid_gather_s(
+    cluster: Cluster, nbytes: float, *, uneven_factor: float = UNEVEN_FACTOR
+) -> float:
+    """Return the seconds to all-gather ``nbytes`` inside of every node, which holds all of them.
+
+    Args:
+        cluster: gives the links.
+        nbytes: of the whole unit.
+        uneven_factor: time with uneven shards over that with even ones.
+    """
+    ranks = Counter(rank.node for rank in cluster.ranks)
+    inside = (cluster.network.ring_s({node: count}, nbytes) for node, count in ranks.items())
+    return uneven_factor * max(inside)
+
+
+def hybrid_reduce_s(
+    cluster: Cluster, nbytes: float, *, uneven_factor: float = UNEVEN_FACTOR
+) -> float:
+    """Return the seconds to reduce-scatter in every node, and to exchange the nodes' sums.
+
+    Arguments are those of :func:`hybrid_gather_s`. Each node's sums cross to each other node once.
+    """
+    inside_s = hybrid_gather_s(cluster, nbytes, uneven_factor=uneven_factor)
+    return inside_s + uneven_factor * cluster.network.exchange_s(nbytes)
+
+
 def uneven_collective_s(
     cluster: Cluster, nbytes: float, *, uneven_factor: float = UNEVEN_FACTOR
 ) -> float:

@@ -158,6 +158,20 @@ class Network(Checked):
         slowest = min(link.bandwidth_bytes_per_s for link in [*links, *crossed])
         return (count - 1) / count * nbytes / slowest + latency_s
 
+    def exchange_s(self, nbytes: float) -> float:
+        """Return the seconds in which every node sends ``nbytes`` to every other node.
+
+        A node's transfers share its link, one after the other.
+        """
+        return max(
+            math.fsum(
+                nbytes / link.bandwidth_bytes_per_s + link.latency_s
+                for link in row
+                if link is not None
+            )
+            for row in self.between
+        )
+
     def between_groups(self, one: Collection[int], other: Collection[int]) -> Link:
         """Return the slowest link between the nodes of two groups; inside if they share a node."""
         return _slowest(self.between[a][b] or self.inside[a] for a in one for b in other)

@@ -116,8 +116,9 @@ def _state_on_hosts(
 ) -> str:
     """Say whether optimizer state in host memory would do, or why it does not."""
     moments = problem.moment_bytes * sum(problem.unit_parameters)
-    # a cut vocabulary and state in host memory do not go together
-    if fits is None or not moments or problem.vocabulary_sharding:
+    # neither goes together with state in host memory
+    is_apart = problem.vocabulary_sharding or problem.hybrid_sharding is True
+    if fits is None or not moments or is_apart:
         return ""
     timeless = dataclasses.replace(problem, ranks=tuple(map(_timeless, problem.ranks)))
     if problem.optimizer_offload is False:

@@ -86,6 +86,38 @@ def test_options_are_given_only_where_asked(cluster, work, tmp_path):
     assert 20e9 < offloading.offload_bytes_per_s < 31.5e9
 
 
+def test_hybrid_sharding_has_the_times_and_the_memory_of_nodes(work, tmp_path):
+    node = "{devices: {RTX 4090: %d, RTX 3090: 1}, link: 25 GB/s}"
+    text = f"nodes: [{node % 1}, {node % 2}]\nbetween_nodes: 1 GB/s"
+    cluster = Cluster.from_yaml(text)
+
+    def built(**options):
+        return build_problem(
+            cluster, work, global_batch_size=64, cache_folder=tmp_path, **options
+        ).problem
+
+    together, hybrid = (
+        built(optimizer_offload="auto"),
+        built(hybrid_sharding=True, optimizer_offload="auto"),
+    )
+    assert hybrid.state_groups == (0, 0, 1, 1, 1) and hybrid.optimizer_offload is False
+    assert Problem.from_yaml(hybrid.to_yaml()) == hybrid
+    # a gather stays in the larger node, and gradients in fp32 cross to the other one once
+    parameters = work.unit_parameters
+    assert hybrid.gather_s == pytest.approx(2 / 3 * 2 * parameters / 25e9 * 1.1, rel=0.1)
+    inside_s = 2 / 3 * 4 * parameters / 25e9
+    assert hybrid.reduce_s == pytest.approx((inside_s + 4 * parameters / 1e9) * 1.1, rel=0.1)
+    assert together.gather_s > 10 * hybrid.gather_s and together.reduce_s < hybrid.reduce_s
+    # two rows of a rank's slice arrive; the smaller node updates with two devices
+    largest = max(work.largest_unit_parameters, work.root_parameters)
+    assert hybrid.state_bytes == together.state_bytes + 2 * 4 * largest
+    assert hybrid.optimizer_s == pytest.approx(together.optimizer_s * (3 * 24 + 2 * 24) / 48)
+    plan = solve(hybrid)
+    assert [sum(shares) for shares in plan.fractions_of_groups] == pytest.approx([1, 1])
+    with pytest.raises(PlanError, match="at least two nodes that each hold the whole state"):
+        build_problem(Cluster.from_yaml(CLUSTER), work, global_batch_size=64, hybrid_sharding=True)
+
+
 def test_optimizer_state_in_host_memory_is_planned_from_data_sheets(tmp_path):
     work = work_of("gpt2", sequence_length=128, dtype="fp16", n_layer=24, n_embd=2048, n_head=16)
     # 1.3e9 parameters: of their state, 21 GB, devices hold about 14

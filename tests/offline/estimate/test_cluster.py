@@ -8,7 +8,12 @@ import sys
 import pytest
 
 from lightning_cephalo.offline.estimate.cluster import Cluster
-from lightning_cephalo.offline.estimate.collective import even_collective_s, uneven_collective_s
+from lightning_cephalo.offline.estimate.collective import (
+    even_collective_s,
+    hybrid_gather_s,
+    hybrid_reduce_s,
+    uneven_collective_s,
+)
 from lightning_cephalo.offline.estimate.network import Link, Network, uniform
 from lightning_cephalo.plan import PlanError
 
@@ -146,6 +151,12 @@ def test_pairs_of_nodes_have_their_own_links(tmp_path):
     assert network.ring_s({1: 2}, 1e9) == pytest.approx(0.5 / 10)
     assert network.ring_s({1: 1}, 1e9) == 0.0
     assert even_collective_s(cluster, 8e9) == network.ring_s({0: 4, 1: 2, 2: 2}, 8e9)
+    # a node's sums cross to each other node, over its own link
+    assert network.exchange_s(8e9) == pytest.approx(4 + 1e-3 + 2 + 30e-6)
+    inside_s = network.ring_s({1: 2}, 8e9)
+    assert hybrid_gather_s(cluster, 8e9, uneven_factor=2) == pytest.approx(2 * inside_s)
+    reduced_s = hybrid_reduce_s(cluster, 8e9, uneven_factor=1)
+    assert reduced_s == pytest.approx(inside_s + network.exchange_s(8e9))
     assert network.scaled(2).between_groups((0,), (1,)).bandwidth_bytes_per_s == 16e9
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from pipeline_cases import problem_of, rank
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from lightning_cephalo import Plan
 from lightning_cephalo.offline.answers import compare
-from lightning_cephalo.offline.cli import BAD_INPUT, DONE, main
+from lightning_cephalo.offline.cli import BAD_INPUT, DONE, INFEASIBLE, main
 from lightning_cephalo.offline.estimate import Cluster
 from lightning_cephalo.offline.pipeline.crossover import Crossover, Point, find_crossover
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
@@ -65,6 +66,45 @@ def test_plan_gives_advice_beside_the_plan_that_trains(capsys, tmp_path, cluster
         assert wins == (point["bandwidth_bytes_per_s"] <= below * 1.0001)
 
 
+def test_plan_says_what_hybrid_sharding_costs_and_makes_such_a_plan(capsys, tmp_path, cluster):
+    out = tmp_path / "plan.yaml"
+    assert main(["plan", *cluster, *ASKED, "--pipeline"]) == DONE
+    said = capsys.readouterr().out
+    ways = said[said.index("Ways to train") :]
+    found = [ways.index(name) for name in ("pipeline", "hybrid", "together")]
+    assert found == sorted(found)
+    assert main(["plan", *cluster, *ASKED, "--json"]) == DONE
+    told = json.loads(capsys.readouterr().out)
+    hybrid, together = told["ways"]
+    assert "state_groups" not in told and together["step_s"] == told["step_s"]
+    # one exchange in fp32 in place of two gathers and a reduce
+    assert hybrid["step_s"] < 0.8 * together["step_s"]
+    options = [*cluster, *ASKED, "--json"]
+    assert main(["plan", *options, "--hybrid-sharding", "auto", "-o", str(out)]) == DONE
+    chosen = json.loads(capsys.readouterr().out)
+    assert chosen["state_groups"] == [0, 0, 1, 1] and chosen["step_s"] == hybrid["step_s"]
+    assert main(["simulate", *options, "--plan", str(out)]) == DONE
+    played = json.loads(capsys.readouterr().out)
+    assert played["predicted_s"] == pytest.approx(hybrid["step_s"])
+    assert 0.8 < played["simulated_s"] / played["predicted_s"] <= 1
+
+
+def test_hybrid_sharding_that_has_no_room_leaves_the_other_way(capsys, tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "nodes: [{devices: {A100: 1}}, {devices: {Tiny: 1}}]\nbetween_nodes: 1 Mb/s\n"
+        "devices: {Tiny: {memory: 3 MiB, fp32: 10 TFLOP/s, bandwidth: 300 GB/s}}"
+    )
+    asked = ["--cluster", str(path), *ASKED]
+    assert main(["plan", *asked, "--json", "--hybrid-sharding", "auto"]) == DONE
+    told = json.loads(capsys.readouterr().out)
+    hybrid, together = told["ways"]
+    assert "state_groups" not in told and together["step_s"] == told["step_s"]
+    assert hybrid["step_s"] is None and "each of 2 groups holds the whole" in hybrid["reason"]
+    assert main(["plan", *asked, "--hybrid-sharding", "on"]) == INFEASIBLE
+    assert "each of 2 groups holds the whole state" in " ".join(capsys.readouterr().err.split())
+
+
 def test_compare_has_a_row_for_the_pipeline_before_ours(tmp_path, cluster):
     nodes = [[rank(2.0, 3000)] * 2, [rank(1.0, 3000)] * 2]
 
@@ -74,9 +114,13 @@ def test_compare_has_a_row_for_the_pipeline_before_ours(tmp_path, cluster):
 
     where = Cluster.load(cluster[1])
     where = where.with_network_scaled(0.5 / where.between_nodes.bandwidth_bytes_per_s)
-    asked = Scenario(problem_at(where).whole, "", cluster=where, pipeline_of=problem_at)
+    problem = problem_at(where).whole
+    hybrid = replace(problem, hybrid_sharding=True, state_groups=(0, 0, 1, 1))
+    asked = Scenario(problem, "", cluster=where, pipeline_of=problem_at, hybrid_of=lambda _: hybrid)
     rows = compare(asked)
     assert rows[-1].name == "cephalo"
+    assert rows[-3].name == "cephalo, hybrid sharding by node (over gloo)"
+    assert rows[-3].step_s and len(rows[-3].memory) == 4
     assert rows[-2].name.startswith("pipeline of 2 stages, units ")
     assert "(advice only: a pipeline wins below about" in rows[-2].name
     assert rows[-2].samples_per_s > rows[-1].samples_per_s
@@ -104,6 +148,11 @@ def test_tables_and_sentences_say_what_was_found_and_that_it_is_advice():
     [
         (["--devices", "2x T4", *ASKED, "--pipeline"], "a cluster of at least two nodes"),
         (["--devices", "2x T4", *ASKED, "--figure", "a.png"], "give --pipeline too"),
+        (["--devices", "2x T4", *ASKED, "--hybrid-sharding", "on"], "with several nodes"),
+        (
+            ["--hybrid-sharding", "on", "--optimizer-offload", "auto"],
+            "expected --optimizer-offload off, but got auto",
+        ),
     ],
 )
 def test_what_cannot_be_a_pipeline_is_refused(capsys, options, words):
