@@ -149,9 +149,7 @@ def main() -> int:
         early, late = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
         ratios = [one / other for one, other in pairs]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        print(
-            f"| {samples} | {early:.1f} | {late:.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) |"
-        )
+        print(f"| {samples} | {early:.1f} | {late:.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) |")
     return 0
 
 
