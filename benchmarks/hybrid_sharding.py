@@ -247,7 +247,7 @@ def main() -> int:
     context = multiprocessing.get_context("fork")
     try:
         with (
-            links.ShapedHosts(len(counts), options.mbit_per_s) as namespaces,
+            links.ShapedHosts(len(counts), options.mbit_per_s, burst_kb=16) as namespaces,
             tempfile.TemporaryDirectory() as folder,
         ):
             given = (nodes, namespaces, folder, size, options.samples, options.rounds)

@@ -114,9 +114,11 @@ def run_script(
 def port_to_meet() -> int:
     """Return a free port that no connection of another test takes before the ranks listen on it.
 
-    Systems give connections ports from 16000 or more; Lightning chooses among those too.
+    Systems give connections ports from 16000 or more; Lightning chooses among those too. Each
+    worker of pytest has ports of its own: two of them would both find one free.
     """
-    for port in random.SystemRandom().sample(range(10000, 16000), 100):
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    for port in random.SystemRandom().sample(range(10000 + worker, 16000, 8), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
