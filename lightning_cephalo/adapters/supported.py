@@ -241,7 +241,7 @@ def refuse_shards(module: LightningModule) -> None:
     if held:
         raise UnsupportedError(
             f"{type(module).__name__} holds the shards of an earlier run ({held[0]} and"
-            f" {len(held) - 1} other parameters). That run ended with an error that ranks raised at"
+            f" {len(held) - 1} other parameters). That run was interrupted, or its ranks failed at"
             " different places, so that the whole model could not be gathered. Make a new model and"
             " continue from a checkpoint: fit(model, ckpt_path=...)."
         )

@@ -558,6 +558,8 @@ def _gives_host_updates(job: Job) -> bool:
 
 # several microbatches of a manually optimized step have to gain more than this
 _WORTHWHILE = 0.05
+# and no search for them needs to prove the last thousandths, where many samples take a minute
+_SEVERAL_S = 10.0
 _NO_HOST = (
     "no rank has host memory apart from its device (a CPU's is the same memory, and host_memory_cap"
     " may be 0)"
@@ -623,8 +625,8 @@ def _fastest(problem: Problem) -> Plan:
         return solve(problem)
     alone = solve_if_possible(problem.with_one_microbatch())
     if alone is None:
-        return solve(problem)
-    several = solve_if_possible(problem)
+        return solve(problem, time_limit_s=_SEVERAL_S)
+    several = solve_if_possible(problem, time_limit_s=_SEVERAL_S)
     if several is None or (alone.step_s or 0.0) <= (1 + _WORTHWHILE) * (several.step_s or 0.0):
         return alone
     return several

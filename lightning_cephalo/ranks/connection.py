@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -215,7 +216,7 @@ def note(store: dist.Store | None, earlier: Connection | None = None) -> Connect
     default = dist.group.WORLD
     assert default is not None
     connection = _CONNECTIONS[default] = Connection(store, earlier)
-    atexit.register(_leave, weakref.ref(connection))
+    atexit.register(partial(_leave, weakref.ref(connection)))
     return connection
 
 
