@@ -1,10 +1,14 @@
 """Times steps whose units are updated inside the backward, beside updates behind it.
 
     python benchmarks/early_update.py [--rounds 6] [--steps 20] [--width 512] [--samples 1 16]
+    python benchmarks/early_update.py --mbit-per-s 300
+    python benchmarks/early_update.py --samples 1 --other-samples 128 --share 0.95
 
-Two ranks share the blocks 3:1. A round is a short fit of each kind, in the same processes, so that
-other load on the machine affects both. Prints the medians of rank 0's steps, and the median of the
-rounds' ratios: below 1, early ones are faster.
+Two ranks share the blocks 3:1, or as ``--share`` says. A round is a short fit of each kind, in the
+same processes, so that other load on the machine affects both. Prints medians of rank 0's steps,
+and the median of the rounds' ratios: below 1, early ones are faster. With a rate, each rank has a
+network namespace of its own behind a shaped link, which needs root: there ranks wait for the link,
+and updates may hide. With more samples on the other rank, rank 0 waits for it.
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from side_by_side import links
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,10 +70,11 @@ class _Times(Callback):
         self.seconds.append(time.perf_counter() - self.begun_s)
 
 
-def _fit(is_early: bool, width: int, samples: int, steps: int) -> float:
+def _fit(is_early: bool, options: argparse.Namespace, samples: int, steps: int) -> float:
     """Return the median seconds of a step."""
-    times = _Times()
-    plan = Plan((RankPlan((samples,), 0.75), RankPlan((samples,), 0.25)))
+    times, width = _Times(), options.width
+    other, share = options.other_samples or samples, options.share
+    plan = Plan((RankPlan((samples,), share), RankPlan((other,), 1 - share)))
     late = {} if is_early else {"early_update": False}
     trainer = Trainer(
         accelerator="cpu",
@@ -80,19 +87,24 @@ def _fit(is_early: bool, width: int, samples: int, steps: int) -> float:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    rows = torch.randn(2 * samples * (_FIRST + steps), width)
-    trainer.fit(Blocks(width), DataLoader(TensorDataset(rows), batch_size=samples))
+    rows = torch.randn((samples + other) * (_FIRST + steps), width)
+    trainer.fit(Blocks(width), DataLoader(TensorDataset(rows), batch_size=(samples + other) // 2))
     return statistics.median(times.seconds[_FIRST:])
 
 
-def _run_rank(rank: int, folder: str, port: int, options: argparse.Namespace) -> None:
+def _run_rank(
+    rank: int, folder: str, port: int, namespaces: tuple[str, ...], options: argparse.Namespace
+) -> None:
+    if namespaces:
+        links.enter(namespaces[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = links.INTERFACE
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE="2",
         LOCAL_WORLD_SIZE="2",
         GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR="10.77.0.1" if namespaces else "127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="early",
     )
@@ -100,10 +112,10 @@ def _run_rank(rank: int, folder: str, port: int, options: argparse.Namespace) ->
     torch.set_num_threads(1)
     found: dict[int, list[tuple[float, float]]] = {}
     for samples in options.samples:
-        _fit(True, options.width, samples, 1)
+        _fit(True, options, samples, 1)
         for number in range(options.rounds):
             kinds = (True, False) if number % 2 else (False, True)
-            taken = {k: _fit(k, options.width, samples, options.steps) for k in kinds}
+            taken = {k: _fit(k, options, samples, options.steps) for k in kinds}
             found.setdefault(samples, []).append((taken[True], taken[False]))
     if not rank:
         torch.save(found, f"{folder}/times")
@@ -118,12 +130,19 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 16, 256])
+    parser.add_argument("--other-samples", type=int, help="of rank 1; default: as rank 0")
+    parser.add_argument("--share", type=float, default=0.75, help="of the state, on rank 0")
+    parser.add_argument("--mbit-per-s", type=float)
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     port = 20_000 + os.getpid() % 10_000
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        names: tuple[str, ...] = ()
+        if options.mbit_per_s:
+            names = stack.enter_context(links.ShapedHosts(2, options.mbit_per_s, burst_kb=16))
         ranks = [
-            context.Process(target=_run_rank, args=(rank, folder, port, options))
+            context.Process(target=_run_rank, args=(rank, folder, port, names, options))
             for rank in range(2)
         ]
         for process in ranks:
@@ -135,8 +154,8 @@ def main() -> int:
             return 1
         found = torch.load(Path(folder) / "times")
     numel = 2 * _DEPTH * (options.width + 1) * options.width
-    print(f"{numel / 1e6:.1f} million parameters, AdamW, shares 3:1, {options.rounds} rounds")
-    print("| samples of a rank | early, ms a step | late, ms | early / late: median (quartiles) |")
+    print(f"{numel / 1e6:.1f} million parameters, {options.share:.0%} on rank 0, AdamW")
+    print("| samples of rank 0 | early, ms a step | late, ms | early / late: median (quartiles) |")
     print("|---|---|---|---|")
     for samples, pairs in found.items():
         early, late = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))

@@ -234,6 +234,19 @@ class Flat:
             across, inside = self.context.across, self.context.routing.route
             if across is not None:
                 self._reduce_route = across.route(layout.cuts_of_groups, inside)
+        self._slices = [self._slice_of(index) for index in range(len(self.shapes))]
+
+    def _slice_of(self, index: int) -> tuple[int, int, tuple[int, ...]]:
+        """Return where a parameter's rows begin and end in this rank's slice, and their shape."""
+        shape, rank = self.shapes[index], self.context.rank
+        if self.layout is None:
+            begin = sum(self._numels[:index])
+            return begin, begin + self._numels[index], shape
+        slot = self.layout.slots[index]
+        first, end = self.layout.rows(index)[rank]
+        begin = slot.offset + first * slot.row_numel - self._start
+        begin = min(max(begin, 0), self._end - self._start)
+        return begin, begin + (end - first) * slot.row_numel, (end - first, *shape[1:])
 
     def _placements(self) -> list[Placement]:
         """Return the rows of each parameter."""
@@ -263,20 +276,10 @@ class Flat:
 
     def _faces(self, shard: torch.Tensor) -> list[DTensor]:
         """Return one DTensor per parameter, as views of a slice."""
-        rank, faces = self.context.rank, []
-        for index, (shape, spec) in enumerate(zip(self.shapes, self._specs, strict=True)):
-            if self.layout is None:
-                offset = sum(self._numels[:index])
-                local = shard[offset : offset + self._numels[index]].view(shape)
-            else:
-                slot = self.layout.slots[index]
-                first, end = self.layout.rows(index)[rank]
-                begin = slot.offset + first * slot.row_numel - self._start
-                begin = min(max(begin, 0), shard.numel())
-                length = (end - first) * slot.row_numel
-                local = shard[begin : begin + length].view(end - first, *shape[1:])
-            faces.append(as_dtensor(local, spec))
-        return faces
+        return [
+            as_dtensor(shard[begin:end].view(shape), spec)
+            for (begin, end, shape), spec in zip(self._slices, self._specs, strict=True)
+        ]
 
     def master(self) -> torch.Tensor:
         """Gather the master copy of all parameters; blocking and collective."""
@@ -669,7 +672,8 @@ class Flat:
         for parameter in self.parameters:
             parameter.grad = None
         if self.grad_shard is None:
-            self.grad_shard = torch.zeros(
+            # every element is written below: zeros would cost each early update another pass
+            self.grad_shard = torch.empty(
                 self._end - self._start, dtype=self.grad_full.dtype, device=self.context.device
             )
             self._grad_faces = list(self._faces(self.grad_shard))
