@@ -37,25 +37,32 @@ class SolverBeside:
         problem: The problem.
 
     Raises:
-        OSError: If no process can be started.
+        OSError: If no process can be started, or its files cannot be written.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="cephalo-solver-")
-        question, self._answer = (Path(self._folder.name, name) for name in ("problem", "plan"))
+        folder = tempfile.TemporaryDirectory(prefix="cephalo-solver-")
+        try:
+            self._process = self._started(problem, Path(folder.name))
+        except BaseException:
+            folder.cleanup()
+            raise
+        self._end = weakref.finalize(self, _end, self._process, folder)
+
+    def _started(self, problem: Problem, folder: Path) -> subprocess.Popen[bytes]:
+        question, self._answer = folder / "problem", folder / "plan"
         question.write_bytes(pickle.dumps(problem))
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         with question.open("rb") as given, self._answer.open("wb") as answer:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", "lightning_cephalo.plan.beside"],
                 stdin=given,
                 stdout=answer,
                 stderr=subprocess.DEVNULL,
                 env=environment,
             )
-        self._end = weakref.finalize(self, _end, self._process, self._folder)
 
     @property
     def is_done(self) -> bool:
@@ -67,7 +74,10 @@ class SolverBeside:
         """The plan, which this waits for; None if there is none, or the process has failed."""
         if self._process.wait() != 0:
             return None
-        answer = pickle.loads(self._answer.read_bytes())
+        try:
+            answer = pickle.loads(self._answer.read_bytes())
+        except (OSError, EOFError, pickle.UnpicklingError):
+            return None  # the disk was full, or temporary files were removed meanwhile
         return answer if isinstance(answer, Plan) else None
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -101,8 +102,6 @@ def look_up(
     if control.rank == 0:
         path = files.cache_folder() / "jobs" / f"{key[:32]}.json"
         devices = files.cache_folder() / "devices"
-        for folder in (files.cache_folder(), path.parent, devices):
-            files.remove_leftovers(folder)
         kinds = tuple(
             devices / f"{_hashed([digest, name, beside])[:32]}.json"
             for digest, name, _, beside in rows
@@ -112,6 +111,9 @@ def look_up(
         if found.problem is None and found.said is None and not remeasure:
             found = dataclasses.replace(found, known=_known(kinds, capacities))
         found = dataclasses.replace(found, kinds=kinds)
+        for folder in (files.cache_folder(), path.parent, devices):
+            with suppress(OSError):  # a home that may not be entered is told of by what reads it
+                files.remove_leftovers(folder)
     return control.broadcast(found)
 
 
@@ -185,14 +187,14 @@ def _known(kinds: Sequence[Path], capacities: Sequence[float]) -> Problem | None
 def _read(path: Path, capacities: Sequence[float] | None) -> CachedProblem:
     """Read a problem; without capacities it stays as it is."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        if not path.exists():
+            return CachedProblem(path)
+        data = json.loads(files.read_text(path, what="measured times"))
         problem = Problem.from_dict(data["problem"])
         capacities = [r.capacity_bytes for r in problem.ranks] if capacities is None else capacities
         if len(problem.ranks) != len(capacities):
             raise PlanError(f"expected {len(capacities)} ranks, got {len(problem.ranks)}")
         day = str(data["measured"])
-    except FileNotFoundError:
-        return CachedProblem(path)
     except Exception as error:  # the file may hold anything, and the job can measure again
         return CachedProblem(path, said=f"Measuring again, as {path} cannot be read: {error}")
     for rank, (profile, capacity) in enumerate(zip(problem.ranks, capacities, strict=True)):

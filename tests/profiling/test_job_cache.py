@@ -11,9 +11,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from full_disk import file_size_limit
 from profiled import GPT, fit, in_ranks, loader
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -281,6 +283,49 @@ def test_whatever_a_file_holds_is_no_problem_to_plan_with(tmp_path, content):
     assert found.problem is None and found.said.startswith("Measuring again")
 
 
+class Alone:
+    """Messages between the ranks of a job with one rank."""
+
+    rank = 0
+
+    def gather(self, value):
+        return [value]
+
+    def broadcast(self, value):
+        return value
+
+
+def looked_up():
+    device = SimpleNamespace(speed_lasts=True, name="cpu", capacity_bytes=100.0)
+    return job_cache.look_up(Alone(), device, lambda: "a job", remeasure=False)
+
+
+def test_a_cache_that_may_not_be_looked_into_stops_nothing(tmp_path, monkeypatch):
+    """As in the home of another user; the name is too long, which stops root, too."""
+    monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path / ("x" * 300)))
+    found = looked_up()
+    assert found.problem is None and "File name too long" in found.said
+    lost = job_cache.save(found.path, kept_problem(tmp_path / "job.json", 100.0), found.kinds)
+    assert "File name too long" in lost
+
+
+def test_a_pipe_in_the_cache_is_not_waited_for():
+    path = looked_up().path
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    assert "is a pipe" in looked_up().said
+
+
+def test_a_full_disk_leaves_the_file_of_before_and_says_why(tmp_path):
+    path = tmp_path / "job.json"
+    problem = kept_problem(path, 100.0)
+    before = path.read_bytes()
+    with file_size_limit(len(before) // 2):
+        lost = job_cache.save(path, problem)
+    assert lost.startswith("UnwritableError") and "File too large" in lost
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
+
+
 def dies_writing(path):
     with replacing(path) as beside:
         beside.write_text("half")
@@ -302,6 +347,7 @@ def kept_problem(path, capacity_bytes, forward_s=(1.0, 1.0)):
     ]
     problem = Problem(ranks=ranks, units=2, state_bytes=40.0, global_batch_size=2)
     assert job_cache.save(path, problem) is None
+    return problem
 
 
 def capacities_found(path, *capacities_bytes):
