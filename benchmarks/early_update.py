@@ -104,7 +104,7 @@ def _run_rank(
         WORLD_SIZE="2",
         LOCAL_WORLD_SIZE="2",
         GROUP_RANK="0",
-        MASTER_ADDR="10.77.0.1" if namespaces else "127.0.0.1",
+        MASTER_ADDR=links.address(0) if namespaces else "127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="early",
     )

@@ -66,7 +66,7 @@ class ShapedHosts:
             _run(f"ip netns add {name}")
             _run(f"ip link add {cable} type veth peer name {INTERFACE} netns {name}")
             _run(f"ip link set {cable} master {self._bridge} up")
-            _run(f"ip -n {name} addr add 10.77.0.{host}/24 dev {INTERFACE}")
+            _run(f"ip -n {name} addr add {address(host - 1)}/24 dev {INTERFACE}")
             _run(f"ip -n {name} link set {INTERFACE} up")
             _run(f"ip -n {name} link set lo up")
             shape = f"root tbf rate {self._rate} burst {self._burst_kb}kb latency 50ms"
@@ -80,6 +80,11 @@ class ShapedHosts:
             subprocess.run(["ip", "link", "del", cable], capture_output=True)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
+
+
+def address(host: int) -> str:
+    """Return where the others reach a namespace."""
+    return f"10.77.0.{host + 1}"
 
 
 def enter(name: str) -> None:
