@@ -3,16 +3,19 @@
     make gpu-check                            tests/gpu first, then this
     python benchmarks/gpu_check.py [--record FILE] [--without-tests]
 
-One GPU is enough for the overhead, the overlap of copies with compute, and the host's waits. Two or
-more are needed for collectives, and for predicted against measured memory.
+One GPU is enough for all but the seconds of collectives. If there is only one, two ranks share it:
+NCCL takes them for two hosts.
 
-- overhead: a step on one rank against a step of plain Lightning with the same microbatch
-- copies: a step that offloads boundary activations against the same step that does not. The ratio
-  is 1 if compute hides all copies.
-- host waits: the synchronising calls that torch reports in steady steps; none is expected
+- overhead: a step on one rank against a step of plain Lightning with the same microbatch, and what
+  a visit of a unit costs the host in a model that does next to nothing
+- copies: a step that offloads boundary activations, or whose optimizer state is in host memory,
+  against the same step that does not. The ratio is 1 if compute hides all copies.
+- updates: a step that updates units inside the backward against one that does so behind it
+- host waits: the synchronising calls that torch reports in steady steps; none is expected, except
+  where state moves
 - collectives: seconds to gather and to reduce a unit from uneven shares, and from even ones as
   lists and padded
-- memory: the plan's prediction against the allocator's peak
+- memory and step: the plan's prediction against the allocator's peak and the measured step
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -104,37 +107,48 @@ class Watch(Callback):
         self._said: list[warnings.WarningMessage] = []
         self.step_s = 0.0
         self.waits = 0
-        self.forms: dict[str, Any] = {}
+        self.peak_bytes = 0
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == _WARM_UP:
+        # a step of plain Lightning may have several batches
+        if trainer.global_step == _WARM_UP and not self._start_s:
             torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
             self._said = self._caught.__enter__()
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             self._start_s = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == _WARM_UP + self._steps:
+        if trainer.global_step == _WARM_UP + self._steps and not self.step_s:
             torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
             self.step_s = (time.perf_counter() - self._start_s) / self._steps
+            self.peak_bytes = torch.cuda.max_memory_allocated()
             self._caught.__exit__(None, None, None)
             self.waits = sum("synchronizing" in str(said.message) for said in self._said)
 
 
-def _fit(size: Size, strategy: Any, samples: int, callbacks: Sequence[Callback] = ()) -> Watch:
-    """Train with this global batch on all ranks, and return the watch."""
+def _fit(
+    size: Size,
+    strategy: Any,
+    samples: int,
+    callbacks: Sequence[Callback] = (),
+    accumulated: int = 1,
+) -> Watch:
+    """Train with so many samples a batch on all ranks, and return the watch."""
     steps = _WARM_UP + size.steps + 1
     watch = Watch(size.steps)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 256, (samples * steps, size.context), generator=generator)
+    rows = samples * steps * accumulated
+    tokens = torch.randint(0, 256, (rows, size.context), generator=generator)
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     trainer = Trainer(
         strategy=strategy,
         accelerator="gpu",
         devices=devices,
         max_steps=steps,
+        accumulate_grad_batches=accumulated,
         callbacks=[watch, *callbacks],
         logger=False,
         enable_checkpointing=False,
@@ -146,27 +160,39 @@ def _fit(size: Size, strategy: Any, samples: int, callbacks: Sequence[Callback] 
 
 
 def _planned(*ranks: tuple[tuple[int, ...], float], **options: Any) -> CephaloStrategy:
-    offload, padded = options.pop("offload", False), options.pop("padded", None)
-    parts = tuple(RankPlan(sizes, share, offload=offload) for sizes, share in ranks)
+    padded = options.pop("padded", None)
+    parts = tuple(RankPlan(sizes, share) for sizes, share in ranks)
     plan = Plan(parts, padded=padded)
     # collectives are timed behind the last step, on gradients that early updates give back
+    return _of_plan(plan, early_update=False, **options)
+
+
+def _alone(sizes: tuple[int, ...], *, early: bool = False, **choices: Any) -> CephaloStrategy:
+    plan = Plan((RankPlan(sizes, 1.0, **choices),))
+    return _of_plan(plan, early_update="auto" if early else False, recompute=len(sizes) > 1)
+
+
+def _of_plan(plan: Plan, **options: Any) -> CephaloStrategy:
     return CephaloStrategy(
-        plan=plan,
-        global_batch_size=plan.global_batch_size,
-        early_update=False,
-        verbose=False,
-        **options,
+        plan=plan, global_batch_size=plan.global_batch_size, verbose=False, **options
     )
 
 
 def on_one_rank(size: Size) -> dict[str, Any]:
     """Measure what one GPU can show."""
     one, several = (size.microbatch,), (size.microbatch,) * size.microbatches
-    contenders = {
+    away = {"early": True, "resident_fraction": 0.0}
+    contenders: dict[str, Callable[[], tuple[Any, int]]] = {
         "plain Lightning": lambda: ("auto", size.microbatch),
-        "cephalo": lambda: (_planned((one, 1.0), recompute=False), size.microbatch),
-        "recomputing": lambda: (_planned((several, 1.0)), sum(several)),
-        "offloading": lambda: (_planned((several, 1.0), offload=True), sum(several)),
+        "cephalo": lambda: (_alone(one), size.microbatch),
+        "recomputing": lambda: (_alone(several), sum(several)),
+        "offloading": lambda: (_alone(several, offload=True), sum(several)),
+        "updating early": lambda: (_alone(several, early=True), sum(several)),
+        "state streamed": lambda: (_alone(several, **away), sum(several)),
+        "state updated by the host": lambda: (
+            _alone(several, host_update_fraction=1.0, **away),
+            sum(several),
+        ),
     }
     found: dict[str, list[Watch]] = {name: [] for name in contenders}
     for _ in range(size.rounds):
@@ -177,6 +203,37 @@ def on_one_rank(size: Size) -> dict[str, Any]:
     return {
         "step_s": {name: [watch.step_s for watch in own] for name, own in found.items()},
         "waits": {name: sum(watch.waits for watch in own) for name, own in found.items()},
+        "peak_bytes": {name: own[-1].peak_bytes for name, own in found.items()},
+        "visit_s": _visit_s(size),
+        "predicted": _predicted(size, sum(several)),
+    }
+
+
+def _visit_s(size: Size) -> list[float]:
+    """Return what a visit costs beside plain accumulation, in a model whose kernels are empty."""
+    little = dataclasses.replace(size, width=32, heads=2, context=8, microbatch=1)
+    sizes, found = (1,) * 8, []
+    visits = little.depth * len(sizes)
+    for _ in range(size.rounds):
+        plain = _fit(little, "auto", 1, accumulated=len(sizes))
+        ours = _fit(little, _of_plan(Plan((RankPlan(sizes, 1.0),)), recompute=False), len(sizes))
+        found.append((ours.step_s - plain.step_s) / visits)
+    return found
+
+
+def _predicted(size: Size, samples: int) -> dict[str, list[float | None]]:
+    """Train by a plan that is measured and solved; return predictions beside measurements."""
+    kept = _Predictions()
+    strategy = CephaloStrategy(
+        global_batch_size=samples, verbose=False, remeasure=True, replan=False
+    )
+    watch = _fit(size, strategy, samples, [kept])
+    assert strategy.measured_memory is not None
+    measured = [rank.peak_bytes for rank in strategy.measured_memory]
+    return {
+        "predicted_bytes": list(kept.bytes),
+        "measured_bytes": list(measured),
+        "step_s": [kept.step_s, watch.step_s],
     }
 
 
@@ -193,15 +250,16 @@ class _Collectives(Callback):
         self.gather_s, self.reduce_s = times.gather_s, times.reduce_s
 
 
-class _Memory(Callback):
-    """Keeps the plan's prediction, which goes with the session."""
+class _Predictions(Callback):
+    """Keeps the plan's predictions, which go with the session."""
 
-    predicted_bytes: tuple[float | None, ...] = ()
+    bytes: tuple[float | None, ...] = ()
+    step_s: float | None = None
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        predicted = strategy.session.predicted_memory
-        self.predicted_bytes = tuple(rank.peak_bytes for rank in predicted)
+        session = cast(CephaloStrategy, trainer.strategy).session
+        self.bytes = tuple(rank.peak_bytes for rank in session.predicted_memory)
+        self.step_s = session.plan.step_s
 
 
 def on_several_ranks(size: Size) -> dict[str, Any]:
@@ -222,20 +280,17 @@ def on_several_ranks(size: Size) -> dict[str, Any]:
         watch = _fit(size, _planned(*parts, padded=padded), samples, [times])
         found["step_s"][name] = watch.step_s
         found["collectives"][name] = [times.gather_s, times.reduce_s]
-    memory = _Memory()
-    strategy = CephaloStrategy(global_batch_size=samples, verbose=False)
-    _fit(size, strategy, samples, [memory])
-    assert strategy.measured_memory is not None
-    found["memory"] = [
-        [predicted, rank.peak_bytes]
-        for predicted, rank in zip(memory.predicted_bytes, strategy.measured_memory, strict=True)
-    ]
+    found["predicted"] = _predicted(size, samples)
     return found
 
 
 def measure_on_this_rank(folder: str, size: Size) -> None:
     """Measure with the ranks that a launcher has started; rank 0 writes the figures."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > torch.cuda.device_count():
+        # a rank takes the device at its own place; NCCL refuses one device twice in a host
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ["NCCL_HOSTID"] = f"rank {os.environ['RANK']}"
     found = on_one_rank(size) if ranks == 1 else on_several_ranks(size)
     if int(os.environ.get("RANK", "0")) == 0:
         (Path(folder) / f"{ranks}.json").write_text(json.dumps(found))
@@ -296,10 +351,9 @@ def check(machine: Machine, size: Size, today: datetime.date, *, tests: bool = T
         folder = Path(name)
         machine.measure(1, folder, size)
         alone = json.loads((folder / "1.json").read_text())
-        together = None
-        if machine.count > 1:
-            machine.measure(machine.count, folder, size)
-            together = json.loads((folder / f"{machine.count}.json").read_text())
+        ranks = max(2, machine.count)
+        machine.measure(ranks, folder, size)
+        together = json.loads((folder / f"{ranks}.json").read_text())
     lines = [
         f"# {today.isoformat()}, {machine.description}",
         "",
@@ -308,10 +362,7 @@ def check(machine: Machine, size: Size, today: datetime.date, *, tests: bool = T
         f"- tests/gpu: {tested}",
         *_of_one_rank(alone),
     ]
-    if together is None:
-        lines.append("- collectives and memory: need two GPUs")
-    else:
-        lines += _of_several_ranks(together, machine.count)
+    lines += _of_several_ranks(together, ranks, machine.count)
     return "\n".join(lines) + "\n"
 
 
@@ -325,26 +376,45 @@ def _of_one_rank(found: dict[str, Any]) -> list[str]:
 
     waits = ", ".join(f"{name} {count}" for name, count in found["waits"].items())
     overhead = ratio("cephalo", "plain Lightning")
+    visits_us = [1e6 * visit_s for visit_s in found["visit_s"]]
+    peaks = ", ".join(f"{name} {size / _MIB:.0f}" for name, size in found["peak_bytes"].items())
     return [
         f"- one rank against plain Lightning, nothing recomputed: {overhead}",
         f"- with offloaded boundaries against without: {ratio('offloading', 'recomputing')}",
+        "- updates inside the backward against behind it:"
+        f" {ratio('updating early', 'recomputing')}",
+        "- optimizer state in host memory against on the device, streamed:"
+        f" {ratio('state streamed', 'updating early')}, updated by the host:"
+        f" {ratio('state updated by the host', 'updating early')}",
+        "- a visit of a unit beside plain accumulation, where kernels are empty:"
+        f" {statistics.median(visits_us):.0f} µs ({min(visits_us):.0f} to {max(visits_us):.0f})",
         f"- synchronising calls in steady steps: {waits}",
-    ]
-
-
-def _of_several_ranks(found: dict[str, Any], ranks: int) -> list[str]:
-    lines = [
+        f"- peak memory in steady steps, MiB: {peaks}",
         "",
-        f"| {ranks} ranks, shares | gather a unit | reduce a unit | step |",
-        "|---|---|---|---|",
+        *_predictions(found["predicted"]),
     ]
-    for name, (gather_s, reduce_s) in found["collectives"].items():
-        times_ms = [gather_s * 1e3, reduce_s * 1e3, found["step_s"][name] * 1e3]
-        lines.append(f"| {name} | " + " | ".join(f"{each:.2f} ms" for each in times_ms) + " |")
-    lines += ["", "| rank | predicted peak | measured peak | ratio |", "|---|---|---|---|"]
-    for rank, (predicted, measured) in enumerate(found["memory"]):
+
+
+def _of_several_ranks(found: dict[str, Any], ranks: int, devices: int) -> list[str]:
+    lines = ["", f"{ranks} ranks share {devices} GPU: no seconds are those of a link."]
+    if ranks <= devices:
+        lines = ["", f"| {ranks} ranks, shares | gather a unit | reduce a unit | step |"]
+        lines.append("|---|---|---|---|")
+        for name, (gather_s, reduce_s) in found["collectives"].items():
+            times_ms = [gather_s * 1e3, reduce_s * 1e3, found["step_s"][name] * 1e3]
+            lines.append(f"| {name} | " + " | ".join(f"{each:.2f} ms" for each in times_ms) + " |")
+    return [*lines, "", *_predictions(found["predicted"])]
+
+
+def _predictions(found: dict[str, list[float]]) -> list[str]:
+    lines = ["| predicted and measured | predicted | measured | ratio |", "|---|---|---|---|"]
+    predicted_s, measured_s = found["step_s"]
+    times = f"{predicted_s * 1e3:.1f} ms | {measured_s * 1e3:.1f} ms"
+    lines.append(f"| step | {times} | {predicted_s / measured_s:.3f} |")
+    pairs = zip(found["predicted_bytes"], found["measured_bytes"], strict=True)
+    for rank, (predicted, measured) in enumerate(pairs):
         sizes = f"{predicted / _MIB:.0f} MiB | {measured / _MIB:.0f} MiB"
-        lines.append(f"| {rank} | {sizes} | {predicted / measured:.3f} |")
+        lines.append(f"| peak of rank {rank} | {sizes} | {predicted / measured:.3f} |")
     return lines
 
 

@@ -483,7 +483,8 @@ class CephaloStrategy(ParallelStrategy):
         # of one rank it does not matter, and not every environment knows it
         node_rank = self._environment.node_rank() if self.world_size > 1 else 0
         self._ranks = launch.ranks_for(self, self._timeout, node_rank)
-        self._ending.connect(self._ranks, self._abort_groups)
+        watch = launch.watch_for_losses(self._ranks, self._process_group_backend)
+        self._ending.connect(self._ranks, self._abort_groups, watch)
         self._ranks.control.together(
             "looking for shards of an earlier run", partial(supported.refuse_shards, self._module)
         )
@@ -1185,7 +1186,7 @@ class CephaloStrategy(ParallelStrategy):
             at_end.callback(self.accelerator.teardown)
             at_end.callback(self.precision_plugin.teardown)
             at_end.callback(self._environment.teardown)
-            at_end.callback(self._ending.termination.end)
+            at_end.callback(self._ending.end)
             at_end.callback(self._recovering.end)
             if trainer is not None:
                 at_end.callback(self._samplers.give_back, trainer)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_cephalo.ranks.connection import Ranks
+    from lightning_cephalo.ranks.loss_watch import LossWatch
 
 _STOP_TOGETHER = (
     "If trainer.should_stop depends on a rank's own values, set it to"
@@ -57,6 +58,7 @@ class Ending:
         # from connect() until the process ends, or forget()
         self._ranks: Ranks | None = None
         self._abort: Callable[[], None] = _nothing
+        self._watch: LossWatch | None = None
 
     @property
     def failed_alone(self) -> bool:
@@ -68,16 +70,26 @@ class Ending:
         self._trainer = trainer
         self.failed_together = self._has_told = self._is_set_up = False
 
-    def connect(self, ranks: Ranks, abort: Callable[[], None]) -> None:
+    def connect(
+        self, ranks: Ranks, abort: Callable[[], None], watch: LossWatch | None = None
+    ) -> None:
         """Note that the ranks of the run are connected, and receive SIGTERM from now on.
 
         Args:
             ranks: The connection to the other ranks.
             abort: Called when this rank fails alone, so that no other rank waits for it.
+            watch: Ends waits of the device for ranks that are gone; None: it never waits long.
         """
         assert self._trainer is not None
-        self._ranks, self._abort = ranks, abort
+        self._ranks, self._abort, self._watch = ranks, abort, watch
         self.termination.begin(self._trainer)
+
+    def end(self) -> None:
+        """Note that the run is over: SIGTERM is the system's again, and no loss matters."""
+        self.termination.end()
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
 
     def set_up(self) -> None:
         """Note that training or evaluation can begin; collective.
@@ -132,7 +144,7 @@ class Ending:
             return
         else:
             why = f"the other ranks do not share this failure, and {what} needs all of them"
-        self.termination.end()  # Lightning ends here, without teardown
+        self.end()  # Lightning ends here, without teardown
         warnings.warn(
             f"Rank {dist.get_rank()} ends with {type(failure).__name__}; {what} in on_exception()"
             f" is refused: {why}. Checkpoints that were saved before are whole.",
@@ -144,6 +156,8 @@ class Ending:
         """Tell the other ranks of the error that ends the run, once, unless they share it."""
         if self._ranks is None or self._has_told or self.termination.ends_with(failure):
             return
+        if self._watch is not None:
+            self._watch.stand_down()
         crash_report = self._ranks.crash_report
         crash_report.on_exception(failure)
         self._has_told = True

@@ -91,6 +91,18 @@ class CrashReport:
         switchboard.tell(cause, there)
         exception.args = (f"{cause}{_THEN}{_first(str(exception))}",)
 
+    def tells_of_loss(self) -> bool:
+        """Tell the other ranks if a rank is gone; return whether that, or a failure, is known."""
+        switchboard = self.switchboard
+        if switchboard is None or switchboard.knows_of_this_run():
+            return switchboard is not None
+        answers = switchboard.look()
+        if not any(isinstance(answer, ConnectionError) for answer in answers.values()):
+            return False
+        there = [rank for rank, answer in answers.items() if isinstance(answer, Whereabouts)]
+        switchboard.tell(_seen(switchboard, answers), there)
+        return True
+
     def gone(self) -> str | None:
         """Return a sentence about the ranks whose processes have ended; None if none has."""
         if self.switchboard is None:

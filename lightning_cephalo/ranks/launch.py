@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,7 @@ from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks import connection
 from lightning_cephalo.ranks.connection import HoldsGroups, Ranks
 from lightning_cephalo.ranks.groups import set_timeout, while_connecting
+from lightning_cephalo.ranks.loss_watch import LossWatch
 from lightning_cephalo.ranks.roll_call import patience, store_of_all
 
 # [Note: private names of Lightning] The launchers, the connection and the number of threads are
@@ -218,13 +220,49 @@ def abort_groups() -> None:
 
     A rank that fails alone leaves other ranks in a collective, whose kernels wait for that rank.
     Lightning afterwards empties the device's cache and destroys the groups. If the groups run on
-    the device, both wait for these kernels (pytorch/torchtitan#1342). All communicators must be
-    aborted together (pytorch#119797).
+    the device, both wait for these kernels (pytorch/torchtitan#1342).
 
     Private API: no public function aborts all groups. It runs in a thread, because it may itself
     wait forever.
     """
     if _distributed_is_initialized():
+        abort_collectives()
         thread = threading.Thread(target=distributed_c10d._abort_process_group, daemon=True)
         thread.start()
         thread.join(_ABORT_S)
+
+
+def watch_for_losses(ranks: Ranks, backend: str | None) -> LossWatch | None:
+    """Watch for ranks that end, where this rank's device would wait for them; None elsewhere.
+
+    Args:
+        ranks: The connection to the other ranks.
+        backend: Name of the groups' backend.
+    """
+    if not backend_named(backend).must_be_aborted:
+        return None
+    return LossWatch.begin(ranks.crash_report, abort_collectives)
+
+
+def abort_collectives() -> None:
+    """End the collectives that run on this device; later ones raise torch's error.
+
+    Other than behind :func:`abort_groups`, the groups are still known: the thread that uses them
+    gets an error that says so. All are aborted at the same time. NCCL frees a communicator's memory
+    in its abort, which waits for all kernels of the device, also for those of communicators that
+    are not aborted yet: seen on a GPU, with three groups (pytorch#119797).
+
+    Private API: no public function does this for the groups of others.
+    """
+    if not _distributed_is_initialized():
+        return
+    threads = [
+        threading.Thread(target=group.abort, daemon=True)
+        for group in list(distributed_c10d._world.pg_map)
+        if backend_of(group).must_be_aborted
+    ]
+    for thread in threads:
+        thread.start()
+    until_s = time.monotonic() + _ABORT_S
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))

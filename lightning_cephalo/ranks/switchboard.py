@@ -30,6 +30,7 @@ _MOST_THREADS = 64
 _MOST_MEETINGS = 1 << 32
 # How often a server looks whether it is to stop; where systems allow it, it is woken before.
 _LOOKS_S = 0.1
+_GOODBYE = b"{}\n"
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Switchboard:
         close: Stops this rank's server.
         begun: Returns how many collectives this rank has begun, in each group. Nobody counts them
             where this, or what it returns, is None.
+        on_news: Called in a thread when another rank has left a message, or a rank that stays with
+            this one has ended; None: nobody listens.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -81,6 +84,7 @@ class Switchboard:
         self._spare = socket.socket()
         self._met = 0
         self.begun: Callable[[], list[int] | None] | None = None
+        self.on_news: Callable[[], None] | None = None
         self._server = _Server(weakref.WeakMethod(self._answer))
         threading.Thread(target=self._server.serve_forever, args=(_LOOKS_S,), daemon=True).start()
         self.close = weakref.finalize(self, _stop, self._server, self._spare, os.getpid())
@@ -184,6 +188,31 @@ class Switchboard:
         """Whether another rank has said why an earlier run has ended, on that rank alone."""
         return any(run < self._run for run, _ in self._heard)
 
+    def stay_with(self, rank: int) -> socket.socket:
+        """Return a connection to another rank that lasts; each end learns when the other one ends.
+
+        Both say goodbye by :meth:`say_goodbye`, where their end is no loss: a line comes.
+
+        Raises:
+            OSError: If that rank has ended or does not answer.
+        """
+        connection = socket.create_connection(self._addresses[rank], _ANSWER_S)
+        try:
+            connection.sendall(json.dumps({"ask": "stay"}).encode() + b"\n")
+            while not connection.recv(1).endswith(b"\n"):
+                pass
+            connection.settimeout(None)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def say_goodbye(self, own: socket.socket | None) -> None:
+        """Say over a connection that lasts, and over those that others have made to this rank."""
+        for connection in [*self._server.staying, *([own] if own is not None else [])]:
+            with suppress(OSError):
+                connection.sendall(_GOODBYE)
+
     def arrive(
         self, number: int, purpose: tuple[str, str], wait_s: float
     ) -> dict[int, tuple[str, str]]:
@@ -260,8 +289,19 @@ class Switchboard:
             run, message = asked["of"]
             self._heard.append((int(run), str(message)))
             self._meetings.end()
+            self._tell_listener()
+            return {}
+        if asked["ask"] == "stay":
+            return {}
+        if asked["ask"] == "lost":
+            self._tell_listener()
             return {}
         return whereabouts(self._thread).to_dict()
+
+    def _tell_listener(self) -> None:
+        listener = self.on_news
+        if listener is not None:
+            listener()
 
     def _ask(self, rank: int, asked: dict[str, Any], limit_s: float) -> dict[str, Any]:
         with socket.create_connection(self._addresses[rank], _ANSWER_S) as connection:
@@ -346,6 +386,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self, answer: weakref.WeakMethod[Callable[[dict[str, Any]], dict[str, Any]]]
     ) -> None:
         self.answer = answer
+        self.staying: set[socket.socket] = set()
         super().__init__(("", 0), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -364,8 +405,26 @@ class _Handler(socketserver.StreamRequestHandler):
             asked, answer = json.loads(self.rfile.readline(_MOST_BYTES)), self.server.answer()
             if answer is not None:
                 self.wfile.write(json.dumps(answer(asked)).encode() + b"\n")
+                if asked["ask"] == "stay":
+                    del answer  # it would keep the switchboard alive
+                    self._stay()
         except (OSError, ValueError):
             return  # a stranger asks, who speaks no JSON, or a rank that has ended
+
+    def _stay(self) -> None:
+        """Wait for a goodbye; without one, the rank that asks has ended."""
+        self.connection.settimeout(None)
+        self.server.staying.add(self.connection)
+        try:
+            if self.rfile.readline(_MOST_BYTES):
+                return
+        except OSError:  # a process may also end with what it was sent unread
+            pass
+        finally:
+            self.server.staying.discard(self.connection)
+        answer = self.server.answer()
+        if answer is not None:
+            answer({"ask": "lost"})
 
 
 def _at_the_same_time(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -113,6 +113,8 @@ def main() -> None:
         # a rank takes the device at its own place: give all places the same one
         devices = 1
         os.environ["LOCAL_RANK"] = "0"
+        # NCCL refuses one device twice in a host, and so takes each rank for a host of its own
+        os.environ["NCCL_HOSTID"] = f"rank {os.environ.get('RANK', '0')}"
     trainer = pl.Trainer(
         strategy=strategy(options),
         accelerator=options.accelerator,
