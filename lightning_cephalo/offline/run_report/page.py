@@ -41,8 +41,8 @@ body { background: var(--page); color: var(--text); max-width: 62rem; margin: 2r
 h1 { font-size: 1.5rem; margin-bottom: 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
 .note { color: var(--soft); margin: .2rem 0; }
-.figures { display: flex; flex-wrap: wrap; gap: 1.6rem; margin: 1.2rem 0; padding: 0; }
-.figures div { min-width: 7rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 1rem;
+  margin: 1.2rem 0; padding: 0; }
 .figures b { display: block; font-size: 1.5rem; font-weight: 600; }
 .figures span { color: var(--soft); }
 .wide { overflow-x: auto; }
@@ -50,8 +50,9 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--pale); text-align: left; }
 .number { text-align: right; }
 .drawing { width: 100%; height: auto; display: block; margin: .6rem 0; }
-.drawing text { fill: var(--text); font-size: 13px; }
-.drawing text.inside { fill: #ffffff; text-anchor: middle; font-size: 12px; }
+.drawing text { fill: var(--text); font-size: 13px;
+  paint-order: stroke; stroke: var(--page); stroke-width: 4px; }
+.drawing text.inside { fill: #ffffff; text-anchor: middle; font-size: 12px; stroke: none; }
 .drawing line { stroke: var(--soft); stroke-width: 1; }
 .drawing .trend { fill: none; stroke: #2f8fd0; stroke-width: 1.5; }
 rect.pale { fill: var(--pale); }
