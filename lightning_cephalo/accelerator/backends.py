@@ -50,6 +50,8 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 # in the group, where a receive has waited in vain
                 "Application timeout caused pair closure",
                 "Socket",
+                # while a group is made
+                "timed out connecting",
             ),
         ),
         "nccl": Backend(

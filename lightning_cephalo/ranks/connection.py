@@ -29,10 +29,12 @@ import torch.distributed as dist
 
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.ranks.closing import close_connections
+from lightning_cephalo.ranks.connecting import connect_watched
 from lightning_cephalo.ranks.control import ControlGroup, not_connected
 from lightning_cephalo.ranks.crash_report import CrashReport, is_lost_connection
 from lightning_cephalo.ranks.groups import Groups, set_timeout
-from lightning_cephalo.ranks.roll_call import patience
+from lightning_cephalo.ranks.roll_call import patience, what_follows
+from lightning_cephalo.ranks.switchboard import Switchboard
 
 _LEAVING_S = 0.02
 
@@ -66,9 +68,17 @@ class Ranks:
         return self.groups.control
 
     @classmethod
-    def create(cls, timeout: timedelta, node_rank: int) -> Ranks:
-        """Create the groups over connected processes; collective."""
-        groups = Groups.create(timeout, node_rank, patience(timeout))
+    def create(
+        cls, timeout: timedelta, node_rank: int, switchboard: Switchboard | None = None
+    ) -> Ranks:
+        """Create the groups over connected processes; collective.
+
+        Args:
+            timeout: Timeout of collectives.
+            node_rank: This rank's node as the launcher counts them.
+            switchboard: Reaches the other ranks already; None: one is made.
+        """
+        groups = Groups.create(timeout, node_rank, patience(timeout), switchboard)
         return cls(groups, CrashReport(groups.control, groups.meeting.switchboard))
 
     def close(self) -> None:
@@ -80,16 +90,29 @@ class Ranks:
         return not_connected, ()
 
 
+@dataclass(frozen=True)
+class Met:
+    """What ranks have that met in a store.
+
+    Attributes:
+        store: The store; rank 0's process serves it as long as this object lives.
+        switchboard: Reaches the other ranks; None if there are none.
+    """
+
+    store: dist.Store
+    switchboard: Switchboard | None
+
+
 class Connection:
     """The connection over one default group, for all runs of this process.
 
     Args:
-        store: Where the ranks have met; None: another's code has made the default group.
+        met: How the ranks have met; None: another's code has made the default group.
         earlier: The connection that this one replaces.
     """
 
-    def __init__(self, store: dist.Store | None, earlier: Connection | None = None) -> None:
-        self._store = store
+    def __init__(self, met: Met | None, earlier: Connection | None = None) -> None:
+        self._met = met
         self._earlier = earlier
         self._ranks: Ranks | None = None
         self._holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
@@ -109,7 +132,7 @@ class Connection:
         """
         self.hold(holder)
         if self._ranks is None:
-            self._ranks = Ranks.create(timeout, node_rank)
+            self._ranks = self._connected(timeout, node_rank)
             if self._earlier is not None:
                 # All ranks have come, so that none asks these servers any more.
                 self._earlier.end_servers()
@@ -119,6 +142,18 @@ class Connection:
             if not self.is_of_user:
                 set_timeout(None, timeout)
         return self._ranks
+
+    def _connected(self, timeout: timedelta, node_rank: int) -> Ranks:
+        switchboard = None if self._met is None else self._met.switchboard
+        if switchboard is None:
+            return Ranks.create(timeout, node_rank)
+        create, wait = partial(Ranks.create, timeout, node_rank, switchboard), patience(timeout)
+        try:
+            return connect_watched(switchboard, dist.get_backend(), create, wait, what_follows())
+        except BaseException:
+            self.close()
+            self.leave()
+            raise
 
     def close(self) -> None:
         """Let no other rank wait for this one any longer. The next run connects anew."""
@@ -178,7 +213,7 @@ class Connection:
     @property
     def is_of_user(self) -> bool:
         """Whether another's code has made the default group."""
-        return self._store is None
+        return self._met is None
 
     @property
     def failed_alone(self) -> bool:
@@ -203,19 +238,19 @@ def current() -> Connection | None:
     return note(None) if known is None else known
 
 
-def note(store: dist.Store | None, earlier: Connection | None = None) -> Connection:
+def note(met: Met | None, earlier: Connection | None = None) -> Connection:
     """Note that the default group has been made, and destroy it before the interpreter ends.
 
     Lightning does not do this for gloo. A gloo thread that releases a tensor while the interpreter
     ends aborts the process (pytorch #190489). Its threads must therefore end earlier.
 
     Args:
-        store: As in :class:`Connection`.
+        met: As in :class:`Connection`.
         earlier: As in :class:`Connection`.
     """
     default = dist.group.WORLD
     assert default is not None
-    connection = _CONNECTIONS[default] = Connection(store, earlier)
+    connection = _CONNECTIONS[default] = Connection(met, earlier)
     atexit.register(partial(_leave, weakref.ref(connection)))
     return connection
 

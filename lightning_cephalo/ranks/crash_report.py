@@ -18,6 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from lightning_cephalo.accelerator.backends import SIGNS_OF_LOSS
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.common.texts import printable
@@ -80,16 +82,9 @@ class CrashReport:
         switchboard = self.switchboard
         if switchboard is None or self.is_common(exception) or _THEN in str(exception):
             return
-        if not is_lost_connection(exception):
-            own = switchboard.name_of(switchboard.rank)
-            switchboard.tell(f"{own} failed: {_short(exception)}")
-            return
-        answers = switchboard.look()
-        heard = switchboard.heard()
-        cause = heard[0] if heard else _seen(switchboard, answers)
-        there = [rank for rank, answer in answers.items() if isinstance(answer, Whereabouts)]
-        switchboard.tell(cause, there)
-        exception.args = (f"{cause}{_THEN}{_first(str(exception))}",)
+        cause = tell_why(switchboard, exception)
+        if cause is not None:
+            exception.args = (f"{cause}{_THEN}{first_lines(exception)}",)
 
     def tells_of_loss(self) -> bool:
         """Tell the other ranks if a rank is gone; return whether that, or a failure, is known."""
@@ -114,6 +109,28 @@ class CrashReport:
         said = f"{_names(self.switchboard, gone)} gone by now."
         heard = self.switchboard.heard()
         return f"{said} {heard[0]}" if heard else said
+
+
+def tell_why(switchboard: Switchboard, exception: BaseException) -> str | None:
+    """Tell other ranks why this one ends.
+
+    Args:
+        switchboard: Reaches them.
+        exception: What ends this rank.
+
+    Returns:
+        What has ended another rank, if this one has lost its connection to it; else None.
+    """
+    if not is_lost_connection(exception):
+        own = switchboard.name_of(switchboard.rank)
+        switchboard.tell(f"{own} failed: {_short(exception)}")
+        return None
+    answers = switchboard.look()
+    heard = switchboard.heard()
+    cause = heard[0] if heard else _seen(switchboard, answers)
+    there = [rank for rank, answer in answers.items() if isinstance(answer, Whereabouts)]
+    switchboard.tell(cause, there)
+    return cause
 
 
 def _verdict(switchboard: Switchboard) -> bool:
@@ -141,6 +158,8 @@ def _waits_in_vain(switchboard: Switchboard, rank: int, own: Sequence[int]) -> b
 
 def is_lost_connection(exception: BaseException) -> bool:
     """Whether an exception says that a collective has lost another rank, or waited in vain."""
+    if isinstance(exception, (dist.DistNetworkError, dist.DistStoreError)):
+        return True  # of the store, which rank 0 has, or where ranks wait while they connect
     return isinstance(exception, RuntimeError) and any(s in str(exception) for s in SIGNS_OF_LOSS)
 
 
@@ -175,8 +194,9 @@ def _names(switchboard: Switchboard, ranks: list[int]) -> str:
 
 
 def _short(exception: BaseException) -> str:
-    return printable(f"{type(exception).__name__}: {_first(str(exception))}")
+    return printable(f"{type(exception).__name__}: {first_lines(exception)}")
 
 
-def _first(text: str) -> str:
-    return text.split(_FRAMES)[0].strip()[:_MOST_CHARACTERS]
+def first_lines(exception: BaseException) -> str:
+    """Return an error's text without the stack that torch appends."""
+    return str(exception).split(_FRAMES)[0].strip()[:_MOST_CHARACTERS]

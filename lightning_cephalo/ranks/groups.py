@@ -108,6 +108,7 @@ class Groups:
         timeout: datetime.timedelta,
         node_rank: int = 0,
         wait: datetime.timedelta | None = None,
+        switchboard: Switchboard | None = None,
     ) -> Groups:
         """Create the groups; collective.
 
@@ -116,15 +117,17 @@ class Groups:
             node_rank: This rank's node as the launcher counts them. Ranks of one number are on
                 several nodes if their hosts or network namespaces differ.
             wait: How long ranks wait for each other here; None: as long as in collectives.
+            switchboard: Reaches the other ranks already; None: one is made.
         """
         wait = timeout if wait is None else wait
         of_default = while_connecting(dist.get_backend(), wait, timeout)
         messages = dist.new_group(backend="gloo", timeout=wait)
         control = ControlGroup(messages)
-        named = control.gather((node_rank, socket.gethostname(), _network()))
+        named = control.gather(place(node_rank))
         nodes = tuple(named.index(name) for name in named)
         gather, reduce = (dist.new_group(timeout=of_default) for _ in range(2))
-        switchboard = Switchboard.create(control, nodes)
+        if switchboard is None:
+            switchboard = Switchboard.create(control, nodes)
         if wait != timeout:
             for group in (messages, gather, reduce):
                 set_timeout(group, timeout)
@@ -166,6 +169,15 @@ def _begun(groups: Sequence[Any]) -> list[int] | None:
         return [group._get_sequence_number_for_group() for group in (world, *groups)]
     except RuntimeError:  # of backends that do not count
         return None
+
+
+def place(node_rank: int) -> str:
+    """Return what is equal for ranks on one node: its number, its name, its network namespace.
+
+    Args:
+        node_rank: This rank's node as the launcher counts them.
+    """
+    return f"{node_rank} {socket.gethostname()} {_network()}"
 
 
 def _network() -> int | None:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +31,12 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.backends import backend_named, backend_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks import connection
+from lightning_cephalo.ranks.connecting import connect_watched
 from lightning_cephalo.ranks.connection import HoldsGroups, Ranks
-from lightning_cephalo.ranks.groups import set_timeout, while_connecting
+from lightning_cephalo.ranks.groups import place, set_timeout, while_connecting
 from lightning_cephalo.ranks.loss_watch import LossWatch
-from lightning_cephalo.ranks.roll_call import patience, store_of_all
+from lightning_cephalo.ranks.roll_call import patience, store_of_all, what_follows
+from lightning_cephalo.ranks.switchboard import Process, Switchboard
 
 # [Note: private names of Lightning] The launchers, the connection and the number of threads are
 # those of Lightning's own strategies. Lightning has no public names for them. Only this file uses
@@ -143,15 +146,24 @@ def connect(
             )
         earlier.leave()
     rank, world_size = environment.global_rank(), environment.world_size()
+    switchboard = Switchboard(rank, world_size) if world_size > 1 else None
+    # of one rank it does not matter, and not every environment knows it
+    own = place(environment.node_rank() if world_size > 1 else 0)
+    process = Process.here(own) if switchboard is None else switchboard.process(own)
     address, port = environment.main_address, environment.main_port
-    store = store_of_all(rank, world_size, address, port, backend, wait)
-    options["store"] = store
-    _init_dist_connection(environment, backend, **options)
+    store, call = store_of_all(rank, process, world_size, address, port, backend, wait)
+    options["store"] = dist.PrefixStore(call.prefix, store)
+    connects = partial(_init_dist_connection, environment, backend, **options)
+    if switchboard is None:
+        connects()
+    else:
+        switchboard.know(call.processes)
+        connect_watched(switchboard, backend, connects, wait, what_follows())
     if wait != timeout:
         store.set_timeout(timeout)
         set_timeout(None, timeout)
     # until now the earlier one has kept the server of rank 0's store, to which others may connect
-    connection.note(store, earlier)
+    connection.note(connection.Met(store, switchboard), earlier)
     return backend
 
 

@@ -1,7 +1,8 @@
 """Lets ranks meet in a store, and ends their wait for those that do not come.
 
-Rank 0 calls, and each rank answers with its backend. Rank 0 waits for all, and writes that all is
-well, or why this run cannot begin. All others read that. So every rank raises the same error.
+Rank 0 calls, and each rank answers with its backend and its process. Rank 0 waits for all, and
+writes that all is well, or why this run cannot begin. All others read that. So every rank raises
+the same error.
 
 [Note: what an earlier start has left]
 torch's elastic agent keeps one store over all restarts. Each call has a name of its own, and so has
@@ -11,27 +12,49 @@ answer. All keys of the run lie under the call's name.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 from lightning_cephalo.common.texts import printable
+from lightning_cephalo.ranks.connecting import within, words_of
+from lightning_cephalo.ranks.switchboard import Process
 
 RESTARTING = timedelta(seconds=120)
 """How long ranks wait for each other where an agent starts them again afterwards."""
 
 _HEARING = timedelta(seconds=10)
-_LOOK = timedelta(seconds=1)
+_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _CALL = "cephalo/call"
 _WELL, _ABSENT, _DIFFERENT = "w", "a", "d"
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """What ranks know of each other when all have come.
+
+    Attributes:
+        name: Of this start, equal on all ranks; no other start has it.
+        processes: Of all ranks, in rank order.
+    """
+
+    name: str
+    processes: tuple[Process, ...]
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of all keys of this start."""
+        return f"cephalo/{self.name}/default_pg"
 
 
 def restarts_left() -> int:
@@ -60,12 +83,19 @@ def patience(timeout: timedelta) -> timedelta:
 
 
 def store_of_all(
-    rank: int, world_size: int, address: str, port: int, backend: str, wait: timedelta
-) -> dist.Store:
-    """Return a store that all ranks have come to; collective.
+    rank: int,
+    process: Process,
+    world_size: int,
+    address: str,
+    port: int,
+    backend: str,
+    wait: timedelta,
+) -> tuple[dist.Store, RollCall]:
+    """Return a store that all ranks have come to, and who has come; collective.
 
     Args:
         rank: This rank.
+        process: This rank's process.
         world_size: The number of ranks.
         address: The host of rank 0.
         port: The port of the store.
@@ -77,9 +107,10 @@ def store_of_all(
         UnsupportedError: On every rank, if ranks would use different backends.
     """
     holds = rank == 0 and not shares_agents_store()
-    try:
+
+    def connect() -> dist.Store:
         # not torch's rendezvous: there rank 0 waits for the others without a word of who is missing
-        store = dist.TCPStore(
+        return dist.TCPStore(
             address,
             port,
             world_size,
@@ -90,25 +121,39 @@ def store_of_all(
             # as torch's rendezvous: not every build of torch has it
             use_libuv=os.environ.get("USE_LIBUV", str(int(sys.platform != "win32"))) == "1",
         )
-    except dist.DistNetworkError as error:
+
+    try:
+        # torch waits without a limit for the answer of a process that is stopped
+        store = within((wait + _HEARING).total_seconds(), connect)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         if holds:
             raise  # such as a port that another process has
+        # torch's own error has its C++ stack
         raise RemoteRankError(
-            f"Rank {rank} could not reach rank 0 at {address}:{port} within {_seconds(wait)}."
-            f" {_what_follows()}"
-        ) from error
-    call = answer_the_call(store, rank, world_size, backend, wait)
-    return dist.PrefixStore(f"cephalo/{call}/default_pg", store)
+            f"Rank {rank} could not reach rank 0 at {address}:{port} within {_seconds(wait)}:"
+            f" {words_of(error)}. {what_follows()}"
+        ) from None
+    call = partial(answer_the_call, store, rank, process, world_size, backend, wait)
+    try:
+        return store, within((wait + _HEARING + _HEARING / 3).total_seconds(), call)
+    except dist.DistStoreError:
+        raise RemoteRankError(_without_first(rank, "is silent")) from None
 
 
 def answer_the_call(
-    store: dist.Store, rank: int, world_size: int, backend: str, wait: timedelta
-) -> str:
+    store: dist.Store,
+    rank: int,
+    process: Process,
+    world_size: int,
+    backend: str,
+    wait: timedelta,
+) -> RollCall:
     """Say that this rank is there, and wait for all others; collective.
 
     Args:
         store: A store that all ranks can reach.
         rank: This rank.
+        process: This rank's process.
         world_size: The number of ranks.
         backend: This rank's backend of collectives.
         wait: How long to wait for the others.
@@ -116,31 +161,57 @@ def answer_the_call(
     Raises:
         RemoteRankError: As :func:`store_of_all`.
         UnsupportedError: As :func:`store_of_all`.
-
-    Returns:
-        The name of this start, equal on all ranks; no other start has it.
     """
     answer = secrets.token_hex(4)
-    said = f"{answer} {backend} {socket.gethostname()}"
+    said = json.dumps(asdict(_Answer(answer, backend, process)))
     if rank == 0:
         call = secrets.token_hex(4)
         store.set(_said_by(call, rank), said)
         store.set(_CALL, call)
         verdict, there = _verdict(store, call, world_size, wait)
-        store.set(_verdict_of(call), verdict)
+        store.set(_verdict_of(call), json.dumps(asdict(verdict)))
     else:
         call, verdict = _heard(store, rank, answer, said, wait)
         store.set(_heard_by(call, rank), "")
-    kind, _, words = verdict.partition(" ")[2].partition(" ")
-    if kind == _WELL:
-        return call
+    if verdict.kind == _WELL:
+        return RollCall(call, verdict.processes)
     if rank == 0:
         # the store may live in this process, which ends with the error
         with suppress(dist.DistError):  # a rank that has ended meanwhile has nothing to hear
             store.wait([_heard_by(call, r) for r in there if r], _HEARING)
-    if kind == _DIFFERENT:
-        raise UnsupportedError(words)
-    raise RemoteRankError(f"{words} {_what_follows()}")
+    if verdict.kind == _DIFFERENT:
+        raise UnsupportedError(verdict.words)
+    raise RemoteRankError(f"{verdict.words} {what_follows()}")
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a rank says: a name for its answer, its backend, its process."""
+
+    name: str
+    backend: str
+    process: Process
+
+    @classmethod
+    def read(cls, text: bytes) -> _Answer:
+        told = json.loads(text)
+        return cls(told["name"], told["backend"], Process(**told["process"]))
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What rank 0 finds: the answers that came, of which processes, and if this run can begin."""
+
+    answers: tuple[str, ...]
+    processes: tuple[Process, ...]
+    kind: str
+    words: str
+
+    @classmethod
+    def read(cls, text: bytes) -> _Verdict:
+        told = json.loads(text)
+        processes = tuple(Process(**each) for each in told["processes"])
+        return cls(tuple(told["answers"]), processes, told["kind"], told["words"])
 
 
 def _said_by(call: str, rank: int) -> str:
@@ -157,38 +228,38 @@ def _verdict_of(call: str) -> str:
 
 def _verdict(
     store: dist.Store, call: str, world_size: int, wait: timedelta
-) -> tuple[str, list[int]]:
-    """Wait for all ranks; return the answers that came, why this run cannot begin, and who came."""
+) -> tuple[_Verdict, list[int]]:
+    """Wait for all ranks; return whether this run can begin, and who came."""
     keys = [_said_by(call, rank) for rank in range(world_size)]
     with suppress(dist.DistStoreError):
         store.wait(keys, wait)
     said = {
-        rank: store.get(key).decode().split(" ", 2)
-        for rank, key in enumerate(keys)
-        if store.check([key])
+        rank: _Answer.read(store.get(key)) for rank, key in enumerate(keys) if store.check([key])
     }
-    found = _found(world_size, {r: (backend, host) for r, (_, backend, host) in said.items()}, wait)
-    return f"{','.join(answer for answer, _, _ in said.values())} {found}", list(said)
+    kind, words = _found(world_size, said, wait)
+    answers = tuple(each.name for each in said.values())
+    processes = tuple(each.process for each in said.values())
+    return _Verdict(answers, processes, kind, words), list(said)
 
 
-def _found(world_size: int, said: dict[int, tuple[str, str]], wait: timedelta) -> str:
+def _found(world_size: int, said: Mapping[int, _Answer], wait: timedelta) -> tuple[str, str]:
     absent = [rank for rank in range(world_size) if rank not in said]
     if absent:
-        hosts = sorted({host for _, host in said.values()})
+        hosts = sorted({each.process.host for each in said.values()})
         has, its = ("has", "Its host") if len(absent) == 1 else ("have", "Their hosts")
-        return (
-            f"{_ABSENT} {_ranks(absent)} of {world_size} {has} not connected within"
+        return _ABSENT, (
+            f"{_ranks(absent)} of {world_size} {has} not connected within"
             f" {_seconds(wait)}; all others have, from {printable(', '.join(hosts))}. {its} may be"
             " lost, the process may have ended, or the script works for long before fit()."
         )
     used: dict[str, list[int]] = {}
-    for rank, (backend, _) in said.items():
-        used.setdefault(backend, []).append(rank)
+    for rank, each in said.items():
+        used.setdefault(each.backend, []).append(rank)
     if len(used) == 1:
-        return _WELL
+        return _WELL, ""
     named = " and ".join(f"{name!r} (ranks {ranks})" for name, ranks in sorted(used.items()))
-    return (
-        f"{_DIFFERENT} The ranks use different backends: {named}. Ranks of different kinds of"
+    return _DIFFERENT, (
+        f"The ranks use different backends: {named}. Ranks of different kinds of"
         " devices have only 'gloo' in common: pass process_group_backend='gloo' to CephaloStrategy"
         " on every rank."
     )
@@ -196,16 +267,17 @@ def _found(world_size: int, said: dict[int, tuple[str, str]], wait: timedelta) -
 
 def _heard(
     store: dist.Store, rank: int, answer: str, said: str, wait: timedelta
-) -> tuple[str, str]:
+) -> tuple[str, _Verdict]:
     """Answer rank 0's calls; return the call whose verdict names this answer, and the verdict."""
     patience_s = (wait + _HEARING).total_seconds()
-    answered = ""
+    answered, pause_s = "", _PAUSE_S
     end_s = time.monotonic() + patience_s
     try:
         while time.monotonic() < end_s:
-            awaited = _verdict_of(answered) if answered else _CALL
-            with suppress(dist.DistStoreError):
-                store.wait([awaited], min(_LOOK, wait))
+            if not store.check([_verdict_of(answered) if answered else _CALL]):
+                # torch prints two lines for each wait in vain
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             if not store.check([_CALL]):
                 continue
             call = store.get(_CALL).decode()
@@ -213,23 +285,24 @@ def _heard(
                 store.set(_said_by(call, rank), said)
                 answered, end_s = call, time.monotonic() + patience_s
             elif store.check([_verdict_of(call)]):
-                verdict = store.get(_verdict_of(call)).decode()
-                if answer in verdict.partition(" ")[0].split(","):
+                verdict = _Verdict.read(store.get(_verdict_of(call)))
+                if answer in verdict.answers:
                     return call, verdict
-                time.sleep(_LOOK.total_seconds() / 10)  # of an earlier start
-    except dist.DistError as error:
-        raise RemoteRankError(_without_first(rank, "is gone")) from error
+                time.sleep(_LONGEST_PAUSE_S)  # of an earlier start
+    except dist.DistError:
+        raise RemoteRankError(_without_first(rank, "is gone")) from None
     raise RemoteRankError(_without_first(rank, "is silent"))
 
 
 def _without_first(rank: int, how: str) -> str:
     return (
         f"Rank {rank} waited for all ranks to connect, but rank 0, which notes who has come, {how}."
-        f" {_what_follows()}"
+        f" {what_follows()}"
     )
 
 
-def _what_follows() -> str:
+def what_follows() -> str:
+    """Return a sentence about what happens when ranks that wait for others end."""
     if restarts_left():
         return (
             "The ranks that are there end, so that the agent starts all again, on the hosts that"

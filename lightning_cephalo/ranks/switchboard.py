@@ -40,14 +40,26 @@ class Process:
     Attributes:
         host: The name of its host.
         address: The address by which other hosts reach it.
-        port: Of its server.
+        port: Of its server; 0: it has none.
         number: Its process id.
+        place: Equal for processes that reach each other as "localhost".
     """
 
     host: str
     address: str
     port: int
     number: int
+    place: str
+
+    @classmethod
+    def here(cls, place: str, port: int = 0) -> Process:
+        """Return this process.
+
+        Args:
+            place: As the attribute.
+            port: As the attribute.
+        """
+        return cls(socket.gethostname(), _own_host(), port, os.getpid(), place)
 
     def __str__(self) -> str:
         # hosts may have equal names, such as containers
@@ -100,15 +112,25 @@ class Switchboard:
         if control.world_size == 1:
             return None
         made = cls(control.rank, control.world_size)
-        port = int(made._server.server_address[1])
-        own = Process(socket.gethostname(), _own_host(), port, os.getpid())
-        made._processes = tuple(control.gather(own))
-        own_node = nodes[control.rank]
-        made._addresses = [
-            ("localhost" if node == own_node else process.address, process.port)
-            for node, process in zip(nodes, made._processes, strict=True)
-        ]
+        made.know(control.gather(made.process(str(nodes[control.rank]))))
         return made
+
+    def process(self, place: str) -> Process:
+        """Return this process, with the port of this rank's server.
+
+        Args:
+            place: As of :class:`Process`.
+        """
+        return Process.here(place, int(self._server.server_address[1]))
+
+    def know(self, processes: Sequence[Process]) -> None:
+        """Note the processes of all ranks, in rank order; they can be reached from now on."""
+        self._processes = tuple(processes)
+        own = self._processes[self.rank]
+        self._addresses = [
+            ("localhost" if process.place == own.place else process.address, process.port)
+            for process in self._processes
+        ]
 
     def begin_run(self) -> None:
         """Count another run over the same ranks, in this thread."""
@@ -118,6 +140,10 @@ class Switchboard:
     def name_of(self, rank: int) -> str:
         """Return a rank with its process and host: "Rank 1 (process 4711 on host na)"."""
         return f"Rank {rank} ({self._processes[rank]})"
+
+    def is_beside(self, rank: int) -> bool:
+        """Whether a rank is on this rank's node."""
+        return self._processes[rank].place == self._processes[self.rank].place
 
     def where_is(self, rank: int) -> Whereabouts | None:
         """Return where a rank is; None if it is stopped.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,6 +18,7 @@ from lightning_cephalo.ranks import roll_call
 from lightning_cephalo.ranks.connection import Ranks
 from lightning_cephalo.ranks.launch import connect
 from lightning_cephalo.ranks.roll_call import answer_the_call, patience, store_of_all
+from lightning_cephalo.ranks.switchboard import Process
 
 SHORT = timedelta(milliseconds=50)
 SOON = timedelta(seconds=SOON_S)
@@ -49,12 +51,15 @@ def test_a_rank_that_never_comes_is_named_long_before_the_timeout(monkeypatch):
     assert "the agent starts all again" in said
 
 
+HERE = Process.here("na")
+
+
 def _meet(store, world_size, backends, wait=SHORT):
     """What each rank that comes returns or raises; ``backends`` by rank."""
 
     def answered(rank):
         try:
-            return answer_the_call(store, rank, world_size, backends[rank], wait)
+            return answer_the_call(store, rank, HERE, world_size, backends[rank], wait).name
         except (RemoteRankError, UnsupportedError) as error:
             return str(error)
 
@@ -94,11 +99,12 @@ def test_a_first_rank_that_is_silent_or_not_there_is_named(monkeypatch):
     (said,) = _meet(store, 2, {1: "gloo"})
     assert "rank 0, which notes who has come, is silent" in said
     store.set("cephalo/call", "earlier")
-    store.set("cephalo/earlier/verdict", "answer w")
+    earlier = {"answers": ["answer"], "processes": [], "kind": "w", "words": ""}
+    store.set("cephalo/earlier/verdict", json.dumps(earlier))
     assert _meet(store, 2, {1: "gloo"}) == [said]
     port = port_to_meet()
     with pytest.raises(RemoteRankError, match=f"Rank 1 could not reach rank 0 at 127.0.0.1:{port}"):
-        store_of_all(1, 2, "127.0.0.1", port, "gloo", SHORT)
+        store_of_all(1, HERE, 2, "127.0.0.1", port, "gloo", SHORT)
 
 
 def _connects(rank, environments):

@@ -1,0 +1,226 @@
+"""A rank that is lost or fails while all connect is named by all others, and none hangs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import SOON_S, torchrun_environments
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.ranks import launch, roll_call
+from lightning_cephalo.ranks.connecting import Lookout, connect_watched, within
+from lightning_cephalo.ranks.crash_report import is_lost_connection
+from lightning_cephalo.ranks.switchboard import Process, Switchboard
+
+SOON = timedelta(seconds=SOON_S)
+SHORT_S = 1.0
+
+
+class _Holder:
+    failed_alone = False
+
+    def forget_groups(self) -> None:
+        pass
+
+
+class _OnlyHereError(Exception):
+    pass
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _fail() -> None:
+    raise _OnlyHereError("only here")
+
+
+def _instead(owner, name, fault, calls):
+    """Let a function fail where it is called for the given time."""
+    function, counted = getattr(owner, name), iter(range(calls, 0, -1))
+
+    def called(*args, **options):
+        if next(counted, None) == 1:
+            fault()
+        return function(*args, **options)
+
+    setattr(owner, name, called)
+
+
+def _rank_main(rank, environment, lost, fault, place, timeout, answers):
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    roll_call._HEARING = timedelta(seconds=SHORT_S)
+    if rank == lost:
+        owner, name, calls = PLACES[place]
+        _instead(owner, name, fault, calls)
+    begin_s = time.monotonic()
+    try:
+        launch.connect(TorchElasticEnvironment(), "gloo", timeout, torch.device("cpu"))
+        launch.ranks_for(_Holder(), timeout, 0)
+    except Exception as error:
+        answers.put((rank, type(error), str(error), time.monotonic() - begin_s))
+        if rank == lost:
+            time.sleep(SOON_S)  # a notebook's process goes on
+        raise SystemExit(1) from None
+    answers.put((rank, None, "", time.monotonic() - begin_s))
+
+
+PLACES = {
+    "in the roll call": (roll_call, "answer_the_call", 1),
+    "before the default group": (launch, "_init_dist_connection", 1),
+    "before the second group": (dist, "new_group", 2),
+}
+"""Where a fault comes: a function, and which of its calls."""
+
+
+def _ends(world_size, lost, fault, place, timeout=SOON):
+    """How all other ranks end: kinds of errors, texts, seconds. All processes end."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [
+        context.Process(
+            target=_rank_main, args=(rank, environment, lost, fault, place, timeout, answers)
+        )
+        for rank, environment in enumerate(torchrun_environments(world_size))
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        others = [process for rank, process in enumerate(ranks) if rank != lost]
+        found = {}
+        while len(found) < len(others):
+            rank, *end = answers.get(timeout=SOON_S / 2)
+            if rank != lost:
+                found[rank] = end
+        for process in others:
+            process.join(SOON_S / 2)
+            assert not process.is_alive(), "a rank has raised, but its process does not end"
+        return ranks[lost].pid, found
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("place", ["before the default group", "before the second group"])
+def test_a_killed_rank_is_named_by_all_others_long_before_the_timeout(place, lost):
+    number, found = _ends(3, lost, _die, place)
+    for kind, text, took_s in found.values():
+        assert kind is RemoteRankError
+        if place == "before the second group":  # all have read who is there
+            assert text.startswith(f"Rank {lost} (process {number} on host ") and "is gone" in text
+        assert f"ank {lost}" in text and "gone" in text
+        assert "Exception raised from" not in text and "frame #" not in text
+        assert took_s < SOON_S / 4
+
+
+def test_an_error_of_one_rank_is_told_to_all_others_also_where_its_process_goes_on():
+    number, found = _ends(3, 1, _fail, "before the second group")
+    for kind, text, took_s in found.values():
+        assert kind is RemoteRankError
+        assert text.startswith(f"Rank 1 (process {number} on host ")
+        assert "failed: _OnlyHereError: only here" in text.splitlines()[0]
+        assert took_s < SOON_S / 4
+
+
+@pytest.mark.parametrize("place", ["in the roll call", "before the second group"])
+def test_a_stopped_first_rank_whose_store_others_wait_for_is_named(place):
+    timeout = timedelta(seconds=SHORT_S)
+    _, found = _ends(2, 0, _stop, place, timeout)
+    ((kind, text, took_s),) = found.values()
+    assert kind is RemoteRankError
+    assert "ank 0" in text
+    assert took_s < SOON_S / 4
+
+
+def test_a_stopped_rank_is_named_after_the_timeout():
+    number, found = _ends(3, 1, _stop, "before the second group", timedelta(seconds=SHORT_S))
+    for kind, text, took_s in found.values():
+        assert kind is RemoteRankError
+        assert text.startswith(f"Rank 1 (process {number} on host ")
+        assert "is silent: the process is stopped, or its host cannot be reached" in text
+        assert took_s < SOON_S / 4
+
+
+# -- what ranks see of each other -----------------------------------------------------------------
+
+
+def _boards(places):
+    boards = [Switchboard(rank, len(places)) for rank in range(len(places))]
+    processes = [board.process(place) for board, place in zip(boards, places, strict=True)]
+    for board in boards:
+        board.know(processes)
+    return boards
+
+
+def test_a_host_that_refuses_connections_counts_as_lost_only_if_it_has_answered():
+    first, second = _boards(["a", "b"])
+    watch = Lookout(first)
+    second.close()
+    watch()
+    first, second = _boards(["a", "b"])
+    watch = Lookout(first)
+    watch()
+    second.close()
+    with pytest.raises(dist.DistNetworkError, match="rank 1 has ended"):
+        watch()
+    first.close()
+
+
+def test_a_call_that_does_not_return_is_left_after_its_limit_and_its_error_is_raised():
+    begin_s = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match=r"nothing has come for 0\.1 s"):
+        within(0.1, partial(time.sleep, SOON_S))
+    assert time.monotonic() - begin_s < SOON_S / 4
+    with pytest.raises(_OnlyHereError):
+        within(SOON_S, _fail)
+    assert within(SOON_S, lambda: 3) == 3
+
+
+def test_where_no_thread_starts_a_rank_connects_by_itself(monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", start)
+    assert within(SOON_S, lambda: 3) == 3
+
+
+def test_a_rank_hears_of_a_failure_while_torch_hangs():
+    first, second = _boards(["a", "a"])
+    second.tell("Rank 1 failed: it said so")
+    with pytest.raises(RemoteRankError, match="Rank 1 failed: it said so"):
+        connect_watched(first, "gloo", partial(time.sleep, SOON_S), SOON, "Start again.")
+    for board in (first, second):
+        board.close()
+
+
+def test_a_rank_that_waits_for_others_prints_nothing(capfd):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    here, wait = Process.here("na"), timedelta(seconds=1.5)
+    short = timedelta(milliseconds=1)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(RemoteRankError):
+        patched.setattr(roll_call, "_HEARING", short)
+        roll_call.answer_the_call(client, 1, here, 2, "gloo", wait)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_connection_that_gloo_cannot_make_is_a_lost_one():
+    """As it is seen where a rank is killed while others connect to it."""
+    said = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: refused"
+    assert is_lost_connection(RuntimeError(said))
