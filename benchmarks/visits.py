@@ -1,21 +1,29 @@
 """Measures the overhead of visiting a unit: 48 units that do nothing, 8 microbatches.
 
     python benchmarks/visits.py [--units 48] [--microbatches 8] [--rounds 15] [--ranks 1 2]
+    python benchmarks/visits.py --simulated
 
 A visit is one microbatch passing one unit once. The forward parks the microbatch, cuts the graph
 and saves tensors for the backward. The backward recomputes, runs the unit's backward and passes the
 gradients on. The same model runs in turns without cephalo, one microbatch after the other (its
 forward twice if units are recomputed). The difference is the overhead of schedule and units. Times
 are processor times of the rank's thread, and wall times for one rank.
+
+On a simulated CUDA device (tests/simulated) the kernels that a visit launches are counted, too: the
+host launches them, and a device with small kernels waits for that. What simulates a kernel counts
+as processor time here.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
+import os
 import pstats
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +32,10 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "distributed")]
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("distributed", "simulated")]
 
 from harness import make_executor  # noqa: E402
-from launch import run_ranks  # noqa: E402
+from launch import run_ranks, torchrun_environments  # noqa: E402
 
 from lightning_cephalo.execution.step import MicrobatchCall  # noqa: E402
 
@@ -108,6 +116,69 @@ def _measure(
     return found
 
 
+def _on_device(
+    rank: int, environment: dict[str, str], units: int, microbatches: int, steps: int, way: str
+) -> float:
+    """Return the least processor seconds of a step on a simulated device."""
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+    device, recompute = torch.device("cuda", 0), way == "recomputed"
+    parts = [torch.ones(_VALUES, device=device) for _ in range(microbatches)]
+    if way.startswith("plain"):
+        plain = Chain(units).to(device)
+
+        def step() -> None:
+            losses = [plain(part) for part in parts]
+            if way == "plain, recomputed":
+                losses = [plain(part) for part in parts]
+            for loss in losses:
+                loss.backward()
+    else:
+        torch.distributed.init_process_group("nccl")
+        model = Chain(units)
+        executor = make_executor(model, [1.0], recompute, device=device)
+        calls = [
+            MicrobatchCall(lambda part=part: model(part), lambda loss: (loss, 1.0))
+            for part in parts
+        ]
+
+        def step() -> None:
+            executor.forward(calls)
+            executor.backward()
+
+    return min(_timed(time.thread_time, step) for _ in range(steps))
+
+
+def _print_simulated(units: int, microbatches: int, rounds: int) -> None:
+    import simulated_cuda
+    from simulated_server import Server
+
+    missing = simulated_cuda.unavailable()
+    if missing is not None:
+        raise SystemExit(f"No simulated device: {missing}.")
+    visits = units * microbatches
+    (environment,) = torchrun_environments(1)
+    with tempfile.TemporaryFile() as log, contextlib.closing(Server(log)) as server:
+
+        def run(way: str) -> tuple[float, float]:
+            """Return microseconds and kernels of a visit."""
+            outcomes = [
+                server.run(1, _on_device, environment, units, microbatches, steps, way)[0]
+                for steps in (2, 2 + rounds)
+            ]
+            first, last = (sum(outcome.kernels.values()) for outcome in outcomes)
+            return 1e6 * outcomes[1].value / visits, (last - first) / rounds / visits
+
+        for way in ("recomputed", "kept"):
+            plain_us, plain_kernels = run("plain, recomputed" if way == "recomputed" else "plain")
+            own_us, own_kernels = run(way)
+            print(
+                f"simulated device, {way:>10}: {own_us:5.1f} µs a visit, forward and backward"
+                f" (plain {plain_us:4.1f}), {own_kernels:4.2f} kernels (plain"
+                f" {plain_kernels:4.2f}); beside the compute {own_us - plain_us:5.1f} µs and"
+                f" {own_kernels - plain_kernels:4.2f} kernels"
+            )
+
+
 def main() -> None:
     """Print the overhead of a visit, forward and backward."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -116,7 +187,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--profile", action="store_true", help="say which functions it goes to")
+    parser.add_argument("--simulated", action="store_true", help="on a simulated CUDA device")
     options = parser.parse_args()
+    if options.simulated:
+        _print_simulated(options.units, options.microbatches, options.rounds)
+        return
     visits = options.units * options.microbatches
     for ranks in options.ranks:
         for recompute in (True, False):

@@ -65,10 +65,13 @@ def microbatches_of(
     return parts
 
 
+_CPU = torch.device("cpu")
+
+
 @functools.cache
 def _groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
     """Of this rank's executors, one after the other: new ones take as long as a step."""
-    return dist.new_group(), dist.new_group(), dist.new_group()
+    return dist.new_group(), dist.new_group(), dist.new_group(backend="gloo")
 
 
 def make_executor(
@@ -78,12 +81,13 @@ def make_executor(
     *,
     reshard: bool = True,
     cuts_vocabulary: bool = False,
+    device: torch.device = _CPU,
     **discovery: Any,
 ) -> Executor:
-    device = torch.device("cpu")
     gather_group, reduce_group, control_group = _groups()
     routing = Routing([0] * len(fractions))
-    context = ShardingContext(device, default_mesh("cpu"), gather_group, reduce_group, routing)
+    mesh = default_mesh(device.type)
+    context = ShardingContext(device, mesh, gather_group, reduce_group, routing)
     divider = Divider(fractions)
     root, *others = find_units(model, **discovery)
     tables = tables_of(model, root) if cuts_vocabulary else ()
