@@ -22,7 +22,7 @@ from lightning_cephalo.ranks.crash_report import CrashReport
 from lightning_cephalo.ranks.switchboard import Switchboard
 
 # the thread that trains mostly learns of a loss by itself, and says more
-_PATIENCE_S = 1.0
+_PATIENCE_S = 0.25
 
 
 class LossWatch:
