@@ -2,7 +2,8 @@
 
 Three ranks train a small model, forked from this process. A row counts how the runs ended, and
 gives the seconds from the fault until the last rank was gone that had not been lost. Lightning's
-DDP has the same faults where they mean something there.
+DDP has the same faults where they mean something there. Cut links, limits of threads and full disks
+need root, and Linux; where they cannot be made, a row says so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,8 +29,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from side_by_side.links import INTERFACE, LinkError, ShapedHosts, address, enter
+from surroundings import full_disk, take_threads, thread_group
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "distributed")]
+
+_LIMITED = "may start no threads"
+_CACHES = ("a full disk for its cache", "no folder for its cache")
+_MEASURED = ("while profiling", *_CACHES)
 
 RANKS, GLOBAL_BATCH, SAMPLES, WIDTH = 3, 9, 540, 64
 TIMEOUT_S, GRACE_S = 10.0, 15.0
@@ -59,6 +67,8 @@ class Job:
         cut: Where a file is cut, as a fraction.
         resumes: A checkpoint to go on from.
         steps: Where training ends.
+        group: A control group for a rank that may start no threads.
+        more_threads: Threads that it may start yet.
     """
 
     way: str
@@ -68,6 +78,8 @@ class Job:
     cut: float = 0.5
     resumes: Path | None = None
     steps: int = 480
+    group: Path | None = None
+    more_threads: int = 0
 
 
 def _train(job: Job, rank: int, folder: Path) -> None:
@@ -75,6 +87,7 @@ def _train(job: Job, rank: int, folder: Path) -> None:
     import torch
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import LearningRateFinder, OnExceptionCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -127,6 +140,16 @@ def _train(job: Job, rank: int, folder: Path) -> None:
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
             tell(folder / f"raised{rank}", [time.monotonic(), trainer.global_step])
 
+    class Cephalo(CephaloStrategy):
+        def setup_environment(self) -> None:
+            tell(folder / f"connects{rank}", time.monotonic())
+            super().setup_environment()
+
+    class DDP(DDPStrategy):
+        def setup_environment(self) -> None:
+            tell(folder / f"connects{rank}", time.monotonic())
+            super().setup_environment()
+
     torch.manual_seed(7)
     x = torch.randn(SAMPLES, WIDTH)
     set_of = TensorDataset(x, torch.sin(x).sum(1, keepdim=True))
@@ -136,16 +159,14 @@ def _train(job: Job, rank: int, folder: Path) -> None:
     timeout = timedelta(seconds=job.timeout_s)
     strategy: Any
     if job.way == "ddp":
-        from lightning.pytorch.strategies import DDPStrategy
-
-        strategy = DDPStrategy(process_group_backend="gloo", timeout=timeout)
+        strategy = DDP(process_group_backend="gloo", timeout=timeout)
     else:
-        strategy = CephaloStrategy(
-            plan=None if job.what == "while profiling" else plan,
+        strategy = Cephalo(
+            plan=None if job.what in _MEASURED else plan,
             global_batch_size=GLOBAL_BATCH,
             profile_budget_s=20.0,
             timeout=timeout,
-            verbose=False,
+            verbose=job.what in _CACHES,
         )
     callbacks: list[Any] = [OnExceptionCheckpoint(folder), Tells()]
     if is_searching:
@@ -188,7 +209,15 @@ def _do(job: Job, trainer: Any, module: Any, rank: int, folder: Path) -> None:
         return
     if job.what.startswith("alone: "):
         tell(folder / "fault", time.monotonic())
-    if job.what == "an error in a hook":
+    if job.what == f"{_LIMITED}, in training":
+        assert job.group is not None
+        take_threads(job.group, os.getpid(), job.more_threads)
+        tell(folder / "fault", time.monotonic())
+    elif job.what == f"{_LIMITED}, and fails":
+        assert job.group is not None
+        take_threads(job.group, os.getpid(), job.more_threads)
+        module._fail()
+    elif job.what == "an error in a hook":
         module._fail()
     elif job.what == "alone: save_checkpoint()":
         trainer.save_checkpoint(folder / "alone.ckpt")
@@ -198,17 +227,26 @@ def _do(job: Job, trainer: Any, module: Any, rank: int, folder: Path) -> None:
         trainer.should_stop = True
 
 
-def _rank_main(job: Job, rank: int, folder: Path, environment: dict[str, str]) -> None:
+def _rank_main(
+    job: Job, rank: int, folder: Path, environment: dict[str, str], host: str | None
+) -> None:
     """Run one rank in a fork, and tell how it ends."""
     import torch
 
+    if host is not None:
+        enter(host)
     gc.freeze()
     torch.set_num_threads(1)
     log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(environment, OMP_NUM_THREADS="1", LIGHTNING_CEPHALO_CACHE=str(folder))
+    cache = folder / "cache" if job.what in _MEASURED else folder
+    os.environ.update(environment, OMP_NUM_THREADS="1", LIGHTNING_CEPHALO_CACHE=str(cache))
     try:
+        if job.what == f"{_LIMITED}, at the start" and rank == job.rank:
+            assert job.group is not None
+            tell(folder / "fault", time.monotonic())
+            take_threads(job.group, os.getpid(), job.more_threads)
         _train(job, rank, folder)
     except BaseException as error:
         tell(folder / f"ends{rank}", [type(error).__name__, str(error)])
@@ -226,17 +264,28 @@ def tell(path: Path, line: Any) -> None:
 
 
 class Run:
-    """Three ranks that train."""
+    """Three ranks that train.
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    Args:
+        job: What they do.
+        folder: Where they tell it.
+        hosts: A network namespace for each; empty: all are on this host.
+    """
+
+    def __init__(self, job: Job, folder: Path, hosts: Sequence[str] = ()) -> None:
         from launch import torchrun_environments
 
-        folder.mkdir(parents=True)  # what an earlier run has told would be read
+        folder.mkdir(parents=True, exist_ok=True)
+        assert not (folder / "log0").exists(), "what an earlier run has told would be read"
         self.job, self.folder = job, folder
         self._exits: dict[int, float] = {}
         context = multiprocessing.get_context("fork")
+        linked = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE} if hosts else {}
         self.ranks: list[BaseProcess] = [
-            context.Process(target=_rank_main, args=(job, rank, folder, environment))
+            context.Process(
+                target=_rank_main,
+                args=(job, rank, folder, {**environment, **linked}, hosts[rank] if hosts else None),
+            )
             for rank, environment in enumerate(torchrun_environments(RANKS))
         ]
         for process in self.ranks:
@@ -332,6 +381,20 @@ def _lose(way: str, folder: Path, number: int, lost: int, timeout_s: float) -> O
         run.end()
 
 
+def _lose_connecting(way: str, folder: Path, number: int) -> Outcome:
+    lost = random.randrange(RANKS)
+    run = Run(Job(way, timeout_s=TIMEOUT_S), folder)
+    try:
+        run.wait_for("connects", 1)
+        time.sleep(random.random() * 0.05)
+        since_s = run.send(number, [lost])
+        others = _others(lost)
+        took_s = run.wait(others, since_s, LIMIT_S)
+        return f"the rank is {run.names(lost, others)}", took_s
+    finally:
+        run.end()
+
+
 def _freeze(way: str, folder: Path, lost: int) -> Outcome:
     outcome, took_s = _lose(way, folder, signal.SIGSTOP, lost, TIMEOUT_S)
     if took_s is not None and took_s > TIMEOUT_S + GRACE_S:
@@ -411,6 +474,59 @@ def _write(way: str, folder: Path, what: str) -> Outcome:
         run.end()
 
 
+def _cut(way: str, folder: Path, lost: int) -> Outcome:
+    shaped = ShapedHosts(RANKS, 1000.0)
+    with shaped as hosts:
+        run = Run(Job(way, timeout_s=TIMEOUT_S), folder, hosts)
+        try:
+            run.wait_for("steps", random.randint(4, 12))
+            time.sleep(random.random() * 0.05)
+            since_s = time.monotonic()
+            shaped.cut(lost)
+            took_s = run.wait(range(RANKS), since_s, LIMIT_S)
+            return f"the rank is {run.names(lost, _others(lost))}", took_s
+        finally:
+            run.end()
+
+
+def _take_threads(way: str, folder: Path, when: str, of: Path) -> Outcome:
+    """Let a rank start no threads; one that is to fail at the start may start some, by chance."""
+    lost = random.randrange(RANKS)
+    with thread_group() as group:
+        more = random.randrange(4) if when == "at the start" else 0
+        goes_on = when == "in training"
+        steps, timeout_s = (_RESUMED_STEPS, _OWN_TIMEOUT_S) if goes_on else (480, TIMEOUT_S)
+        what = f"{_LIMITED}, {when}"
+        whole = _uninterrupted(way, of) if goes_on else {}
+        run = Run(
+            Job(way, what, lost, timeout_s, steps=steps, group=group, more_threads=more), folder
+        )
+        try:
+            took_s = run.wait(range(RANKS), run.wait_for_fault(), LIMIT_S)
+            if goes_on:
+                return _compared(run, whole), took_s
+            return f"the rank is {run.names(lost, _others(lost))}", took_s
+        finally:
+            run.end()
+
+
+def _lack_cache(way: str, folder: Path, what: str) -> Outcome:
+    cache = folder / "cache"
+    begin_s = time.monotonic()
+    with full_disk(cache) if what == "a full disk for its cache" else nullcontext():
+        if what == "no folder for its cache":
+            folder.mkdir(parents=True)
+            cache.write_text("a file is in its place")
+        run = Run(Job(way, what, steps=16), folder)
+        try:
+            took_s = run.wait(range(RANKS), begin_s, _START_S)
+            ended = sum(run.ends(rank) == ("", "") for rank in range(RANKS))
+            said = "told" if "will measure again" in (folder / "log0").read_text() else "not told"
+            return f"{_all(ended, RANKS)} train to the end, {said}", took_s
+        finally:
+            run.end()
+
+
 def _resume(way: str, folder: Path, whole: dict[int, float]) -> Outcome:
     run = Run(Job(way), folder / "first")
     try:
@@ -426,11 +542,17 @@ def _resume(way: str, folder: Path, whole: dict[int, float]) -> Outcome:
     run = Run(Job(way, resumes=saved, steps=_RESUMED_STEPS), folder / "second")
     try:
         took_s = run.wait(range(RANKS), begin_s, _START_S)
-        losses = dict(run.told("steps0"))
-        same = sum(whole.get(step) == loss for step, loss in losses.items())
-        return f"{_all(same, len(losses))} of the losses equal", took_s
+        return _compared(run, whole), took_s
     finally:
         run.end()
+
+
+def _compared(run: Run, whole: dict[int, float]) -> str:
+    losses = dict(run.told("steps0"))
+    same = sum(whole.get(step) == loss for step, loss in losses.items())
+    if max(losses) < run.job.steps:
+        return f"ends at step {max(losses)}"
+    return f"{_all(same, len(losses))} of the losses equal"
 
 
 def _read_plan(way: str, folder: Path, text: str) -> Outcome:
@@ -468,6 +590,9 @@ def _faults(folder: Path) -> Iterator[Fault]:
         yield Fault(f"SIGSTOP of the {place} of three ranks", partial(_freeze, lost=rank))
     for rank, place in enumerate(("first", "middle", "last")):
         yield Fault(f"kill -9 of the {place} of three ranks", partial(_kill, lost=rank))
+    for name, number in (("kill -9", signal.SIGKILL), ("SIGSTOP", signal.SIGSTOP)):
+        lose = partial(_lose_connecting, number=number)
+        yield Fault(f"{name} of a rank while all connect", lose)
     for place in ("in training", "in validation", "in the LR finder", "while profiling"):
         ways = ("cephalo",) if place == "while profiling" else ("cephalo", "ddp")
         to_one = partial(_terminate_one, what=place)
@@ -482,19 +607,31 @@ def _faults(folder: Path) -> Iterator[Fault]:
         yield Fault(f"{call} on one rank alone", alone)
     for what in ("a full disk", "kill -9 in mid-write"):
         yield Fault(f"a checkpoint, {what}", partial(_write, what=what))
+    for rank, place in enumerate(("first", "middle", "last")):
+        yield Fault(f"the link of the {place} of three ranks is cut", partial(_cut, lost=rank))
+    for when in ("at the start", "in training", "and fails"):
+        limited = partial(_take_threads, when=when, of=folder)
+        yield Fault(f"a rank {_LIMITED}, {when}", limited)
+    for what in _CACHES:
+        yield Fault(f"a start with {what}", partial(_lack_cache, what=what), ("cephalo",))
     nested, digits = "[" * 2000 + "]" * 2000, f'{{"version": {"9" * 5000}}}'
     for name, text in (("nested 2,000 deep", nested), ("with a number of 5,000 digits", digits)):
         yield Fault(f"a plan {name}", partial(_read_plan, text=text), ("cephalo",))
 
 
 def _resumed(way: str, at: Path, of: Path) -> Outcome:
+    return _resume(way, at, _uninterrupted(way, of))
+
+
+def _uninterrupted(way: str, of: Path) -> dict[int, float]:
+    """Return the losses of a run without a fault, by step."""
     uninterrupted = of / f"whole {way}"
     if not uninterrupted.exists():
         run = Run(Job(way, steps=_RESUMED_STEPS), uninterrupted)
         for process in run.ranks:
             process.join()
     run_told = [json.loads(line) for line in (uninterrupted / "steps0").read_text().splitlines()]
-    return _resume(way, at, dict(run_told))
+    return dict(run_told)
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -541,9 +678,14 @@ def report(folder: Path, only: str, count: int, load: int, ways: Sequence[str]) 
     with _load(load):
         for number, fault in enumerate(wanted):
             for way in (way for way in fault.ways if way in ways):
-                made = [
-                    fault.make(way, folder / f"{number} {way} {time_}") for time_ in range(count)
-                ]
+                try:
+                    made = [
+                        fault.make(way, folder / f"{number} {way} {time_}")
+                        for time_ in range(count)
+                    ]
+                except (LinkError, OSError) as error:
+                    print(f"| {fault.name} | {way} | 0 | cannot be made here: {error} | |")
+                    continue
                 print(_line(fault.name, way, made), flush=True)
     print(flush=True)
 

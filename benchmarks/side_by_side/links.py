@@ -59,6 +59,17 @@ class ShapedHosts:
     ) -> None:
         self._remove()
 
+    def cut(self, host: int) -> None:
+        """Let nothing pass to or from a namespace any more.
+
+        Args:
+            host: The namespace, counted from 0.
+
+        Raises:
+            LinkError: If the machine does not allow it.
+        """
+        _run(f"ip link set {self._cables[host]} down")
+
     def _make(self) -> None:
         _run(f"ip link add {self._bridge} type bridge")
         _run(f"ip link set {self._bridge} up")
