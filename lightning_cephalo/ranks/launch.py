@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -35,7 +36,13 @@ from lightning_cephalo.ranks.connecting import connect_watched
 from lightning_cephalo.ranks.connection import HoldsGroups, Ranks
 from lightning_cephalo.ranks.groups import place, set_timeout, while_connecting
 from lightning_cephalo.ranks.loss_watch import LossWatch
-from lightning_cephalo.ranks.roll_call import patience, store_of_all, what_follows
+from lightning_cephalo.ranks.roll_call import (
+    patience,
+    restarts_left,
+    shares_agents_store,
+    store_of_all,
+    what_follows,
+)
 from lightning_cephalo.ranks.switchboard import Process, Switchboard
 
 # [Note: private names of Lightning] The launchers, the connection and the number of threads are
@@ -43,6 +50,11 @@ from lightning_cephalo.ranks.switchboard import Process, Switchboard
 # them; tests/lightning/test_launchers.py fails when they change.
 
 _ABORT_S = 10.0
+_SHARED_STORE = (
+    "Your code has made the process group before fit(), in the store of torchrun's agent. After a"
+    " restart ranks would find the addresses of this start there, and could not connect (pytorch"
+    " #135712). Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, or let fit() make the group."
+)
 
 
 # -- starting -------------------------------------------------------------------------------------
@@ -136,6 +148,8 @@ def connect(
         options["device_id"] = device
     earlier = connection.current()
     if earlier is not None:
+        if earlier.is_of_user and restarts_left() and shares_agents_store():
+            warnings.warn(_SHARED_STORE, stacklevel=2)
         if earlier.begin_run():
             return backend
         if earlier.is_of_user:

@@ -104,7 +104,8 @@ def store_of_all(
 
     Raises:
         RemoteRankError: If ranks have not come; it names them, on each that has come.
-        UnsupportedError: On every rank, if ranks would use different backends.
+        UnsupportedError: On every rank, if ranks would use different backends; on rank 0, if
+            another process has the port.
     """
     holds = rank == 0 and not shares_agents_store()
 
@@ -126,8 +127,14 @@ def store_of_all(
         # torch waits without a limit for the answer of a process that is stopped
         store = within((wait + _HEARING).total_seconds(), connect)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if holds and "EADDRINUSE" in str(error):
+            raise UnsupportedError(
+                f"Rank 0 cannot listen on port {port}, where the ranks meet: another process has"
+                " it, such as another job on this host. Give this job another MASTER_PORT (torchrun"
+                " --master-port)."
+            ) from None
         if holds:
-            raise  # such as a port that another process has
+            raise
         # torch's own error has its C++ stack
         raise RemoteRankError(
             f"Rank {rank} could not reach rank 0 at {address}:{port} within {_seconds(wait)}:"

@@ -224,3 +224,12 @@ def test_a_connection_that_gloo_cannot_make_is_a_lost_one():
     """As it is seen where a rank is killed while others connect to it."""
     said = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: refused"
     assert is_lost_connection(RuntimeError(said))
+
+
+def test_hosts_with_equal_names_are_told_apart():
+    """Such as containers."""
+    board = Switchboard(0, 2)
+    board.know([Process("na", address, 7, 4711, address) for address in ("10.0.0.1", "10.0.0.2")])
+    assert board.name_of(0) == "Rank 0 (process 4711 on host na, 10.0.0.1)"
+    assert board.name_of(1) == "Rank 1 (process 4711 on host na, 10.0.0.2)"
+    board.close()

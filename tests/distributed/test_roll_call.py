@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -105,6 +107,36 @@ def test_a_first_rank_that_is_silent_or_not_there_is_named(monkeypatch):
     port = port_to_meet()
     with pytest.raises(RemoteRankError, match=f"Rank 1 could not reach rank 0 at 127.0.0.1:{port}"):
         store_of_all(1, HERE, 2, "127.0.0.1", port, "gloo", SHORT)
+
+
+def test_a_port_that_another_job_has_is_named(monkeypatch):
+    (environment, _) = torchrun_environments(2)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    port = int(environment["MASTER_PORT"])
+    with socket.socket() as other:
+        other.bind(("", port))
+        other.listen()
+        with pytest.raises(UnsupportedError, match=f"cannot listen on port {port}.*MASTER_PORT"):
+            connect(TorchElasticEnvironment(), "gloo", SOON, torch.device("cpu"))
+
+
+def _connected_by_the_user(rank, environments):
+    os.environ.update(
+        environments[rank],
+        TORCHELASTIC_MAX_RESTARTS="1",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    with pytest.warns(UserWarning, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        connect(TorchElasticEnvironment(), "gloo", SOON, torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        connect(TorchElasticEnvironment(), "gloo", SOON, torch.device("cpu"))
+
+
+def test_a_group_of_the_users_that_no_restart_can_make_again_is_told_of():
+    run_ranks(2, _connected_by_the_user, torchrun_environments(2))
 
 
 def _connects(rank, environments):
