@@ -16,7 +16,7 @@ from launch import SOON_S, torchrun_environments
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_cephalo.common.errors import RemoteRankError
-from lightning_cephalo.ranks import launch, roll_call
+from lightning_cephalo.ranks import connecting, launch, roll_call
 from lightning_cephalo.ranks.connecting import Lookout, connect_watched, within
 from lightning_cephalo.ranks.crash_report import is_lost_connection
 from lightning_cephalo.ranks.switchboard import Process, Switchboard
@@ -64,6 +64,7 @@ def _rank_main(rank, environment, lost, fault, place, timeout, answers):
     os.environ.update(environment)
     torch.set_num_threads(1)
     roll_call._HEARING = timedelta(seconds=SHORT_S)
+    connecting._LATER_S = 0.2
     if rank == lost:
         owner, name, calls = PLACES[place]
         _instead(owner, name, fault, calls)
@@ -212,7 +213,7 @@ def test_a_rank_hears_of_a_failure_while_torch_hangs():
 def test_a_rank_that_waits_for_others_prints_nothing(capfd):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-    here, wait = Process.here("na"), timedelta(seconds=1.5)
+    here, wait = Process.here("na"), timedelta(seconds=0.5)
     short = timedelta(milliseconds=1)
     with pytest.MonkeyPatch.context() as patched, pytest.raises(RemoteRankError):
         patched.setattr(roll_call, "_HEARING", short)
