@@ -13,8 +13,8 @@ their steps in turn:
 - HSDP: fully_shard on a mesh of nodes and ranks, where nodes have equally many ranks.
 
 The bytes that leave a node do not depend on how busy the machine is; seconds do. The model of a
-step (docs/planning.md) predicts cephalo's, from collectives and compute that are
-measured before.
+step (docs/planning.md) predicts cephalo's, from compute that is measured before, and from
+collectives that are timed alone in each round, in turn with the steps.
 """
 
 from __future__ import annotations
@@ -205,9 +205,7 @@ def run_rank(
         contender.prepare([part], samples * world_size)
         contender.step()
     forward_s, backward_s = compute_s(size, part, 3)
-    predictions = {
-        contender.name: predicted_s(sharded, forward_s, backward_s) for contender, sharded in own
-    }
+    predictions: dict[str, list[float]] = {contender.name: [] for contender, _ in own}
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     sent: dict[str, list[int]] = {contender.name: [] for contender in contenders}
     for index in range(rounds):
@@ -221,6 +219,8 @@ def run_rank(
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             times[contender.name].append(took.item())
             sent[contender.name].append(sent_bytes() - before)
+        for contender, sharded in own:
+            predictions[contender.name].append(predicted_s(sharded, forward_s, backward_s))
     if not rank:
         torch.save((times, sent, predictions, forward_s, backward_s), f"{folder}/times")
     groups.meeting.close()
@@ -272,19 +272,22 @@ def main() -> int:
     rate = options.mbit_per_s / 8  # MB/s
     print(
         "| way | MB out of node 0 a step | seconds at the link's rate | seconds per step: median"
-        " (quartiles) | predicted | measured / predicted |"
+        " (quartiles) | predicted: median (quartiles) | measured / predicted |"
     )
     print("|---|---|---|---|---|---|")
     for name, taken in times.items():
-        median = statistics.median(taken)
-        low, _, high = statistics.quantiles(taken, n=4) if len(taken) > 1 else taken * 3
-        expected, mbyte = predictions.get(name), statistics.median(sent[name]) / 1e6
-        said = "|" if expected is None else f"{expected:.2f} | {median / expected:.3f}"
-        print(
-            f"| {name} | {mbyte:.2f} | {mbyte / rate:.2f} | {median:.2f} ({low:.2f} to {high:.2f})"
-            f" | {said} |"
-        )
+        mbyte, said = statistics.median(sent[name]) / 1e6, "|"
+        if name in predictions:
+            ratio = statistics.median(taken) / statistics.median(predictions[name])
+            said = f"{spread(predictions[name])} | {ratio:.3f}"
+        print(f"| {name} | {mbyte:.2f} | {mbyte / rate:.2f} | {spread(taken)} | {said} |")
     return 0
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """Return the median and the quartiles."""
+    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [*seconds] * 3
+    return f"{statistics.median(seconds):.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import numpy as np
 from lightning_cephalo.plan import Problem, RankProfile, solve
 
 _GIB = 2**30
+# Seconds of a collective that compute hides, and of one that sets the pace.
+_FAST_S, _SLOW_S = 5e-3, 0.1
 # Speed of a rank relative to the slowest, and memory in GiB: roughly cards of three generations.
 _KINDS = {
     "A6000": (4.7, 48),
@@ -48,11 +50,18 @@ def profile(name: str, seed: int, longest: int = 24, noise: float = 0.01) -> Ran
     )
 
 
-def problem(counts: dict[str, int], batch: int, *, distinct: bool, full: float) -> Problem:
+def problem(
+    counts: dict[str, int],
+    batch: int,
+    *,
+    distinct: bool,
+    full: float,
+    collective_s: float = _FAST_S,
+) -> Problem:
     """Make a problem of ``counts`` ranks of each kind.
 
     With ``distinct``, every rank has curves of its own. The state takes the fraction ``full`` of
-    all memory.
+    all memory. A gather takes ``collective_s``, and so does a reduce.
     """
     ranks, seed = [], 0
     for name, count in counts.items():
@@ -64,8 +73,9 @@ def problem(counts: dict[str, int], batch: int, *, distinct: bool, full: float) 
     return Problem(
         ranks,
         units=32,
-        gather_s=5e-3,
-        reduce_s=5e-3,
+        gather_s=collective_s,
+        reduce_s=collective_s,
+        fill_s=2 * collective_s,
         state_bytes=full * capacity,
         global_batch_size=batch,
         boundary_bytes=2 * 2**20,
@@ -83,15 +93,16 @@ def main() -> None:
     middle = {"V100": 16, "A10G": 16, "T4": 32}
     large = {"A6000": 128, "A10G": 128, "L4": 256, "V100": 128, "P40": 128, "T4": 256}
     print(f"{'cluster':34} {'memory':>7} {'seconds':>8} {'gap':>8} {'of ideal':>8}")
-    for title, counts, batch, distinct in (
-        ("8 ranks, batch 128", small, 128, False),
-        ("8 ranks, all distinct, batch 128", small, 128, True),
-        ("64 ranks, 3 types, batch 2048", middle, 2048, False),
-        ("64 ranks, all distinct, batch 2048", middle, 2048, True),
-        ("1024 ranks, 6 types, batch 16384", large, 16384, False),
+    for title, counts, batch, distinct, collective_s in (
+        ("8 ranks, batch 128", small, 128, False, _FAST_S),
+        ("8 ranks, slow link, batch 128", small, 128, False, _SLOW_S),
+        ("8 ranks, all distinct, batch 128", small, 128, True, _FAST_S),
+        ("64 ranks, 3 types, batch 2048", middle, 2048, False, _FAST_S),
+        ("64 ranks, all distinct, batch 2048", middle, 2048, True, _FAST_S),
+        ("1024 ranks, 6 types, batch 16384", large, 16384, False, _FAST_S),
     ):
         for full in (0.3, 0.6, 0.8):
-            case = problem(counts, batch, distinct=distinct, full=full)
+            case = problem(counts, batch, distinct=distinct, full=full, collective_s=collective_s)
             started = time.perf_counter()
             plan = solve(case)
             taken = time.perf_counter() - started

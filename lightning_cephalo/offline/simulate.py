@@ -13,19 +13,12 @@ A unit's boundaries are copied out after its forward and fetched two units ahead
 The boundaries of the last two units stay on the device, as the backward starts there.
 
 Times and bytes of a microbatch come from ``plan/cost.py``; the simulation checks the closed form
-there. Let G and R be the times of a unit's gather and reduce, F and B those of its forward and
-backward, and U the number of units. The simulated step of equal ranks differs from the closed form
-by::
-
-    min(G, F) + max(G, B) + max(R, B) + R - 2 max(G + R, B)          (two units or more)
-
-This is the fill and the drain of the pipeline. It is G + R where compute hides all communication,
-because nothing hides the first gather and the last reduce. It is no less than -G where
-communication sets the pace. If the slowest pass is not the same on all ranks, the step is a little
-shorter, because ranks are up to two units apart where the passes meet. As a part of the step, the
-difference falls as 1 / U: within 3 % from 24 units on for the problems of
-``benchmarks/simulator.py``, and a quarter for two units. No step is longer than the closed form
-plus G + R.
+there. The simulated step of equal ranks is the closed form, if ``fill_s`` is the time of one gather
+and one reduce. If the slowest rank of the forward is not that of the backward, the step is a little
+shorter, because ranks are up to two units apart where the passes meet. So it is where an early
+update hides behind a gather of the unit before. As a part of the step, the difference falls as
+1 / U: within 3 % from 24 units on for the problems of ``benchmarks/simulator.py``, and a tenth for
+two units. No step is longer than the closed form.
 
 Where the vocabulary stays cut, a meeting (MEET) follows the last unit's forward, and another one
 precedes its backward. All ranks begin it together. It ends on all when the slowest one's columns of

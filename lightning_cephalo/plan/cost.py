@@ -6,20 +6,20 @@ A gather is a rendezvous: every rank waits for the slowest one. So the slowest r
 each unit and pass. Forward, backward and tail may each have another slowest rank
 (docs/planning.md)::
 
-    T = U * (max(G, max_i F_i) + max(G + R, max_i B_i)) + max_i tail_i
-        + root gather + root reduce + fill + optimizer + overhead
+    T = (U - 1) max(G, F) + F + max(G, B) + (U - 2) max(G + R, B) + max(R, B)
+        + max_i tail_i + root gather + root reduce + fill + optimizer + overhead
 
-U is the number of units. G and R are the times to gather and to reduce one unit. F_i, B_i and
-tail_i are sums over rank i's microbatches.
+U is the number of units, two or more. G and R are the times to gather and to reduce one unit. F is
+max_i F_i, and B is max_i B_i. F_i, B_i and tail_i are sums over rank i's microbatches.
 
 The maxima express overlap: while one unit computes, the next one is gathered and the previous one
-is reduced. G and R are the times for uneven shards, or for even ones if all ranks hold equal
-shares (``Problem.with_even_shares``). If units stay gathered from the forward to the backward
-(FSDP's ``reshard_after_forward=False``), the backward has only R to hide.
+is reduced. The ends of a pass have fewer collectives (``plan/windows.py``). G and R are the times
+for uneven shards, or for even ones if all ranks hold equal shares (``Problem.with_even_shares``).
+If units stay gathered from the forward to the backward (FSDP's ``reshard_after_forward=False``),
+the backward has only R to hide.
 
-An early update runs inside of the backward, where it hides behind the same collectives. With u the
-time of one unit's update, a unit takes max(G + R, max_i B_i + u), and U u of the optimizer's time
-counts there (``Problem.early_update``).
+An early update runs inside of the backward, where it hides behind the same collectives
+(``Problem.early_update``).
 
 A rank holds its share of the state, the gathered buffers and the largest peak of its microbatches.
 It also holds what each microbatch retains, and one boundary per unit for each sample of its batch.
@@ -62,6 +62,13 @@ from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.program import UNITS_THAT_STAY
 from lightning_cephalo.plan.state_groups import members_of
+from lightning_cephalo.plan.windows import (
+    backward_collectives_s,
+    backward_windows,
+    forward_windows,
+    hidden_updates_s,
+    pass_s,
+)
 
 # With offload, the device holds the boundary values of these units and the gradients of one more.
 _UNITS_HELD = UNITS_THAT_STAY + 1
@@ -426,7 +433,9 @@ _TIMES = ("forward_s", "backward_s", "tail_s")
 
 
 def paced_backward_s(problem: Problem, backward_s: float) -> float:
-    """Return the seconds of one unit's backward with its collectives and its update.
+    """Return the seconds of a unit's backward with its collectives and its update.
+
+    The unit is one in the middle of the backward.
 
     Args:
         problem: Ranks and work of the step.
@@ -442,26 +451,16 @@ def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: flo
     Columns of a vocabulary that stays cut, and state that moves, come in addition. ``forward_s``
     and ``backward_s`` are per unit, ``tail_s`` is per step.
     """
-    forward = max(problem.gather_s, forward_s)
-    backward = max(backward_collectives_s(problem), backward_s)
-    return problem.units * (forward + backward) + tail_s + fixed_time(problem)
+    passes_s = pass_s(forward_windows(problem), forward_s)
+    passes_s += pass_s(backward_windows(problem), backward_s)
+    return float(passes_s) + tail_s + fixed_time(problem)
 
 
 def fixed_time(problem: Problem) -> float:
     """Return the seconds of a step that no plan changes."""
     root = problem.root_gather_s + problem.root_reduce_s + problem.meeting_s
-    return root + problem.fill_s + problem.optimizer_s + problem.step_overhead_s
-
-
-def backward_collectives_s(problem: Problem) -> float:
-    """Return the seconds of collectives that one unit's backward has to hide.
-
-    An early update hides some of them: ``max(C, B + u)`` is ``u + max(C - u, B)``, and u is a part
-    of the optimizer's time.
-    """
-    gathers_again = problem.reshard_after_forward is not False
-    collectives_s = problem.gather_s * gathers_again + problem.reduce_s
-    return max(0.0, collectives_s - problem.unit_update_s * problem.early_update)
+    optimizer_s = problem.optimizer_s - hidden_updates_s(problem)
+    return root + problem.fill_s + optimizer_s + problem.step_overhead_s
 
 
 def rank_work(

@@ -518,10 +518,14 @@ class Problem(FileRecord):
 
         Collectives for uneven shares also work for even ones, which thus never cost more time.
         """
+        gather_s = _least(self.gather_s, self.even_gather_s)
+        reduce_s = _least(self.reduce_s, self.even_reduce_s)
+        saved_s = self.gather_s - gather_s + self.reduce_s - reduce_s
         return replace(
             self,
-            gather_s=_least(self.gather_s, self.even_gather_s),
-            reduce_s=_least(self.reduce_s, self.even_reduce_s),
+            gather_s=gather_s,
+            reduce_s=reduce_s,
+            fill_s=max(0.0, self.fill_s - saved_s),
             even_gather_s=None,
             even_reduce_s=None,
             gathered_bytes=self.gathered_bytes + self.padded_bytes,

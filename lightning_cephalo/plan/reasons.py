@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from lightning_cephalo.common.quantities import format_seconds
-from lightning_cephalo.plan.cost import as_planned, backward_collectives_s, predict
+from lightning_cephalo.plan.cost import as_planned, predict
 from lightning_cephalo.plan.even import even_step_s, fastest_run
 from lightning_cephalo.plan.moving import moved_by
 from lightning_cephalo.plan.plan import Plan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.state_homes import StateHome
+from lightning_cephalo.plan.windows import backward_collectives_s
 
 # A rank counts as busy all the time if its work takes this part of the slowest rank's; its memory
 # counts as full from this part of its capacity on.

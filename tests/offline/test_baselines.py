@@ -52,8 +52,8 @@ def rank(name="a", speed=1.0, sizes=8, capacity=math.inf, **more) -> RankProfile
     )
 
 
-def problem(ranks, batch, state=0.0, **more) -> Problem:
-    return Problem(ranks, units=1, state_bytes=state, global_batch_size=batch, **more)
+def problem(ranks, batch, state=0.0, units=1, **more) -> Problem:
+    return Problem(ranks, units=units, state_bytes=state, global_batch_size=batch, **more)
 
 
 def batches(plan: Plan) -> list[int]:
@@ -80,7 +80,7 @@ def test_even_deals_the_remainder_to_the_first_ranks():
 
 def test_even_shards_stay_gathered_where_cephalo_may_have_them_stay():
     """FSDP2 has the same option: a comparison must not count it as the planner's."""
-    slow = {"gather_s": 20, "reduce_s": 20, "unresharded_bytes": 5}
+    slow = {"units": 2, "gather_s": 20, "reduce_s": 20, "unresharded_bytes": 5}
     for baseline in (even, proportional, state_by_memory):
         plans = [
             baseline(problem([rank(capacity=capacity)] * 2, 4, reshard_after_forward=asked, **slow))
@@ -88,7 +88,8 @@ def test_even_shards_stay_gathered_where_cephalo_may_have_them_stay():
             for asked in ("auto", True)
         ]
         assert [plan.reshard_after_forward for plan in plans] == [False, True, True, True]
-        assert [plan.step_s for plan in plans] == [40, 60, 60, 60]
+        # forwards 20 and 2; backwards 4 and 20, or 20 and 20
+        assert [plan.step_s for plan in plans] == [46, 62, 62, 62]
 
 
 def test_even_accumulates_until_the_smallest_rank_fits():
@@ -181,9 +182,10 @@ def test_state_by_memory_recomputes_to_make_room_for_state():
 
 
 def test_state_by_memory_refuses_collectives_of_uneven_state_no_less_than_predict():
-    asked = problem([rank(capacity=100), rank(capacity=9)], 4, 8, gather_s=50, even_gather_s=1)
-    assert state_by_memory(asked).step_s == 100
-    assert even(asked).step_s == 2 + 4
+    ranks = [rank(capacity=100), rank(capacity=9)]
+    asked = problem(ranks, 4, 8, units=2, gather_s=50, even_gather_s=1)
+    assert state_by_memory(asked).step_s == (50 + 2) + (50 + 4)
+    assert even(asked).step_s == 2 * (2 + 4)
 
 
 @pytest.mark.parametrize("baseline", BASELINES.values(), ids=list(BASELINES))

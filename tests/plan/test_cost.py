@@ -49,7 +49,9 @@ def test_every_microbatch_may_keep_something_whatever_its_samples():
 
 def test_a_gather_that_takes_longer_than_all_compute_sets_the_pace():
     found = predict(PROBLEM, [RankPlan((1,), 1.0), RankPlan((), 0.0)])
-    assert found.step_s == 4 * (2.5 + 5.5) + 5 + 0.75
+    # beside the last forward nothing is gathered, beside the first backward nothing is reduced
+    forward_s, backward_s = 3 * 2.5 + 1, 2.5 + 2 * 5.5 + 3
+    assert found.step_s == forward_s + backward_s + 5 + 0.75
 
 
 def test_units_that_stay_gathered_leave_the_backward_a_reduce_to_hide_and_take_their_room():
@@ -57,7 +59,7 @@ def test_units_that_stay_gathered_leave_the_backward_a_reduce_to_hide_and_take_t
     problem = replace(PROBLEM, unresharded_bytes=11)
     before, stay = predict(problem, plans), replace(problem, reshard_after_forward=False)
     after = predict(stay, plans)
-    assert after.step_s == 4 * (2.5 + 3) + 5 + 0.75
+    assert after.step_s == 3 * 2.5 + 1 + 2 + 3 * 3 + 5 + 0.75
     assert [rank.memory_bytes - 11 for rank in after.ranks] == [
         rank.memory_bytes for rank in before.ranks
     ]
@@ -75,17 +77,26 @@ def test_early_updates_hide_behind_collectives_and_hold_less_state():
         PROBLEM,
         optimizer_s=2.0,
         unit_update_s=0.5,
+        fill_s=5.5,
+        root_reduce_s=1.0,
         early_state_bytes=75,
         early_reducing_state_bytes=5,
         early_updating_state_bytes=9,
     )
     early = late.with_early_update()
-    # with the update a unit's backward takes 2.5, its collectives 5.5
-    assert predict(early, plans).step_s == 4 * (2.5 + 5.5) + 5 + (2.0 - 4 * 0.5) + 0.5
+    # with the update a unit's backward takes 2.5, its collectives 5.5; the root unit's reduce 1
+    backward_s = 2.5 + 5.5 + 5.5 + 3
+    expected_s = 3 * 2.5 + 1 + backward_s + 5 + 5.5 + 1 + (2.0 - 4 * 0.5) + 0.5
+    assert predict(early, plans).step_s == expected_s
     assert predict(late, plans).step_s - predict(early, plans).step_s == 4 * 0.5
-    # nothing hides where a unit's compute takes longer
+    # where a unit's compute takes longer, only the last two reduces hide updates
     busy = [RankPlan((3, 2), 0.8), RankPlan((1,), 0.2)]
-    assert predict(early, busy).step_s == predict(late, busy).step_s
+    assert predict(late, busy).step_s - predict(early, busy).step_s == 2 * 0.5
+    # an update that takes longer than a reduce, too, has a gather to hide
+    long = replace(early, unit_update_s=4.0, optimizer_s=16.0)
+    backward_s = 2.5 + 5.5 + (4 + 2.5) + (4 + 2)
+    expected_s = 3 * 2.5 + 1 + backward_s + 5 + 2.5 + 4 + 4 + 0.5
+    assert predict(long, plans).step_s == expected_s
     before, after = (predict(case, busy).ranks for case in (late, early))
     less = [one.memory_bytes - other.memory_bytes for one, other in zip(before, after, strict=True)]
     assert less == pytest.approx([25 * 0.8, 25 * 0.2])

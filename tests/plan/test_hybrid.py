@@ -46,11 +46,11 @@ def ranks_of(*shares: float) -> list[RankPlan]:
 
 def test_time_and_memory_by_hand():
     found = predict(GROUPED, ranks_of(0.25, 0.75, 1.0))
-    # a gather hides behind the forward, gather and reduce take longer than the backward
-    assert found.step_s == 2 * (2 + 11) + 2 + 0.5 + 5 + 11
+    # a gather hides behind each forward and the first backward, a reduce is longer than the last
+    assert found.step_s == 2 * 2 + 4 + 10 + 2 + 0.5 + 5 + 11
     assert [rank.memory_bytes for rank in found.ranks] == [60 + 20, 180 + 20, 240 + 20]
     together = predict(TOGETHER, ranks_of(0.25, 0.25, 0.5))
-    assert together.step_s == 2 * (8 + 16) + 2 + 4 + 4 + 16
+    assert together.step_s == 8 + 2 + 8 + 8 + 2 + 4 + 4 + 16
     assert even_step_s(GROUPED) == found.step_s
 
 

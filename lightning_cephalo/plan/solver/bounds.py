@@ -20,17 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_cephalo.plan.cost import (
-    Mode,
-    backward_collectives_s,
-    modes,
-    time_curves,
-)
+from lightning_cephalo.plan.cost import Mode, modes, time_curves
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.columns import (
     Columns,
     RankType,
     needs_of,
+    step_parts,
     step_seconds,
     usable_sizes,
 )
@@ -45,7 +41,7 @@ class TimeBounds:
             (forward + backward) + tail of a rank with that batch. Infinite if the rank cannot hold
             the batch.
         rates_s: least values of the same four per sample, of shape (types, 4).
-        floors_s: bounds of the three maxima (forward, backward, tail), gather and reduce included.
+        floors_s: bounds of the three maxima (forward, backward, tail).
         step_s: bound of the step without its fixed time (``cost.fixed_time``); infinite if the
             global batch does not fit even without the state.
     """
@@ -74,10 +70,13 @@ class TimeBounds:
         return result
 
 
-def time_bounds(problem: Problem, types: Sequence[RankType], largest: int) -> TimeBounds:
+def time_bounds(
+    problem: Problem, types: Sequence[RankType], largest: int, least_backward_s: float = 0.0
+) -> TimeBounds:
     """Return bounds from batches of up to ``largest`` samples per rank.
 
-    They hold for larger batches too.
+    They hold for larger batches too. No unit's backward on the slowest rank takes less than
+    ``least_backward_s``.
     """
     least, rates = _least_times(problem, types, largest)
     counts = np.array([kind.count for kind in types])
@@ -85,10 +84,9 @@ def time_bounds(problem: Problem, types: Sequence[RankType], largest: int) -> Ti
         _least_slowest(least[:, kind], rates[:, kind], counts, problem.global_batch_size)
         for kind in range(4)
     ]
-    forward = max(slowest[0], problem.gather_s)
-    backward = max(slowest[1], backward_collectives_s(problem))
-    apart = problem.units * (forward + backward) + slowest[2]
-    return TimeBounds(least, rates, (forward, backward, slowest[2]), max(apart, slowest[3]))
+    floors_s = slowest[0], max(slowest[1], least_backward_s), slowest[2]
+    apart_s = float(step_parts(problem, np.array(floors_s)).sum())
+    return TimeBounds(least, rates, floors_s, max(apart_s, slowest[3]))
 
 
 def first_largest(problem: Problem, types: Sequence[RankType]) -> int:

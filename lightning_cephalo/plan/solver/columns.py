@@ -30,6 +30,7 @@ from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.room import Room
 from lightning_cephalo.plan.solver.state import kept_from_state
 from lightning_cephalo.plan.solver.unbeaten import unbeaten
+from lightning_cephalo.plan.windows import backward_windows, forward_windows, pass_s
 
 _FEW_COMBINATIONS = 256
 _FEW_COLUMNS = 600
@@ -110,8 +111,7 @@ class ColumnLimits:
 
     Args:
         step_s: the longest step of interest, without its fixed time (``cost.fixed_time``).
-        floors_s: lower bounds of the three maxima (forward, backward, tail) of any plan, gather and
-            reduce included.
+        floors_s: lower bounds of the three maxima (forward, backward, tail) of any plan.
         largest_batch: largest batch of one rank.
         smallest_batch: smallest batch of one rank; below 1, the rank may have no samples.
         batches: batches to consider if the mixtures are too many, in increasing order; None: all.
@@ -250,6 +250,21 @@ def usable_sizes(problem: Problem, profile: RankProfile, mode: Mode) -> list[int
     return sorted(sizes, key=lambda size: (needs[0].peaks[size - 1], size))
 
 
+def step_parts(problem: Problem, times_s: np.ndarray) -> np.ndarray:
+    """Return the seconds of forward, backward and tails in a step with these slowest times.
+
+    None of the three falls where a time rises. Their sum is the step without its fixed time
+    (``cost.fixed_time``).
+
+    Args:
+        problem: ranks and work of the step.
+        times_s: forward and backward per unit and tail per step, of shape (..., 3), as the result.
+    """
+    forward_s = pass_s(forward_windows(problem), times_s[..., 0])
+    backward_s = pass_s(backward_windows(problem), times_s[..., 1])
+    return np.stack([forward_s, backward_s, times_s[..., 2]], axis=-1)
+
+
 def step_seconds(
     problem: Problem, times_s: np.ndarray, floors_s: Sequence[float] | np.ndarray
 ) -> np.ndarray:
@@ -257,8 +272,7 @@ def step_seconds(
 
     ``times_s`` has shape (..., 3), the result (...).
     """
-    raised = np.maximum(times_s, np.asarray(floors_s))
-    return problem.units * (raised[..., 0] + raised[..., 1]) + raised[..., 2]
+    return step_parts(problem, np.maximum(times_s, np.asarray(floors_s))).sum(axis=-1)
 
 
 def batch_groups(problem: Problem, columns: Columns) -> np.ndarray:

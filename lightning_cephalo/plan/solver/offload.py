@@ -24,7 +24,6 @@ from lightning_cephalo.common.errors import SolverError
 from lightning_cephalo.plan.cost import (
     DEVICE_NEEDS,
     Mode,
-    backward_collectives_s,
     fixed_time,
     host_need,
     idle_bytes,
@@ -37,6 +36,7 @@ from lightning_cephalo.plan.solver.columns import RankType, group_types
 from lightning_cephalo.plan.solver.room import Room
 from lightning_cephalo.plan.solver.search import EQUAL, Found, Search
 from lightning_cephalo.plan.solver.state import to_the_byte
+from lightning_cephalo.plan.windows import backward_collectives_s
 
 _MOST_BOXES = 48
 _ROUNDING = 1e-9
@@ -176,10 +176,9 @@ class _Variant:
     def search(self, box: _Box) -> Search:
         """Return the search whose plans are no slower than any in the box."""
         floor_s = box.backward_s[0] - self.problem.unit_update_s * self.problem.early_update
-        more_s = max(0.0, floor_s - backward_collectives_s(self.problem))
-        floored = replace(self.problem, reduce_s=self.problem.reduce_s + more_s)
+        least_s = floor_s if floor_s > backward_collectives_s(self.problem) else 0.0
         room = self.room(box.exposed_s[1], box.backward_s[1])
-        return Search(floored, self.types, self.deadline, room)
+        return Search(self.problem, self.types, self.deadline, room, least_s)
 
     def halves(self, box: _Box, least_s: float, limit_s: float) -> list[_Box]:
         """Return the two halves of a box, without what is slower than a limit for certain.

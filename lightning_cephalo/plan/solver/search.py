@@ -28,11 +28,13 @@ from lightning_cephalo.plan.solver.columns import (
     batch_groups,
     build_columns,
     shared_by_all,
+    step_parts,
     step_seconds,
 )
 from lightning_cephalo.plan.solver.milp import Budget, Maximum, Needs, choose
 from lightning_cephalo.plan.solver.room import Room
 from lightning_cephalo.plan.solver.unbeaten import unbeaten
+from lightning_cephalo.plan.windows import backward_collectives_s
 
 _EXACT = 1e-9
 # Plans whose step is longer by at most this fraction count as equally fast.
@@ -42,14 +44,16 @@ ROOMIER = 1e-3
 # With at least this many types of ranks, a step is proven the shortest only to within EQUAL:
 # times have a per cent of noise, and telling the last plans apart takes minutes.
 _MANY_TYPES = 16
-_FEW_COLUMNS = 2000
+# Above so many columns a first plan comes before the best one. Where collectives set the pace, a
+# small part of the step is left to choose, and many columns differ in little.
+_FEW_COLUMNS, _FEW_WHERE_COLLECTIVES_PACE = 2000, 300
 # Successive limits on the step of a column, as multiples of the bound.
 _SLACKS = (1.03, 1.3, 2.0, 5.0, math.inf)
 # Factors by which all slowest times of a first plan may exceed their floors.
 _SCALES = (1.0, *(1 + 2.0**power for power in range(-11, 3)))
 # Fraction of the time that the shortest step may take; the rest is for the room.
 _SHARE = 0.7
-_PARTS = 100
+_PARTS = 20
 _ROOM_GAP = 1e-4
 # Seconds for a first plan, even if time is up.
 _ANY_S = 1.0
@@ -82,13 +86,15 @@ class Found:
 class Search:
     """Search of one problem until ``deadline`` (of time.perf_counter).
 
-    With ``room``, optimizer state may move within its limits.
+    With ``room``, optimizer state may move within its limits. Backwards of a unit that take less
+    than ``least_backward_s`` count as much.
     """
 
     problem: Problem
     types: Sequence[RankType]
     deadline: float
     room: Room | None = None
+    least_backward_s: float = 0.0
 
     @property
     def bound_s(self) -> float:
@@ -97,16 +103,23 @@ class Search:
 
     @property
     def floors_s(self) -> tuple[float, float, float]:
-        """Lower bounds of a unit's forward and backward, or of their collectives, and of tails."""
+        """Lower bounds of a unit's forward and backward, and of tails, on the slowest ranks."""
         return self._bounds.floors_s
 
     @cached_property
     def _bounds(self) -> TimeBounds:
-        return time_bounds(self.problem, self.types, first_largest(self.problem, self.types))
+        return self._bounds_up_to(first_largest(self.problem, self.types))
 
     @property
     def _gap(self) -> float:
         return EQUAL if len(self.types) >= _MANY_TYPES else _EXACT
+
+    @property
+    def _few_columns(self) -> int:
+        forward_s, backward_s, _ = self.floors_s
+        problem = self.problem
+        is_paced = forward_s < problem.gather_s or backward_s < backward_collectives_s(problem)
+        return _FEW_WHERE_COLLECTIVES_PACE if is_paced else _FEW_COLUMNS
 
     def run(self) -> Found | None:
         """Return the shortest step, or the shortest found in time; None when there is no plan.
@@ -169,7 +182,7 @@ class Search:
         if floors_s is None:
             return None
         known = None
-        if len(columns) > _FEW_COLUMNS:
+        if len(columns) > self._few_columns:
             known = self._first_plan(columns, needs, floors_s)
             if known is None or known.step_s <= known.bound_s * (1 + self._gap):
                 return known
@@ -198,12 +211,14 @@ class Search:
         return dataclasses.replace(known, bound_s=bound_s)
 
     def _first_plan(self, columns: Columns, needs: Needs, floors_s: np.ndarray) -> Found | None:
-        """Return a plan whose three slowest times exceed their floors by at most one common factor.
+        """Return a plan whose three parts of a step exceed their floors by at most one factor.
 
         A few tries make the factor small. Returns None when the columns hold no plan. A plan close
         to the best saves the next program far more time than it costs.
         """
-        floor_s = float(step_seconds(self.problem, floors_s, floors_s))
+        floors = step_parts(self.problem, floors_s)
+        parts_s = step_parts(self.problem, np.maximum(columns.times_s, floors_s))
+        floor_s = float(floors.sum())
         best: Found | None = None
         infeasible, feasible = -1, len(_SCALES)  # len(_SCALES): all columns
         while feasible - infeasible > 1 or best is None:
@@ -214,8 +229,8 @@ class Search:
                 tried = min(2 * infeasible + 2, len(_SCALES))
             few = columns
             if tried < len(_SCALES):
-                slowest_s = floors_s * _SCALES[tried] * (1 + 1e-12)
-                few = columns.take(np.all(columns.times_s <= slowest_s, axis=1))
+                most_s = floors * _SCALES[tried] * (1 + 1e-12)
+                few = columns.take(np.all(parts_s <= most_s, axis=1))
             few = self._unbeaten(few, [self._price(few), *_shared(few, needs)])
             left_s = self._left_s(_ANY_S if best is None else 0.0)
             outcome = choose(few, needs, cost=self._price(few), gap=_ANY_GAP, time_limit_s=left_s)
@@ -245,8 +260,9 @@ class Search:
         bounds = self._covering(self._bounds, limit_s)
         columns = self._columns(bounds, limit_s)
         slowest_s = np.maximum(fastest.columns.times_s.max(axis=0), bounds.floors_s)
-        longer = columns.times_s - slowest_s * (1 + 1e-12)
-        parts = _PARTS * self._weights * longer / (EQUAL * fastest.step_s or 1.0)
+        slowest_s = step_parts(self.problem, slowest_s)
+        longer_s = step_parts(self.problem, columns.times_s) - slowest_s * (1 + 1e-12)
+        parts = _PARTS * longer_s / (EQUAL * fastest.step_s or 1.0)
         parts = np.ceil(np.maximum(parts, 0.0))
         within = parts.sum(axis=1) <= _PARTS
         columns, parts = columns.take(within), parts[within]
@@ -308,19 +324,15 @@ class Search:
         )
 
     def _slowest(self, columns: Columns, floors_s: np.ndarray) -> list[Maximum]:
-        """Return the three slowest times, whose weighted sum is the step."""
-        step_s = float(step_seconds(self.problem, floors_s, floors_s))
+        """Return the three parts of a step, each of which has its slowest rank."""
+        floors = step_parts(self.problem, floors_s)
         # Half of the gap goes to merged levels of the three ladders, half to the solver.
-        closest_s = self._gap / 2 / 3 * step_s if self._gap > _EXACT else 0.0
+        closest_s = self._gap / 2 / 3 * float(floors.sum()) if self._gap > _EXACT else 0.0
+        parts_s = step_parts(self.problem, np.maximum(columns.times_s, floors_s))
         return [
-            Maximum(columns.times_s[:, phase], float(floors_s[phase]), weight, closest_s / weight)
-            for phase, weight in enumerate(self._weights)
+            Maximum(own_s, floor_s, 1.0, closest_s)
+            for own_s, floor_s in zip(parts_s.T, floors.tolist(), strict=True)
         ]
-
-    @property
-    def _weights(self) -> np.ndarray:
-        """Number of times that each of the slowest times counts in a step."""
-        return np.array([self.problem.units, self.problem.units, 1])
 
     def _together(self, fastest: Found) -> float:
         """Return how full all ranks together are, or those of the fullest group."""
@@ -346,7 +358,7 @@ class Search:
         used, on_host = columns.used[:, DEVICE], columns.used[:, HOST]
         # without a limit on the device, offloading gains nothing: it must keep a price
         on_host = on_host / np.minimum(capacity, on_host.max(initial=0.0) or 1.0)
-        work_s = step_seconds(self.problem, columns.times_s, (0.0, 0.0, 0.0))
+        work_s = columns.times_s @ np.array([self.problem.units, self.problem.units, 1.0])
         work = work_s / (work_s.max(initial=0.0) or 1.0)
         ranks = len(self.problem.ranks)
         return used / self._capacity + _OFFLOAD * on_host + _BALANCE * work**2 / ranks
@@ -369,8 +381,11 @@ class Search:
         """Return bounds over every batch of a rank that may be part of a step of ``step_s``."""
         batch = self.problem.global_batch_size
         while bounds.largest < batch and not bounds.covers(step_s):
-            bounds = time_bounds(self.problem, self.types, min(batch, 2 * bounds.largest))
+            bounds = self._bounds_up_to(min(batch, 2 * bounds.largest))
         return bounds
+
+    def _bounds_up_to(self, largest: int) -> TimeBounds:
+        return time_bounds(self.problem, self.types, largest, self.least_backward_s)
 
     def _left_s(self, grace_s: float = 0.0) -> float:
         return max(self.deadline + grace_s - time.perf_counter(), 0.0)

@@ -211,12 +211,22 @@ class _Variant:
     def problem(self) -> Problem:
         return self.search.problem
 
+    @functools.cached_property
+    def fixed_s(self) -> float:
+        """Seconds of a step that no search changes; even shares have a shorter fill."""
+        return fixed_time(self.problem)
+
+    @property
+    def bound_s(self) -> float:
+        """Lower bound of the step of all plans."""
+        return self.search.bound_s + self.fixed_s
+
 
 _Candidates = list[tuple[_Variant, Found]]
 
 
 def _searched(problem: Problem, deadline: float) -> tuple[_Candidates, float]:
-    """Search the variants and return their results and a lower bound of all plans.
+    """Search the variants and return their results and a lower bound of all plans' steps.
 
     Variants that cannot be as fast as the best one are skipped. Raises SolverError when time is up
     without any plan.
@@ -224,21 +234,21 @@ def _searched(problem: Problem, deadline: float) -> tuple[_Candidates, float]:
     found: _Candidates = []
     bound_s, least_s, failure = math.inf, math.inf, None
     # the most promising first
-    for variant in sorted(_variants(problem, deadline), key=lambda each: each.search.bound_s):
+    for variant in sorted(_variants(problem, deadline), key=lambda each: each.bound_s):
         if found and (
-            variant.search.bound_s > least_s * (1 + EQUAL + _EXACT)
-            or time.perf_counter() > deadline
+            variant.bound_s > least_s * (1 + EQUAL + _EXACT) or time.perf_counter() > deadline
         ):
-            bound_s = min(bound_s, variant.search.bound_s)
+            bound_s = min(bound_s, variant.bound_s)
             continue
         try:
             own = variant.search.run()
         except SolverError as error:
             failure = error
-            bound_s = min(bound_s, variant.search.bound_s)
+            bound_s = min(bound_s, variant.bound_s)
             continue
         if own is not None:
-            bound_s, least_s = min(bound_s, own.bound_s), min(least_s, own.step_s)
+            bound_s = min(bound_s, own.bound_s + variant.fixed_s)
+            least_s = min(least_s, own.step_s + variant.fixed_s)
             found.append((variant, own))
     if failure is not None and not found:
         raise failure
@@ -256,7 +266,7 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
                 continue
             search = Search(variant, group_types(variant), deadline)
             # if every plan's backward hides a gather too, keeping units gathered gains nothing
-            both_s = variant.gather_s + variant.reduce_s
+            both_s = variant.gather_s + variant.reduce_s if variant.gather_s else 0.0
             if reshard != problem.reshard_choices[0] and search.floors_s[1] >= both_s:
                 continue
             yield _Variant(search, even)
@@ -279,9 +289,7 @@ def _best_plan(problem: Problem, found: _Candidates, bound_s: float) -> Plan:
 
     It is one that offloads the least, and has the most headroom of those.
     """
-    fixed_s = fixed_time(problem)
-    fastest_s = min(own.step_s for _, own in found) + fixed_s
-    bound_s += fixed_s
+    fastest_s = min(own.step_s + variant.fixed_s for variant, own in found)
     plans = [_as_plan(problem, variant, own) for variant, own in found]
     equals = [plan for plan in plans if _step_s(plan) <= fastest_s * (1 + EQUAL + _EXACT)]
     best = min(equals, key=_step_s)

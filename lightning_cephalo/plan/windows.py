@@ -1,0 +1,101 @@
+"""What each unit's forward and backward hide: the collectives that run beside them.
+
+With U units, a step has 2 U - 1 gathers of units and U reduces: the last unit of the forward is
+the first one of the backward, and is still there. G and R are the times of one gather and one
+reduce. The first gather and the last reduce hide behind nothing (``Problem.fill_s``). The others
+run beside these passes of units::
+
+    forward   units 1 to U - 1    the next unit's gather       G
+              unit U              none                         0
+    backward  unit U              the next unit's gather       G
+              units U - 1 to 2    a reduce, then a gather      G + R
+              unit 1              unit 2's reduce              R
+
+Each of these is a window: it takes as long as its compute or as its collectives, whichever is
+longer. Where units stay gathered, the windows of the backward have no gathers.
+
+With early updates, the update of a unit runs between two backwards, beside the reduce of the unit
+before. With u the time of one update, such a window takes ``max(G + R, B + u, G + u)``, which is
+``u + max(G + R - u, G, B)``. The u is a part of the optimizer's time, so that the window's
+collectives count as ``max(G + R - u, G)``. No update precedes the backwards of units U and U - 1.
+Two updates are left for the reduces of unit 1 and of the root unit (``hidden_updates_s``).
+
+Source: the order of a step (``plan/program.py``). ``offline/simulate.py`` plays it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lightning_cephalo.plan.problem import Problem
+
+Windows = tuple[tuple[float, int], ...]
+"""Seconds of collectives beside one unit's pass, and the number of units of which this holds."""
+
+
+def forward_windows(problem: Problem) -> Windows:
+    """Return the windows of the forward of all units."""
+    return (problem.gather_s, problem.units - 1), (0.0, 1)
+
+
+def backward_windows(problem: Problem) -> Windows:
+    """Return the windows of the backward of all units.
+
+    ::
+
+        backward_windows(problem)    # four units, G = 2, R = 3: ((2, 1), (5, 1), (5, 1), (3, 1))
+    """
+    gather_s, reduce_s, update_s = _times(problem)
+    units = problem.units
+    if units == 1:
+        return ((0.0, 1),)
+    if units == 2:
+        return (gather_s, 1), (reduce_s, 1)
+    return (
+        (gather_s, 1),
+        (gather_s + reduce_s, 1),
+        (backward_collectives_s(problem), units - 3),
+        (max(0.0, reduce_s - update_s), 1),
+    )
+
+
+def backward_collectives_s(problem: Problem) -> float:
+    """Return the seconds of collectives that the backward of a unit in the middle has to hide.
+
+    An early update hides some of them: see the module docstring.
+    """
+    gather_s, reduce_s, update_s = _times(problem)
+    return max(gather_s, gather_s + reduce_s - update_s)
+
+
+def hidden_updates_s(problem: Problem) -> float:
+    """Return the seconds of early updates that hide behind the last two reduces.
+
+    That of unit 1 hides one only as far as ``Problem.fill_s`` counts it.
+    """
+    _, reduce_s, update_s = _times(problem)
+    behind_last_s = min(reduce_s, problem.fill_s) if problem.units > 1 else 0.0
+    return min(update_s, behind_last_s) + min(update_s, problem.root_reduce_s)
+
+
+def pass_s(windows: Windows, own_s: Any) -> Any:
+    """Return the seconds of a pass through all units.
+
+    Args:
+        windows: Collectives beside the units' passes.
+        own_s: Seconds of one unit's compute on the slowest rank; a number or an array.
+    """
+    # exact where compute hides all collectives
+    found_s = sum(count for _, count in windows) * own_s
+    for floor_s, count in windows:
+        found_s = found_s + count * np.maximum(floor_s - own_s, 0.0)
+    return found_s
+
+
+def _times(problem: Problem) -> tuple[float, float, float]:
+    """Return the seconds of a gather in the backward, a reduce, and an early update of a unit."""
+    gathers_again = problem.reshard_after_forward is not False
+    update_s = problem.unit_update_s * problem.early_update
+    return problem.gather_s * gathers_again, problem.reduce_s, update_s
