@@ -39,6 +39,7 @@ from lightning_cephalo.adapters import (
     supported,
 )
 from lightning_cephalo.adapters.ending import Ending
+from lightning_cephalo.adapters.left_loops import evaluation_loop
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.pulled_batches import Pulled, pulls_batches
@@ -703,6 +704,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._ending.begin_batch()
         self._running.begin_batch(self.optimizers)
 
     def _plan_has_changed(self) -> None:
@@ -879,7 +881,7 @@ class CephaloStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         session, verbose = self.session, self._options.verbose
         executor = session.model.executor
-        self._ending.stop_together()
+        self._ending.end_training()
         session.control.together("checking the last step's buffers", executor.buffers.check)
         executor.reshard()
         self._measured_memory = session.measured_memory()
@@ -956,27 +958,26 @@ class CephaloStrategy(ParallelStrategy):
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.PREDICTING:
             return False
-        loop = {
-            TrainerFn.VALIDATING: trainer.validate_loop,
-            TrainerFn.TESTING: trainer.test_loop,
-        }.get(trainer.state.fn or TrainerFn.FITTING, trainer.fit_loop.epoch_loop.val_loop)
-        return loop.batch_progress.is_last_batch
+        return evaluation_loop(trainer).batch_progress.is_last_batch
 
     @override
     def on_validation_start(self) -> None:
-        self._ending.stop_together()
+        self._ending.begin_validation()
 
     @override
     def on_validation_end(self) -> None:
+        self._ending.stop_together()
         self.session.model.executor.reshard()
         self._recovering.after_validation()
 
     @override
     def on_test_end(self) -> None:
+        self._ending.stop_together()
         self.session.model.executor.reshard()
 
     @override
     def on_predict_end(self) -> None:
+        self._ending.stop_together()
         self.session.model.executor.reshard()
 
     # -- communication for users and Lightning ------------------------------------------------

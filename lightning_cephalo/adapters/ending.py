@@ -1,9 +1,10 @@
 """Decides how a run ends: at the same place on all ranks, or on this rank alone.
 
 A run ends with an error that all ranks raise together, with SIGTERM, with ``trainer.should_stop``,
-or with an error of this rank, of which the others must learn. Only ranks that end at the same place
-may communicate afterwards. Lightning calls hooks after an error in which callbacks save checkpoints
-and wait for other ranks; those are refused here where the others do not come.
+or with an error of this rank, of which the others must learn. A hook may also end an epoch. Only
+ranks that end at the same place may communicate afterwards. Lightning calls hooks after an error in
+which callbacks save checkpoints and wait for other ranks; those are refused here where the others
+do not come.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from lightning_cephalo.adapters import left_loops
 from lightning_cephalo.adapters.termination import Termination
 
 if TYPE_CHECKING:
@@ -111,13 +113,51 @@ class Ending:
             self._ranks.groups.meeting.meet(purpose, remedy, is_patient=True)
 
     def stop_together(self) -> None:
-        """Let all ranks meet where training has stopped early, as others may go on.
+        """Let all ranks meet where this one has stopped or left a loop, as others may go on.
 
         Raises:
-            UnsupportedError: If trainer.should_stop is not set on all ranks.
+            UnsupportedError: If trainer.should_stop is not set on all ranks, or not all have left.
         """
-        if self._trainer is not None and self._trainer.should_stop:
+        trainer = self._trainer
+        if trainer is None:
+            return
+        if trainer.should_stop:
             self.meet("stopping, as trainer.should_stop is set", _STOP_TOGETHER)
+        if self._is_set_up and left_loops.is_between_loops(trainer):
+            self._leave_together(left_loops.left_loop(trainer))
+
+    def begin_batch(self) -> None:
+        """Let all ranks meet before the first batch of an epoch, as one may have left the last.
+
+        Raises:
+            UnsupportedError: If other ranks do something else.
+        """
+        assert self._trainer is not None
+        if left_loops.begins_epoch(self._trainer):
+            self.meet(f"beginning epoch {self._trainer.current_epoch}", left_loops.REMEDY)
+
+    def begin_validation(self) -> None:
+        """Let all ranks meet before a validation, as one may have left the epoch instead.
+
+        Raises:
+            UnsupportedError: If other ranks do something else.
+        """
+        self.stop_together()
+        self.meet("beginning a validation", left_loops.REMEDY)
+
+    def end_training(self) -> None:
+        """Let all ranks meet where this one has left training.
+
+        Raises:
+            UnsupportedError: If not all have left it.
+        """
+        assert self._trainer is not None
+        self.stop_together()
+        self._leave_together(left_loops.left_training(self._trainer))
+
+    def _leave_together(self, where: str | None) -> None:
+        if where is not None:
+            self.meet(where, left_loops.REMEDY)
 
     def refuse_alone(self, what: str) -> None:
         """Raise this rank's failure again in hooks for it that need ranks which do not share it.

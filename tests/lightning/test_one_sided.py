@@ -240,6 +240,68 @@ def test_a_call_on_one_rank_alone_says_who_waits_for_what_and_since_when(tmp_pat
     assert not (tmp_path / "alone.ckpt").exists()
 
 
+class LeavesLoop(Callback):
+    """Raises StopIteration, which Lightning takes as the end of the loop around the hook."""
+
+    def __init__(self, hook: str, ranks: tuple[int, ...]) -> None:
+        def leave(trainer: Any, *_: Any) -> None:
+            if trainer.global_rank in ranks and trainer.global_step in (2, 4):
+                raise StopIteration
+
+        setattr(self, hook, leave)
+
+
+class SkipsRest(Net):
+    """Returns -1 from on_train_batch_start()."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        super().on_train_batch_start(batch, batch_idx)
+        leaves = self.global_rank in self.ranks and self.trainer.global_step == 2
+        return -1 if leaves else None
+
+
+def _leave(plan: str | None, how: str, ranks: tuple[int, ...]) -> list[float]:
+    model = SkipsRest(ranks) if how == "-1" else Net()
+    callbacks = [] if how == "-1" else [LeavesLoop(how, ranks)]
+    trainer(plan, callbacks=callbacks, max_epochs=2).fit(model, loader(), loader(8))
+    return model.losses
+
+
+LEAVING = {
+    "on_train_batch_start": "is ending the epoch early, before batch 2",
+    "on_train_batch_end": "is ending the epoch early, behind batch 1",
+    "-1": "is ending the epoch early, before batch 2",
+    "on_validation_batch_start": "is ending the validation early, before batch 0",
+    "on_train_epoch_end": "is ending training early, in epoch 0",
+    "on_validation_start": "is beginning epoch 1",
+}
+
+
+@pytest.mark.parametrize("how", LEAVING)
+def test_a_rank_that_leaves_an_epoch_alone_names_itself_and_the_remedy(how):
+    rank = 0 if how == "-1" else 1
+
+    def fit() -> None:
+        look_soon()
+        _leave("three", how, (rank,))
+
+    for failure in failures(fit, world_size=3):
+        assert f"ank {rank} {LEAVING[how]}" in failure.message
+        assert "A StopIteration in a hook, or a -1 that on_train_batch_start()" in failure.message
+        assert "reduce_boolean_decision(leave, all=False)" in failure.message
+
+
+@pytest.mark.parametrize("how", ["on_train_batch_start", "-1"])
+def test_all_ranks_leave_an_epoch_together_as_one_device_does(how):
+    losses = in_ranks(1, _leave, None, how, (0,))[0]
+    for found in in_ranks(2, _leave, "3:1", how, (0, 1)):
+        assert found == pytest.approx(losses, rel=1e-4)
+
+
 def test_a_rank_that_ends_between_two_trainers_leaves_no_rank_waiting():
     ended = Event()
 
