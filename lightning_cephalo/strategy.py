@@ -674,17 +674,19 @@ class CephaloStrategy(ParallelStrategy):
         if self._session is None:
             return dataloader  # outside of a run its batches are only counted
         if not self._samplers.deals:
-            return self.session.in_step(dataloader)
+            return self.session.in_step(dataloader, self._ending.begin_reading)
         self._ending.stop_together()
         trainer = self._module.trainer
         training = trainer.state.stage == RunningStage.TRAINING
         if training:
             self._recovering.before_pass(accelerator_of(self.root_device))
         resumption, epoch = self._resumption, trainer.current_epoch
+        begin = self._ending.begin_reading
+        deal = partial(self.session.dealt, dataloader, before_reading=begin)
         if not training or resumption is None:
-            return self.session.dealt(dataloader, training=training, epoch=epoch)
+            return deal(training=training, epoch=epoch)
         epoch = resumption.epoch_of(epoch)
-        dealt = self.session.dealt(dataloader, training=True, epoch=epoch, seed=resumption.seed)
+        dealt = deal(training=True, epoch=epoch, seed=resumption.seed)
         resumption.continue_with(dealt, warns=self.is_global_zero)
         return dealt
 

@@ -126,6 +126,16 @@ class Ending:
         if self._is_set_up and left_loops.is_between_loops(trainer):
             self._leave_together(left_loops.left_loop(trainer))
 
+    def begin_reading(self) -> None:
+        """Let all ranks meet before they read a batch of a stream that begins an epoch.
+
+        Raises:
+            UnsupportedError: If other ranks do something else.
+        """
+        trainer = self._trainer
+        if self._is_set_up and trainer is not None and left_loops.is_between_loops(trainer):
+            self.meet("reading the first batch of an epoch", left_loops.REMEDY)
+
     def begin_batch(self) -> None:
         """Let all ranks meet before the first batch of an epoch, as one may have left the last.
 

@@ -609,7 +609,15 @@ class Session:
 
     # -- dataloaders --------------------------------------------------------------------------
 
-    def dealt(self, loader: Any, *, training: bool, epoch: int, seed: int | None = None) -> Any:
+    def dealt(
+        self,
+        loader: Any,
+        *,
+        training: bool,
+        epoch: int,
+        seed: int | None = None,
+        before_reading: Callable[[], None] = lambda: None,
+    ) -> Any:
         """Return a loader that yields this rank's share of each global batch; collective.
 
         Args:
@@ -617,14 +625,15 @@ class Session:
             training: Whether it is dealt by the plan; else evenly, for evaluation.
             epoch: Epoch of its first pass.
             seed: Seed of the order; None: the one that the ranks agree on.
+            before_reading: Called before ranks agree on a batch of a stream; may communicate.
         """
         agreed = agreed_seed(self.control.broadcast)
         common: dict[str, Any] = {
             "rank": self.control.rank,
             "seed": agreed if seed is None else seed,
             "broadcast": self.control.broadcast,
-            "all_have_next": self.control.all,
-            "gather": self.control.gather,
+            "all_have_next": _behind(before_reading, self.control.all),
+            "gather": _behind(before_reading, self.control.gather),
             "epoch": epoch,
         }
         options = self._job.options
@@ -649,11 +658,16 @@ class Session:
             **common,
         )
 
-    def in_step(self, loader: Any) -> Any:
-        """Return a loader that the user deals, so that its ranks end together; collective."""
+    def in_step(self, loader: Any, before_reading: Callable[[], None]) -> Any:
+        """Return a loader that the user deals, so that its ranks end together; collective.
+
+        Args:
+            loader: The user's loader.
+            before_reading: As for :meth:`dealt`.
+        """
         if self.control.world_size == 1:
             return loader
-        return lock_step(loader, all_have_next=self.control.all)
+        return lock_step(loader, all_have_next=_behind(before_reading, self.control.all))
 
     # -- several microbatches of steps that optimize manually ---------------------------------
 
@@ -795,3 +809,11 @@ def _planned_memory(rank: RankPlan) -> str:
     if rank.capacity_bytes is not None and math.isfinite(rank.capacity_bytes):
         capacity = f" of the {report.format_bytes(rank.capacity_bytes)} that it may use"
     return f"The plan counts on {report.format_bytes(rank.memory_bytes)}{capacity}."
+
+
+def _behind(before: Callable[[], None], collective: Callable[..., Any]) -> Callable[[Any], Any]:
+    def both(own: Any) -> Any:
+        before()
+        return collective(own)
+
+    return both

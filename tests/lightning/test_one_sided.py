@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from common import Net, in_ranks, loader, look_soon, trainer
+from common import Net, dataset, in_ranks, loader, look_soon, trainer
 from launch import SOON_S
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from test_bad_input import failures
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 
@@ -292,6 +293,30 @@ def test_a_rank_that_leaves_an_epoch_alone_names_itself_and_the_remedy(how):
     for failure in failures(fit, world_size=3):
         assert f"ank {rank} {LEAVING[how]}" in failure.message
         assert "A StopIteration in a hook, or a -1 that on_train_batch_start()" in failure.message
+        assert "reduce_boolean_decision(leave, all=False)" in failure.message
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(dataset())
+
+
+class LogsNothing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+def test_no_rank_reads_the_next_epoch_of_a_stream_beside_one_that_others_have_not_ended():
+    def fit() -> None:
+        look_soon()
+        run = trainer("3:1", callbacks=[LeavesLoop("on_train_batch_end", (1,))], max_epochs=2)
+        run.fit(LogsNothing(), DataLoader(Stream(), batch_size=8), loader(8))
+
+    for failure in failures(fit):
+        assert "ank 1 is reading the first batch of an epoch" in failure.message
         assert "reduce_boolean_decision(leave, all=False)" in failure.message
 
 
