@@ -188,6 +188,7 @@ class Problem(FileRecord):
         turn_state_bytes: the part of ``state_bytes`` that is held only there.
         one_microbatch_reason: why the step runs as one microbatch on every rank; empty: nobody
             asked, or it need not.
+        disturbance: what disturbed the measurement of the ranks, and what helps; empty: nothing.
         step_overhead_s: time of a step that no other field covers.
         even_gather_s: ``gather_s`` when all ranks hold equal shares; None: the same.
         even_reduce_s: ``reduce_s`` when all ranks hold equal shares; None: the same.
@@ -271,6 +272,7 @@ class Problem(FileRecord):
     turn_s: Amount = 0.0
     turn_state_bytes: Amount = 0.0
     one_microbatch_reason: Annotated[str, records.text] = ""
+    disturbance: Annotated[str, records.text] = ""
     step_overhead_s: Amount = 0.0
     even_gather_s: Amount | None = None
     even_reduce_s: Amount | None = None
