@@ -648,7 +648,7 @@ class CephaloStrategy(ParallelStrategy):
             problem if replans else None,
             self._options,
             self._plan_has_changed,
-            loss_check if session.manual is None else None,
+            loss_check,
         )
         self._notes = StepNotes(self._training, recovering, self._ending.termination)
         return job, problem

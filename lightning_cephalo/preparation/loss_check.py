@@ -41,6 +41,12 @@ if TYPE_CHECKING:
 _UNKNOWN = "The loss of a batch was not compared with that of its parts"
 _APART = f"{_UNKNOWN}: collate_per_microbatch=True never collates a batch as a whole."
 
+_MANUAL = (
+    "The losses of manual backwards are not compared with those of parts under a given plan. One"
+    " that is no mean over samples differs from one device. Without plan=, they are compared before"
+    " training."
+)
+
 Parted = tuple[Any, list[tuple[Any, int]]]
 """A batch, and its parts with their numbers of samples."""
 
@@ -89,6 +95,7 @@ class LossCheck:
         """Warn if a microbatch's loss is not the weighted mean of its halves'; collective.
 
         Runs once, and later does nothing. Smaller microbatches than the halves need are joined.
+        With manual optimization a line says that nothing is compared.
 
         Args:
             batch: This rank's batch.
@@ -101,6 +108,9 @@ class LossCheck:
         progress = Progress(self._job.options.verbose and self._model.control.rank == 0)
         if self._job.options.collate_per_microbatch:
             progress.warn(_APART)
+            return
+        if self._manual is not None:
+            progress.warn(_MANUAL)
             return
         halves = partial(self._halves, batch, pieces)
         _compare(self._job, self._model, self._trainer, step, halves, self._gathers)
