@@ -75,7 +75,7 @@ class Meeting:
         began_s, wait_s, were_stuck, has_warned = time.monotonic(), FIRST_LOOK_S, False, False
         while True:
             try:
-                came = switchboard.arrive(self._count, (purpose, here), wait_s)
+                came = switchboard.arrive(self._count, (purpose, here, remedy), wait_s)
                 missing = [rank for rank in range(switchboard.world_size) if rank not in came]
                 others = {rank: switchboard.where_is(rank) for rank in missing}
             except TimeoutError:  # rank 0, which counts the ranks, is stopped
@@ -96,9 +96,11 @@ class Meeting:
                 warnings.warn(f"{said} It has waited {waited_s:.0f} s. {remedy}", stacklevel=2)
                 has_warned = True
             were_stuck, wait_s = are_stuck, LOOK_S
-        if len({of for of, _ in came.values()}) > 1:
-            said = "; ".join(f"rank {rank} is {of}, {place}" for rank, (of, place) in came.items())
-            raise UnsupportedError(f"Every rank must do the same here, but {said}. {remedy}")
+        if len({of for of, *_ in came.values()}) > 1:
+            said = "; ".join(f"rank {rank} is {of}, {at}" for rank, (of, at, _) in came.items())
+            # nobody knows which rank is the one that is wrong
+            remedies = " ".join(dict.fromkeys(remedy for *_, remedy in came.values()))
+            raise UnsupportedError(f"Every rank must do the same here, but {said}. {remedies}")
 
 
 def _told(others: Mapping[int, Whereabouts | None]) -> str:

@@ -240,15 +240,16 @@ class Switchboard:
                 connection.sendall(_GOODBYE)
 
     def arrive(
-        self, number: int, purpose: tuple[str, str], wait_s: float
-    ) -> dict[int, tuple[str, str]]:
+        self, number: int, purpose: tuple[str, ...], wait_s: float
+    ) -> dict[int, tuple[str, ...]]:
         """Say that this rank has come to a meeting; return who has come, and for what.
 
         It returns as soon as all have come, or after some seconds. Call it again to wait longer.
 
         Args:
             number: Counts the meetings of this run; equal on all ranks.
-            purpose: What this rank has come for, and from where.
+            purpose: What this rank has come for, from where, and what the user may do if others
+                have not.
             wait_s: The most seconds to wait for the others.
 
         Raises:
@@ -261,7 +262,7 @@ class Switchboard:
         came = self._ask(0, asked, wait_s + _ANSWER_S)["came"]
         if came is None:
             raise ConnectionAbortedError("a rank has failed, so that not all will come")
-        return {int(rank): (what, place) for rank, (what, place) in sorted(came.items())}
+        return {int(rank): tuple(what) for rank, what in sorted(came.items())}
 
     def fail(
         self, position: Sequence[int], wait_s: float, *, gives_up: bool
@@ -345,7 +346,7 @@ class _Meetings:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._came: dict[int, dict[int, tuple[str, str]]] = {}
+        self._came: dict[int, dict[int, tuple[str, ...]]] = {}
         self._changed = threading.Condition()
         self._has_ended = False
 
@@ -361,8 +362,8 @@ class _Meetings:
             self._changed.notify_all()
 
     def arrive(
-        self, number: int, rank: int, purpose: tuple[str, str], wait_s: float
-    ) -> dict[int, tuple[str, str]] | None:
+        self, number: int, rank: int, purpose: tuple[str, ...], wait_s: float
+    ) -> dict[int, tuple[str, ...]] | None:
         """Return who has come once all have, or after some seconds; None if a rank has failed."""
         with self._changed:
             came = self._came.setdefault(number, {})

@@ -88,14 +88,15 @@ def test_a_rank_that_comes_alone_says_who_waits_for_what():
 def _comes_for_another(rank):
     _, _, meeting = _meeting()
     with pytest.raises(UnsupportedError) as raised:
-        meeting.meet(f"calling block {rank}", "Call the same.")
+        meeting.meet(f"calling block {rank}", f"Call block {rank} everywhere.")
     return str(raised.value)
 
 
 def test_ranks_that_come_for_different_things_all_say_so():
     for said in run_ranks(2, _comes_for_another):
         assert said.startswith("Every rank must do the same here, but rank 0 is calling block 0, ")
-        assert "; rank 1 is calling block 1, " in said and said.endswith(". Call the same.")
+        assert "; rank 1 is calling block 1, " in said
+        assert said.endswith(". Call block 0 everywhere. Call block 1 everywhere.")
 
 
 def _comes_to_another(rank):

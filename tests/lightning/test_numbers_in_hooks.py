@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 
 import numpy as np
 import pytest
@@ -97,10 +96,9 @@ def _refused(plan, callback):
 
 
 def test_a_number_that_one_rank_computes_alone_is_refused_by_name_and_all_ranks_end():
-    alone, other = in_ranks(2, _refused, "3:1", _Alone())
-    assert "computing mean of a sharded tensor, in on_train_batch_end()" in alone
-    assert "every rank must compute it" in alone
-    assert re.search(r"Rank 0 \(.*\) failed: UnsupportedError", other)
+    for message in in_ranks(2, _refused, "3:1", _Alone()):
+        assert "0 is computing mean of a sharded tensor, in on_train_batch_end()" in message
+        assert "every rank must compute it" in message
 
 
 def test_a_sharded_tensor_that_one_rank_saves_alone_is_refused_by_name_on_every_rank():
