@@ -26,6 +26,6 @@ def test_an_error_in_one_part_leaves_out_none_of_the_others(broken):
         strategy.teardown()
     session.close.assert_called_once_with()
     strategy._samplers.give_back.assert_called_once()
-    strategy._ending.termination.end.assert_called_once_with()
+    strategy._ending.end.assert_called_once_with()
     for part in parts.values():
         part.teardown.assert_called_once_with()
