@@ -11,16 +11,19 @@ lightning_cephalo.run``. They are killed at random moments, several times in one
 the table is a fault: how often it was made, how many steps were repeated at most, whether each
 step's loss and samples are those of a run that nobody interrupted, to the last bit, the seconds
 from the fault to the next new step, and the processors' seconds that a fault costs over all
-processes. Where ranks stay, a script's work before ``fit()`` is not done again; ``--script-s`` adds
-seconds of a processor to it. The last rows are Lightning's DDP under torchrun, with a checkpoint
-every 10 steps and ``ckpt_path="last"``. A third table is of hosts that go and come
-(``host_faults.py``). Seconds hold for a machine that does nothing else; all takes about an hour.
+processes. A table behind it has the seconds by part: of the agent, imports, connecting, reading the
+kept step, training again. Where ranks stay, a script's work before ``fit()`` is not done again;
+``--script-s`` adds seconds of a processor to it. The last rows are Lightning's DDP under torchrun,
+with a checkpoint every 10 steps and ``ckpt_path="last"``. A third table is of hosts that go and
+come (``host_faults.py``). Seconds hold for a machine that does nothing else; all takes about an
+hour.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import random
@@ -46,6 +49,8 @@ RANKS, GLOBAL_BATCH, SAMPLES, PAUSE_S = 2, 8, 512, 0.01
 STEPS_OF_EPOCH = SAMPLES // GLOBAL_BATCH
 APART = 30
 """Steps from one fault to the next, at most."""
+MOMENTS = ("the script runs", "it has imported", "all are connected", "training begins")
+"""What rank 0 reaches after a fault, before its first step; steps are found and read at the end."""
 _WAIT_S = 900.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -62,6 +67,13 @@ def train(
     script_s: float = 0.0,
 ) -> None:
     """Run one rank's training, and tell what it does in files of the folder."""
+    is_first = os.environ["RANK"] == "0"
+
+    def reaches(moment: str) -> None:
+        if is_first:
+            _tell(folder / "moments", [os.getpid(), moment, time.time()])
+
+    reaches(MOMENTS[0])
     if way != "stay":
         _tell(folder / "started", [int(os.environ["RANK"]), os.getpid()])
     while time.process_time() < script_s:
@@ -79,6 +91,8 @@ def train(
     from lightning_cephalo import CephaloStrategy, Plan, RankPlan, Recovery
     from lightning_cephalo.recovery import storage as storages
     from lightning_cephalo.recovery import store
+
+    reaches(MOMENTS[1])
 
     # under another number of ranks dropout has other masks
     width, dropout = (256, 0.0) if way == "hosts" else (64, 0.1)
@@ -105,8 +119,12 @@ def train(
 
     class Tells(Callback):
         def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            reaches(MOMENTS[2])
             if way == "stay":  # the process that trains is a fork
                 _tell(folder / "started", [trainer.global_rank, os.getpid()])
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            reaches(MOMENTS[3])
 
         def on_train_batch_end(
             self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -336,6 +354,8 @@ class Row:
         equal: Steps whose loss and samples are those of the run without faults, of all.
         seconds: From each fault to the next new step.
         processors_s: Seconds of processors that each fault has cost, over all processes.
+        parts: Of each fault, the seconds from it to the first of ``MOMENTS``, and so on, to the
+            first step, and to the first new one. Empty where ranks stay.
     """
 
     fault: str
@@ -344,6 +364,12 @@ class Row:
     equal: tuple[int, int]
     seconds: tuple[float, ...]
     processors_s: float
+    parts: tuple[tuple[float, ...], ...] = ()
+
+    def line_of_parts(self) -> str:
+        """Return the median seconds of each part as a row."""
+        medians = [statistics.median(part) for part in zip(*self.parts, strict=True)]
+        return f"| {self.fault} | {' | '.join(f'{seconds:.2f}' for seconds in medians)} |"
 
     def line(self) -> str:
         """Return the row."""
@@ -378,7 +404,7 @@ def _measure(
 def _compared(
     name: str, fault: Callable[[Run], None], count: int, whole: Run, run: Run, whole_s: float
 ) -> Row:
-    seconds, repeated, made = [], 0, 0
+    seconds, parts, repeated, made = [], [], 0, 0
     for _ in range(count):
         wanted = run.steps() + random.randint(5, APART)
         if not run.wait(lambda at=wanted: run.steps() >= at):
@@ -397,6 +423,10 @@ def _compared(
             break
         new = next(line for line in run.told("steps0") if line[0] > last)
         seconds.append(new[3] - before)
+        reached = [at for process, _, at in run.told("moments") if process == new[4]]
+        if len(reached) == len(MOMENTS) and new[4] == first[4]:
+            times = [before, *reached, first[3], new[3]]
+            parts.append(tuple(end - begin for begin, end in itertools.pairwise(times)))
     assert run.end() == 0, f"see {run.folder}/log"
     same = of = 0
     for rank in range(RANKS):
@@ -406,7 +436,7 @@ def _compared(
         same += sum(line[1:3] == expected[line[0]] for line in told)
         of += len(told)
     cost_s = (run.processors_s() - whole_s) / max(1, made)
-    return Row(name, made, repeated, (same, of), tuple(seconds), cost_s)
+    return Row(name, made, repeated, (same, of), tuple(seconds), cost_s, tuple(parts))
 
 
 def main() -> None:
@@ -449,18 +479,27 @@ def main() -> None:
         ddp = "DDP under torchrun, a checkpoint every 10 steps: kill -9 of a rank"
         rows.append((ddp, _kill_one, "ddp"))
         rows.append((f"{ddp}, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", _kill_one, "ddp, own store"))
+        of_parts: list[str] = []
         for index, (name, fault, way) in enumerate(rows):
             if re.search(given.only, name):
                 (folder / str(index)).mkdir()
                 count = given.kills if index < 2 else given.others
                 try:
-                    row = _measure(
+                    measured = _measure(
                         name, fault, count, folder / str(index), way, given.script_s
-                    ).line()
+                    )
+                    row = measured.line()
+                    if measured.parts:
+                        of_parts.append(measured.line_of_parts())
                 except (TimeoutError, subprocess.TimeoutExpired, AssertionError) as error:
                     row = f"| {name} | does not go on: {error} | | | | |"
                 print(row, flush=True)
         print(flush=True)
+        if of_parts:
+            parts = (*MOMENTS, "first step", "first new step")
+            print(f"| median seconds until | {' | '.join(parts)} |")
+            print(f"|---{'|---' * len(parts)}|")
+            print("\n".join(of_parts), end="\n\n", flush=True)
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0)
         host_faults.report(folder, given.only)
 
