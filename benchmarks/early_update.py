@@ -3,12 +3,14 @@
     python benchmarks/early_update.py [--rounds 6] [--steps 20] [--width 512] [--samples 1 16]
     python benchmarks/early_update.py --mbit-per-s 300
     python benchmarks/early_update.py --samples 1 --other-samples 128 --share 0.95
+    python benchmarks/early_update.py --samples 1 --other-samples 15 --share 1.0 --speeds 8 1
 
 Two ranks share the blocks 3:1, or as ``--share`` says. A round is a short fit of each kind, in the
 same processes, so that other load on the machine affects both. Prints medians of rank 0's steps,
 and the median of the rounds' ratios: below 1, early ones are faster. With a rate, each rank has a
 network namespace of its own behind a shaped link, which needs root: there ranks wait for the link,
-and updates may hide. With more samples on the other rank, rank 0 waits for it.
+and updates may hide. With more samples on the other rank, or at a lower speed of it, rank 0 waits
+for it. Speeds are emulated: a slow rank sleeps, and takes no processor from the other one.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+from lightning_cephalo.emulation import Emulation
 
 _DEPTH = 6
 # of a fit, that are not timed
@@ -80,7 +83,7 @@ def _fit(is_early: bool, options: argparse.Namespace, samples: int, steps: int) 
         accelerator="cpu",
         devices=2,
         strategy=CephaloStrategy(plan, verbose=False, replan=False, recover=False, **late),
-        callbacks=[times],
+        callbacks=[times, *([Emulation(options.speeds)] if options.speeds else [])],
         max_steps=_FIRST + steps,
         logger=False,
         enable_checkpointing=False,
@@ -133,6 +136,7 @@ def main() -> int:
     parser.add_argument("--other-samples", type=int, help="of rank 1; default: as rank 0")
     parser.add_argument("--share", type=float, default=0.75, help="of the state, on rank 0")
     parser.add_argument("--mbit-per-s", type=float)
+    parser.add_argument("--speeds", type=float, nargs=2, help="emulated, of both ranks")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     port = 20_000 + os.getpid() % 10_000
