@@ -99,6 +99,44 @@ def test_in_a_collective(simulated, failing_rank):
     assert seconds < SOON_S
 
 
+class WaitsForItsDevice(Encoder):
+    """Rank 1 fails alone in a hook; rank 0 waits there until its device's collectives are aborted.
+
+    So it waits in ``loss.item()``, behind a kernel of NCCL that waits for rank 1.
+    """
+
+    has_waited_in_vain = False
+
+    def on_train_batch_end(self, *_):
+        if self.global_step != STEP:
+            return
+        if self.global_rank == 1:
+            raise ValueError("only here")
+        group, until_s = self.trainer.strategy._connection.groups.gather, time.monotonic() + SOON_S
+        while not group._is_aborted:
+            if time.monotonic() > until_s:
+                self.has_waited_in_vain = True
+                return
+            time.sleep(0.01)
+
+
+def waits_for_its_device(rank, environments):
+    os.environ.update(environments[rank], OMP_NUM_THREADS="1")
+    used, model = trainer(strategy(plan_of(*UNEVEN))), WaitsForItsDevice()
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        used.fit(model, data())
+    return str(raised.value), model.has_waited_in_vain
+
+
+def test_a_rank_whose_device_waits_for_one_that_fails_alone_waits_no_longer(simulated):
+    environments = torchrun_environments(2)
+    first, second = simulated.run(2, waits_for_its_device, environments)
+    said, has_waited_in_vain = first.value
+    assert not has_waited_in_vain
+    assert said.startswith("Rank 1 (process") and ") failed: ValueError: only here" in said
+    assert second.value[0] == "only here"
+
+
 def connect_with_default_backends(rank, environments):
     os.environ.update(environments[rank])
     device = torch.device("cuda", 0) if rank == 0 else torch.device("cpu")
