@@ -225,8 +225,11 @@ class Switchboard:
         connection = socket.create_connection(self._addresses[rank], _ANSWER_S)
         try:
             connection.sendall(json.dumps({"ask": "stay"}).encode() + b"\n")
-            while not connection.recv(1).endswith(b"\n"):
-                pass
+            received = b""
+            while received != b"\n":
+                received = connection.recv(1)
+                if not received:
+                    raise ConnectionResetError(f"rank {rank} has closed the connection")
             connection.settimeout(None)
         except OSError:
             connection.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from datetime import timedelta
 
@@ -14,7 +15,7 @@ from launch import SOON_S, RankFailure, run_ranks
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.crash_report import CrashReport
 from lightning_cephalo.ranks.loss_watch import LossWatch
-from lightning_cephalo.ranks.switchboard import Switchboard
+from lightning_cephalo.ranks.switchboard import Process, Switchboard
 
 PATIENCE_S = 0.2
 
@@ -91,6 +92,19 @@ def _link_is_cut(rank):
 
 def test_a_cut_connection_between_ranks_that_live_is_no_loss():
     assert run_ranks(2, _link_is_cut) == [(False, []), (False, [])]
+
+
+def test_a_rank_that_ends_before_it_answers_is_not_waited_for():
+    with socket.create_server(("localhost", 0)) as server:
+        board = Switchboard(0, 2)
+        processes = [board.process("na"), Process.here("na", server.getsockname()[1])]
+        board.know(processes)
+        closing = threading.Thread(target=lambda: server.accept()[0].close())
+        closing.start()
+        with pytest.raises(ConnectionError):
+            board.stay_with(1)
+        closing.join()
+        board.close()
 
 
 def test_one_rank_watches_nobody():
