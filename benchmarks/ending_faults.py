@@ -368,10 +368,13 @@ def _others(lost: int) -> list[int]:
     return [rank for rank in range(RANKS) if rank != lost]
 
 
-def _lose(way: str, folder: Path, number: int, lost: int, timeout_s: float) -> Outcome:
+def _lose(
+    way: str, folder: Path, number: int, lost: int, timeout_s: float, behind: str = "steps"
+) -> Outcome:
+    """Send a signal to a rank behind a moment that ranks tell of: a few steps, or "connects"."""
     run = Run(Job(way, timeout_s=timeout_s), folder)
     try:
-        run.wait_for("steps", random.randint(4, 12))
+        run.wait_for(behind, random.randint(4, 12) if behind == "steps" else 1)
         time.sleep(random.random() * 0.05)
         since_s = run.send(number, [lost])
         others = _others(lost)
@@ -382,17 +385,7 @@ def _lose(way: str, folder: Path, number: int, lost: int, timeout_s: float) -> O
 
 
 def _lose_connecting(way: str, folder: Path, number: int) -> Outcome:
-    lost = random.randrange(RANKS)
-    run = Run(Job(way, timeout_s=TIMEOUT_S), folder)
-    try:
-        run.wait_for("connects", 1)
-        time.sleep(random.random() * 0.05)
-        since_s = run.send(number, [lost])
-        others = _others(lost)
-        took_s = run.wait(others, since_s, LIMIT_S)
-        return f"the rank is {run.names(lost, others)}", took_s
-    finally:
-        run.end()
+    return _lose(way, folder, number, random.randrange(RANKS), TIMEOUT_S, "connects")
 
 
 def _freeze(way: str, folder: Path, lost: int) -> Outcome:

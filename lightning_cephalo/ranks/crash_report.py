@@ -94,8 +94,7 @@ class CrashReport:
         answers = switchboard.look()
         if not any(isinstance(answer, ConnectionError) for answer in answers.values()):
             return False
-        there = [rank for rank, answer in answers.items() if isinstance(answer, Whereabouts)]
-        switchboard.tell(_seen(switchboard, answers), there)
+        _tell_those_there(switchboard, answers, _seen(switchboard, answers))
         return True
 
     def gone(self) -> str | None:
@@ -128,9 +127,15 @@ def tell_why(switchboard: Switchboard, exception: BaseException) -> str | None:
     answers = switchboard.look()
     heard = switchboard.heard()
     cause = heard[0] if heard else _seen(switchboard, answers)
+    _tell_those_there(switchboard, answers, cause)
+    return cause
+
+
+def _tell_those_there(
+    switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError], cause: str
+) -> None:
     there = [rank for rank, answer in answers.items() if isinstance(answer, Whereabouts)]
     switchboard.tell(cause, there)
-    return cause
 
 
 def _verdict(switchboard: Switchboard) -> bool:
