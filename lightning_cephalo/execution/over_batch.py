@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
-from lightning_cephalo.execution.vocabulary.logits import CutLogits, gather
+from lightning_cephalo.execution.vocabulary.logits import LazyLogits, gather
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.collectives import all_gather_rows
 
@@ -95,7 +95,7 @@ class StepGreenlet(greenlet.greenlet):
             return function(*tensors)
         # the ranks answer for logits while microbatches run, and not while they wait for the batch
         tensors = tuple(
-            gather(each, loss_over_batch) if isinstance(each, CutLogits) else each
+            gather(each, loss_over_batch) if isinstance(each, LazyLogits) else each
             for each in tensors
         )
         answer = self._ask(Question(tensors))

@@ -15,7 +15,7 @@ from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.vocabulary import columns
 from lightning_cephalo.execution.vocabulary.columns import Columns, Gradients, joined
 from lightning_cephalo.execution.vocabulary.layers import tables_of
-from lightning_cephalo.execution.vocabulary.logits import CutLogits
+from lightning_cephalo.execution.vocabulary.logits import LazyLogits
 from lightning_cephalo.execution.vocabulary.questions import Kind, Question
 from lightning_cephalo.sharding.discovery import find_units
 
@@ -90,9 +90,9 @@ class Head:
             return F.linear(source, self.weight).view(question.shape)
 
 
-def _logits() -> CutLogits:
+def _logits() -> LazyLogits:
     hidden = torch.ones(2, 3, WIDTH)
-    return CutLogits(Head(torch.ones(VOCABULARY, WIDTH)), hidden, torch.float32, 2, False)
+    return LazyLogits(Head(torch.ones(VOCABULARY, WIDTH)), hidden, torch.float32, 2, False)
 
 
 _WRITES: dict[str, Callable[[Tensor], object]] = {

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.vocabulary.columns import Columns
-from lightning_cephalo.execution.vocabulary.logits import CutLogits, gather, refuse_other_device
+from lightning_cephalo.execution.vocabulary.logits import LazyLogits, gather, refuse_other_device
 from lightning_cephalo.execution.vocabulary.questions import WAY_OUT, Kind, Question
 from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat
@@ -127,7 +127,7 @@ class CutLayer:
                 f" (..., {self.width})."
             )
         needs_gradient = torch.is_grad_enabled() and (value.requires_grad or self.is_trained)
-        return CutLogits(self, value, dtype, value.ndim - 1, needs_gradient)
+        return LazyLogits(self, value, dtype, value.ndim - 1, needs_gradient)
 
     def _look_up(self, ids: Tensor) -> Tensor:
         if ids.dtype not in (torch.int64, torch.int32):
@@ -251,10 +251,10 @@ class VocabularyLayers:
 
         def step_and_gather() -> Any:
             result = step()
-            if not any(isinstance(leaf, CutLogits) for leaf in pytree.tree_leaves(result)):
+            if not any(isinstance(leaf, LazyLogits) for leaf in pytree.tree_leaves(result)):
                 return result  # the very object
             return pytree.tree_map_only(
-                CutLogits, lambda logits: gather(logits.detach(), "a result of the step"), result
+                LazyLogits, lambda logits: gather(logits.detach(), "a result of the step"), result
             )
 
         return step_and_gather if self.forwards else step

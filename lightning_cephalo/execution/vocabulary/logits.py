@@ -109,7 +109,7 @@ class Watched:
 _LOWER_WAY_OUT = WAY_OUT[0].lower() + WAY_OUT[1:]
 
 
-class CutLogits(Tensor):
+class LazyLogits(Tensor):
     """Logits, or their log-softmax, of which each rank can compute some columns.
 
     Args:
@@ -179,12 +179,12 @@ class CutLogits(Tensor):
             "is_normalised": self.is_normalised,
             "watched": self.watched,
         }
-        return CutLogits(self.head, hidden, self.linear_dtype, **{**given, **changes})
+        return LazyLogits(self.head, hidden, self.linear_dtype, **{**given, **changes})
 
     def __repr__(  # type: ignore[override]
         self, *, tensor_contents: Any = None
     ) -> str:
-        return f"CutLogits(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.head.name!r})"
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.head.name!r})"
 
     @classmethod
     def __torch_function__(
@@ -201,10 +201,10 @@ class CutLogits(Tensor):
         if is_in_place or name in _IN_PLACE or kwargs.get("inplace"):
             written.append(first)
         for each in pytree.tree_leaves(written):
-            if isinstance(each, CutLogits):
+            if isinstance(each, LazyLogits):
                 raise each.watched.refuse(name)
         rule = _RULES.get(func)
-        if rule is not None and isinstance(first, CutLogits) and first.held is None:
+        if rule is not None and isinstance(first, LazyLogits) and first.held is None:
             result = rule(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -219,7 +219,7 @@ class CutLogits(Tensor):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
                 for each in pytree.tree_leaves(value):
-                    if isinstance(each, CutLogits):
+                    if isinstance(each, LazyLogits):
                         raise each.watched.refuse(str(func))
         return _on_gathered(func, args, kwargs)
 
@@ -285,20 +285,20 @@ class CutLogits(Tensor):
 
 def _on_gathered(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function with all logits; raise UnitUseError if it has written to them."""
-    cut: list[CutLogits] = []
+    cut: list[LazyLogits] = []
 
-    def whole_of(logits: CutLogits) -> Tensor:
+    def whole_of(logits: LazyLogits) -> Tensor:
         cut.append(logits)
         return gather(logits, func)
 
-    args, kwargs = pytree.tree_map_only(CutLogits, whole_of, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(LazyLogits, whole_of, (args, kwargs))
     result = func(*args, **kwargs)
     for each in cut:
         each.watched.check()
     return result
 
 
-def gather(logits: CutLogits, func: Any) -> Tensor:
+def gather(logits: LazyLogits, func: Any) -> Tensor:
     """Return all logits for an operator that needs them; warn once for each head."""
     if logits.held is None and not logits.head.has_warned:
         logits.head.has_warned = True
@@ -325,16 +325,16 @@ def refuse_other_device(tensor: Tensor, device: torch.device, what: str) -> None
 # -- rules: NotImplemented for what needs all logits --------------------------------------------
 
 
-def _is_last(logits: CutLogits) -> bool:
+def _is_last(logits: LazyLogits) -> bool:
     return logits.vocabulary_dim == logits.ndim - 1
 
 
-def _is_vocabulary(logits: CutLogits, dim: Any) -> bool:
+def _is_vocabulary(logits: LazyLogits, dim: Any) -> bool:
     return isinstance(dim, int) and dim % logits.ndim == logits.vocabulary_dim
 
 
 def _cross_entropy(
-    input: CutLogits,
+    input: LazyLogits,
     target: Any,
     weight: Tensor | None = None,
     size_average: Any = None,
@@ -350,7 +350,7 @@ def _cross_entropy(
 
 
 def _nll_loss(
-    input: CutLogits,
+    input: LazyLogits,
     target: Any,
     weight: Tensor | None = None,
     size_average: Any = None,
@@ -365,7 +365,7 @@ def _nll_loss(
 
 
 def _negative_likelihood(
-    logits: CutLogits,
+    logits: LazyLogits,
     target: Any,
     weight: Tensor | None,
     size_average: Any,
@@ -376,7 +376,7 @@ def _negative_likelihood(
 ) -> Any:
     lead = logits.hidden.shape[:-1]
     plain = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
-    if not plain or not isinstance(target, Tensor) or isinstance(target, CutLogits):
+    if not plain or not isinstance(target, Tensor) or isinstance(target, LazyLogits):
         return NotImplemented
     if target.is_floating_point() or target.shape != lead or not 0.0 <= smoothing <= 1.0:
         return NotImplemented
@@ -404,7 +404,7 @@ def _negative_likelihood(
     return losses.to(_wide_under_autocast(logits))
 
 
-def _wide_under_autocast(logits: CutLogits) -> torch.dtype:
+def _wide_under_autocast(logits: LazyLogits) -> torch.dtype:
     """Return the dtype of losses and log-softmax."""
     if torch.is_autocast_enabled(logits.device.type):
         return torch.promote_types(logits.dtype, torch.float32)
@@ -412,7 +412,7 @@ def _wide_under_autocast(logits: CutLogits) -> torch.dtype:
 
 
 def _log_softmax(
-    input: CutLogits,
+    input: LazyLogits,
     dim: Any = None,
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
@@ -425,12 +425,12 @@ def _log_softmax(
 
 
 def _log_softmax_of_method(
-    input: CutLogits, dim: Any = None, dtype: torch.dtype | None = None
+    input: LazyLogits, dim: Any = None, dtype: torch.dtype | None = None
 ) -> Any:
     return _log_softmax(input, dim, dtype=dtype)
 
 
-def _logsumexp(input: CutLogits, dim: Any, keepdim: bool = False) -> Any:
+def _logsumexp(input: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
     if input.is_normalised or not _is_vocabulary(input, dim):
@@ -439,18 +439,18 @@ def _logsumexp(input: CutLogits, dim: Any, keepdim: bool = False) -> Any:
     return log_sum.unsqueeze(input.vocabulary_dim) if keepdim else log_sum
 
 
-def _argmax(input: CutLogits, dim: Any = None, keepdim: bool = False) -> Any:
+def _argmax(input: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
     if not _is_vocabulary(input, dim):
         return NotImplemented
     best = input.best()
     return best.unsqueeze(input.vocabulary_dim) if keepdim else best
 
 
-def _gather(input: CutLogits, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
+def _gather(input: LazyLogits, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
     lead = input.hidden.shape[:-1]
     if not _is_vocabulary(input, dim) or not _is_last(input) or not isinstance(index, Tensor):
         return NotImplemented
-    if index.shape != (*lead, 1) or isinstance(index, CutLogits):
+    if index.shape != (*lead, 1) or isinstance(index, LazyLogits):
         return NotImplemented
     refuse_other_device(index, input.device, "index")
     if index.dtype not in (torch.int64, torch.int32):
@@ -467,27 +467,27 @@ def _gather(input: CutLogits, dim: Any, index: Any, *, sparse_grad: bool = False
     return found.to(input.dtype).unsqueeze(-1)
 
 
-def _same(input: CutLogits, *args: Any, **kwargs: Any) -> Any:
+def _same(input: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return input if not args and not kwargs else NotImplemented
 
 
-def _clone(input: CutLogits, *args: Any, **kwargs: Any) -> Any:
+def _clone(input: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return input.like(input.hidden) if not args and not kwargs else NotImplemented
 
 
-def _detach(input: CutLogits) -> Any:
+def _detach(input: LazyLogits) -> Any:
     return input.like(input.hidden.detach(), needs_gradient=False)
 
 
-def _float(input: CutLogits) -> Any:
+def _float(input: LazyLogits) -> Any:
     return _to(input, torch.float32)
 
 
-def _double(input: CutLogits) -> Any:
+def _double(input: LazyLogits) -> Any:
     return _to(input, torch.float64)
 
 
-def _to(input: CutLogits, *args: Any, **kwargs: Any) -> Any:
+def _to(input: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     wanted = {**dict(zip(("dtype",), args, strict=False)), **kwargs}
     dtype = wanted.pop("dtype", None)
     if len(args) > 1 or wanted or not isinstance(dtype, torch.dtype):
@@ -498,7 +498,7 @@ def _to(input: CutLogits, *args: Any, **kwargs: Any) -> Any:
     return input if dtype == input.dtype else input.like(input.hidden, out=dtype)
 
 
-def _view(input: CutLogits, *shape: Any) -> Any:
+def _view(input: LazyLogits, *shape: Any) -> Any:
     if len(shape) == 1 and not isinstance(shape[0], int):
         if not isinstance(shape[0], (tuple, list)):
             return NotImplemented  # as another dtype
@@ -517,11 +517,11 @@ def _view(input: CutLogits, *shape: Any) -> Any:
     return input.like(hidden, dim=len(sizes) - 1)
 
 
-def _reshape(input: CutLogits, *shape: Any, **kwargs: Any) -> Any:
+def _reshape(input: LazyLogits, *shape: Any, **kwargs: Any) -> Any:
     return NotImplemented if kwargs else _view(input, *shape)
 
 
-def _flatten(input: CutLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+def _flatten(input: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     start, end = start_dim % input.ndim, end_dim % input.ndim
     if not _is_last(input) or end >= input.vocabulary_dim:
         return NotImplemented
@@ -529,25 +529,25 @@ def _flatten(input: CutLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     return input.like(hidden, dim=hidden.ndim - 1)
 
 
-def _transpose(input: CutLogits, dim0: Any, dim1: Any) -> Any:
+def _transpose(input: LazyLogits, dim0: Any, dim1: Any) -> Any:
     """Move the vocabulary behind the samples, where ``cross_entropy`` expects it, or back."""
     if input.ndim != 3 or {dim0 % 3, dim1 % 3} != {1, 2} or input.vocabulary_dim == 0:
         return NotImplemented
     return input.like(input.hidden, dim=3 - input.vocabulary_dim)
 
 
-def _matrix_transpose(input: CutLogits) -> Any:
+def _matrix_transpose(input: LazyLogits) -> Any:
     return _transpose(input, 1, 2)
 
 
-def _permute(input: CutLogits, *dims: Any) -> Any:
+def _permute(input: LazyLogits, *dims: Any) -> Any:
     order = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
     if input.ndim != 3 or tuple(each % 3 for each in order) != (0, 2, 1):
         return NotImplemented
     return _transpose(input, 1, 2)
 
 
-def _getitem(input: CutLogits, index: Any) -> Any:
+def _getitem(input: LazyLogits, index: Any) -> Any:
     if not _is_last(input):
         return NotImplemented
     parts = index if isinstance(index, tuple) else (index,)
