@@ -75,6 +75,7 @@ from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import (
     Choice,
     Options,
+    parse_chunked_logits,
     parse_early_update,
     parse_hybrid_sharding,
     parse_optimizer_offload,
@@ -171,6 +172,12 @@ class CephaloStrategy(ParallelStrategy):
             step. It is measured and planned as such: shares of the state then go by the time of
             the head, too. The plan does not change by itself. "auto": both ways are measured, which
             takes twice as long at the first start, and the shorter step wins.
+        chunked_logits: Compute the logits of a language model's head, and their gradients, for a
+            thousand tokens at a time, in place of those of a whole microbatch: for large
+            vocabularies, whose logits may be most of a rank's memory. Losses and gradients are the
+            same. Code that needs all logits gets them, with a warning. "auto": only where a
+            microbatch's logits are more than 256 MiB in single precision. Where the vocabulary
+            stays cut, logits are in chunks anyway.
         hybrid_sharding: Let each node hold the whole state, cut unevenly among its ranks, in place
             of all ranks together. Gathers then stay inside of a node, and gradients cross to
             another node once. For slow links between nodes that have the memory, over gloo. A plan
@@ -226,6 +233,7 @@ class CephaloStrategy(ParallelStrategy):
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         reduce_dtype: torch.dtype | str | None = None,
         vocabulary_sharding: bool | Literal["auto"] = False,
+        chunked_logits: bool | Literal["auto"] = False,
         hybrid_sharding: bool | Literal["auto"] = False,
         profile_budget_s: float = 20.0,
         replan: bool | Literal["auto"] = "auto",
@@ -266,6 +274,7 @@ class CephaloStrategy(ParallelStrategy):
             optimizer_scope=optimizer_scope,
             reduce_dtype=parse_reduce_dtype(reduce_dtype),
             vocabulary_sharding=parse_vocabulary_sharding(vocabulary_sharding),
+            chunked_logits=parse_chunked_logits(chunked_logits),
             hybrid_sharding=parse_hybrid_sharding(hybrid_sharding),
             profile_budget_s=profile_budget_s,
             replan=replanning.parse(replan),
@@ -554,7 +563,7 @@ class CephaloStrategy(ParallelStrategy):
                 replans.count_on_late_updates()
             if self._options.verbose and self.is_global_zero:
                 report.show(self.session.plan_table(self._options.details))
-                if self.session.model.units[ROOT].cuts:
+                if self.session.model.executor.hooks.vocabulary.forwards:
                     report.show(self.session.model.executor.hooks.vocabulary.described())
         self.setup_precision_plugin()
         self._ending.set_up()

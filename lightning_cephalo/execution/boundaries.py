@@ -456,12 +456,17 @@ def refuse_saved_tensor_hooks(what: str, other_remedy: str = "") -> None:
         what: What is called there, for the message.
         other_remedy: The end of the message's last sentence.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if has_saved_tensor_hooks():
         raise UnitUseError(
             f"A {what} is called inside a saved-tensor-hooks context (torch.utils.checkpoint or"
             " save_on_cpu around it). Cephalo recomputes units itself: switch gradient"
             f" checkpointing off in the model{other_remedy}."
         )
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether code runs inside of a saved-tensor-hooks context, such as a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_plain(tensor: Tensor) -> bool:

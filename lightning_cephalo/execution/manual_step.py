@@ -170,7 +170,7 @@ class ManualSteps:
         inside = None if self._is_checked else executor.inside_units()
         microbatches = [
             Microbatch(
-                each.step,
+                executor.hooks.vocabulary.with_whole_results(each.step),
                 executor.accelerator,
                 executor.recompute,
                 inside,

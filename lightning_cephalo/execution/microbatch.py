@@ -37,6 +37,7 @@ from lightning_cephalo.execution.boundaries import (
     Boundaries,
     VisitsBehind,
     can_have_gradient,
+    has_saved_tensor_hooks,
     passed_before,
     refuse_saved_tensor_hooks,
     run_backward,
@@ -128,6 +129,7 @@ class Microbatch:
         self._inside = inside
         self._outside = outside
         self.has_one_backward = outside is None
+        self._has_backward = meets or outside is not None
         self._retains = False
         self._state = state
         self._buffers = buffers
@@ -237,6 +239,16 @@ class Microbatch:
     def made(self) -> list[int]:
         """Positions of its visits in the order."""
         return self._records.made
+
+    @property
+    def computes_glue(self) -> bool:
+        """Whether its step computes a graph now, outside of units, that autograd holds itself."""
+        return (
+            self._has_backward
+            and self._records.entered is None
+            and torch.is_grad_enabled()
+            and not has_saved_tensor_hooks()
+        )
 
     @property
     def was_over_batch(self) -> bool:

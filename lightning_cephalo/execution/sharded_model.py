@@ -19,7 +19,7 @@ from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.unit_hooks import Meet
-from lightning_cephalo.execution.vocabulary.layers import tables_of
+from lightning_cephalo.execution.vocabulary.layers import chunked_heads_of, tables_of
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.ranks.groups import Groups
@@ -91,6 +91,8 @@ class ShardedModel:
             if the model allows it, until :meth:`cut_vocabulary` says otherwise.
         state_groups: Hybrid sharding: the group of every rank; each holds the whole state. Empty:
             all ranks hold it together.
+        chunks_logits: Whether heads that are whole compute their logits in chunks of tokens.
+            "auto": large ones, if the model allows it.
 
     Attributes:
         state_groups: The group of every rank, as given or by :meth:`group_state`.
@@ -114,6 +116,7 @@ class ShardedModel:
         reduce_dtype: torch.dtype | None = None,
         cuts_vocabulary: bool | Literal["auto"] = False,
         state_groups: Sequence[int] = (),
+        chunks_logits: bool | Literal["auto"] = False,
     ) -> None:
         self.module = module
         self.accelerator = accelerator
@@ -152,7 +155,10 @@ class ShardedModel:
             members = initialise_members(module, members, materialise=is_source)
             is_root = not self.units
             cut = self._tables(members, cuts_vocabulary) if is_root else ()
-            self.units.append(Unit(members, divider, context, cut))
+            heads = self._chunked_heads(members, chunks_logits) if is_root else ()
+            only_large = chunks_logits == "auto"
+            unit = Unit(members, divider, context, cut, heads, chunks_only_large=only_large)
+            self.units.append(unit)
             if len(self.units) == 1:  # the root stays gathered all step long: it shares no memory
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
@@ -173,6 +179,18 @@ class ShardedModel:
                 return ()
             raise
 
+    def _chunked_heads(
+        self, root: UnitMembers, chunks_logits: bool | Literal["auto"]
+    ) -> tuple[tuple[str, nn.Linear], ...]:
+        if not chunks_logits:
+            return ()
+        try:
+            return chunked_heads_of(self.module, root)
+        except UnsupportedError:
+            if chunks_logits == "auto":
+                return ()
+            raise
+
     def cut_vocabulary(self, is_cut: bool) -> None:
         """Choose whether steps leave the vocabulary cut; between two steps, on all ranks together.
 
@@ -185,10 +203,7 @@ class ShardedModel:
         if not root.vocabulary or bool(root.cuts) == is_cut:
             return
         root.cut_vocabulary(is_cut)
-        if is_cut:
-            layers.install()
-        else:
-            layers.uninstall()
+        layers.install()
         self.executor.forget_order()
         self.release_buffers()
 

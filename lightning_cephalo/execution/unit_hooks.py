@@ -22,6 +22,7 @@ from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.replay import ChangingBuffers
 from lightning_cephalo.execution.training_modes import Modes, TrainingModes
 from lightning_cephalo.execution.user_writes import UserWrites
+from lightning_cephalo.execution.vocabulary.chunked import ChunkedHead
 from lightning_cephalo.execution.vocabulary.layers import CutLayer, VocabularyLayers
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.sharding.unit import Unit, UnitState
@@ -47,7 +48,7 @@ class UnitHooks:
     Attributes:
         in_backward: Whether a backward is running; no unit may be called then.
         norms: The layers that normalise by the statistics of the global batch.
-        vocabulary: The layers that stay cut along the vocabulary.
+        vocabulary: The layers whose logits are never whole.
     """
 
     def __init__(self, units: Sequence[Unit], meet: Meet, writes: UserWrites) -> None:
@@ -102,7 +103,7 @@ class UnitHooks:
         forward = copied.__dict__.get("forward")
         if isinstance(forward, _UnitForward):
             forward.leave(copied)
-        elif isinstance(forward, (NormForward, CutLayer)):
+        elif isinstance(forward, (NormForward, CutLayer, ChunkedHead)):
             del copied.__dict__["forward"]
         before, after = copied._forward_pre_hooks, copied._forward_hooks
         for hooks, flags in ((before, None), (after, copied._forward_hooks_always_called)):

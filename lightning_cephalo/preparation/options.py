@@ -102,6 +102,15 @@ def parse_vocabulary_sharding(value: bool | Literal["auto"]) -> bool | Literal["
     return Choice.parse("vocabulary_sharding", value).as_given
 
 
+def parse_chunked_logits(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
+    """Read the option ``chunked_logits``.
+
+    Raises:
+        ValueError: If it is none of True, False and "auto".
+    """
+    return Choice.parse("chunked_logits", value).as_given
+
+
 def parse_hybrid_sharding(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
     """Read the option ``hybrid_sharding``.
 
@@ -145,6 +154,8 @@ class Options:
         reduce_dtype: Dtype that gradients travel in; None: their own.
         vocabulary_sharding: Whether embedding and head stay cut along the vocabulary; "auto": both
             ways are measured and planned.
+        chunked_logits: Whether heads that are whole compute their logits in chunks of tokens;
+            "auto": large ones.
         hybrid_sharding: Whether each node holds the whole state; "auto": both ways are planned.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Whether the plan may change while training; "auto": where it was solved.
@@ -173,6 +184,7 @@ class Options:
     optimizer_scope: str | Mapping[Any, str] = "auto"
     reduce_dtype: torch.dtype | None = None
     vocabulary_sharding: bool | Literal["auto"] = False
+    chunked_logits: bool | Literal["auto"] = False
     hybrid_sharding: bool | Literal["auto"] = False
     profile_budget_s: float = 20.0
     replan: bool | Literal["auto"] = "auto"
@@ -215,12 +227,14 @@ class Options:
         """
         rounded = {} if self.reduce_dtype is None else {"reduce_dtype": str(self.reduce_dtype)}
         cut = {"vocabulary_sharding": True} if self.vocabulary_sharding else {}
+        chunked = {"chunked_logits": self.chunked_logits} if self.chunked_logits else {}
         given = self.single_microbatch
         single = {} if given is None else {"single_microbatch": given}
         return {
             **single,
             **rounded,
             **cut,
+            **chunked,
             "global_batch_size": self.global_batch_size,
             "collate_per_microbatch": self.collate_per_microbatch,
             "split_batch": self.split_batch,

@@ -145,6 +145,7 @@ class Session:
             reduce_dtype=options.reduce_dtype,
             cuts_vocabulary=groups.control.world_size > 1 and options.vocabulary_sharding,
             state_groups=job.state_groups,
+            chunks_logits=options.chunked_logits if job.trains else False,
         )
         self.model.executor.buffers.sum_up(options.summed_buffers)
         self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)

@@ -46,8 +46,12 @@ class Unit:
         divider: Cuts the flats; carries rounding errors from unit to unit.
         context: Device, mesh and groups.
         vocabulary: Parameters that stay cut in training steps, each in a flat of its own.
+        chunked_heads: Name and layer of the heads that compute their logits in chunks of tokens.
+        chunks_only_large: Whether they do so for large logits only.
 
     Attributes:
+        chunked_heads: These heads.
+        chunks_only_large: Whether they do so for large logits only.
         vocabulary: These parameters.
         cuts: Their flats, unless the vocabulary is gathered like all else.
         is_cut: Whether these flats are cut while the unit is gathered.
@@ -59,6 +63,9 @@ class Unit:
         divider: Divider,
         context: ShardingContext,
         vocabulary: Sequence[VocabularyParameter] = (),
+        chunked_heads: Sequence[tuple[str, nn.Linear]] = (),
+        *,
+        chunks_only_large: bool = False,
     ) -> None:
         self.name = members.name
         self.module = members.module
@@ -93,6 +100,8 @@ class Unit:
                 assert isinstance(parameter, GatheredParameter)
                 parameter.full_name, parameter.lock = name, flat.locking
         self.vocabulary = tuple(vocabulary)
+        self.chunked_heads = tuple(chunked_heads)
+        self.chunks_only_large = chunks_only_large
         self._tables = [cuts[number] for number in range(len(vocabulary))]
         self.cuts = list(self._tables)
         self._shown: Sequence[Sequence[nn.Parameter]] = ()

@@ -49,6 +49,28 @@ def vocabulary_of(root: UnitMembers) -> tuple[VocabularyParameter, ...]:
     return tuple(t for t, count in zip(tables, rows, strict=True) if count == largest > 0)
 
 
+def heads_of(root: UnitMembers) -> tuple[tuple[str, nn.Linear], ...]:
+    """Return name and layer of the heads of the root unit, whatever its embeddings compute.
+
+    They are the ``torch.nn.Linear`` of as many outputs as the largest ``torch.nn.Embedding`` has
+    rows. One with a forward of its own, of its class or on the instance, is not.
+
+    Args:
+        root: The root unit.
+    """
+    weights = [owner for _, owners in root.parameters for owner in owners]
+    weights = [owner for owner in weights if owner.attribute == "weight"]
+    embeddings = [o.module for o in weights if isinstance(o.module, nn.Embedding)]
+    largest = max((each.num_embeddings for each in embeddings), default=0)
+    return tuple(
+        (owner.name.rpartition(".")[0], owner.module)
+        for owner in weights
+        if isinstance(owner.module, nn.Linear)
+        and _is_table(owner)
+        and owner.module.weight.shape[0] == largest
+    )
+
+
 def modules_of(parameters: Sequence[VocabularyParameter]) -> list[tuple[str, nn.Module, int]]:
     """Return name, layer, and number of its parameter, of all layers that hold one."""
     found = {

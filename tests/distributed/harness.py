@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.execution.vocabulary.layers import tables_of
+from lightning_cephalo.execution.vocabulary.layers import chunked_heads_of, tables_of
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
@@ -81,6 +81,7 @@ def make_executor(
     *,
     reshard: bool = True,
     cuts_vocabulary: bool = False,
+    chunks_logits: bool = False,
     device: torch.device = _CPU,
     **discovery: Any,
 ) -> Executor:
@@ -91,7 +92,8 @@ def make_executor(
     divider = Divider(fractions)
     root, *others = find_units(model, **discovery)
     tables = tables_of(model, root) if cuts_vocabulary else ()
-    units = [Unit(root, divider, context, tables)]
+    heads = chunked_heads_of(model, root) if chunks_logits else ()
+    units = [Unit(root, divider, context, tables, heads)]
     units += [Unit(members, divider, context) for members in others]
     executor = Executor(units, ControlGroup(control_group), accelerator_of(device), recompute)
     executor.reshard_after_forward = reshard

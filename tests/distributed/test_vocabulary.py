@@ -1,4 +1,7 @@
-"""Embedding and head that are cut along the vocabulary give what one device gives."""
+"""Embedding and head that are cut along the vocabulary give what one device gives.
+
+So does a head that is whole, and computes its logits in chunks of tokens.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,14 @@ from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.over_batch import loss_over_batch
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.execution.vocabulary import rounds
+from lightning_cephalo.execution.vocabulary import chunked, rounds
 from lightning_cephalo.plan.program import Instruction
 
 UNEVEN = Allocation(((3, 3), (2,)), (0.75, 0.25))
 IDLE = Allocation(((3, 2), (3,), ()), (0.3, 0.0, 0.7))
 MODELS = ("llama", "gpt2", "masked bert", "t5", "half-frozen gpt2", "frozen llama", "bert")
 EXACT = 1e-12  # in double precision
+WAYS = {"cut": {"cuts_vocabulary": True}, "chunked": {"chunks_logits": True}}
 
 _Gradients = dict[str, Tensor | None]
 
@@ -62,12 +66,16 @@ class NeverWhole(Observer):
             assert flat.grad_full is None or flat.grad_full.numel() == flat.shard.numel()
 
 
-def _models(rank: int, allocation: Allocation, expected: dict[str, Any]) -> None:
+def _models(rank: int, allocation: Allocation, expected: dict[str, Any], way: str) -> None:
+    chunked.CHUNK_TOKENS = 5
     for number, (name, (loss, gradients)) in enumerate(expected.items()):
         model, batch = build(name, batch_size_of(allocation))
         recompute = bool(number % 2)
-        executor = make_executor(model, allocation.fractions, recompute, cuts_vocabulary=True)
-        executor.attach(NeverWhole(executor))
+        executor = make_executor(model, allocation.fractions, recompute, **WAYS[way])
+        if way == "cut":
+            executor.attach(NeverWhole(executor))
+        else:
+            assert executor.hooks.vocabulary.described().startswith("logits in chunks of ")
         parts = microbatches_of(batch, allocation, rank)
         for _ in range(2):  # traced, then replayed
             model.zero_grad()
@@ -85,7 +93,10 @@ def test_unmodified_language_models_have_the_gradients_of_one_device():
         for name in MODELS:
             model, batch = build(name, batch_size_of(allocation))
             expected[name] = _of_one_device(model, hugging_face_loss(model, batch))
-        run_ranks(allocation.world_size, _models, allocation, expected)
+        run_ranks(allocation.world_size, _models, allocation, expected, "cut")
+        # of a classifier, there is no head to chunk
+        language = {name: found for name, found in expected.items() if name != "bert"}
+        run_ranks(allocation.world_size, _models, allocation, language, "chunked")
 
 
 # -- losses -------------------------------------------------------------------------------------
@@ -240,13 +251,18 @@ def _call(net: Net, loss: Callable[..., Tensor], part: dict[str, Tensor]) -> Mic
     )
 
 
-def _losses(rank: int, allocation: Allocation, expected: list[_Gradients]) -> None:
+def _losses(rank: int, allocation: Allocation, expected: list[_Gradients], way: str) -> None:
+    chunked.CHUNK_TOKENS = 3
     net = Net()
-    executor = make_executor(net, allocation.fractions, False, cuts_vocabulary=True)
-    root = executor.units[0]
-    assert root.full_bytes == root.gradient_bytes == 8 * VOCABULARY  # of the bias alone
-    names = executor.hooks.vocabulary.described()
-    assert names == "cut along the vocabulary of 7 tokens: embed, head, other, extra"
+    # a head that is cut is in chunks anyway
+    options = {**WAYS[way], "chunks_logits": True}
+    executor = make_executor(net, allocation.fractions, False, **options)
+    root, names = executor.units[0], executor.hooks.vocabulary.described()
+    if way == "cut":
+        assert root.full_bytes == root.gradient_bytes == 8 * VOCABULARY  # of the bias alone
+        assert names == "cut along the vocabulary of 7 tokens: embed, head, other, extra"
+    else:
+        assert names.endswith(" tokens: head, other")
     parts = microbatches_of(_batch(8), allocation, rank)
     for loss, gradients in zip(_LOSSES, expected, strict=True):
         executor.forget_order()
@@ -267,7 +283,8 @@ def test_losses_have_the_gradients_of_one_device_and_only_what_needs_all_logits_
         net = Net()
         expected.append(_of_one_device(net, loss(net, **_batch(8)))[1])
     for allocation in (UNEVEN, IDLE):
-        run_ranks(allocation.world_size, _losses, allocation, expected)
+        for way in WAYS:
+            run_ranks(allocation.world_size, _losses, allocation, expected, way)
 
 
 # -- evaluation, failures, misuse ---------------------------------------------------------------

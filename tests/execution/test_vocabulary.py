@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.vocabulary import columns
 from lightning_cephalo.execution.vocabulary.columns import Columns, Gradients, joined
-from lightning_cephalo.execution.vocabulary.layers import tables_of
+from lightning_cephalo.execution.vocabulary.layers import chunked_heads_of, tables_of
 from lightning_cephalo.execution.vocabulary.logits import LazyLogits
 from lightning_cephalo.execution.vocabulary.questions import Kind, Question
 from lightning_cephalo.sharding.discovery import find_units
@@ -70,8 +70,27 @@ def test_a_head_that_is_compiled_is_refused():
     for name in ("", "head"):
         net = Net()
         net.get_submodule(name).compile(backend="eager")
-        with pytest.raises(UnsupportedError, match=r"inside of a module that torch\.compile"):
-            _tables(net)
+        for find in (_tables, _heads):
+            with pytest.raises(UnsupportedError, match=r"inside of a module that torch\.compile"):
+                find(net)
+
+
+def _heads(net: nn.Module) -> list[str]:
+    return [name for name, _ in chunked_heads_of(net, find_units(net)[0])]
+
+
+def test_heads_are_those_of_the_largest_embedding_whatever_it_computes():
+    assert _heads(Net()) == ["head", "other"]
+    net = Net()
+    net.embed = Scaled(VOCABULARY, WIDTH)
+    net.head.weight = net.embed.weight
+    assert _heads(net) == ["head", "other"]  # Gemma
+    net.other.forward = lambda hidden: hidden
+    assert _heads(net) == ["head"]
+    net = Net()
+    net.embed = net.blocks
+    with pytest.raises(UnsupportedError, match=r"chunked_logits=True, but Net has no head outside"):
+        _heads(net)
 
 
 @dataclass
@@ -80,6 +99,8 @@ class Head:
 
     weight: Tensor
     name: str = "head"
+    computes: str = "is cut along the vocabulary"
+    way_out: str = "Use another head."
     vocabulary: int = VOCABULARY
     meeting: int = 0
     has_warned: bool = True

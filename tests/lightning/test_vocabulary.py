@@ -1,7 +1,11 @@
-"""A Trainer with vocabulary_sharding=True trains as on one device, and refuses what it cannot."""
+"""A Trainer with vocabulary_sharding=True trains as on one device, and refuses what it cannot.
+
+So does one with chunked_logits=True.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from dataclasses import replace
@@ -19,6 +23,7 @@ from common import (
     values_of,
 )
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from plans import GLOBAL_BATCH, PLANS, QUIET
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -26,8 +31,10 @@ from zoo import gpt2
 
 from lightning_cephalo import CephaloStrategy, Plan
 from lightning_cephalo.common.errors import PlanError, UnsupportedError
+from lightning_cephalo.execution.vocabulary import chunked
 
 TOLERANCE = 2e-5
+CUT, CHUNKED = {"vocabulary_sharding": True}, {"chunked_logits": True}
 
 
 def _rows(count: int) -> list[dict[str, Tensor]]:
@@ -95,35 +102,38 @@ class Changes(Callback):
             trainer.strategy.change_plan(Plan(tuple(plan)))
 
 
-def _fit(plan: str | None, folder: str) -> Any:
+def _fit(plan: str | None, folder: str, given: dict[str, Any]) -> Any:
     """Train, save, and go on from the file of the other way of training."""
+    chunked.CHUNK_TOKENS = 7
     model = Language()
     options = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "callbacks": [Changes()]}
-    run = trainer(plan, {"vocabulary_sharding": True}, max_epochs=2, **options)
+    run = trainer(plan, given, max_epochs=2, **options)
     run.fit(model, _loader(24), _loader(8))
-    path = Path(folder) / f"{plan}.ckpt"
+    path = Path(folder) / f"{plan}{[*given]}.ckpt"
     run.save_checkpoint(path)
     values = values_of(model)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*needs all logits")
+        if given == CUT:  # others give all logits anyway
+            warnings.filterwarnings("ignore", message=".*needs all logits")
         predicted = run.predict(model, _loader(8))
     assert all(type(each) is Tensor and each.shape[1:] == (61,) for each in predicted)
-    more = trainer(plan, {"vocabulary_sharding": True}, max_epochs=3, **options)
+    more = trainer(plan, given, max_epochs=3, **options)
     again = Language()
-    more.fit(again, _loader(24), _loader(8), ckpt_path=str(Path(folder) / "None.ckpt"))
+    more.fit(again, _loader(24), _loader(8), ckpt_path=str(Path(folder) / "None[].ckpt"))
     return torch.tensor(model.seen + again.seen), values, values_of(again)
 
 
 def test_training_and_checkpoints_are_those_of_one_device(tmp_path: Path):
-    expected = on_one_device(_fit, str(tmp_path))
-    fits = Cases({plan: (plan, _fit, str(tmp_path)) for plan in ("3:1", "no data")})
-    for plan in fits.cases:
-        found = fits[plan][0]
+    expected = on_one_device(_fit, str(tmp_path), {})
+    ways = [("3:1", CUT), ("no data", CUT), ("3:1", CHUNKED)]
+    fits = Cases({f"{plan}{[*given]}": (plan, _fit, str(tmp_path), given) for plan, given in ways})
+    for case in fits.cases:
+        found = fits[case][0]
         torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
         for values, wanted in zip(found[1:], expected[1:], strict=True):
             assert_same_tensors(values, wanted, TOLERANCE)
         own, other = (
-            torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in (plan, "None")
+            torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in (case, "None[]")
         )
         assert_same_tensors(own["state_dict"], other["state_dict"], TOLERANCE)
         states = [file["optimizer_states"][0] for file in (own, other)]
@@ -138,17 +148,18 @@ class Descending(Language):
 
 
 def _in_precision() -> list[float]:
-    """Return how far a cut root leads from one that is gathered, as a part of the way."""
+    """Return how far other roots lead from one that is gathered, as a part of the way."""
+    chunked.CHUNK_TOKENS = 7
     found = []
     for precision in ("bf16-mixed", "bf16-true"):
         ends = []
-        for cuts in (False, True):
+        for given in ({}, CUT, CHUNKED):
             model = Descending()
             begin = torch.cat([each.flatten() for each in values_of(model).values()])
-            run = trainer("3:1", {"vocabulary_sharding": cuts}, precision=precision)
+            run = trainer("3:1", given, precision=precision)
             run.fit(model, _loader(16), _loader(8))
             ends.append(torch.cat([each.flatten() for each in values_of(model).values()]) - begin)
-        found.append(float((ends[1] - ends[0]).norm() / ends[0].norm()))
+        found += [float((each - ends[0]).norm() / ends[0].norm()) for each in ends[1:]]
     return found
 
 
@@ -156,8 +167,74 @@ def test_half_precision_leads_where_a_root_that_is_gathered_leads():
     assert max(in_ranks(2, _in_precision)[0]) < 0.01
 
 
+class Scaled(Descending):
+    """Trains in half precision with a scaled loss, and generates while it is evaluated."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens = self.model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False)
+        assert type(tokens) is Tensor and tokens.shape == (len(batch["input_ids"]), 8)
+        logits = self.model(batch["input_ids"]).logits
+        assert type(logits) is Tensor
+        logits[..., 0] = -5.0  # they are its own
+
+    def on_train_epoch_end(self) -> None:
+        assert "forward" not in vars(copy.deepcopy(self.model).lm_head)
+
+
+def _with_scaler() -> float:
+    """Return where training leads, with all logits and with chunks of them."""
+    chunked.CHUNK_TOKENS = 7
+    ends = []
+    for given in ({}, CHUNKED):
+        model, scaler = Scaled(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        plugins = MixedPrecision("16-mixed", "cpu", scaler)
+        trainer("3:1", given, plugins=plugins).fit(model, _loader(16), _loader(8))
+        assert scaler.get_scale() == 1024.0
+        ends.append(torch.cat([each.flatten() for each in values_of(model).values()]))
+    begin = torch.cat([each.flatten() for each in values_of(Scaled()).values()])
+    return float((ends[1] - ends[0]).norm() / (ends[0] - begin).norm())
+
+
+def test_a_scaled_loss_in_chunks_leads_where_all_logits_lead():
+    assert max(in_ranks(2, _with_scaler)) < 0.01
+
+
 class Manual(Language):
     automatic = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        optimizer, found = self.optimizers(), super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(found["loss"])
+        optimizer.step()
+        return {**found, "logits": self.model(**batch).logits}  # a result is real
+
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        assert type(outputs["logits"]) is Tensor
+
+
+def _manually(plan: str | None) -> Any:
+    model = Manual()
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in _rows(16)]
+    loader = DataLoader(rows, batch_size=8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*needs all logits")
+        trainer(plan, CHUNKED, max_epochs=1).fit(model, loader, loader)
+    return values_of(model)
+
+
+def test_manual_optimization_in_chunks_trains_as_on_one_device():
+    expected = on_one_device(_manually)
+    for found in in_ranks(2, _manually, "whole"):
+        assert_same_tensors(found, expected, TOLERANCE)
+
+
+class Headless(Language):
+    """A model that embeds tokens, and classifies sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.lm_head = torch.nn.Linear(self.model.config.n_embd, 2)
 
 
 def _refused() -> None:
@@ -171,6 +248,9 @@ def _refused() -> None:
         given = {"vocabulary_sharding": True, **options}
         with pytest.raises(UnsupportedError, match=f"does not work with {what}"):
             trainer("even", given).fit(kind(), _loader(8), _loader(8))
+    one_line = r"^chunked_logits=True, but Headless has no head [^\n]*chunked_logits=False\)\.$"
+    with pytest.raises(UnsupportedError, match=one_line):
+        trainer("even", CHUNKED).fit(Headless(), _loader(8), _loader(8))
     # plans of another training: named before anything is measured
     cut = replace(PLANS["even"], vocabulary_sharding=True)
     with pytest.raises(PlanError, match="replan=True cannot compare"):

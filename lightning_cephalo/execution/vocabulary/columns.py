@@ -1,7 +1,9 @@
 """What one rank computes with its own rows of a table: columns of logits, in chunks of tokens.
 
-Pure arithmetic on local tensors; ``rounds.py`` moves them between the ranks. Logits exist for a
-chunk of tokens at a time only, and are computed again for the backward.
+Pure arithmetic on local tensors; ``rounds.py`` moves them between the ranks, and ``chunked.py`` has
+all columns. Logits exist for a chunk of tokens at a time only, and are computed again for the
+backward. Losses that one rank computes alone have their gradients in the forward: their factor is
+one number, by which the backward multiplies.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ class Columns:
         rows: Of shape ``(rows, width)``, in compute dtype.
         bias: Of shape ``(rows,)``, or None.
         first: Index of the first of these tokens of the vocabulary.
+        chunk_tokens: Tokens of a chunk; None: as many as ``CHUNK_BYTES`` hold.
     """
 
     rows: Tensor
     bias: Tensor | None
     first: int
+    chunk_tokens: int | None = None
 
     @property
     def end(self) -> int:
@@ -46,7 +50,7 @@ class Columns:
 
     def chunks(self, tokens: int) -> Iterator[slice]:
         """Yield slices of tokens whose logits are not too large."""
-        size = max(1, CHUNK_BYTES // (4 * max(len(self.rows), 1)))
+        size = self.chunk_tokens or max(1, CHUNK_BYTES // (4 * max(len(self.rows), 1)))
         for start in range(0, tokens, size):
             yield slice(start, min(start + size, tokens))
 
@@ -62,17 +66,66 @@ class Columns:
         if not len(self.rows):
             return found
         for part in self.chunks(len(hidden)):
-            logits = self.logits(hidden[part]).to(found.dtype)
-            largest = logits.amax(1)
-            found[part, 0] = largest
-            own, places = self._own(targets[part])
-            picked = logits.gather(1, places[:, None])[:, 0]
-            found[part, 2] = torch.where(own, picked, 0.0)
-            found[part, 3] = logits.sum(1)
-            # a row of minus infinities has no largest logit to subtract
-            shift = torch.where(largest.isinf(), 0.0, largest)
-            found[part, 1] = logits.sub_(shift[:, None]).exp_().sum(1)
+            self._chunk(hidden[part], targets[part], found[part])
         return found
+
+    def _chunk(self, hidden: Tensor, targets: Tensor, found: Tensor) -> Tensor:
+        """Write the statistics of a chunk; return ``exp(logits - largest)``."""
+        logits = self.logits(hidden).to(found.dtype)
+        largest = logits.amax(1)
+        found[:, 0] = largest
+        own, places = self._own(targets)
+        picked = logits.gather(1, places[:, None])[:, 0]
+        found[:, 2] = torch.where(own, picked, 0.0)
+        found[:, 3] = logits.sum(1)
+        # a row of minus infinities has no largest logit to subtract
+        shift = torch.where(largest.isinf(), 0.0, largest)
+        exponentials = logits.sub_(shift[:, None]).exp_()
+        found[:, 1] = exponentials.sum(1)
+        return exponentials
+
+    def losses(
+        self, hidden: Tensor, targets: Tensor, weights: Tensor, smoothing: float, into: Gradients
+    ) -> Tensor:
+        """Return each token's cross-entropy, where these are all columns.
+
+        Gradients are those of the sum of the losses times ``weights``.
+
+        Args:
+            hidden: As for :meth:`statistics`.
+            targets: As for :meth:`statistics`.
+            weights: Of each token.
+            smoothing: As for ``torch.nn.functional.cross_entropy``.
+            into: What to add to.
+        """
+        losses = hidden.new_empty(len(hidden), dtype=wide(hidden.dtype))
+        for part in self.chunks(len(hidden)):
+            given = hidden[part], targets[part], weights[part]
+            losses[part] = self._losses_of_chunk(*given, smoothing, part, into)
+        return losses
+
+    # a method of its own: what it makes is gone before the next chunk
+    def _losses_of_chunk(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        smoothing: float,
+        part: slice,
+        into: Gradients,
+    ) -> Tensor:
+        vocabulary = len(self.rows)
+        found = hidden.new_empty((len(hidden), STATISTICS), dtype=wide(hidden.dtype))
+        exponentials = self._chunk(hidden, targets, found)
+        log_sum, target, mean = joined(found[None], vocabulary)[0].unbind(1)
+        of_logits = exponentials.mul_((weights / found[:, 1])[:, None])
+        if smoothing:
+            of_logits -= (weights * (smoothing / vocabulary))[:, None]
+        own, places = self._own(targets)
+        of_target = torch.where(own, (smoothing - 1.0) * weights, 0.0)
+        of_logits.scatter_add_(1, places[:, None], of_target[:, None])
+        self._through(hidden, of_logits, part, into)
+        return log_sum - (1.0 - smoothing) * target - smoothing * mean
 
     def _own(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return which targets are in these columns, and their places; 0 for the others."""
@@ -119,6 +172,7 @@ class Columns:
             own, places = self._own(targets[part])
             found.scatter_add_(1, places[:, None], torch.where(own, of_target, 0.0)[:, None])
             self._through(hidden[part], found, part, into)
+            del logits, found  # they would be there beside those of the next chunk
 
     def backward_of_logits(
         self, hidden: Tensor, gradients: Tensor, start: int, into: Gradients
@@ -155,7 +209,8 @@ class Gradients:
     Attributes:
         rows: Of the rows, in the dtype of the master copy.
         bias: Of their bias.
-        hidden: Of the hidden states of all tokens, which the ranks then sum.
+        hidden: Of the hidden states of all tokens. Where each rank has some columns, the ranks then
+            sum it.
     """
 
     rows: Tensor | None

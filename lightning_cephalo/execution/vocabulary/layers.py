@@ -1,8 +1,11 @@
-"""Replaces the forwards of layers that stay cut along the vocabulary, on the instances."""
+"""Replaces the forwards of layers whose logits are never whole, on the instances.
+
+They stay cut along the vocabulary, or compute their logits in chunks of tokens (``chunked.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
+from lightning_cephalo.common.quantities import format_mib
+from lightning_cephalo.execution.vocabulary import chunked
+from lightning_cephalo.execution.vocabulary.chunked import ChunkedHead
 from lightning_cephalo.execution.vocabulary.columns import Columns
 from lightning_cephalo.execution.vocabulary.logits import LazyLogits, gather, refuse_other_device
 from lightning_cephalo.execution.vocabulary.questions import WAY_OUT, Kind, Question
@@ -19,6 +25,7 @@ from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.unit import Unit
 from lightning_cephalo.sharding.vocabulary import (
     VocabularyParameter,
+    heads_of,
     modules_of,
     vocabulary_of,
 )
@@ -41,6 +48,8 @@ class CutLayer:
         intervals: Each rank's tokens of the vocabulary, as ``(first, one past the last)``.
         has_warned: Whether the user knows that its logits are gathered.
     """
+
+    computes, way_out = "is cut along the vocabulary", WAY_OUT
 
     def __init__(
         self, layers: VocabularyLayers, meeting: int, name: str, module: nn.Module, flat: Flat
@@ -168,6 +177,11 @@ class CutLayer:
             )
         return running.ask(question, source, differentiable=differentiable)
 
+    def summed_losses(
+        self, hidden: Tensor, targets: Tensor, weights: Tensor, smoothing: float
+    ) -> None:
+        """Return None: gradients of other ranks' tokens do not come before the backward."""
+
 
 def tables_of(module: nn.Module, root: UnitMembers) -> tuple[VocabularyParameter, ...]:
     """Return the tables of a model that can stay cut.
@@ -187,16 +201,45 @@ def tables_of(module: nn.Module, root: UnitMembers) -> tuple[VocabularyParameter
             " torch.nn.Embedding, without max_norm, sparse and scale_grad_by_freq, and share its"
             f" table with no other layer than such ones and torch.nn.Linear. {WAY_OUT}"
         )
-    compiled = [name for name, inner in module.named_modules() if _is_compiled(inner)]
-    names = [name for name, _, _ in modules_of(tables)]
-    inside = [n for n in names if any(not c or n == c or n.startswith(f"{c}.") for c in compiled)]
-    if inside:
+    for name in _compiled(module, [name for name, _, _ in modules_of(tables)]):
         raise UnsupportedError(
-            f"vocabulary_sharding=True, but {inside[0]!r} is inside of a module that torch.compile"
+            f"vocabulary_sharding=True, but {name!r} is inside of a module that torch.compile"
             " compiles. Microbatches of all ranks meet there, which cannot be compiled. Compile"
             f" the blocks, and not what is around them. {WAY_OUT}"
         )
     return tables
+
+
+def chunked_heads_of(module: nn.Module, root: UnitMembers) -> tuple[tuple[str, nn.Linear], ...]:
+    """Return name and layer of the heads of a model that can compute their logits in chunks.
+
+    Args:
+        module: The model.
+        root: Its root unit.
+
+    Raises:
+        UnsupportedError: If it has none, or they are in a module that is compiled.
+    """
+    heads = heads_of(root)
+    if not heads:
+        raise UnsupportedError(
+            f"chunked_logits=True, but {type(module).__name__} has no head outside of its units:"
+            " a torch.nn.Linear, with its own forward, of as many outputs as the largest"
+            f" torch.nn.Embedding there has tokens. {ChunkedHead.way_out}"
+        )
+    for name in _compiled(module, [name for name, _ in heads]):
+        raise UnsupportedError(
+            f"chunked_logits=True, but {name!r} is inside of a module that torch.compile compiles,"
+            " which would look at all logits. Compile the blocks, and not what is around them."
+            f" {ChunkedHead.way_out}"
+        )
+    return heads
+
+
+def _compiled(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return which of these layers are inside of a module that is compiled."""
+    compiled = [name for name, inner in module.named_modules() if _is_compiled(inner)]
+    return [n for n in names if any(not c or n == c or n.startswith(f"{c}.") for c in compiled)]
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -204,15 +247,15 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class VocabularyLayers:
-    """The layers of a model that stay cut along the vocabulary.
+    """The layers of a model whose logits are never whole.
 
     Args:
         root: The root unit, which has their tables.
-        first: Index of the first of them among the places where microbatches meet.
+        first: Index of the first cut one among the places where microbatches meet.
         running: Returns the microbatch whose step is running, or None.
 
     Attributes:
-        layers: The layers.
+        layers: Those that can stay cut along the vocabulary.
         forwards: Those that are installed.
     """
 
@@ -224,13 +267,20 @@ class VocabularyLayers:
             CutLayer(self, first + index, name, module, root.cuts[number])
             for index, (name, module, number) in enumerate(modules_of(root.vocabulary))
         ]
-        self.forwards: list[CutLayer] = []
+        self._heads = [
+            ChunkedHead(self, name, module, only_large=root.chunks_only_large)
+            for name, module in root.chunked_heads
+        ]
+        self.forwards: list[CutLayer | ChunkedHead] = []
 
     def install(self) -> None:
-        """Replace the layers' forwards."""
-        for layer in self.layers:
+        """Replace the layers' forwards, by whether the vocabulary stays cut."""
+        self.uninstall()
+        cut = list(self.layers) if self.root.cuts else []
+        are_cut = {id(layer.module) for layer in cut}
+        self.forwards = [*cut, *(head for head in self._heads if id(head.module) not in are_cut)]
+        for layer in self.forwards:
             layer.module.forward = layer
-        self.forwards = list(self.layers)
 
     def uninstall(self) -> None:
         """Undo :meth:`install`."""
@@ -240,14 +290,22 @@ class VocabularyLayers:
         self.forwards = []
 
     def described(self) -> str:
-        """Return a line that names the layers; it is empty if none stays cut."""
-        if not self.forwards:
-            return ""
-        names = ", ".join(layer.name for layer in self.layers)
-        return f"cut along the vocabulary of {self.layers[0].vocabulary:,} tokens: {names}"
+        """Return a line that names the layers; it is empty if there are none."""
+        lines = []
+        cut = [layer.name for layer in self.forwards if isinstance(layer, CutLayer)]
+        if cut:
+            vocabulary = self.layers[0].vocabulary
+            lines.append(f"cut along the vocabulary of {vocabulary:,} tokens: {', '.join(cut)}")
+        if self.chunked:
+            heads = ", ".join(head.name for head in self.chunked)
+            where = ""
+            if self.chunked[0].only_large:
+                where = f" where they are more than {format_mib(chunked.LARGE_BYTES)}"
+            lines.append(f"logits in chunks of {chunked.CHUNK_TOKENS:,} tokens{where}: {heads}")
+        return "; ".join(lines)
 
     def with_whole_results(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a step whose results have no cut logits, which nobody could read afterwards."""
+        """Return a step whose results have no lazy logits, which nobody could read afterwards."""
 
         def step_and_gather() -> Any:
             result = step()
@@ -258,6 +316,11 @@ class VocabularyLayers:
             )
 
         return step_and_gather if self.forwards else step
+
+    @property
+    def chunked(self) -> list[ChunkedHead]:
+        """The heads that compute their logits in chunks of tokens now."""
+        return [layer for layer in self.forwards if isinstance(layer, ChunkedHead)]
 
     def at(self, meeting: int) -> CutLayer:
         """Return the layer of a meeting."""

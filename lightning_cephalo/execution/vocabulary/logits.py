@@ -1,13 +1,14 @@
-"""The logits of a head that is cut along the vocabulary: no rank holds them all.
+"""The logits of a head that never exist as a whole: no rank holds those of all tokens.
 
-They exist as the hidden states that they are computed from. Losses ask the ranks for three numbers
-per token: the log-sum of exponentials, the target's logit, and the mean logit. All else gathers the
-logits themselves, once, with a warning.
+They exist as the hidden states that they are computed from. Losses ask the head for three numbers
+per token: the log-sum of exponentials, the target's logit, and the mean logit. All else needs the
+logits themselves, which are computed once, with a warning. A head that is cut along the vocabulary
+asks all ranks (``layers.py``); one that every rank has whole answers itself (``chunked.py``).
 
-[Note: writes to cut logits]
-Views of cut logits share no memory, so a write to one would be missing in the others. All writes to
-them are refused. They are computed when they are asked for, so a write to their hidden states in
-between is refused too, and one to gathered logits before cut ones of them are used again.
+[Note: writes to lazy logits]
+Views of lazy logits share no memory, so a write to one would be missing in the others. All writes
+to them are refused. They are computed when they are asked for, so a write to their hidden states in
+between is refused too, and one to all logits before lazy ones of them are used again.
 
 Private API: ``torch._C.DisableTorchFunctionSubclass`` and ``Tensor._make_wrapper_subclass``, as in
 torch's own tensor subclasses. tests/execution/test_vocabulary.py reads attributes through both.
@@ -19,7 +20,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +28,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.vocabulary.questions import WAY_OUT, Kind, Question
-
-if TYPE_CHECKING:
-    from lightning_cephalo.execution.vocabulary.layers import CutLayer
+from lightning_cephalo.execution.vocabulary.columns import wide
+from lightning_cephalo.execution.vocabulary.questions import Kind, Question
 
 _ATTRIBUTES = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn"} | {
     name
@@ -62,15 +61,50 @@ _IN_PLACE = frozenset(f"__i{name}__" for name in (*_OPERATORS, "lshift", "rshift
 }
 
 
-class Watched:
-    """Tensors whose values cut logits, and views of these, are computed from or have shown.
+_HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 
-    Args:
-        head: Name of the layer.
+
+class Head(Protocol):
+    """A layer that answers questions about its logits.
+
+    Attributes:
+        name: Its name.
+        computes: How it computes its logits, for messages.
+        way_out: A sentence that says how it would compute them as on one device.
+        vocabulary: Number of logits of a token.
+        meeting: Index of the layer among the places where microbatches meet.
+        has_warned: Whether the user knows that all its logits are needed.
     """
 
-    def __init__(self, head: str) -> None:
+    name: str
+    computes: str
+    way_out: str
+    vocabulary: int
+    meeting: int
+    has_warned: bool
+
+    def ask(self, question: Question, source: Tensor | None, *, differentiable: bool) -> Tensor:
+        """Return the answer to a question."""
+
+    def summed_losses(
+        self, hidden: Tensor, targets: Tensor, weights: Tensor, smoothing: float
+    ) -> Tensor | None:
+        """Return the weighted sum of tokens' cross-entropies; None: ask about each token."""
+
+
+class Watched:
+    """Tensors whose values lazy logits, and views of these, are computed from or have shown.
+
+    Args:
+        head: The layer.
+
+    Attributes:
+        is_used: Whether gradients may pass by without all logits, through views or losses.
+    """
+
+    def __init__(self, head: Head) -> None:
         self._head = head
+        self.is_used = False
         self._versions: list[tuple[Tensor, int, str]] = []
 
     def add(self, tensor: Tensor, what: str) -> None:
@@ -87,9 +121,9 @@ class Watched:
         for tensor, version, what in self._versions:
             if tensor._version != version:
                 raise UnitUseError(
-                    f"{what} of {self._head!r} were written to, and its logits are used behind that"
-                    " write. It is cut along the vocabulary: its logits are computed when they are"
-                    f" used. Write out of place: x = x + 1 instead of x += 1. Or {_LOWER_WAY_OUT}"
+                    f"{what} of {self._head.name!r} were written to, and its logits are used behind"
+                    f" that write. The head {self._head.computes}, and when they are used. Write"
+                    f" out of place: x = x + 1 instead of x += 1. Or {_lower_way_out(self._head)}"
                 )
 
     def refuse(self, name: str) -> UnitUseError:
@@ -99,18 +133,32 @@ class Watched:
             name: Name of the operator.
         """
         return UnitUseError(
-            f"{name!r} writes to logits of {self._head!r}, which is cut along the vocabulary: views"
+            f"{name!r} writes to logits of {self._head.name!r}, which {self._head.computes}: views"
             " of them share no memory. Write out of place:"
             " logits = logits.masked_fill(mask, value) instead of logits.masked_fill_(mask, value)."
-            f" Or {_LOWER_WAY_OUT}"
+            f" Or {_lower_way_out(self._head)}"
+        )
+
+    def refuse_hook(self, name: str) -> UnitUseError:
+        """Return the error for a hook that would miss gradients.
+
+        Args:
+            name: Name of the operator.
+        """
+        return UnitUseError(
+            f"{name!r} of logits of {self._head.name!r} behind their first use. The head"
+            f" {self._head.computes}, and the hook would miss gradients of that use. Call it where"
+            " the head returns its logits (module.register_forward_hook). Or"
+            f" {_lower_way_out(self._head)}"
         )
 
 
-_LOWER_WAY_OUT = WAY_OUT[0].lower() + WAY_OUT[1:]
+def _lower_way_out(head: Head) -> str:
+    return head.way_out[0].lower() + head.way_out[1:]
 
 
 class LazyLogits(Tensor):
-    """Logits, or their log-softmax, of which each rank can compute some columns.
+    """Logits, or their log-softmax, of which the head computes what is asked.
 
     Args:
         head: The layer.
@@ -128,7 +176,7 @@ class LazyLogits(Tensor):
         watched: What must not be written to.
     """
 
-    head: CutLayer
+    head: Head
     hidden: Tensor
     linear_dtype: torch.dtype
     vocabulary_dim: int
@@ -140,7 +188,7 @@ class LazyLogits(Tensor):
     @staticmethod
     def __new__(
         cls,
-        head: CutLayer,
+        head: Head,
         hidden: Tensor,
         dtype: torch.dtype,
         dim: int,
@@ -150,7 +198,7 @@ class LazyLogits(Tensor):
         watched: Watched | None = None,
     ) -> Any:
         if watched is None:
-            watched = Watched(head.name)
+            watched = Watched(head)
             if hidden.is_inference():
                 hidden = hidden.clone()  # it would not count writes
             else:
@@ -179,7 +227,9 @@ class LazyLogits(Tensor):
             "is_normalised": self.is_normalised,
             "watched": self.watched,
         }
-        return LazyLogits(self.head, hidden, self.linear_dtype, **{**given, **changes})
+        logits = LazyLogits(self.head, hidden, self.linear_dtype, **{**given, **changes})
+        self.watched.is_used |= logits.requires_grad
+        return logits
 
     def __repr__(  # type: ignore[override]
         self, *, tensor_contents: Any = None
@@ -203,6 +253,8 @@ class LazyLogits(Tensor):
         for each in pytree.tree_leaves(written):
             if isinstance(each, LazyLogits):
                 raise each.watched.refuse(name)
+        if func in _HOOKS and isinstance(first, LazyLogits) and first.watched.is_used:
+            raise first.watched.refuse_hook(name)
         rule = _RULES.get(func)
         if rule is not None and isinstance(first, LazyLogits) and first.held is None:
             result = rule(*args, **kwargs)
@@ -229,6 +281,7 @@ class LazyLogits(Tensor):
         hidden = self.hidden
         self.watched.check()
         differentiable = self.requires_grad and torch.is_grad_enabled() and kind is not Kind.BEST
+        self.watched.is_used |= differentiable and kind is not Kind.LOGITS
         values = hidden.detach().reshape(-1, hidden.shape[-1]).to(self.linear_dtype)
         question = Question(kind, self.head.meeting, values, shape, targets)
         return self.head.ask(question, hidden, differentiable=differentiable)
@@ -246,6 +299,31 @@ class LazyLogits(Tensor):
         wanted = targets.detach().reshape(-1).to(torch.int64)
         found = self._ask(Kind.STATISTICS, (tokens, 3), wanted)
         return tuple(each.view(lead) for each in found.unbind(1))
+
+    def losses(self, targets: Tensor, weights: Tensor, smoothing: float) -> Tensor:
+        """Return each token's cross-entropy times its weight.
+
+        Args:
+            targets: A token of the vocabulary for each; -1 counts for nothing.
+            weights: Of each token.
+            smoothing: As for ``torch.nn.functional.cross_entropy``.
+        """
+        log_sum, picked, mean = self.statistics(targets)
+        losses = log_sum - picked
+        if smoothing:
+            losses = (1.0 - smoothing) * losses + smoothing * (log_sum - mean)
+        return torch.where(targets >= 0, losses, 0.0) * weights
+
+    def summed_losses(self, targets: Tensor, weights: Tensor, smoothing: float) -> Tensor:
+        """Return the sum of :meth:`losses`."""
+        total = None
+        if self._wants_graph:
+            self.watched.check()
+            self.watched.is_used = True
+            hidden = self.hidden.reshape(-1, self.hidden.shape[-1]).to(self.linear_dtype)
+            tokens = targets.reshape(-1), weights.reshape(-1)
+            total = self.head.summed_losses(hidden, *tokens, smoothing)
+        return self.losses(targets, weights, smoothing).sum() if total is None else total
 
     def best(self) -> Tensor:
         """Return the place of each token's largest logit."""
@@ -304,10 +382,10 @@ def gather(logits: LazyLogits, func: Any) -> Tensor:
         logits.head.has_warned = True
         name = getattr(func, "__name__", str(func))
         warnings.warn(
-            f"{name!r} needs all logits of {logits.head.name!r}, which is cut along the vocabulary:"
-            " they are gathered, and take as much memory as on one device. cross_entropy, nll_loss,"
-            " log_softmax with gather, logsumexp and argmax need not. If all of training_step"
-            " needs them, use CephaloStrategy(vocabulary_sharding=False).",
+            f"{name!r} needs all logits of {logits.head.name!r}, which {logits.head.computes}:"
+            " they are there as a whole now, and take as much memory as on one device."
+            " cross_entropy, nll_loss, log_softmax with gather, logsumexp and argmax need not. If"
+            f" all of training_step needs them, {_lower_way_out(logits.head)}",
             stacklevel=2,
         )
     return logits.gathered()
@@ -389,16 +467,14 @@ def _negative_likelihood(
     wrong = counted & ((target < 0) | (target >= logits.head.vocabulary))
     if wrong.any():
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
-    log_sum, picked, mean = logits.statistics(torch.where(counted, target, -1))
-    losses = log_sum - picked
-    if smoothing:
-        losses = (1.0 - smoothing) * losses + smoothing * (log_sum - mean)
-    weights = counted.to(losses.dtype)
+    targets = torch.where(counted, target, -1)
+    weights = counted.to(wide(logits.linear_dtype))
     if weight is not None:
-        weights = weights * weight.to(losses.dtype)[torch.where(counted, target, 0)]
-    losses = torch.where(counted, losses, 0.0) * weights
-    if reduction != "none":
-        losses = losses.sum()
+        weights = weights * weight.to(weights.dtype)[torch.where(counted, target, 0)]
+    if reduction == "none":
+        losses = logits.losses(targets, weights, smoothing)
+    else:
+        losses = logits.summed_losses(targets, weights, smoothing)
     if reduction == "mean":
         losses = losses / weights.sum()
     return losses.to(_wide_under_autocast(logits))
