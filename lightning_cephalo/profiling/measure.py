@@ -263,8 +263,11 @@ def measure(
     problem = with_vocabulary(problem, vocabulary)
     if manual is not None:
         problem = _with_turns(problem, several)
-    # curves are kept for models with any head: without columns of logits they are those of none
-    if control.rank == 0 and device.speed_lasts and vocabulary is None:
+    # curves are kept for models with any head: without columns of logits they are those of none,
+    # and with chunks of them they lack memory that others need
+    heads = model.executor.hooks.vocabulary.chunked
+    has_chunks = any(head.most_tokens > head.whole_tokens for head in heads)
+    if control.rank == 0 and device.speed_lasts and vocabulary is None and not has_chunks:
         lost = remember(
             problem,
             model=type(model.module).__name__,

@@ -96,16 +96,17 @@ def with_no_recompute(
     sizes = sorted(set(measured.times) & set(measured.held))
     if not sizes:
         return profile
+    looked_at = [size for size in sorted(measured.held) if size <= sizes[-1]]
     shares = [
         measured.times[size].backward_s / units / max(profile.backward_s[size - 1], 1e-12)
         for size in sizes
     ]
     every = np.arange(1, largest + 1)
     backward = np.interp(every, sizes, shares) * np.asarray(profile.backward_s)
-    held = [measured.held[size] for size in sizes]
+    held = [measured.held[size] for size in looked_at]
 
     def curve(peaks: Sequence[float], retained: RetainedBytes) -> tuple[float, ...]:
-        every_peak = peaks_by_size(sizes, peaks, largest)
+        every_peak = peaks_by_size(looked_at, peaks, largest)
         found = compute_curve([*every.tolist()], every_peak, largest, gathered_bytes, retained)
         return tuple(found)
 

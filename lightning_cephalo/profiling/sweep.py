@@ -16,6 +16,8 @@ from operator import attrgetter
 
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_bytes
+from lightning_cephalo.execution.vocabulary import chunked
+from lightning_cephalo.execution.vocabulary.chunked import ChunkedHead
 from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 
@@ -343,18 +345,20 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
     """Measure the memory of the smallest and the largest size that ran; collective.
 
     A peak is the maximum over several moments, and the memory at each moment grows linearly with
-    the size. So a line between two sizes is never below the peak.
+    the size. So a line between two sizes is never below the peak. Chunks of logits stop growing
+    when they are full, and large logits may be in chunks where small ones are not: the sizes around
+    that are measured, too.
 
     Returns:
         The bytes that this rank retains per sample and microbatch until their backward.
     """
     smallest = sweep.sizes[0]
     idle = smallest if sweep.everyone_runs and measured.times else 0
-    for position in (0, -1):
-        ran = sorted(measured.times)
-        size = ran[position] if ran else 0
-        if size in measured.held:
-            size = 0
+    heads = prober.model.executor.hooks.vocabulary.chunked
+    bends: list[int] = []
+
+    def measure(size: int) -> None:
+        size = 0 if size in measured.held else size
         held = _held(prober, size, 1, idle)
         if held is not None:
             measured.held[size] = held
@@ -362,9 +366,36 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
             # it ran when it was timed, but only just: it may not run again
             measured.smallest_too_large = size
             measured.times = {at: found for at, found in measured.times.items() if at < size}
+
+    for position in (0, -1):
+        for head in heads:
+            head.most_tokens = 0
+        ran = sorted(measured.times)
+        measure(ran[position] if ran else 0)
+        if not position and smallest in measured.held:
+            bends = _bends(heads, smallest)
+    while heads and prober.control.any(bool(bends)):
+        size = bends.pop() if bends else 0
+        measure(size if size <= measured.largest else 0)
     if prober.manual is not None:  # with one microbatch its peak holds all
         return RetainedBytes(0.0, 0.0)
     return measure_retained(prober, measured, sweep)
+
+
+def _bends(heads: Sequence[ChunkedHead], smallest: int) -> list[int]:
+    """Return the sizes around which logits come in chunks, and around which a chunk is full.
+
+    Args:
+        heads: The heads, which have just run with the smallest size.
+        smallest: That size.
+    """
+    sizes: set[int] = set()
+    for head in heads:
+        for tokens in (head.whole_tokens, chunked.CHUNK_TOKENS):
+            if head.most_tokens:
+                below = tokens * smallest // head.most_tokens
+                sizes |= {below, below + 1}
+    return sorted(size for size in sizes if size > smallest)
 
 
 def measure_retained(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:

@@ -133,7 +133,7 @@ def found_by_a_rank():
         outcome[cuts] = (problem.to_dict(), plan, step_s, memory, model.losses, values)
     model = Descending()
     with measured_by(measured_once):
-        options = {"vocabulary_sharding": "auto"}
+        options = {"vocabulary_sharding": "auto", "chunked_logits": True}
         trainer = fit(model, data(), strategy=options, max_steps=4, **common)
     outcome["auto"] = trainer.strategy.plan, model.losses
     return outcome
