@@ -13,8 +13,10 @@ are used. Only this file uses them; tests/distributed/test_agents.py fails when 
 from __future__ import annotations
 
 import pickle
+import socket
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -28,10 +30,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
     create_handler,
 )
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 BACKEND = "cephalo"
 """The name under which torch's launcher finds :func:`meeting`."""
 
+MET = "met"
+"""The key of a function among the launcher's settings, which is called where agents can meet."""
+
+_PORT = 29400  # as torch's
 _DEADLINE = "deadline"
 # an agent looks every second
 _MOST_S = 2.0
@@ -49,8 +56,48 @@ def meeting(parameters: RendezvousParameters) -> RendezvousHandler:
         parameters: As for torch's backend "c10d".
     """
     backend, store = create_backend(parameters)
+    met = parameters.get(MET)
+    if met is not None:
+        met()
     last_call_s = float(parameters.get("last_call_timeout"))
     return create_handler(store, OwnClock(backend, last_call_s), parameters)
+
+
+def answers(endpoint: str) -> bool:
+    """Return whether somebody answers where agents meet.
+
+    Args:
+        endpoint: The place, as HOST:PORT.
+    """
+    with suppress(OSError), socket.create_connection(_place(endpoint), timeout=2.0):
+        return True
+    return False
+
+
+def may_meet_at(endpoint: str, until_s: float, look_s: float = 0.2) -> bool:
+    """Wait until somebody answers where agents meet, or until this host may be that place.
+
+    Args:
+        endpoint: The place, as HOST:PORT.
+        until_s: Until when to wait, by the clock ``time.monotonic``.
+        look_s: Seconds from one look to the next.
+
+    Returns:
+        Whether agents may meet there now.
+    """
+    while True:
+        if answers(endpoint):
+            return True
+        # an address of this host: torch's agent opens the store where nobody has
+        with suppress(OSError), socket.create_server(_place(endpoint)):
+            return True
+        if time.monotonic() >= until_s:
+            return False
+        time.sleep(look_s)
+
+
+def _place(endpoint: str) -> tuple[str, int]:
+    return parse_rendezvous_endpoint(endpoint, _PORT)
 
 
 class OwnClock(RendezvousBackend):
