@@ -109,17 +109,17 @@ class Hosts:
         folder: For what ranks and agents tell.
         fault: What will be done to it.
         storage: Where steps are sent; None: nowhere.
-        networks: As of :class:`Meeting`.
+        links: Of the hosts' networks; None: all are on this machine's.
     """
 
     def __init__(
-        self, folder: Path, fault: Fault, storage: str | None, networks: tuple[str, ...]
+        self, folder: Path, fault: Fault, storage: str | None, links: ShapedHosts | None
     ) -> None:
         folder.mkdir()
         self.folder, self.hosts = folder, dict[int, Host]()
         self._rest = [f"--steps={fault.steps}", f"--copies={fault.copies}"]
         self._rest += [f"--storage={storage}"] if storage else []
-        self._nodes, self._networks = fault.nodes, networks
+        self._nodes, self._links = fault.nodes, links
         self._meeting: Meeting | None = None
         self._store: subprocess.Popen[bytes] | None = None
         self.faults: list[tuple[float, set[int], int]] = []
@@ -139,7 +139,8 @@ class Hosts:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        return Meeting(self._nodes, self._networks, number, port)
+        networks = () if self._links is None else self._links.names
+        return Meeting(self._nodes, networks, number, port)
 
     def start(self, *numbers: int) -> None:
         """Start hosts."""
@@ -177,6 +178,17 @@ class Hosts:
         self._want(len(self.hosts) - len(numbers))
         for number in numbers:
             self.hosts.pop(number).lose()
+
+    def cut_off(self, number: int, until: Callable[[], bool]) -> None:
+        """Cut a host's link until something has happened."""
+        assert self._links is not None
+        self._links.cut(number - 1)
+        self.wait(until)
+        self._links.mend(number - 1)
+
+    def said(self, number: int, text: str) -> bool:
+        """Return whether a host's agent or rank has said something."""
+        return text in (self.folder / f"log{number}").read_text()
 
     def told(self, name: str = "steps0") -> list[Any]:
         """Return what a rank has told."""
@@ -366,6 +378,15 @@ def _endpoint_goes_and_comes(run: Hosts) -> None:
     run.train(5, 3)
 
 
+def _endpoint_is_cut_off(run: Hosts) -> None:
+    """Neither its agent nor its rank ends, and no connection is closed."""
+    run.start(1, 2, 3)
+    run.train(15, 3)
+    run.note()
+    run.cut_off(1, lambda: all(run.said(number, "keeps its steps") for number in (2, 3)))
+    run.train(5, 3)
+
+
 def _rank_zero_goes_and_comes(run: Hosts) -> None:
     """Agents meet on a host without ranks."""
     run.serve(4)
@@ -420,6 +441,9 @@ FAULTS = {
     ),
     "the host of the endpoint is lost, and one starts there, copies=1": Fault(
         _endpoint_goes_and_comes, 1, nodes="2:3", has_networks=True
+    ),
+    "the host of the endpoint is cut off until others say so, copies=1": Fault(
+        _endpoint_is_cut_off, 1, nodes="2:3", has_networks=True, steps=_LONG
     ),
     "the endpoint is elsewhere: the host of rank 0 is lost, and joins, copies=1": Fault(
         _rank_zero_goes_and_comes, 1, nodes="2:3", has_networks=True, steps=_LONG
@@ -488,10 +512,10 @@ def report(folder: Path, only: str) -> None:
             own, steps = folder / f"hosts{index}", fault.steps
             place = f"{_BUCKET}/{index}" if given else str(folder / f"sent{index}")
             before = given() if given else 0
-            networks: Any = ShapedHosts(4, 10_000) if fault.has_networks else nullcontext(())
+            links = ShapedHosts(4, 10_000) if fault.has_networks else None
             try:
-                with networks as names:
-                    run = Hosts(own, fault, place if fault.has_storage else None, names)
+                with links or nullcontext():
+                    run = Hosts(own, fault, place if fault.has_storage else None, links)
                     try:
                         fault.make(run)
                         run.end()

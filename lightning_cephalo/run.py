@@ -55,7 +55,11 @@ _RENDEZVOUS = {
     "keep_alive_interval": 1,
     "keep_alive_max_attempt": 3,
     "join_timeout": 600,
+    # a place that has not answered for so long is lost: its host is cut off, or does not run
+    "read_timeout": 20,
 }
+# a first host may begin later than others
+_FIRST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -214,12 +218,12 @@ def _run_agents(given: argparse.Namespace) -> int:
 
     agents.register()
     endpoint, job = given.rdzv_endpoint, given.rdzv_id
-    until_s: float | None = None  # this agent has met no other so far
+    until_s = time.monotonic() + min(_FIRST_WAIT_S, given.endpoint_wait_s)
     has_met: list[bool] = []
     for launches in itertools.count():
         has_met.clear()
         try:
-            if until_s is not None and not agents.may_meet_at(endpoint, until_s):
+            if endpoint and not agents.may_meet_at(endpoint, until_s):
                 break
             _launch(given, launches, lambda: has_met.append(True))
         except ChildFailedError as error:
@@ -235,14 +239,14 @@ def _run_agents(given: argparse.Namespace) -> int:
             if not isinstance(error, RendezvousConnectionError) and agents.answers(endpoint):
                 raise
             if not has_met:
-                if until_s is None:
+                if time.monotonic() >= until_s:
                     break
                 continue
             until_s = time.monotonic() + given.endpoint_wait_s
             print(
-                f"The host of --rdzv-endpoint={endpoint} is lost, where the hosts of {job!r} meet."
-                " Start an agent there again, with the command of the others. This host keeps its"
-                f" steps, and waits for {given.endpoint_wait_s:g} s.",
+                f"The host of --rdzv-endpoint={endpoint}, where the hosts of {job!r} meet, is lost"
+                " or cannot be reached. Start an agent there again, with the command of the others."
+                f" This host keeps its steps, and waits for {given.endpoint_wait_s:g} s.",
                 file=sys.stderr,
                 flush=True,
             )

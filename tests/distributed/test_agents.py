@@ -8,9 +8,10 @@ import time
 from datetime import datetime, timedelta, timezone
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 
-from lightning_cephalo.ranks.agents import OwnClock, answers, may_meet_at
+from lightning_cephalo.ranks.agents import OwnClock, answers, limit_silence, may_meet_at
 
 LAST_CALL_S = 3
 _BEGIN = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -145,3 +146,16 @@ def test_agents_wait_until_somebody_answers(monkeypatch):
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
         assert may_meet_at(endpoint, time.monotonic() + 60.0, look_s=0.01)
         later.join()
+
+
+def test_a_connection_to_a_host_that_acknowledges_nothing_has_a_limit():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert limit_silence(port, 15.0) == 0
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            limits_ms = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert limit_silence(port, 15.0) == 1
+            assert connection.getsockopt(*limits_ms) == 15000
+            assert limit_silence(store.port, 15.0) == 1  # torch's own
+            assert connection.getsockopt(*limits_ms) == 15000
