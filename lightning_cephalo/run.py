@@ -236,7 +236,8 @@ def _run_agents(given: argparse.Namespace) -> int:
             print(f"The job {job!r} has ended: this host has nothing to do.", file=sys.stderr)
             return 0
         except (RendezvousConnectionError, DistNetworkError, DistStoreError) as error:
-            if not isinstance(error, RendezvousConnectionError) and agents.answers(endpoint):
+            is_there = not isinstance(error, RendezvousConnectionError) and agents.answers(endpoint)
+            if not endpoint or is_there:
                 raise
             if not has_met:
                 if time.monotonic() >= until_s:
