@@ -1,7 +1,8 @@
 """Prints what the advisor for pipelines finds, what that costs, and that brute force is no better.
 
     python benchmarks/pipelines.py                  the tables of models and of nodes
-    python benchmarks/pipelines.py --random 1000    random problems, against brute force
+    python benchmarks/pipelines.py --random 1000    random problems, against brute force; and the
+                                                    formula, against the event simulation
 
 Seconds are CPU seconds of this process. Times of devices are estimates from datasheets: nothing
 here was measured on a cluster, and the runtime does not run pipelines.
@@ -21,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "offli
 
 from lightning_cephalo.offline.estimate import Cluster, build_problem, work_of
 from lightning_cephalo.offline.pipeline.build import pipeline_problem
+from lightning_cephalo.offline.pipeline.closed_form import pipeline_s
 from lightning_cephalo.offline.pipeline.search import Planned, advise, least_step_s
+from lightning_cephalo.offline.pipeline.simulate import simulate_pipeline
 from lightning_cephalo.plan import Plan, RankPlan
 
 MODELS = {
@@ -98,9 +101,10 @@ def _show(work, model: str, batch: int, rate: float, counts: tuple[int, int, int
 
 def _random(count: int) -> None:
     from pipeline_brute_force import fastest_s, quick_plan, random_problem
+    from pipeline_cases import random_pipeline
 
     worse = above = infeasible = pairs = 0
-    brute_s = search_s = 0.0
+    brute_s = search_s = apart = 0.0
     slow = dataclasses.replace(Plan((RankPlan((1,), 1.0),)), step_s=_SLOW_S)
     for seed in range(count):
         problem = random_problem(random.Random(seed))
@@ -113,6 +117,8 @@ def _random(count: int) -> None:
         brute_s += between_s - started_s
         search_s += time.process_time() - between_s
         found_s = advice.best.step_s if advice.best else math.inf
+        for pipeline in advice.best.pipelines if advice.best else ():
+            apart = max(apart, abs(pipeline.step_s / pipeline.simulate().step_s - 1))
         pairs += advice.best is not None and len(advice.best.pipelines) == 2
         infeasible += math.isinf(best_s)
         if found_s > best_s * (1 + 1e-9):
@@ -125,6 +131,16 @@ def _random(count: int) -> None:
         f"{count} random problems ({infeasible} without pipelines, {pairs} with two in parallel): "
         f"{worse} worse than brute force, {above} bounds above it; "
         f"{brute_s:.0f} CPU s by brute force, {search_s:.0f} by the search"
+    )
+    dice = random.Random(0)
+    others = 0.0
+    for _ in range(count):
+        stages, crossings, waves = random_pipeline(dice)
+        simulated_s = simulate_pipeline(stages, crossings, waves).step_s
+        others = max(others, abs(pipeline_s(stages, crossings, waves) / simulated_s - 1))
+    print(
+        f"the formula differs from the event simulation by {apart:.1e} at most for the pipelines "
+        f"found, and by {others:.1e} for {count} random pipelines"
     )
 
 

@@ -1,19 +1,25 @@
 """Train on two equal emulated ranks, of which one slows down for a while and recovers.
 
     python benchmarks/replan.py [--steps 160] [--factor 3] [--figure steps.svg]
+    python benchmarks/replan.py --noise 0.1 [--steps 400]
     python benchmarks/replan.py --watching [--steps 400]
 
 ``--watching`` measures something else: the CPU seconds of what only watching for another plan does
 in a step, as a share of those of the step. A busy machine moves both.
 
-Runs twice: with a fixed plan, and with a plan that changes. Prints the median seconds of a step
-before the slowdown, at its beginning, while it lasts, and behind it, and every change of plan. Both
+Runs with a fixed plan, with a plan that changes, and with a fresh plan for each of the two speeds:
+that of ranks that have this speed from the beginning. Prints the median seconds of a step before
+the slowdown, at its beginning, while it lasts, and behind it, and every change of plan. Both long
 runs train the same samples: the largest difference of their losses is printed too.
+
+``--noise`` draws the speed of each rank anew in each step, and counts the changes of plan: there
+should be none.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 import time
@@ -42,6 +48,7 @@ _WIDTH, _LENGTH, _BATCH = 96, 32, 8
 _TOTAL_FLOPS_PER_S = 4e9
 _SLOW_RANK = 1
 _WATCHED_BATCH = 16
+_FRESH_STEPS = 50
 
 
 class Block(nn.Module):
@@ -81,10 +88,20 @@ class Model(LightningModule):
 
 
 class SlowsDown(Callback):
-    """Slows one rank's device down from one step to another, and times all steps."""
+    """Slows one rank's device down from one step to another, and times all steps.
 
-    def __init__(self, emulation: Emulation, steps: range, factor: float) -> None:
-        self.emulation, self.steps, self.factor = emulation, steps, factor
+    Args:
+        emulation: Of the device.
+        steps: Where that rank is slower.
+        factor: By how much.
+        noise: How far the speed of every rank is from its own, as a part of it, in the mean.
+    """
+
+    def __init__(
+        self, emulation: Emulation, steps: range, factor: float, noise: float = 0.0
+    ) -> None:
+        self.emulation, self.steps, self.factor, self.noise = emulation, steps, factor, noise
+        self._dice: random.Random | None = None
         self.times_s: list[float] = []
         self._last_s: float | None = None
         self._rate: float | None = None
@@ -94,7 +111,9 @@ class SlowsDown(Callback):
         assert device is not None and device.flops_per_s is not None
         self._rate = self._rate or device.flops_per_s
         is_slow = trainer.global_rank == _SLOW_RANK and trainer.global_step in self.steps
-        device.flops_per_s = self._rate / (self.factor if is_slow else 1.0)
+        self._dice = self._dice or random.Random(trainer.global_rank)
+        longer = max(0.5, self._dice.gauss(1.0, self.noise)) if self.noise else 1.0
+        device.flops_per_s = self._rate / (self.factor if is_slow else 1.0) / longer
 
     def on_train_batch_end(self, *_: Any) -> None:
         now_s = time.perf_counter()
@@ -113,9 +132,22 @@ class Run:
     changes: list[tuple[int, list[int]]]
 
 
-def _train(replan: bool, count: int, slow: range, factor: float) -> Run:
-    emulation = Emulation(speeds=(1, 1), total_flops_per_s=_TOTAL_FLOPS_PER_S)
-    times = SlowsDown(emulation, slow, factor)
+def _train(
+    replan: bool, count: int, slow: range, factor: float, noise: float = 0.0, speed: float = 1.0
+) -> Run:
+    """Train.
+
+    Args:
+        replan: Whether the plan may change.
+        count: Steps.
+        slow: Where one rank is slower.
+        factor: By how much.
+        noise: Of the speeds in each step.
+        speed: Of that rank, all the time, as a part of the other one's.
+    """
+    rate = _TOTAL_FLOPS_PER_S / 2
+    emulation = Emulation(speeds=(1, speed), total_flops_per_s=rate * (1 + speed))
+    times = SlowsDown(emulation, slow, factor, noise)
     strategy = CephaloStrategy(replan=replan, verbose=False, profile_budget_s=20)
     trainer = Trainer(
         accelerator="cpu",
@@ -257,6 +289,14 @@ def _show_watching(runs: list[tuple[list[float], list[float]]]) -> None:
         print(f"{'       in the mean':50}{share:10.2%}")
 
 
+def _show_noise(count: int, noise: float) -> None:
+    with tempfile.TemporaryDirectory() as cache:
+        run = _in_all_ranks(cache, _train, True, count, range(0), 1.0, noise)[0]
+    print(f"{count} steps with {noise:.0%} of noise: {len(run.changes)} changes of plan")
+    for line in run.lines:
+        print(line)
+
+
 def _draw(path: str, runs: dict[str, Run], slow: range) -> None:
     import matplotlib.pyplot as plt
 
@@ -277,6 +317,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--factor", type=float, default=3.0)
     parser.add_argument("--figure", help="write a figure of the seconds of all steps here")
+    parser.add_argument("--noise", type=float, help="noise of each rank's speed, such as 0.1")
     parser.add_argument("--watching", action="store_true", help="measure what watching costs")
     options = parser.parse_args()
     count = options.steps
@@ -284,11 +325,18 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as cache:
             _show_watching(_in_all_ranks(cache, _watch, count))
         return
+    if options.noise is not None:
+        _show_noise(count, options.noise)
+        return
     slow = range(count // 4, count * 5 // 8)
     with tempfile.TemporaryDirectory() as cache:
         runs = {
             name: _in_all_ranks(cache, _train, replan, count, slow, options.factor)[0]
             for name, replan in (("fixed plan", False), ("plan that changes", True))
+        }
+        fresh = {
+            name: _in_all_ranks(cache, _train, False, _FRESH_STEPS, range(0), 1.0, 0.0, speed)[0]
+            for name, speed in (("slow, settled", 1 / options.factor), ("behind it, settled", 1.0))
         }
     # a change takes two looks, ten steps apart
     settled = slow.start + min(40, len(slow) * 2 // 3)
@@ -302,6 +350,13 @@ def main() -> None:
     for name, run in runs.items():
         medians = [median(run.times_s[step] for step in steps) for steps in phases.values()]
         print(f"{name:26}" + "".join(f"{seconds:20.3f}" for seconds in medians))
+    fresh_s = {name: median(run.times_s[10:]) for name, run in fresh.items()}
+    shown = "".join(f"{fresh_s[name]:20.3f}" if name in fresh_s else " " * 20 for name in phases)
+    print(f"{'fresh plan':26}{shown}")
+    own = runs["plan that changes"].times_s
+    for name, seconds in fresh_s.items():
+        longer = median(own[step] for step in phases[name]) / seconds - 1
+        print(f"{name}: {longer:+.1%} beside a fresh plan")
     for line, (_, batches) in zip(
         runs["plan that changes"].lines, runs["plan that changes"].changes, strict=True
     ):

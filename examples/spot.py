@@ -12,8 +12,9 @@ and all ranks, and start it again, on this host or another:
 
 python -m lightning_cephalo.run --nproc-per-node 2 examples/spot.py s3://bucket/run
 
-Hosts may come and go. Start this on each; the host of the endpoint must stay. ``copies=1`` keeps
-rows of a host on another one, so that nothing is read from the storage if it is taken away:
+Hosts may come and go. Start this on each. If the host of the endpoint is taken away, the others
+wait until another one is started at its address. ``copies=1`` keeps rows of a host on another one,
+so that nothing is read from the storage if it is taken away:
 
 python -m lightning_cephalo.run --nnodes 1:4 --nproc-per-node 2 --rdzv-endpoint na:29400 \\
     --rdzv-id spot examples/spot.py s3://bucket/run

@@ -5,6 +5,9 @@
     python -m lightning_cephalo.run --nproc-per-node 2 train.py --epochs 3
     python -m lightning_cephalo.run --nnodes 2:4 --rdzv-endpoint na:29400 --rdzv-id j train.py
 
+If the host of the endpoint is lost, the agents of the others keep what their ranks have kept, and
+wait until an agent is started there again.
+
 This is the elastic agent of torchrun with other settings. Ranks are forked from a process that has
 imported torch and Lightning already, so that a restart takes about two seconds, not twenty. The
 store in which ranks meet is new at every start: torchrun's keeps addresses of ranks that are gone
@@ -15,6 +18,7 @@ newest step in the hosts' memory (docs/reliability.md).
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import random
@@ -23,15 +27,16 @@ import runpy
 import shutil
 import signal
 import sys
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_cephalo.ranks import rounds
-from lightning_cephalo.recovery.options import AGENT, MOST_HOSTS
+from lightning_cephalo.recovery.options import AGENT, LAUNCHES, MOST_HOSTS
 from lightning_cephalo.recovery.store import Agent, folder_of
 
 PRELOADED = (
@@ -50,7 +55,11 @@ _RENDEZVOUS = {
     "keep_alive_interval": 1,
     "keep_alive_max_attempt": 3,
     "join_timeout": 600,
+    # a place that has not answered for so long is lost: its host is cut off, or does not run
+    "read_timeout": 20,
 }
+# a first host may begin later than others
+_FIRST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -103,12 +112,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rdzv-endpoint", default="", help="where hosts meet, HOST:PORT; for more than one host")
     add("--rdzv-id", default="", help="a name of the job, equal on all hosts")
     add("--local-addr", default=None, help="this host's address for the others (its name)")
+    add(
+        "--endpoint-wait-s",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for another agent at the endpoint if its host is lost (600)",
+    )
     add("--new-interpreters", action="store_true", help="start ranks as torchrun does, not forked")
     add("script", help="the script of a rank")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
     found = parser.parse_args(arguments)
     if found.nnodes.most > 1 and not (found.rdzv_endpoint and found.rdzv_id):
         parser.error("--nnodes: several hosts need --rdzv-endpoint HOST:PORT and --rdzv-id NAME")
+    if not found.endpoint_wait_s >= 0:
+        parser.error(f"--endpoint-wait-s: expected 0 or more, but got {found.endpoint_wait_s:g}")
     if found.max_restarts < 0:
         parser.error(f"--max-restarts: expected 0 or more, but got {found.max_restarts}")
     if not os.path.isfile(found.script):
@@ -116,16 +134,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return found
 
 
-def run_script(script: str, arguments: Sequence[str]) -> None:
+def run_script(script: str, arguments: Sequence[str], launches: int = 0) -> None:
     """Run a script in a rank, as the interpreter would.
 
     Args:
         script: Its path.
         arguments: Its arguments.
+        launches: How many times this host's agent has begun anew.
 
     Raises:
         SystemExit: If the script ends with an error of its own.
     """
+    os.environ[LAUNCHES] = str(launches)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     # the process that ranks are forked from has drawn seeds, which would be equal in all of them
@@ -171,18 +191,89 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store = rounds.serve() if given.nnodes.most == 1 else None
     if not given.new_interpreters:
         preload()
+    try:
+        return _run_agents(given)
+    finally:
+        folder = folder_of(None, Agent.of(os.getpid()).name)
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # other jobs of this user keep steps there
+            folder.parent.rmdir()
+        del store  # no rank needs it any more
 
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+
+def _run_agents(given: argparse.Namespace) -> int:
+    """Run an agent, and another one each time that the hosts have lost the place where they meet.
+
+    What ranks have kept on this host stays meanwhile: it is this process's.
+    """
+    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
         RendezvousConnectionError,
     )
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from lightning_cephalo.ranks import agents
 
     agents.register()
+    endpoint, job = given.rdzv_endpoint, given.rdzv_id
+    until_s = time.monotonic() + min(_FIRST_WAIT_S, given.endpoint_wait_s)
+    has_met: list[bool] = []
+    for launches in itertools.count():
+        has_met.clear()
+        try:
+            if endpoint and not agents.may_meet_at(endpoint, until_s):
+                break
+            _launch(given, launches, lambda: has_met.append(True))
+        except ChildFailedError as error:
+            print(error, file=sys.stderr)
+            return 1
+        except SignalException as error:
+            print(f"Ended by {error.sigval.name}.", file=sys.stderr)
+            return 128 + error.sigval
+        except RendezvousClosedError:
+            print(f"The job {job!r} has ended: this host has nothing to do.", file=sys.stderr)
+            return 0
+        except (RendezvousConnectionError, DistNetworkError, DistStoreError) as error:
+            is_there = not isinstance(error, RendezvousConnectionError) and agents.answers(endpoint)
+            if not endpoint or is_there:
+                raise
+            if not has_met:
+                if time.monotonic() >= until_s:
+                    break
+                continue
+            until_s = time.monotonic() + given.endpoint_wait_s
+            print(
+                f"The host of --rdzv-endpoint={endpoint}, where the hosts of {job!r} meet, is lost"
+                " or cannot be reached. Start an agent there again, with the command of the others."
+                f" This host keeps its steps, and waits for {given.endpoint_wait_s:g} s.",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            return 0
+    print(
+        f"Nobody answers at --rdzv-endpoint={endpoint}, where the hosts of {job!r} meet: the job"
+        " has ended, or its first host is lost or not up yet.",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _launch(given: argparse.Namespace, launches: int, met: Callable[[], None]) -> None:
+    """Run torch's agent until all ranks have ended well.
+
+    Args:
+        given: The command line.
+        launches: How many agents were before it.
+        met: Called where it has found the place in which hosts meet.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from lightning_cephalo.ranks import agents
+
     config = LaunchConfig(
         min_nodes=given.nnodes.least,
         max_nodes=given.nnodes.most,
@@ -190,41 +281,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_id=given.rdzv_id or uuid.uuid4().hex,
         rdzv_backend=agents.BACKEND,
         rdzv_endpoint=given.rdzv_endpoint or "localhost:0",
-        rdzv_configs=dict(_RENDEZVOUS),
+        rdzv_configs={**_RENDEZVOUS, agents.MET: met},
         max_restarts=given.max_restarts,
         monitor_interval=0.1,
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(),
         local_addr=given.local_addr if given.nnodes.most > 1 else "localhost",
     )
-    try:
-        if given.new_interpreters:
-            command = ["-u", given.script, *given.arguments]
-            elastic_launch(config, sys.executable)(*command)
-        else:
-            elastic_launch(config, run_script)(given.script, given.arguments)
-    except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except SignalException as error:
-        print(f"Ended by {error.sigval.name}.", file=sys.stderr)
-        return 128 + error.sigval
-    except RendezvousClosedError:
-        print(f"The job {config.run_id!r} has ended: this host has nothing to do.", file=sys.stderr)
-    except RendezvousConnectionError:
-        print(
-            f"Nobody answers at --rdzv-endpoint={config.rdzv_endpoint}, where the hosts of"
-            f" {config.run_id!r} meet: the job has ended, or its first host is lost or not up yet.",
-            file=sys.stderr,
-        )
-        return 1
-    finally:
-        folder = folder_of(None, Agent.of(os.getpid()).name)
-        shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # other jobs of this user keep steps there
-            folder.parent.rmdir()
-        del store  # no rank needs it any more
-    return 0
+    if given.new_interpreters:
+        os.environ[LAUNCHES] = str(launches)
+        elastic_launch(config, sys.executable)("-u", given.script, *given.arguments)
+    else:
+        elastic_launch(config, run_script)(given.script, given.arguments, launches)
 
 
 if __name__ == "__main__":

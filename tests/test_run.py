@@ -25,7 +25,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from lightning_cephalo import CephaloStrategy, run
-from lightning_cephalo.recovery.options import AGENT, MOST_HOSTS
+from lightning_cephalo.ranks import agents
+from lightning_cephalo.recovery.options import AGENT, LAUNCHES, MOST_HOSTS
 from lightning_cephalo.recovery.store import MEMORY, Agent, folder_of
 
 ROOT = Path(__file__).parents[1]
@@ -117,6 +118,8 @@ def test_other_numbers_of_nodes_are_refused(text):
         (["--nnodes=2", __file__], "several hosts need --rdzv-endpoint"),
         (["--nproc-per-node=0", __file__], "expected 1 or more, but got '0'"),
         (["--max-restarts=-1", __file__], "expected 0 or more, but got -1"),
+        (["--endpoint-wait-s=-1", __file__], "expected 0 or more, but got -1"),
+        (["--endpoint-wait-s=nan", __file__], "expected 0 or more, but got nan"),
         (["no.py"], "no.py: there is no such script"),
     ],
 )
@@ -128,6 +131,7 @@ def test_wrong_arguments_are_told(arguments, said, capsys):
 
 def _joins(endpoint):
     options = ["--nnodes=1:2", "--rdzv-id=j", f"--rdzv-endpoint={endpoint}", "--max-restarts=0"]
+    options += ["--endpoint-wait-s=0"]
     return run.main([*options, "--new-interpreters", __file__])
 
 
@@ -136,6 +140,7 @@ def _environment(monkeypatch):
     """What the launcher sets goes with the test."""
     for name in (AGENT, MOST_HOSTS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
         monkeypatch.setenv(name, "")
+    monkeypatch.setenv(LAUNCHES, "0")
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
 
 
@@ -150,13 +155,92 @@ def test_a_host_that_joins_a_job_that_has_ended_ends_well(capfd):
 
 
 @pytest.mark.usefixtures("_environment")
-def test_a_host_that_finds_nobody_says_so(monkeypatch, capfd):
-    def nobody(*_):
+def test_a_host_that_finds_nobody_says_so(capfd):
+    assert _joins("192.0.2.1:29400") == 1  # an address that nobody has
+    assert "Nobody answers at --rdzv-endpoint=192.0.2.1:29400" in capfd.readouterr().err
+
+
+WAITS = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+with (folder / "started").open("a") as file:
+    print(os.environ["RANK"], os.environ["LIGHTNING_CEPHALO_LAUNCHES"], file=file)
+while not (folder / "enough").exists():
+    time.sleep(0.02)
+"""
+
+
+def _agent(number, endpoint, folder, *more):
+    """Start the agent of a host, whose ranks import nothing."""
+    script = folder / "script.py"
+    script.write_text(WAITS)
+    options = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=j", "--nnodes=2", *more]
+    options += [f"--local-addr=127.0.0.{number}", "--new-interpreters", str(script), str(folder)]
+
+    def main():
+        os.setsid()
+        with (folder / f"log{number}").open("a") as log:
+            os.dup2(log.fileno(), 2)
+            sys.stderr = log
+            raise SystemExit(run.main(options))
+
+    process = multiprocessing.get_context("fork").Process(target=main)
+    process.start()
+    return process
+
+
+def _lines(folder, count):
+    """Wait until ranks have been started so many times, and return what each has told."""
+    end_s = time.monotonic() + SOON_S
+    while time.monotonic() < end_s:
+        path = folder / "started"
+        lines = path.read_text().splitlines() if path.exists() else []
+        if len(lines) >= count:
+            return lines
+        time.sleep(0.02)
+    raise AssertionError(list(folder.iterdir()))
+
+
+def test_hosts_that_lose_the_place_where_they_meet_wait_and_go_on(tmp_path):
+    """The first agent has the store in which agents meet, and is lost with it."""
+    endpoint = f"127.0.0.1:{port_to_meet()}"
+    first = _agent(1, endpoint, tmp_path)
+    time.sleep(0.5)
+    other = _agent(2, endpoint, tmp_path)
+    try:
+        assert sorted(_lines(tmp_path, 2)) == ["0 0", "1 0"]
+        os.killpg(first.pid, signal.SIGKILL)
+        first = _agent(1, endpoint, tmp_path)
+        # the one that has stayed says that its ranks were started before
+        assert sorted(_lines(tmp_path, 4)[2:]) == ["0 0", "1 1"]
+        (tmp_path / "enough").touch()
+        for agent in (first, other):
+            agent.join(SOON_S)
+            assert agent.exitcode == 0
+    finally:
+        for agent in (first, other):
+            agent.kill()
+    assert f"The host of --rdzv-endpoint={endpoint}, where" in (tmp_path / "log2").read_text()
+
+
+@pytest.mark.usefixtures("_environment")
+def test_a_host_waits_for_the_place_where_hosts_meet_as_long_as_it_is_told(monkeypatch, capfd):
+    """Only where it has met others: a first start that finds nobody ends."""
+    launches = []
+
+    def loses(given, number, met):
+        launches.append(number)
+        met()
         raise RendezvousConnectionError("The connection to the C10d store has failed.")
 
-    monkeypatch.setattr(registry, "get_rendezvous_handler", nobody)
-    assert _joins("na:29400") == 1
-    assert "Nobody answers at --rdzv-endpoint=na:29400" in capfd.readouterr().err
+    monkeypatch.setattr(run, "_launch", loses)
+    monkeypatch.setattr(agents, "may_meet_at", lambda *_: not launches)
+    options = ["--nnodes=1:2", "--rdzv-id=j", "--rdzv-endpoint=na:29400", "--endpoint-wait-s=0"]
+    assert run.main([*options, "--new-interpreters", __file__]) == 1
+    assert launches == [0]
+    said = capfd.readouterr().err
+    assert "keeps its steps, and waits for 0 s" in said
+    assert "Nobody answers at --rdzv-endpoint=na:29400" in said
 
 
 def test_a_script_runs_as_the_main_program_and_ends_as_it_says(tmp_path, monkeypatch):

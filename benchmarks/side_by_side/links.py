@@ -70,6 +70,17 @@ class ShapedHosts:
         """
         _run(f"ip link set {self._cables[host]} down")
 
+    def mend(self, host: int) -> None:
+        """Undo :meth:`cut`.
+
+        Args:
+            host: The namespace, counted from 0.
+
+        Raises:
+            LinkError: If the machine does not allow it.
+        """
+        _run(f"ip link set {self._cables[host]} up")
+
     def _make(self) -> None:
         _run(f"ip link add {self._bridge} type bridge")
         _run(f"ip link set {self._bridge} up")

@@ -1,16 +1,29 @@
-"""This rank's share of its host: the number of ranks on the host, and the memory of each."""
+"""This rank's host: which it is, the number of ranks on it, and the memory of each."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_cephalo.accelerator.cgroup import MemoryLimit, memory_limit
 from lightning_cephalo.common.quantities import USABLE_SHARE, format_bytes
+
+
+def kernel_of_host() -> str:
+    """Return what is equal for all processes under one kernel, and differs between hosts.
+
+    Hosts may have equal names, such as "localhost". Where there is no number of the kernel's start,
+    it is the host's name.
+    """
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 def processes_on_this_host(fallback: int) -> int:

@@ -34,7 +34,41 @@ def dump_yaml(data: dict[str, Any]) -> str:
 
 def parse_yaml(content: str, *, what: str, source: str | None = None) -> Any:
     """Parse YAML text, or raise PlanError naming the place of the first syntax error."""
-    return _parsed(yaml.safe_load, "YAML", content, what, source)
+    return _parsed(_load_yaml, "YAML", content, what, source)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses mappings that have a key twice: the first value would be lost without a word."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Return the mapping, before those that it merges ("<<") are part of it."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(problem=_TWICE.format(key.value),
+                                                  problem_mark=key.start_mark)  # fmt: skip
+            seen.add((key.tag, key.value))
+        return node
+
+
+_TWICE = "the key {!r} is there twice in one mapping: keep one"
+
+
+def _load_yaml(content: str) -> Any:
+    return yaml.load(content, _UniqueKeys)
+
+
+def _load_json(content: str) -> Any:
+    return json.loads(content, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(_TWICE.format(next(n for n in names if names.count(n) > 1)))
+    return found
 
 
 def _parsed(
@@ -59,7 +93,7 @@ def dump_json(data: dict[str, Any]) -> str:
 
 def parse_json(content: str, *, what: str, source: str | None = None) -> Any:
     """Parse JSON text, or raise PlanError naming the place of the first syntax error."""
-    return _parsed(json.loads, "JSON", content, what, source)
+    return _parsed(_load_json, "JSON", content, what, source)
 
 
 def format_of(path: Path) -> str:

@@ -14,6 +14,7 @@ differ by a factor of 8. Messages and tables print amounts with the ``format_`` 
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from dataclasses import dataclass
@@ -61,13 +62,23 @@ class Dimension:
             raise PlanError(
                 f"{field}: expected {self.name} such as {self.example!r} "
                 f"(units: {', '.join(unit for unit, _ in self.units)}), but got {value!r}."
+                f"{self._meant(match[2]) if match else ''}"
             )
         # division gives exactly 5e-6 for 5 us; multiplication does not
         number = float(match[1]) * size if size >= 1 else float(match[1]) / round(1 / size)
         if number < 0 or (number == 0 and not zero) or math.isinf(number):
             least = "at least 0" if zero else "greater than 0"
+            least = "that is finite" if math.isinf(number) else least
             raise PlanError(f"{field}: expected {self.name} {least}, but got {value!r}.")
         return number
+
+    def _meant(self, unit: str) -> str:
+        """Return a sentence with the units that an unknown one resembles; it may be empty."""
+        known: dict[str, list[str]] = {}
+        for name, _ in self.units:
+            known.setdefault(name.casefold(), []).append(name)
+        close = difflib.get_close_matches(unit.casefold(), known, n=1)
+        return f" Did you mean {' or '.join(known[close[0]])}?" if close else ""
 
     def text(self, number: float) -> str:
         """Return a spelling that :meth:`parse` reads back exactly, short if possible."""

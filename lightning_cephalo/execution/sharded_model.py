@@ -38,7 +38,7 @@ from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.touched_rows import TouchedRows
 from lightning_cephalo.sharding.unit import Unit
-from lightning_cephalo.sharding.vocabulary import VocabularyParameter
+from lightning_cephalo.sharding.vocabulary import VocabularyParameter, with_heads_in_root
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,8 @@ class ShardedModel:
         divider = self._divider(fractions)
         self.units: list[Unit] = []
         members_of_units = find_units(module, units.types, units.names)
+        if cuts_vocabulary is True and units == UnitOptions():
+            members_of_units = with_heads_in_root(members_of_units)
         # weak: only what holds them already, such as an optimizer, keeps the originals alive
         self._originals: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for members in members_of_units:

@@ -259,7 +259,8 @@ def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> 
 
 
 HOW_NODES_DIFFER = (
-    "Nodes are told apart by the launcher's node number, the host name and the network namespace."
+    "Nodes are told apart by the launcher's node number, the host name, the kernel and the network"
+    " namespace."
 )
 
 

@@ -12,9 +12,13 @@ are used. Only this file uses them; tests/distributed/test_agents.py fails when 
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
+import stat
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -28,13 +32,19 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
     create_handler,
 )
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 BACKEND = "cephalo"
 """The name under which torch's launcher finds :func:`meeting`."""
 
+MET = "met"
+"""The key of a function among the launcher's settings, which is called where agents can meet."""
+
+_PORT = 29400  # as torch's
 _DEADLINE = "deadline"
 # an agent looks every second
 _MOST_S = 2.0
+_SILENT_S = 15.0
 
 
 def register() -> None:
@@ -49,8 +59,78 @@ def meeting(parameters: RendezvousParameters) -> RendezvousHandler:
         parameters: As for torch's backend "c10d".
     """
     backend, store = create_backend(parameters)
+    limit_silence(parse_rendezvous_endpoint(parameters.endpoint, _PORT)[1], _SILENT_S)
+    met = parameters.get(MET)
+    if met is not None:
+        met()
     last_call_s = float(parameters.get("last_call_timeout"))
     return create_handler(store, OwnClock(backend, last_call_s), parameters)
+
+
+def limit_silence(port: int, silent_s: float) -> int:
+    """Let the kernel end this process's connections to a port whose host acknowledges nothing.
+
+    A host that loses its power or its network closes no connection. torch's store gives up a wait
+    after its timeout, and then waits for an answer to that, without a limit but the kernel's, a
+    quarter of an hour. Nobody else has the connection, so it is found among all.
+
+    Args:
+        port: Where the connections lead to.
+        silent_s: Seconds that what was sent may stay unacknowledged.
+
+    Returns:
+        The number of connections. It is 0 on systems other than Linux.
+    """
+    count = 0
+    numbers = os.listdir("/proc/self/fd") if hasattr(socket, "TCP_USER_TIMEOUT") else []
+    for number in map(int, numbers):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                if connection.type != socket.SOCK_STREAM or connection.getpeername()[1] != port:
+                    continue
+                limit_ms = round(1000 * silent_s)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+                count += 1
+    return count
+
+
+def answers(endpoint: str) -> bool:
+    """Return whether somebody answers where agents meet.
+
+    Args:
+        endpoint: The place, as HOST:PORT.
+    """
+    with suppress(OSError), socket.create_connection(_place(endpoint), timeout=2.0):
+        return True
+    return False
+
+
+def may_meet_at(endpoint: str, until_s: float, look_s: float = 0.2) -> bool:
+    """Wait until somebody answers where agents meet, or until this host may be that place.
+
+    Args:
+        endpoint: The place, as HOST:PORT.
+        until_s: Until when to wait, by the clock ``time.monotonic``.
+        look_s: Seconds from one look to the next.
+
+    Returns:
+        Whether agents may meet there now.
+    """
+    while True:
+        if answers(endpoint):
+            return True
+        # an address of this host: torch's agent opens the store where nobody has
+        with suppress(OSError), socket.create_server(_place(endpoint)):
+            return True
+        if time.monotonic() >= until_s:
+            return False
+        time.sleep(look_s)
+
+
+def _place(endpoint: str) -> tuple[str, int]:
+    return parse_rendezvous_endpoint(endpoint, _PORT)
 
 
 class OwnClock(RendezvousBackend):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_cephalo.accelerator.backends import backend_named, backend_of
+from lightning_cephalo.accelerator.host import kernel_of_host
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.meeting import Meeting
 from lightning_cephalo.ranks.switchboard import Switchboard
@@ -172,12 +173,14 @@ def _begun(groups: Sequence[Any]) -> list[int] | None:
 
 
 def place(node_rank: int) -> str:
-    """Return what is equal for ranks on one node: its number, its name, its network namespace.
+    """Return what is equal for ranks on one node: its number, name, kernel, network namespace.
+
+    The first network namespace has the same number on all hosts.
 
     Args:
         node_rank: This rank's node as the launcher counts them.
     """
-    return f"{node_rank} {socket.gethostname()} {_network()}"
+    return f"{node_rank} {socket.gethostname()} {kernel_of_host()} {_network()}"
 
 
 def _network() -> int | None:

@@ -14,6 +14,8 @@ from lightning_cephalo.recovery.store import Agent, job_named
 
 AGENT = "LIGHTNING_CEPHALO_AGENT"
 """Environment variable with the process number of the agent, if it is not the ranks' parent."""
+LAUNCHES = "LIGHTNING_CEPHALO_LAUNCHES"
+"""Environment variable with how many times the agent has begun anew: its counts have, too."""
 MOST_HOSTS = "LIGHTNING_CEPHALO_MOST_HOSTS"
 """Environment variable with how many hosts may take part."""
 SHARE = 0.02
@@ -160,4 +162,5 @@ def fitting_every(keeping_s: float, update_s: float) -> int:
 
 def attempt() -> int:
     """Return how many times the ranks were started again, by the agent or as they have stayed."""
-    return sum(int(os.environ.get(n, "0")) for n in ("TORCHELASTIC_RESTART_COUNT", STAYED))
+    counts = ("TORCHELASTIC_RESTART_COUNT", STAYED, LAUNCHES)
+    return sum(int(os.environ.get(name, "0")) for name in counts)

@@ -7,16 +7,14 @@ arrived whole. So a host that is lost in between leaves copies whole or void.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cephalo.accelerator.host import kernel_of_host
 from lightning_cephalo.common.errors import CephaloError, RecoveryError
 from lightning_cephalo.recovery.placing import Placement
 from lightning_cephalo.recovery.store import Piece, Sizes, Slot, Store
@@ -32,9 +30,7 @@ def own_domain() -> Hashable:
     named = os.environ.get(DOMAIN)
     if named:
         return named
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    return socket.gethostname()
+    return kernel_of_host()
 
 
 class _Coming(NamedTuple):

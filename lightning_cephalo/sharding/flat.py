@@ -74,6 +74,7 @@ from lightning_cephalo.sharding.write_guard import (
     Lock,
     LockedGradient,
     LockedRows,
+    LockedTable,
     point_to,
 )
 
@@ -568,17 +569,19 @@ class Flat:
             if parameter.requires_grad:
                 parameter.grad = view
 
-    def lock(self, names: Sequence[str]) -> None:
+    def lock(self, names: Sequence[str], *, is_table: bool = False) -> None:
         """Refuse all use of the sharded parameters until :meth:`unlock`.
 
         Args:
             names: Names of the parameters, for messages.
+            is_table: Whether steps leave them cut along the vocabulary.
         """
         self.locking.is_on = True
         self._unlocked = [local_part(face) for face in self.sharded]
-        if not self._locked:
+        kind = LockedTable if is_table else LockedRows
+        if not self._locked or type(self._locked[0]) is not kind:
             pairs = zip(self._unlocked, names, strict=True)
-            self._locked = [LockedRows(rows, name) for rows, name in pairs]
+            self._locked = [kind(rows, name) for rows, name in pairs]
         for face, locked in zip(self.sharded, self._locked, strict=True):
             set_local_part(face, locked)
 

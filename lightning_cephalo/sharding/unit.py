@@ -256,7 +256,7 @@ class Unit:
     def lock(self) -> None:
         """Refuse all use of the sharded parameters until :meth:`unlock`, by name."""
         for names, flat in zip(self._names, self.flats, strict=True):
-            flat.lock(names)
+            flat.lock(names, is_table=flat in self.cuts)
 
     def unlock(self) -> None:
         """Allow use of the sharded parameters again."""

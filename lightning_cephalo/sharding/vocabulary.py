@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from torch import nn
 
@@ -23,6 +24,23 @@ class VocabularyParameter:
     owners: tuple[Owner, ...]
 
 
+def with_heads_in_root(units: Sequence[UnitMembers]) -> list[UnitMembers]:
+    """Return units of which no head is one: only the root unit stays cut along the vocabulary.
+
+    A head that no embedding shares is a unit by its size where the vocabulary has more parameters
+    than all blocks (``sharding/blocks.py``).
+
+    Args:
+        units: The units as chosen by default, the root unit first.
+    """
+    root, *others = units
+    rows = _vocabulary_size(_tables_of(root))
+    heads = [unit for unit in others if rows and _is_head(unit.module, rows)]
+    moved = tuple(parameter for head in heads for parameter in head.parameters)
+    root = replace(root, parameters=(*root.parameters, *moved))
+    return [root, *(unit for unit in others if unit not in heads)]
+
+
 def vocabulary_of(root: UnitMembers) -> tuple[VocabularyParameter, ...]:
     """Return the parameters of the root unit that can stay cut along the vocabulary.
 
@@ -34,19 +52,30 @@ def vocabulary_of(root: UnitMembers) -> tuple[VocabularyParameter, ...]:
     Args:
         root: The root unit.
     """
-    tables = [
-        VocabularyParameter(index, owners)
-        for index, (_, owners) in enumerate(root.parameters)
+    tables = _tables_of(root)
+    size = _vocabulary_size(tables)
+    return tuple(table for table, rows in tables if rows == size > 0)
+
+
+def _tables_of(root: UnitMembers) -> list[tuple[VocabularyParameter, int]]:
+    """Return what could be a table of the root unit, and its rows."""
+    return [
+        (VocabularyParameter(index, owners), parameter.shape[0])
+        for index, (parameter, owners) in enumerate(root.parameters)
         if all(_is_table(owner) for owner in owners)
     ]
-    rows = [root.parameters[each.index][0].shape[0] for each in tables]
-    embedded = [
-        count
-        for each, count in zip(tables, rows, strict=True)
-        if any(isinstance(owner.module, nn.Embedding) for owner in each.owners)
-    ]
-    largest = max(embedded, default=0)
-    return tuple(t for t, count in zip(tables, rows, strict=True) if count == largest > 0)
+
+
+def _vocabulary_size(tables: Sequence[tuple[VocabularyParameter, int]]) -> int:
+    """Return the rows of the largest embedding; 0: there is none."""
+    return max(
+        (
+            rows
+            for table, rows in tables
+            if any(isinstance(owner.module, nn.Embedding) for owner in table.owners)
+        ),
+        default=0,
+    )
 
 
 def heads_of(root: UnitMembers) -> tuple[tuple[str, nn.Linear], ...]:
@@ -88,4 +117,12 @@ def _is_table(owner: Owner) -> bool:
     if isinstance(module, nn.Embedding):
         plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
         return plain and type(module).forward is nn.Embedding.forward
+    return _is_linear(module)
+
+
+def _is_head(module: nn.Module, rows: int) -> bool:
+    return _is_linear(module) and "forward" not in vars(module) and module.weight.shape[0] == rows
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward

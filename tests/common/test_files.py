@@ -99,6 +99,27 @@ def test_a_text_that_no_parser_can_read_is_named(parse, kind):
             parse(content, what="a plan", source="plan.x")
 
 
+@pytest.mark.parametrize(
+    ("parse", "content", "place"),
+    [
+        (files.parse_yaml, "ranks: 1\nunits: 2\nranks: 3\n", "line 3"),
+        (files.parse_yaml, "{a: {ranks: 1, ranks: 1}}", "column 16"),
+        (files.parse_json, '{"a": [{"ranks": 1, "ranks": 2}]}', ""),
+    ],
+)
+def test_a_key_that_is_there_twice_is_named(parse, content, place):
+    """The last value would count, and the first be lost without a word."""
+    with pytest.raises(PlanError, match=f"the key 'ranks' is there twice.*{place}"):
+        parse(content, what="a plan")
+
+
+def test_keys_may_replace_those_of_a_merged_mapping():
+    assert files.parse_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}", what="a plan")["b"] == {
+        "x": 1,
+        "y": 3,
+    }
+
+
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "plan.yaml")
     with pytest.raises(PlanError, match="expected a plan, but it is a pipe"):

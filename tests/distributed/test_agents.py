@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from datetime import datetime, timedelta, timezone
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 
-from lightning_cephalo.ranks.agents import OwnClock
+from lightning_cephalo.ranks.agents import OwnClock, answers, limit_silence, may_meet_at
 
 LAST_CALL_S = 3
 _BEGIN = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -120,3 +124,38 @@ def test_the_last_call_is_as_long_for_all(monkeypatch, hours):
             left = hosts.look(host, beats=True).deadline - hosts.now(host)
             assert left == timedelta(seconds=LAST_CALL_S - passed_s)
         hosts.passed_s += 1.0
+
+
+def test_agents_may_meet_where_somebody_answers_or_this_host_may():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        assert answers(endpoint) and may_meet_at(endpoint, 0.0)
+    assert not answers(endpoint) and may_meet_at(endpoint, 0.0)  # this host can listen there
+    assert not may_meet_at("192.0.2.1:29400", 0.0)  # an address that nobody has
+
+
+def test_agents_wait_until_somebody_answers(monkeypatch):
+    def fails(*_):
+        raise OSError
+
+    monkeypatch.setattr(socket, "create_server", fails)  # as on a host with another address
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        later = threading.Timer(0.1, server.listen)
+        later.start()
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        assert may_meet_at(endpoint, time.monotonic() + 60.0, look_s=0.01)
+        later.join()
+
+
+def test_a_connection_to_a_host_that_acknowledges_nothing_has_a_limit():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert limit_silence(port, 15.0) == 0
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            limits_ms = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert limit_silence(port, 15.0) == 1
+            assert connection.getsockopt(*limits_ms) == 15000
+            assert limit_silence(store.port, 15.0) == 1  # torch's own
+            assert connection.getsockopt(*limits_ms) == 15000

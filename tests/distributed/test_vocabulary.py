@@ -381,7 +381,7 @@ def _narrow_hidden(net: Net, tokens: Tensor, labels: Tensor) -> Tensor:
 _WRONG: dict[Callable[..., Tensor], tuple[type[Exception], str]] = {
     _wrong_token: (IndexError, "'embed' got tokens from 7"),
     _wrong_target: (IndexError, "Target .* is out of bounds"),
-    _reads_table: (UnitUseError, "'embed.weight'"),
+    _reads_table: (UnitUseError, "'embed.weight' .*vocabulary_sharding=False.*, where it can be"),
     _checkpointed: (UnitUseError, "cut along the vocabulary is called inside a saved-tensor"),
     _own_gradient: (UnitUseError, "computes a gradient through a unit itself"),
     _writes: (UnitUseError, "'__setitem__' writes to logits of 'head'"),

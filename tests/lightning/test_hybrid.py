@@ -223,7 +223,10 @@ def test_what_does_not_go_together_is_refused_by_name_on_every_rank():
             assert option in found[name] and "does not work with hybrid sharding" in found[name]
         assert "the plan has no state_groups" in found["no groups"]
         assert "all 3 ranks are on one node" in found["one node"]
-        assert "told apart by the launcher's node number, the host name" in found["one node"]
+        assert (
+            "told apart by the launcher's node number, the host name, the kernel"
+            in found["one node"]
+        )
         assert len(losses) == 3
 
 

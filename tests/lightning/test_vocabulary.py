@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import Cases, on_one_device
 from common import (
     assert_same_optimizer_state,
@@ -23,9 +24,10 @@ from common import (
     values_of,
 )
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from plans import GLOBAL_BATCH, PLANS, QUIET
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from zoo import gpt2
 
@@ -197,6 +199,60 @@ def _with_scaler() -> float:
 
 def test_a_scaled_loss_in_chunks_leads_where_all_logits_lead():
     assert max(in_ranks(2, _with_scaler)) < 0.01
+
+
+class Tokens(LightningModule):
+    """Fewer tokens than ranks, or more than all blocks have parameters; the head has its own table.
+
+    Args:
+        tokens: The size of the vocabulary.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tokens = tokens
+        self.embed = nn.Embedding(tokens, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, tokens)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.embed(batch)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), batch.flatten())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+def _tokens(plan: str | None, tokens: int) -> Any:
+    model, layers = Tokens(tokens), []
+    generator = torch.Generator().manual_seed(7)
+    rows = list(torch.randint(tokens, (24, 5), generator=generator))
+    notes = LambdaCallback(
+        on_train_start=lambda run, _: layers.extend(run.strategy.session.model.executor.hooks
+                                                    .vocabulary.forwards)
+    )  # fmt: skip
+    options = {} if plan is None else {"callbacks": [notes]}
+    trainer(plan, {"vocabulary_sharding": True}, **options).fit(model, DataLoader(rows, 8))
+    return model.losses, values_of(model), [layer.name for layer in layers]
+
+
+def test_small_and_large_vocabularies_are_cut_with_a_head_of_their_own():
+    fits = Cases({tokens: ("three", _tokens, tokens) for tokens in (2, 200)})
+    for tokens in fits.cases:
+        losses, values, _ = on_one_device(_tokens, tokens)
+        for own_losses, own_values, layers in fits[tokens]:
+            assert own_losses == pytest.approx(losses, rel=1e-5)
+            assert_same_tensors(own_values, values, TOLERANCE)
+            assert layers == ["embed", "head"]
 
 
 class Manual(Language):

@@ -44,6 +44,7 @@ from lightning_cephalo.common.records import Amount, Checked, Count, FileRecord,
 from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
 from lightning_cephalo.offline.estimate.network import (
     NETWORK_LATENCY_S,
+    NO_OWN_LINK,
     NODE_LATENCY_S,
     Link,
     LinkMatrix,
@@ -280,11 +281,18 @@ def _between(data: Any) -> Link | LinkMatrix | None:
         return None if data is None else _link("between_nodes", data, NETWORK_LATENCY_S)
     return tuple(
         tuple(
-            None if entry is None else _link(f"between_nodes[{i}][{j}]", entry, NETWORK_LATENCY_S)
+            None if entry is None else _link_of_pair(f"between_nodes[{i}][{j}]", entry)
             for j, entry in enumerate(records.items(f"between_nodes[{i}]", row, of="links"))
         )
         for i, row in enumerate(data)
     )
+
+
+def _link_of_pair(where: str, data: Any) -> Link:
+    try:
+        return _link(where, data, NETWORK_LATENCY_S)
+    except PlanError as error:
+        raise PlanError(f"{error} {NO_OWN_LINK}") from None
 
 
 def _between_value(between: Link | LinkMatrix) -> Any:

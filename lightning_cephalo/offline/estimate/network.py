@@ -22,6 +22,7 @@ from typing import Any
 
 from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.common.quantities import SECONDS
 from lightning_cephalo.common.records import Amount, Checked, Positive
 
 # Start-up time of a collective inside a node and over a network: assumed, not measured.
@@ -39,6 +40,7 @@ class Link(Checked):
 
 LinkMatrix = tuple[tuple[Link | None, ...], ...]
 """A link for each pair of nodes, in node order; None on the diagonal."""
+NO_OWN_LINK = "Between nodes that are connected through others, write the slowest link on the way."
 
 
 def link_matrix(field: str, rows: Any, nodes: int) -> LinkMatrix:
@@ -61,7 +63,7 @@ def link_matrix(field: str, rows: Any, nodes: int) -> LinkMatrix:
     if lengths != [nodes] * nodes:
         raise PlanError(
             f"{field}: expected a square matrix, {nodes} rows of {nodes} links for {nodes} nodes, "
-            f"but got {len(matrix)} rows of {', '.join(map(str, lengths)) or 'none'}. "
+            f"but got {_counted(lengths)}. "
             f"Write one row per node, also for each of 'count' equal ones."
         )
     for one, row in enumerate(matrix):
@@ -70,12 +72,12 @@ def link_matrix(field: str, rows: Any, nodes: int) -> LinkMatrix:
                 if link is not None:
                     raise PlanError(
                         f"{field}[{one}][{one}]: expected null, as this is a node and itself, but "
-                        f"got {link}. The link inside of a node is its 'link'."
+                        f"got {_text(link)}. The link inside of a node is its 'link'."
                     )
             elif not isinstance(link, Link):
                 raise PlanError(
                     f"{field}[{one}][{other}]: expected a link between nodes {one} and {other}, "
-                    f"but got {records.shortened(link)}."
+                    f"but got {records.shortened(link)}. {NO_OWN_LINK}"
                 )
             elif link != matrix[other][one]:
                 raise PlanError(
@@ -190,5 +192,14 @@ def _slowest(links: Iterable[Link]) -> Link:
     )
 
 
+def _counted(lengths: Sequence[int]) -> str:
+    if not lengths:
+        return "no rows"
+    links = ", ".join(map(str, lengths))
+    return f"one row of {links}" if len(lengths) == 1 else f"{len(lengths)} rows of {links}"
+
+
 def _text(link: Link | None) -> str:
-    return "none" if link is None else f"{link.bandwidth_bytes_per_s / 1e9:g} GB/s"
+    if link is None:
+        return "none"
+    return f"{link.bandwidth_bytes_per_s / 1e9:g} GB/s (latency {SECONDS.text(link.latency_s)})"

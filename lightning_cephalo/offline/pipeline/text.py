@@ -46,7 +46,7 @@ def advice_lines(advice: Advice, crossover: Crossover | None = None) -> list[str
         today = f"at least {today}"
     step_s = advice.best.step_s
     if advice.pipeline_wins:
-        verdict = f"A pipeline would be {advice.today_s / step_s:.2g} times as fast"
+        verdict = f"A pipeline would be {advice.today_s / step_s:.3g} times as fast"
     else:
         verdict = "No pipeline is needed"
     lines = [

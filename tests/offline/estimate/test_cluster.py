@@ -91,6 +91,10 @@ NODE = "nodes: [{devices: {T4: 1}}]\n"
         ("nodes: [{devices: {T4: 1}, count: 2}]", ["between_nodes", "2 nodes", "100 Gb/s"]),
         (NODE + "between: 1 GB/s", ["unknown key 'between'", "between_nodes"]),
         (NODE + "between_nodes: fast", ["between_nodes", "'fast'"]),
+        (NODE + "between_nodes: 1 gbps", ["'1 gbps'", "Did you mean GB/s or Gb/s?"]),
+        (NODE + "between_nodes: 1e400 GB/s", ["a bandwidth that is finite", "'1e400 GB/s'"]),
+        (NODE + NODE, ["the key 'nodes' is there twice", "line 2"]),
+        ("nodes: [{devices: {T4: 1, T4: 2}}]", ["the key 'T4' is there twice", "line 1"]),
         (NODE + "devices: [X]", ["devices", "['X']"]),
         (NODE + "devices: {X: {memory: 20 GB/s}}", ["devices: X", "missing"]),
         (NODE + "devices: {T4: {memory: 20 GB/s}}", ["devices: T4: memory", "'20 GB/s'", "GiB"]),
@@ -184,11 +188,11 @@ def test_one_link_for_all_pairs_is_the_matrix_of_it():
             "[[null, 1 GB/s, 1 GB/s], [1 GB/s, null], [1 GB/s, 1 GB/s, null]]",
             ["square matrix", "3 rows of 3, 2, 3"],
         ),
-        ("[]", ["square matrix", "0 rows of none"]),
+        ("[]", ["square matrix", "got no rows"]),
         ("[1 GB/s, 1 GB/s, 1 GB/s]", ["between_nodes[0]", "a list of links", "'1 GB/s'"]),
         (
             "[[null, 1 GB/s, 0 GB/s], [1 GB/s, null, 1 GB/s], [0 GB/s, 1 GB/s, null]]",
-            ["between_nodes[0][2]", "greater than 0", "'0 GB/s'"],
+            ["between_nodes[0][2]", "greater than 0", "'0 GB/s'", "the slowest link on the way"],
         ),
         (
             "[[null, 1 GB/s, -2 GB/s], [1 GB/s, null, 1 GB/s], [-2 GB/s, 1 GB/s, null]]",
@@ -200,15 +204,38 @@ def test_one_link_for_all_pairs_is_the_matrix_of_it():
         ),
         (
             "[[null, 1 GB/s, 2 GB/s], [1 GB/s, null, 1 GB/s], [3 GB/s, 1 GB/s, null]]",
-            ["same link both ways", "nodes 0 and 2", "2 GB/s one way and 3 GB/s", "slower"],
+            [
+                "same link both ways",
+                "nodes 0 and 2",
+                "2 GB/s (latency",
+                "one way and 3 GB/s",
+                "slower",
+            ],
         ),
         (
             "[[null, null, 1 GB/s], [null, null, 1 GB/s], [1 GB/s, 1 GB/s, null]]",
-            ["between_nodes[0][1]", "between nodes 0 and 1", "None"],
+            ["between_nodes[0][1]", "between nodes 0 and 1", "None", "the slowest link on the way"],
         ),
         (
             "[[9 GB/s, 1 GB/s, 1 GB/s], [1 GB/s, null, 1 GB/s], [1 GB/s, 1 GB/s, null]]",
-            ["between_nodes[0][0]", "expected null", "'link'"],
+            ["between_nodes[0][0]", "expected null", "got 9 GB/s (latency 30 us)", "'link'"],
+        ),
+        (
+            "[[null, nan GB/s, 1 GB/s], [nan GB/s, null, 1 GB/s], [1 GB/s, 1 GB/s, null]]",
+            ["between_nodes[0][1]", "'nan GB/s'"],
+        ),
+        (
+            "[[null, .nan, 1 GB/s], [.nan, null, 1 GB/s], [1 GB/s, 1 GB/s, null]]",
+            ["between_nodes[0][1]", "nan"],
+        ),
+        (
+            "[[null, {bandwidth: 1 GB/s, latency: 1 ms}, 1 GB/s], [1 GB/s, null, 1 GB/s],"
+            " [1 GB/s, 1 GB/s, null]]",
+            [
+                "same link both ways",
+                "1 GB/s (latency 1000 us) one way",
+                "(latency 30 us) the other",
+            ],
         ),
     ],
 )
