@@ -38,6 +38,7 @@ from lightning_cephalo.adapters import (
     precision,
     supported,
 )
+from lightning_cephalo.adapters.batch_search import BatchSearch, batch_size_finders
 from lightning_cephalo.adapters.ending import Ending
 from lightning_cephalo.adapters.left_loops import evaluation_loop
 from lightning_cephalo.adapters.logging import StepLog
@@ -50,6 +51,7 @@ from lightning_cephalo.adapters.step_notes import StepNotes
 from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.adapters.user_gathers import require_equal_shapes
 from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.data import global_batch_size
 from lightning_cephalo.data.cutting import (
     detached,
     evaluation_samples,
@@ -70,6 +72,7 @@ from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.reasons import reasons, surprises
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import hybrid_choice, replanning, vocabulary_choice
+from lightning_cephalo.preparation.batch_size_change import begin_with_less, follow_batch_size
 from lightning_cephalo.preparation.limits import Cap
 from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import (
@@ -312,6 +315,9 @@ class CephaloStrategy(ParallelStrategy):
         self._training: Training | None = None
         self._notes = StepNotes()
         self._synchronised: batch_norm.SynchronisedLayers | None = None
+        # from setup() to teardown(), if a callback searches for a batch size
+        self._search: BatchSearch | None = None
+        self._loss_check: LossCheck | None = None
         # from the loading of a checkpoint to teardown()
         self._resumption: Resumption | None = None
         # results, which outlive the ranks and the session
@@ -418,8 +424,12 @@ class CephaloStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning looks for this name on strategies that it does not know."""
-        return True
+        """Whether ranks train or evaluate a model together now.
+
+        Lightning looks for this name on strategies that it does not know. Where it is True, values
+        are logged over all ranks. Outside of a run it lets searches for a batch size begin.
+        """
+        return self._session is not None
 
     @property
     @override
@@ -482,7 +492,11 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        supported.refuse_searching(self._module.trainer.callbacks)  # type: ignore[attr-defined]
+        trainer = self._module.trainer
+        fixed = self._options.fixes_batch_size(
+            trainer._accelerator_connector.use_distributed_sampler
+        )
+        supported.refuse_searching(trainer, fixed)
         self._ending.begin(self._module.trainer)
         super().setup_environment()
         launch.limit_threads(self._start_method, self.num_processes)
@@ -546,6 +560,8 @@ class CephaloStrategy(ParallelStrategy):
             options = self._options.settled_vocabulary(can_be_cut=False)
             self._shard(Job.of_evaluation(options, self.world_size))
         supported.refuse_synchronising_metrics(self.session.logs.metrics)
+        if batch_size_finders(trainer):
+            self._search = BatchSearch(trainer, self.session.control)
         self.model = self._module
         if fitting:
             control = self.session.control
@@ -562,7 +578,7 @@ class CephaloStrategy(ParallelStrategy):
             if replans is not None and self.session.late:
                 replans.count_on_late_updates()
             if self._options.verbose and self.is_global_zero:
-                report.show(self.session.plan_table(self._options.details))
+                self._show_plan()
                 if self.session.model.executor.hooks.vocabulary.forwards:
                     report.show(self.session.model.executor.hooks.vocabulary.described())
         self.setup_precision_plugin()
@@ -577,6 +593,9 @@ class CephaloStrategy(ParallelStrategy):
             termination = self._ending.termination
             self._recovering.wait_for_hosts(error, lambda: termination.is_noticed)
             raise
+
+    def _show_plan(self) -> None:
+        report.show(self.session.plan_table(self._options.details))
 
     def _warn_of_plan(self, trainer: Trainer) -> None:
         """Warn of what the plan that training begins with makes different; collective."""
@@ -617,23 +636,25 @@ class CephaloStrategy(ParallelStrategy):
         apart = [name for name, is_there in self._apart_from_vocabulary().items() if is_there]
         options = options.settled_vocabulary(can_be_cut=self.world_size > 1 and not apart)
         job = read_job(trainer, control, options, self._connection.groups.nodes)
+        if job.ready_samples is not None and batch_size_finders(trainer):
+            raise UnsupportedError(supported.READY_BATCHES)
         session = self._shard(job)
         session.enforce_limits()
         plan = job.plan
         memory: tuple[RankMemory, ...] = ()
         problem: Problem | None = None
-        loss_check = LossCheck(job, session.model, trainer, session.user_gathers, session.manual)
-
-        def measured(job: Job, known: Problem | None = None) -> Problem:
-            pause = partial(self._ending.termination.check, control)
-            check = loss_check.of_samples
-            manual, in_turns = session.manual, session.in_turns
-            return measure_or_load(
-                job, session.model, trainer, pause, manual, in_turns, check, known
-            )
-
+        self._loss_check = LossCheck(
+            job, session.model, trainer, session.user_gathers, session.manual
+        )
         if plan is None:
-            chosen = hybrid_choice.measured_and_planned(job, session.model, measured)
+            plan_of = partial(
+                hybrid_choice.measured_and_planned, model=session.model, measure=self._measured
+            )
+            if batch_size_finders(trainer):
+                chosen = begin_with_less(job, session, plan_of)
+            else:
+                chosen = plan_of(job)
+            session.job = chosen.job
             job, problem, plan = chosen.job, chosen.problem, chosen.plan
             memory = predicted(problem, plan, session.model)
             session.measured_copies = contention_text(problem)
@@ -644,23 +665,71 @@ class CephaloStrategy(ParallelStrategy):
             replans = replanning.wants(self._options.replan, job)
             is_cut = bool(session.model.units[ROOT].cuts)
             supported.check_planned_vocabulary(plan, is_cut, replans)
-            problem = measured(job) if replans else None
+            problem = self._measured(job) if replans else None
         session.apply(plan, memory)
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
         self._plan, self._replans = plan, ()
-        self._watch.begin(session.model)
+        self._begin_training(trainer, problem if replans else None)
+        return job, problem
+
+    def _measured(self, job: Job, known: Problem | None = None) -> Problem:
+        """Measure a job, or load an earlier measurement; collective."""
+        session, check = self.session, self._loss_check
+        assert check is not None
+        return measure_or_load(
+            job,
+            session.model,
+            self._module.trainer,
+            partial(self._ending.termination.check, session.control),
+            session.manual,
+            session.in_turns,
+            check.of_samples,
+            known,
+        )
+
+    def _begin_training(self, trainer: Trainer, problem: Problem | None) -> None:
+        """Train by the session's plan from now on.
+
+        Args:
+            trainer: The trainer that is fitting.
+            problem: The measured problem; None: the plan does not change by itself.
+        """
+        if self._training is not None:
+            self._training.close()
+        self._watch.begin(self.session.model)
         self._training = Training(
-            session,
+            self.session,
             trainer,
             self._watch,
-            recovering,
-            problem if replans else None,
+            self._recovering,
+            problem,
             self._options,
             self._plan_has_changed,
-            loss_check,
+            self._loss_check,
         )
-        self._notes = StepNotes(self._training, recovering, self._ending.termination)
-        return job, problem
+        self._notes = StepNotes(self._training, self._recovering, self._ending.termination)
+
+    def _follow_batch_size(self, loader: Any) -> None:
+        """Train by a plan for a batch size that a search tries, or has found; collective."""
+        search, session = self._search, self.session
+        if search is None or not search.takes_first():
+            return
+        size = search.agreed(global_batch_size(loader, self.world_size))
+        failure: Exception | None = None
+        try:
+            if size != session.plan.global_batch_size:
+                self._train_with(size)
+        except Exception as error:
+            failure = error
+        search.learn(failure)
+
+    def _train_with(self, size: int) -> None:
+        session, trainer = self.session, self._module.trainer
+        found = follow_batch_size(size, session, self.optimizers, self._measured)
+        replans = replanning.wants(self._options.replan, found.job)
+        self._begin_training(trainer, found.problem if replans else None)
+        self._running.count_on_optimizers(found.job, found.problem, self.optimizers)
+        self._plan = session.plan
 
     def _shard(self, job: Job) -> Session:
         """Begin a session, and set it here: steps that are measured already use it."""
@@ -687,8 +756,11 @@ class CephaloStrategy(ParallelStrategy):
         self._ending.stop_together()
         trainer = self._module.trainer
         training = trainer.state.stage == RunningStage.TRAINING
+        if self._search is not None:
+            training = training and self._search.asks_for_training
         if training:
             self._recovering.before_pass(accelerator_of(self.root_device))
+            self._follow_batch_size(dataloader)
         resumption, epoch = self._resumption, trainer.current_epoch
         begin = self._ending.begin_reading
         deal = partial(self.session.dealt, dataloader, before_reading=begin)
@@ -703,7 +775,11 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        if self._search is not None:
+            self._search.begin_trial()
         self.session.start_training(self.optimizers)
+        if self._is_trial:
+            return
         self._record(is_finished=False)
         if self._resumption is not None:
             self._resumption.announce()
@@ -718,6 +794,19 @@ class CephaloStrategy(ParallelStrategy):
         self._ending.begin_batch()
         self._running.begin_batch(self.optimizers)
 
+    def _end_search(self) -> None:
+        """Forget the steps that tried batch sizes, and show the plan for the one that is found."""
+        if self._training is None:
+            return
+        self._watch.begin(self.session.model)
+        if self._options.verbose and self.is_global_zero:
+            self._show_plan()
+
+    @property
+    def _is_trial(self) -> bool:
+        """Whether steps only try a batch size."""
+        return self._search is not None and self._search.is_trying
+
     def _plan_has_changed(self) -> None:
         self._plan = self.session.plan
 
@@ -726,6 +815,15 @@ class CephaloStrategy(ParallelStrategy):
         if self._resumption is not None:
             self._resumption.end()
         self._watch.start_step()
+        return self._tried(partial(self._training_step_of, batch, *rest, **kwargs))
+
+    def _tried(self, run: Callable[[], Any]) -> Any:
+        """Run what all ranks do together; lack of memory in a trial is that of all ranks."""
+        if self._search is None:
+            return run()
+        return self._search.step(self.session.model.executor, run)
+
+    def _training_step_of(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         if self.session.manual is None:
             return self._training_step(batch, *rest, **kwargs)
         with self.session.memory.step():
@@ -834,7 +932,8 @@ class CephaloStrategy(ParallelStrategy):
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
     def _layered_backward(self, **factors: float) -> None:
-        self._running.backward(partial(self.session.model.executor.backward, **factors))
+        run = partial(self.session.model.executor.backward, **factors)
+        self._tried(partial(self._running.backward, run))
 
     @override
     def optimizer_step(
@@ -842,8 +941,12 @@ class CephaloStrategy(ParallelStrategy):
     ) -> Any:
         session, manual = self.session, self.session.manual
         if manual is None:
+            update = partial(self._update, optimizer, closure, model, **kwargs)
             with session.memory.step():
-                result = self._update(optimizer, closure, model, **kwargs)
+                if self._search is None:
+                    result = update()
+                else:
+                    result = self._search.update(session.model.executor, update)
             is_repeated = self._running.step_was_repeated
             self._watch.finish_step(counts=not session.memory.slowed and not is_repeated)
             return result
@@ -893,6 +996,9 @@ class CephaloStrategy(ParallelStrategy):
         session, verbose = self.session, self._options.verbose
         executor = session.model.executor
         self._ending.end_training()
+        if self._is_trial:
+            executor.reshard()
+            return
         session.control.together("checking the last step's buffers", executor.buffers.check)
         executor.reshard()
         self._measured_memory = session.measured_memory()
@@ -954,9 +1060,9 @@ class CephaloStrategy(ParallelStrategy):
         session.user_gathers.before_step("evaluation", 1 if samples else 0)
 
         notes = StepNotes(self._ending.termination)
-        outcome = session.model.executor.evaluate(
-            call, f"running {name}", lambda: notes.of(log.note())
-        )
+        executor = session.model.executor
+        evaluate = partial(executor.evaluate, call, f"running {name}", lambda: notes.of(log.note()))
+        outcome = self._tried(evaluate)
         notes.learn(outcome.notes)
         session.logs.finish(log, outcome, (log.weight,) if samples else (), self.reduce)
         is_last = pulled is not None and pulled.is_last
@@ -973,7 +1079,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._ending.begin_validation()
+        self._tried(self._ending.begin_validation)
 
     @override
     def on_validation_end(self) -> None:
@@ -998,12 +1104,17 @@ class CephaloStrategy(ParallelStrategy):
         return self._session is not None and self._session.inside_microbatch
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         self._ending.refuse_alone("a barrier")
-        self._ending.meet(
-            "waiting in a barrier", "Call strategy.barrier() on every rank, or on none."
-        )
+        name = name or ""
+        # Lightning's own, before it reads what another rank may not be about to read
+        reads = name.endswith("_dataloader()")
+        purpose = f"about to call {name}" if reads else "waiting in a barrier"
+        remedy = "Call strategy.barrier() on every rank, or on none."
+        self._tried(partial(self._ending.meet, purpose, remedy))
         launch.barrier(self.root_device)
+        if self._search is not None:
+            self._search.asks(name)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
@@ -1096,6 +1207,8 @@ class CephaloStrategy(ParallelStrategy):
         if self._ranks is None:  # before the first run: nothing is sharded
             super().save_checkpoint(checkpoint_, filepath, storage_options)
             return
+        if self._search is not None:
+            self._search.saved(filepath)
         with accelerator_of(self.root_device).on_host():
             whole = checkpoint.whole_checkpoint(
                 checkpoint_, self.is_global_zero, self._connection.control
@@ -1113,6 +1226,10 @@ class CephaloStrategy(ParallelStrategy):
         kept = self._recovering.of_file(checkpoint_path)
         if kept is not None:
             return kept
+        if self._search is not None:
+            checkpoint_path = self._search.path_of(checkpoint_path)
+            if self._search.ends():
+                self._end_search()
         # plugins written for Lightning 2.5 have no such argument
         given = {} if weights_only is None else {"weights_only": weights_only}
         read = partial(super().load_checkpoint, checkpoint_path, **given)
@@ -1215,6 +1332,7 @@ class CephaloStrategy(ParallelStrategy):
         """Return the session, and hold neither it nor what changes its plan any longer."""
         session, self._session = self._session, None
         training, self._training, self._notes = self._training, None, StepNotes()
+        self._search = self._loss_check = None
         if training is not None:
             self._replans = training.replans
             training.close()

@@ -146,14 +146,18 @@ class RepeatedStep:
         executor = self._model.executor
         if not executor.gave_up:
             raise error  # the other ranks are elsewhere
-        executor.gave_up = False  # the next attempt may fail before its pass
         if executor.early.left_half_updated or self._evaluations > 1:
             raise error  # on every rank
         if self._repeats == MOST_REPEATS:
             refused = f"The step was repeated {MOST_REPEATS} times already."
         if not refused:
             executor.state_moves.repeat(self._model.units)
-        relief(error, refused)
+        try:
+            relief(error, refused)
+        except Exception as failure:
+            executor.gave_up = failure is error
+            raise
+        executor.gave_up = False  # the next attempt may fail before its pass
         self._repeats += 1
         executor.early.repeat()
         executor.buffers.put_back()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -15,10 +16,12 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.averaged_weights import averaging_callbacks, lightnings_classes
 from lightning_cephalo.adapters.batch_norm import batch_norms, refuse_synchronised
+from lightning_cephalo.adapters.batch_search import batch_size_finders
 from lightning_cephalo.adapters.compiled_step import is_compiled, step_before_compiling
 from lightning_cephalo.adapters.sparse_gradients import takes_sparse_gradients
 from lightning_cephalo.common.errors import PlanError, UnsupportedError
 from lightning_cephalo.plan import Plan
+from lightning_cephalo.ranks import launch
 from lightning_cephalo.sharding.placement import Rows
 
 if TYPE_CHECKING:
@@ -27,12 +30,14 @@ if TYPE_CHECKING:
     from lightning_cephalo.execution.sharded_model import ShardedModel
 
 _BATCH_SIZE_FINDER = (
-    "The callback BatchSizeFinder (also Tuner.scale_batch_size) does not work under"
-    " strategy='cephalo', nor under Lightning's own distributed strategies: it trains with ever"
-    " larger batches until one does not fit, and every global batch needs a plan of its own, which"
-    " is measured before training. Remove it from Trainer(callbacks=...) and choose the global"
-    " batch: the plan's table predicts each rank's memory, and a batch that does not fit is refused"
-    " before training, with changes that make it fit. Trainer(max_steps=0) plans without training."
+    "The callback BatchSizeFinder (also Tuner.scale_batch_size) changes the batch size of the"
+    " training dataloader, but {}. {}. Remove it from Trainer(callbacks=...) to keep the batch"
+    " size."
+)
+READY_BATCHES = _BATCH_SIZE_FINDER.format(
+    "the training dataloader yields batches that its dataset has made, of a size that only the"
+    " dataset knows",
+    "Give DataLoader(dataset, batch_size=self.batch_size) with single samples",
 )
 _MODEL_PRUNING = (
     "The callback ModelPruning does not work under strategy='cephalo': in mid-training it replaces"
@@ -68,14 +73,28 @@ def refuse_precision(plugin: Any) -> None:
         )
 
 
-def refuse_searching(callbacks: Sequence[Any]) -> None:
-    """Raise for callbacks that Lightning's own error would not explain; before their ``setup``.
+def refuse_searching(trainer: Trainer, fixed: Mapping[str, str]) -> None:
+    """Raise where a search for a batch size cannot work; before callbacks' ``setup``.
+
+    Args:
+        trainer: The trainer that runs.
+        fixed: What fixes the batch size in training, and the way out.
 
     Raises:
         UnsupportedError: The message names the callback, the reason and the way out.
     """
-    if any("BatchSizeFinder" in lightnings_classes(callback) for callback in callbacks):
-        raise UnsupportedError(_BATCH_SIZE_FINDER)
+    finders = batch_size_finders(trainer)
+    if not finders:
+        return
+    if trainer.state.fn == TrainerFn.FITTING:
+        for reason, remedy in fixed.items():
+            raise UnsupportedError(_BATCH_SIZE_FINDER.format(reason, remedy))
+    if any(finder._early_exit for finder in finders) and launch.forks(trainer.strategy):
+        raise UnsupportedError(
+            "Tuner.scale_batch_size() returns what its own process has found, but start_method"
+            " starts all ranks in other processes. Use start_method='popen' or torchrun, or the"
+            " callback BatchSizeFinder in Trainer(callbacks=...)."
+        )
 
 
 def warn_of_throughput(callbacks: Sequence[Any], plan: Plan) -> None:

@@ -94,6 +94,7 @@ class Session:
         compute_dtype: Dtype of gathered parameters; None: their own.
 
     Attributes:
+        job: The training to run.
         control: Messages between ranks.
         model: The sharded model.
         plan: The plan in use. Before :meth:`apply`, and in evaluation, it only holds the fractions
@@ -131,7 +132,7 @@ class Session:
                 " CephaloStrategy(process_group_backend='gloo'), or leave hybrid_sharding and"
                 " state_groups out."
             )
-        self._job = job
+        self.job = job
         self._at_end = ExitStack()
         self.control = groups.control
         self.model = ShardedModel(
@@ -322,7 +323,7 @@ class Session:
         Raises:
             TooLittleMemoryError: On every rank, if any cannot hold what every rank must.
         """
-        job = self._job
+        job = self.job
         device, given = job.limits[self.control.rank].device, job.plan
         with named_where_nothing_fits(job.limits):
             if given is None:
@@ -384,7 +385,7 @@ class Session:
         self.predicted_memory = tuple(memory) or tuple(peaks)
         self._predict_host_memory()
         self.user_gathers.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
-        job, own, executor = self._job, self.own_plan, self.model.executor
+        job, own, executor = self.job, self.own_plan, self.model.executor
         executor.reshard_after_forward = job.options.reshard_after_forward.of_plan(
             plan.reshard_after_forward
         )
@@ -408,7 +409,7 @@ class Session:
             PlanError: If it is for other ranks, another batch, or more memory than there is.
             UnsupportedError: If its numbers of microbatches differ where the step communicates.
         """
-        job = self._job
+        job = self.job
         plan.check(world_size=self.control.world_size, global_batch_size=job.global_batch_size)
         if members_of(plan.state_groups, plan.world_size) != self.model.members:
             raise PlanError(
@@ -438,7 +439,7 @@ class Session:
             _refuse_with_manual_optimization(plan)
             if _has_several(plan) and self.optimizers:
                 self._check_turns()
-        recompute = self._job.options.recompute
+        recompute = self.job.options.recompute
         if any(rank.offload and not recompute.of_plan(rank.recompute) for rank in plan.ranks):
             raise PlanError(
                 "The plan says offload: true, but recomputation is off, so that activations are"
@@ -490,7 +491,7 @@ class Session:
         self._host_state.check_room(own, self.optimizers)
         if own.offload and arena is not None and (own.host_bytes or 0.0) <= arena.held_bytes:
             return arena
-        host = self._job.limits[self.control.rank].host
+        host = self.job.limits[self.control.rank].host
         return reserve_host_memory(self.model.accelerator, host, own)
 
     @staticmethod
@@ -533,7 +534,7 @@ class Session:
         """Measure this rank's memory from now on, its optimizers' included."""
         self.optimizers = list(optimizers)
         self.memory = TrainingMemory(
-            self.model, self.optimizers, self.moved, keeps_looks=self._job.options.records_step
+            self.model, self.optimizers, self.moved, keeps_looks=self.job.options.records_step
         )
 
     def measured_memory(self) -> tuple[RankMemory, ...] | None:
@@ -553,7 +554,7 @@ class Session:
     @property
     def _updates(self) -> str:
         """When updates run, in a few words; empty if nobody has asked for another way."""
-        if not self._job.options.early_update:
+        if not self.job.options.early_update:
             return ""
         return f"after the backward: {self.late}" if self.late else "inside the backward"
 
@@ -572,7 +573,7 @@ class Session:
 
     def _all_notes(self) -> tuple[str, ...]:
         uses_host = self.plan.moves_state or any(rank.offload for rank in self.plan.ranks)
-        return tuple(filter(None, (*self.notes, limit_note(self._job.limits, uses_host))))
+        return tuple(filter(None, (*self.notes, limit_note(self.job.limits, uses_host))))
 
     def record(self, measured: Sequence[RankMemory] | None, changes: Sequence[Replan]) -> RunRecord:
         """Return what the run's record says of the plan and of memory.
@@ -637,7 +638,7 @@ class Session:
             "gather": _behind(before_reading, self.control.gather),
             "epoch": epoch,
         }
-        options = self._job.options
+        options = self.job.options
         if not training:
             if self.control.world_size == 1:
                 return original_of(loader)

@@ -83,6 +83,11 @@ def make_launcher(
     return _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
 
 
+def forks(strategy: Any) -> bool:
+    """Return whether all ranks of a strategy run in other processes than the script's own."""
+    return isinstance(strategy.launcher, _MultiProcessingLauncher)
+
+
 def limit_threads(start_method: str, processes_on_host: int) -> None:
     """Divide the cores among the ranks of this host.
 

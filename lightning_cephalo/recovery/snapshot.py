@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 
@@ -69,14 +69,18 @@ def only_searches(trainer: Trainer) -> bool:
 
     Private: the tuner marks its callback so, and nothing else tells it from one in a training.
     """
-    finders = (c for c in trainer.callbacks if isinstance(c, LearningRateFinder))  # type: ignore[attr-defined]
-    return any(finder._early_exit for finder in finders)
+    return any(finder._early_exit for finder in _finders(trainer))
 
 
 def searches_before_training(trainer: Trainer) -> bool:
-    """Return whether a callback searches for a learning rate before the first epoch.
+    """Return whether a callback searches for a rate or a batch size before the first epoch.
 
     The search loads a file of its own, and so drops what training would go on from.
     """
-    finders = (c for c in trainer.callbacks if isinstance(c, LearningRateFinder))  # type: ignore[attr-defined]
-    return any(type(f).on_fit_start is LearningRateFinder.on_fit_start for f in finders)
+    kinds = (LearningRateFinder.on_fit_start, BatchSizeFinder.on_fit_start)
+    return any(type(finder).on_fit_start in kinds for finder in _finders(trainer))
+
+
+def _finders(trainer: Trainer) -> list[Any]:
+    kinds = (LearningRateFinder, BatchSizeFinder)
+    return [each for each in trainer.callbacks if isinstance(each, kinds)]  # type: ignore[attr-defined]
