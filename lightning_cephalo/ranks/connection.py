@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.ranks.closing import close_connections
-from lightning_cephalo.ranks.connecting import connect_watched
+from lightning_cephalo.ranks.connecting import Lookout, Watch, connect_watched
 from lightning_cephalo.ranks.control import ControlGroup, not_connected
 from lightning_cephalo.ranks.crash_report import CrashReport, is_lost_connection
 from lightning_cephalo.ranks.groups import Groups, set_timeout
@@ -165,6 +165,33 @@ class Connection:
         if self._ranks is not None:
             self._ranks.close()
 
+    def watch_for(self, own: Switchboard) -> Watch:
+        """Return a watch for ranks of an earlier run, while this one waits for all to come anew.
+
+        Args:
+            own: Reaches those that have come.
+        """
+        ranks = self._ranks
+        if ranks is None or ranks.crash_report.switchboard is None:
+            return Watch(own)
+        switchboard, report = ranks.crash_report.switchboard, ranks.crash_report
+        lookout = Lookout(switchboard)
+        # rank 0 tells all others; until it has come, each rank looks for the next one
+        watched = range(1, switchboard.world_size) if switchboard.rank == 0 else None
+
+        def look() -> None:
+            try:
+                lookout(watched)
+            except dist.DistNetworkError:
+                heard = switchboard.heard() if switchboard.knows_of_this_run() else []
+                gone = report.gone()
+                if heard or gone is not None:
+                    said = heard[0] if heard else _ended_behind(gone)
+                    switchboard.tell(said)
+                    raise RemoteRankError(said) from None
+
+        return Watch(own, look, report.where_are, switchboard.name_of)
+
     def begin_run(self) -> bool:
         """Return whether another run can use these groups; collective.
 
@@ -176,8 +203,9 @@ class Connection:
             switchboard = ranks.groups.meeting.switchboard
         if ranks is None or switchboard is None:
             return True
+        # each rank counts it, also one whose connections are closed: others may tell it of a loss
+        ranks.groups.meeting.begin_run()
         if not self._is_closed:
-            ranks.groups.meeting.begin_run()
             try:
                 ranks.control.barrier()
                 return True
@@ -193,12 +221,11 @@ class Connection:
                         " Trainers."
                     ) from failure
             self.close()
+        if switchboard.knows_of_this_run():  # from a rank that waits for all to connect anew
+            raise RemoteRankError(switchboard.heard()[0])
         gone = ranks.crash_report.gone()
         if gone is not None:
-            raise RemoteRankError(
-                f"An earlier run has ended with an error of one rank, and {gone} Start all ranks"
-                " again."
-            )
+            raise RemoteRankError(_ended_behind(gone))
         return False
 
     def leave(self) -> None:
@@ -219,6 +246,10 @@ class Connection:
     def failed_alone(self) -> bool:
         """Whether a run of this process has failed on this rank alone."""
         return any(holder.failed_alone for holder in self._holders)
+
+
+def _ended_behind(gone: str | None) -> str:
+    return f"An earlier run has ended with an error of one rank, and {gone} Start all ranks again."
 
 
 # torch has one default group for a process; what belongs to it lives as long as it does

@@ -32,7 +32,7 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.backends import backend_named, backend_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks import connection
-from lightning_cephalo.ranks.connecting import connect_watched
+from lightning_cephalo.ranks.connecting import Watch, connect_watched
 from lightning_cephalo.ranks.connection import HoldsGroups, Ranks
 from lightning_cephalo.ranks.groups import place, set_timeout, while_connecting
 from lightning_cephalo.ranks.loss_watch import LossWatch
@@ -43,6 +43,7 @@ from lightning_cephalo.ranks.roll_call import (
     store_of_all,
     what_follows,
 )
+from lightning_cephalo.ranks.starter import look_for_starter, named_to_ranks
 from lightning_cephalo.ranks.switchboard import Process, Switchboard
 
 # [Note: private names of Lightning] The launchers, the connection and the number of threads are
@@ -80,7 +81,15 @@ def make_launcher(
         return None  # Lightning's own launcher would insist on equally large nodes
     if strategy.num_processes * strategy.num_nodes == 1:
         return None
-    return _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
+    return _ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
+
+
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts the other ranks of this node, which know this process's number."""
+
+    def _call_children_scripts(self) -> None:
+        with named_to_ranks():
+            super()._call_children_scripts()
 
 
 def limit_threads(start_method: str, processes_on_host: int) -> None:
@@ -165,7 +174,13 @@ def connect(
     own = place(environment.node_rank() if world_size > 1 else 0)
     process = Process.here(own) if switchboard is None else switchboard.process(own)
     address, port = environment.main_address, environment.main_port
-    store, call = store_of_all(rank, process, world_size, address, port, backend, wait)
+    watch = None
+    if switchboard is not None:
+        switchboard.has_come(rank, process)
+        first = rank - environment.local_rank()
+        look = partial(look_for_starter, first, process.host) if rank != first else None
+        watch = Watch(switchboard, look) if earlier is None else earlier.watch_for(switchboard)
+    store, call = store_of_all(rank, process, world_size, address, port, backend, wait, watch)
     options["store"] = dist.PrefixStore(call.prefix, store)
     connects = partial(_init_dist_connection, environment, backend, **options)
     if switchboard is None:
