@@ -6,9 +6,9 @@ What nobody has heard from cannot be told from a process that has not started ye
 
 Behind the roll call, ranks wait in a store for each other's addresses, and for connections. torch
 waits there for the whole timeout, and says which key is missing. It waits without a limit where the
-process of the store is stopped, and where gloo connects to a rank that is killed at that moment. So
-a thread connects, and the rank's own thread looks meanwhile whether another rank is gone or has
-failed.
+process of the store is stopped, and where gloo connects to a rank that is killed at that moment.
+NCCL waits without a limit for each rank that is lost while it connects. So a thread connects, and
+the rank's own thread looks meanwhile whether another rank is gone or has failed.
 
 [Note: what is left behind] Nothing ends a call that hangs in torch. Where a rank is lost, the
 thread stays in it, perhaps until the process ends.
@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_cephalo.accelerator.backends import backend_named
@@ -182,8 +183,7 @@ def connect_watched(
 
     Args:
         switchboard: Reaches the other ranks.
-        backend: Of the group that is made. Over the device, the rank's own thread connects, whose
-            device is set; then nobody watches.
+        backend: Of the group that is made.
         connect: Makes a process group.
         wait: How long torch waits in it, where it has a limit.
         remedy: A sentence with the way out.
@@ -194,7 +194,7 @@ def connect_watched(
     """
     try:
         if backend_named(backend).runs_on_device:
-            return connect()
+            connect = _on_this_device(connect)
         return within(wait.total_seconds() + _LATER_S, connect, Lookout(switchboard))
     except BaseException as failure:
         cause = tell_why(switchboard, failure)
@@ -204,6 +204,19 @@ def connect_watched(
         raise RemoteRankError(
             f"{cause}\nThis rank was connecting to the others: {words_of(failure)}. {remedy}"
         ) from None
+
+
+def _on_this_device(connect: Callable[[], _Answer]) -> Callable[[], _Answer]:
+    """Return a function that does in any thread what one does in this, whose device is set."""
+    if not torch.accelerator.is_available():  # a backend alone is no device
+        return connect
+    index = torch.accelerator.current_device_index()
+
+    def on_this_device() -> _Answer:
+        torch.accelerator.set_device_index(index)
+        return connect()
+
+    return on_this_device
 
 
 def words_of(failure: BaseException) -> str:

@@ -27,7 +27,9 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.ranks.aborting import abort_groups
 from lightning_cephalo.ranks.closing import close_connections
 from lightning_cephalo.ranks.connecting import Lookout, Watch, connect_watched
 from lightning_cephalo.ranks.control import ControlGroup, not_connected
@@ -152,6 +154,8 @@ class Connection:
             return connect_watched(switchboard, dist.get_backend(), create, wait, what_follows())
         except BaseException:
             self.close()
+            if backend_of().must_be_aborted:
+                abort_groups()
             self.leave()
             raise
 

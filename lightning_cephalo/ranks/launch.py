@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -26,12 +24,12 @@ from lightning.pytorch.strategies.launchers import (
 )
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch.distributed import distributed_c10d
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.backends import backend_named, backend_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks import connection
+from lightning_cephalo.ranks.aborting import abort_collectives
 from lightning_cephalo.ranks.connecting import Watch, connect_watched
 from lightning_cephalo.ranks.connection import HoldsGroups, Ranks
 from lightning_cephalo.ranks.groups import place, set_timeout, while_connecting
@@ -50,7 +48,6 @@ from lightning_cephalo.ranks.switchboard import Process, Switchboard
 # those of Lightning's own strategies. Lightning has no public names for them. Only this file uses
 # them; tests/lightning/test_launchers.py fails when they change.
 
-_ABORT_S = 10.0
 _SHARED_STORE = (
     "Your code has made the process group before fit(), in the store of torchrun's agent. After a"
     " restart ranks would find the addresses of this start there, and could not connect (pytorch"
@@ -256,23 +253,6 @@ def close_groups() -> None:
         known.close()
 
 
-def abort_groups() -> None:
-    """Abort all process groups without waiting for pending collectives, which may never end.
-
-    A rank that fails alone leaves other ranks in a collective, whose kernels wait for that rank.
-    Lightning afterwards empties the device's cache and destroys the groups. If the groups run on
-    the device, both wait for these kernels (pytorch/torchtitan#1342).
-
-    Private API: no public function aborts all groups. It runs in a thread, because it may itself
-    wait forever.
-    """
-    if _distributed_is_initialized():
-        abort_collectives()
-        thread = threading.Thread(target=distributed_c10d._abort_process_group, daemon=True)
-        thread.start()
-        thread.join(_ABORT_S)
-
-
 def watch_for_losses(ranks: Ranks, backend: str | None) -> LossWatch | None:
     """Watch for ranks that end, where this rank's device would wait for them; None elsewhere.
 
@@ -283,27 +263,3 @@ def watch_for_losses(ranks: Ranks, backend: str | None) -> LossWatch | None:
     if not backend_named(backend).must_be_aborted:
         return None
     return LossWatch.begin(ranks.crash_report, abort_collectives)
-
-
-def abort_collectives() -> None:
-    """End the collectives that run on this device; later ones raise torch's error.
-
-    Other than behind :func:`abort_groups`, the groups are still known: the thread that uses them
-    gets an error that says so. All are aborted at the same time. NCCL frees a communicator's memory
-    in its abort, which waits for all kernels of the device, also for those of communicators that
-    are not aborted yet: seen on a GPU, with three groups (pytorch#119797).
-
-    Private API: no public function does this for the groups of others.
-    """
-    if not _distributed_is_initialized():
-        return
-    threads = [
-        threading.Thread(target=group.abort, daemon=True)
-        for group in list(distributed_c10d._world.pg_map)
-        if backend_of(group).must_be_aborted
-    ]
-    for thread in threads:
-        thread.start()
-    until_s = time.monotonic() + _ABORT_S
-    for thread in threads:
-        thread.join(max(0.0, until_s - time.monotonic()))
