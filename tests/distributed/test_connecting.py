@@ -170,10 +170,10 @@ def _waits_rank(rank, environment, lost, fault, timeout, is_first, waiting, answ
     # rank 0 looks for 2 s at most, twice, for one that is stopped
     roll_call._HEARING = timedelta(seconds=5 * SHORT_S)
     connecting._LATER_S = 0.2
-    meets = partial(launch.connect, TorchElasticEnvironment(), "gloo", timeout, torch.device("cpu"))
+    meets = partial(launch.connect, TorchElasticEnvironment(), "gloo", device=torch.device("cpu"))
     if not is_first:
-        meets()
-        launch.ranks_for(_Holder(), timeout, 0)
+        meets(timeout=SOON)
+        launch.ranks_for(_Holder(), SOON, 0)
         dist.barrier()
         launch.close_groups()  # as behind an error of one rank alone
         if rank == lost:
@@ -192,7 +192,7 @@ def _waits_rank(rank, environment, lost, fault, timeout, is_first, waiting, answ
         threading.Thread(target=_once_there, args=(waiting, fault), daemon=True).start()
     begin_s = time.monotonic()
     try:
-        meets()
+        meets(timeout=timeout)
     except Exception as error:
         answers.put((rank, type(error), str(error), time.monotonic() - begin_s))
         raise SystemExit(1) from None
