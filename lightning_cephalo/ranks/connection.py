@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import gc
 import io
+import itertools
 import sys
 import time
 import weakref
@@ -23,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -37,6 +38,7 @@ from lightning_cephalo.ranks.crash_report import CrashReport, is_lost_connection
 from lightning_cephalo.ranks.groups import Groups, set_timeout
 from lightning_cephalo.ranks.roll_call import patience, what_follows
 from lightning_cephalo.ranks.switchboard import Switchboard
+from lightning_cephalo.ranks.whereabouts import is_installed
 
 _LEAVING_S = 0.02
 
@@ -294,15 +296,17 @@ def _leave(connection: weakref.ref[Connection]) -> None:
     known = connection()
     if known is None:  # another has taken its place, or the user's code has destroyed the group
         return
-    # the interpreter keeps the exception that ends it
-    fails = known.failed_alone and hasattr(sys, "last_value")
+    fails = known.failed_alone
+    is_closed = fails and dist.is_initialized() and not backend_of().must_be_aborted
     known.end_servers()
     known.leave()
-    gc.collect()  # a group's threads end with the last reference to it
-    # The default group outlives this in the caches of torch's DTensor: let its threads finish.
-    time.sleep(_LEAVING_S)
+    # a group's threads end with the last reference to it; behind closed ones nothing waits for them
+    if not is_closed:
+        gc.collect()
     if fails:
         _hurry()
+    # The default group outlives this in the caches of torch's DTensor: let its threads finish.
+    time.sleep(_LEAVING_S)
 
 
 def _hurry() -> None:
@@ -310,16 +314,37 @@ def _hurry() -> None:
 
     It does so several times, for 1.4 s of a processor with what Lightning has made: on a busy
     machine that is many seconds, in which agents wait for ranks that have told all they know. Files
-    in cycles would lose what is not written yet.
+    in cycles would lose what is not written yet. So would objects of the user's that write it when
+    they are deleted: where there are any, the interpreter looks.
     """
-    flush_files(open_files())
+    objects = gc.get_objects()
+    if any(map(_acts_at_its_end, set(map(type, objects)))):
+        return
+    flush_files(_files_among(objects))
     gc.freeze()
+
+
+def _acts_at_its_end(kind: type) -> bool:
+    """Return whether objects of a class of the user's do something when they are deleted."""
+    if not hasattr(kind, "__del__"):
+        return False
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or (path is not None and not is_installed(path))
 
 
 def open_files() -> list[io.IOBase]:
     """Return the files of this process, of objects that are not frozen."""
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, io.IOBase)}
+    return _files_among(gc.get_objects())
+
+
+def _files_among(objects: Sequence[object]) -> list[Any]:
+    # the classes of files first: to ask each of all classes takes a tenth of a second
+    kinds: set[type] = set()
+    others: list[type] = [kind for kind in io.IOBase.__mro__ if kind is not object]
+    while others:
+        kinds.update(others)
+        below: list[list[type]] = [type.__subclasses__(kind) for kind in others]
+        others = list(itertools.chain.from_iterable(below))
     return [each for each in objects if type(each) in kinds]
 
 
