@@ -21,8 +21,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "distributed")]
 
 _LIMITED = "may start no threads"
+_TWICE = "an error in a hook, and another Trainer"
 _CACHES = ("a full disk for its cache", "no folder for its cache")
 _MEASURED = ("while profiling", *_CACHES)
 
@@ -217,7 +218,7 @@ def _do(job: Job, trainer: Any, module: Any, rank: int, folder: Path) -> None:
         assert job.group is not None
         take_threads(job.group, os.getpid(), job.more_threads)
         module._fail()
-    elif job.what == "an error in a hook":
+    elif job.what in ("an error in a hook", _TWICE):
         module._fail()
     elif job.what == "alone: save_checkpoint()":
         trainer.save_checkpoint(folder / "alone.ckpt")
@@ -247,6 +248,12 @@ def _rank_main(
             assert job.group is not None
             tell(folder / "fault", time.monotonic())
             take_threads(job.group, os.getpid(), job.more_threads)
+        if job.what == _TWICE:
+            with suppress(Exception):
+                _train(job, rank, folder)
+            if rank == job.rank:  # it is lost before it begins again
+                time.sleep(_START_S)
+            job = replace(job, what="")
         _train(job, rank, folder)
     except BaseException as error:
         tell(folder / f"ends{rank}", [type(error).__name__, str(error)])
@@ -386,6 +393,20 @@ def _lose(
 
 def _lose_connecting(way: str, folder: Path, number: int) -> Outcome:
     return _lose(way, folder, number, random.randrange(RANKS), TIMEOUT_S, "connects")
+
+
+def _lose_between(way: str, folder: Path, number: int) -> Outcome:
+    """Send a signal to a rank that has failed alone, while others wait for its next Trainer."""
+    lost = random.randrange(RANKS)
+    run = Run(Job(way, _TWICE, lost, TIMEOUT_S), folder)
+    try:
+        run.wait_for("connects", 2, RANKS - 1)
+        time.sleep(random.random())
+        others = _others(lost)
+        took_s = run.wait(others, run.send(number, [lost]), LIMIT_S)
+        return f"the rank is {run.names(lost, others)}", took_s
+    finally:
+        run.end()
 
 
 def _freeze(way: str, folder: Path, lost: int) -> Outcome:
@@ -586,6 +607,10 @@ def _faults(folder: Path) -> Iterator[Fault]:
     for name, number in (("kill -9", signal.SIGKILL), ("SIGSTOP", signal.SIGSTOP)):
         lose = partial(_lose_connecting, number=number)
         yield Fault(f"{name} of a rank while all connect", lose)
+    for name, number in (("kill -9", signal.SIGKILL), ("SIGSTOP", signal.SIGSTOP)):
+        between = partial(_lose_between, number=number)
+        # DDP does not end the first of the two Trainers
+        yield Fault(f"{name} of a rank while others begin anew", between, ("cephalo",))
     for place in ("in training", "in validation", "in the LR finder", "while profiling"):
         ways = ("cephalo",) if place == "while profiling" else ("cephalo", "ddp")
         to_one = partial(_terminate_one, what=place)

@@ -92,6 +92,7 @@ from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.profiling.state_rates import contention_text
 from lightning_cephalo.ranks import launch
+from lightning_cephalo.ranks.aborting import abort_groups
 from lightning_cephalo.ranks.connection import Ranks
 from lightning_cephalo.ranks.staying import StayingLauncher
 from lightning_cephalo.recovery.options import Recovery, Wish
@@ -1287,7 +1288,7 @@ class CephaloStrategy(ParallelStrategy):
 
     def _abort_groups(self) -> None:
         if backend_named(self._process_group_backend).must_be_aborted:
-            launch.abort_groups()
+            abort_groups()
             self.forget_groups()  # another fit creates new ones
         else:
             launch.close_groups()

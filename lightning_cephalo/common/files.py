@@ -138,7 +138,7 @@ def remove_leftovers(folder: Path) -> None:
         return
     for left in folder.glob(".*.tmp*"):
         named = _UNFINISHED.fullmatch(left.name)
-        if named is not None and named["host"] == _host() and not _lives(int(named["process"])):
+        if named is not None and named["host"] == _host() and not lives(int(named["process"])):
             with suppress(OSError):
                 left.unlink()
 
@@ -147,7 +147,8 @@ def _host() -> str:
     return re.sub(r"[^\w-]", "-", socket.gethostname())[:64]
 
 
-def _lives(process: int) -> bool:
+def lives(process: int) -> bool:
+    """Return whether a process of this host has not ended, or is not waited for yet."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

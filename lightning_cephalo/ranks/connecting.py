@@ -1,10 +1,14 @@
-"""Names a rank that is lost or fails while all connect.
+"""Names a rank that is lost or fails while all meet and connect.
+
+In the roll call, a rank waits for others to come. Some that it waits for it has heard from: they
+have come already, or an earlier Trainer of this process has connected it to them. It watches those.
+What nobody has heard from cannot be told from a process that has not started yet.
 
 Behind the roll call, ranks wait in a store for each other's addresses, and for connections. torch
 waits there for the whole timeout, and says which key is missing. It waits without a limit where the
-process of the store is stopped, and where gloo connects to a rank that is killed at that moment. So
-a thread connects, and the rank's own thread looks meanwhile whether another rank is gone or has
-failed.
+process of the store is stopped, and where gloo connects to a rank that is killed at that moment.
+NCCL waits without a limit for each rank that is lost while it connects. So a thread connects, and
+the rank's own thread looks meanwhile whether another rank is gone or has failed.
 
 [Note: what is left behind] Nothing ends a call that hangs in torch. Where a rank is lost, the
 thread stays in it, perhaps until the process ends.
@@ -20,16 +24,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_cephalo.accelerator.backends import backend_named
 from lightning_cephalo.common.errors import RemoteRankError
-from lightning_cephalo.ranks.crash_report import first_lines, tell_why
-from lightning_cephalo.ranks.switchboard import Switchboard
+from lightning_cephalo.ranks.crash_report import first_lines, seen, tell_why
+from lightning_cephalo.ranks.switchboard import Process, Switchboard
 
 _LOOK_S = 1.0
 # torch's own limit comes first, with better words
@@ -46,30 +52,84 @@ class Lookout:
 
     def __init__(self, switchboard: Switchboard) -> None:
         self._switchboard = switchboard
-        self._next = (switchboard.rank + 1) % switchboard.world_size
         # a network may refuse all connections between hosts but those of collectives
-        self._is_reachable = switchboard.is_beside(self._next)
+        self._reachable: set[int] = set()
 
-    def __call__(self) -> None:
+    def __call__(self, ranks: Sequence[int] | None = None) -> None:
         """Look.
+
+        Args:
+            ranks: The ranks that may be gone; None: the next one.
 
         Raises:
             DistNetworkError: If a rank is gone or has failed.
         """
-        if self._switchboard.knows_of_this_run():
+        board = self._switchboard
+        if board.knows_of_this_run():
             raise dist.DistNetworkError("another rank has failed while all connected")
-        self._look()
+        watched = [(board.rank + 1) % board.world_size] if ranks is None else ranks
+        for rank, answer in board.look(watched).items():
+            if not isinstance(answer, OSError):
+                self._reachable.add(rank)
+            elif isinstance(answer, ConnectionError) and (
+                rank in self._reachable or board.is_beside(rank)
+            ):
+                raise dist.DistNetworkError(
+                    f"rank {rank} has ended while all connected"
+                ) from answer
 
-    def _look(self) -> None:
+
+@dataclass(frozen=True)
+class Watch:
+    """Watches ranks that this one has heard from, while it waits for all to come.
+
+    Args:
+        own: Reaches the ranks that have come; it knows this rank's process.
+        others: Looks for ranks that are known otherwise, such as from an earlier run, and raises
+            RemoteRankError where one is gone; None: there are none.
+        where: Tells of ranks of that run where they are.
+        name_of: Names a rank of that run, with its process and host; None: by its number alone.
+    """
+
+    own: Switchboard
+    others: Callable[[], None] | None = None
+    where: Callable[[Sequence[int]], str] = field(default=lambda ranks: "")
+    name_of: Callable[[int], str] | None = None
+    _lookout: Lookout = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_lookout", Lookout(self.own))
+
+    def look(self, come: Mapping[int, Process]) -> None:
+        """Look for ranks that are known otherwise, and for those that have come.
+
+        Args:
+            come: The processes of ranks that have come.
+
+        Raises:
+            RemoteRankError: If a rank is gone.
+        """
+        if self.others is not None:
+            self.others()
+        self._note(come)
         try:
-            self._switchboard.where_is(self._next)
-            self._is_reachable = True
-        except ConnectionError as error:
-            if self._is_reachable:
-                message = f"rank {self._next} has ended while all connected"
-                raise dist.DistNetworkError(message) from error
-        except OSError:
-            return
+            self._lookout(list(come))
+        except dist.DistNetworkError:
+            raise RemoteRankError(seen(self.own, self.own.look())) from None
+
+    def that_answer(self, come: Mapping[int, Process]) -> list[int]:
+        """Return which of the ranks that have come answer now.
+
+        Args:
+            come: As for :meth:`look`.
+        """
+        self._note(come)
+        answers = self.own.look(list(come))
+        return [rank for rank, answer in answers.items() if not isinstance(answer, OSError)]
+
+    def _note(self, come: Mapping[int, Process]) -> None:
+        for rank, process in come.items():
+            self.own.has_come(rank, process)
 
 
 def within(
@@ -123,8 +183,7 @@ def connect_watched(
 
     Args:
         switchboard: Reaches the other ranks.
-        backend: Of the group that is made. Over the device, the rank's own thread connects, whose
-            device is set; then nobody watches.
+        backend: Of the group that is made.
         connect: Makes a process group.
         wait: How long torch waits in it, where it has a limit.
         remedy: A sentence with the way out.
@@ -135,7 +194,7 @@ def connect_watched(
     """
     try:
         if backend_named(backend).runs_on_device:
-            return connect()
+            connect = _on_this_device(connect)
         return within(wait.total_seconds() + _LATER_S, connect, Lookout(switchboard))
     except BaseException as failure:
         cause = tell_why(switchboard, failure)
@@ -145,6 +204,19 @@ def connect_watched(
         raise RemoteRankError(
             f"{cause}\nThis rank was connecting to the others: {words_of(failure)}. {remedy}"
         ) from None
+
+
+def _on_this_device(connect: Callable[[], _Answer]) -> Callable[[], _Answer]:
+    """Return a function that does in any thread what one does in this, whose device is set."""
+    if not torch.accelerator.is_available():  # a backend alone is no device
+        return connect
+    index = torch.accelerator.current_device_index()
+
+    def on_this_device() -> _Answer:
+        torch.accelerator.set_device_index(index)
+        return connect()
+
+    return on_this_device
 
 
 def words_of(failure: BaseException) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import gc
 import io
+import itertools
 import sys
 import time
 import weakref
@@ -23,18 +24,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.ranks.aborting import abort_groups
 from lightning_cephalo.ranks.closing import close_connections
-from lightning_cephalo.ranks.connecting import connect_watched
+from lightning_cephalo.ranks.connecting import Lookout, Watch, connect_watched
 from lightning_cephalo.ranks.control import ControlGroup, not_connected
 from lightning_cephalo.ranks.crash_report import CrashReport, is_lost_connection
 from lightning_cephalo.ranks.groups import Groups, set_timeout
 from lightning_cephalo.ranks.roll_call import patience, what_follows
 from lightning_cephalo.ranks.switchboard import Switchboard
+from lightning_cephalo.ranks.whereabouts import is_installed
 
 _LEAVING_S = 0.02
 
@@ -152,6 +156,8 @@ class Connection:
             return connect_watched(switchboard, dist.get_backend(), create, wait, what_follows())
         except BaseException:
             self.close()
+            if backend_of().must_be_aborted:
+                abort_groups()
             self.leave()
             raise
 
@@ -165,6 +171,33 @@ class Connection:
         if self._ranks is not None:
             self._ranks.close()
 
+    def watch_for(self, own: Switchboard) -> Watch:
+        """Return a watch for ranks of an earlier run, while this one waits for all to come anew.
+
+        Args:
+            own: Reaches those that have come.
+        """
+        ranks = self._ranks
+        if ranks is None or ranks.crash_report.switchboard is None:
+            return Watch(own)
+        switchboard, report = ranks.crash_report.switchboard, ranks.crash_report
+        lookout = Lookout(switchboard)
+        # rank 0 tells all others; until it has come, each rank looks for the next one
+        watched = range(1, switchboard.world_size) if switchboard.rank == 0 else None
+
+        def look() -> None:
+            try:
+                lookout(watched)
+            except dist.DistNetworkError:
+                heard = switchboard.heard() if switchboard.knows_of_this_run() else []
+                gone = report.gone()
+                if heard or gone is not None:
+                    said = heard[0] if heard else _ended_behind(gone)
+                    switchboard.tell(said)
+                    raise RemoteRankError(said) from None
+
+        return Watch(own, look, report.where_are, switchboard.name_of)
+
     def begin_run(self) -> bool:
         """Return whether another run can use these groups; collective.
 
@@ -176,8 +209,9 @@ class Connection:
             switchboard = ranks.groups.meeting.switchboard
         if ranks is None or switchboard is None:
             return True
+        # each rank counts it, also one whose connections are closed: others may tell it of a loss
+        ranks.groups.meeting.begin_run()
         if not self._is_closed:
-            ranks.groups.meeting.begin_run()
             try:
                 ranks.control.barrier()
                 return True
@@ -193,12 +227,11 @@ class Connection:
                         " Trainers."
                     ) from failure
             self.close()
+        if switchboard.knows_of_this_run():  # from a rank that waits for all to connect anew
+            raise RemoteRankError(switchboard.heard()[0])
         gone = ranks.crash_report.gone()
         if gone is not None:
-            raise RemoteRankError(
-                f"An earlier run has ended with an error of one rank, and {gone} Start all ranks"
-                " again."
-            )
+            raise RemoteRankError(_ended_behind(gone))
         return False
 
     def leave(self) -> None:
@@ -219,6 +252,10 @@ class Connection:
     def failed_alone(self) -> bool:
         """Whether a run of this process has failed on this rank alone."""
         return any(holder.failed_alone for holder in self._holders)
+
+
+def _ended_behind(gone: str | None) -> str:
+    return f"An earlier run has ended with an error of one rank, and {gone} Start all ranks again."
 
 
 # torch has one default group for a process; what belongs to it lives as long as it does
@@ -259,15 +296,17 @@ def _leave(connection: weakref.ref[Connection]) -> None:
     known = connection()
     if known is None:  # another has taken its place, or the user's code has destroyed the group
         return
-    # the interpreter keeps the exception that ends it
-    fails = known.failed_alone and hasattr(sys, "last_value")
+    fails = known.failed_alone
+    is_closed = fails and dist.is_initialized() and not backend_of().must_be_aborted
     known.end_servers()
     known.leave()
-    gc.collect()  # a group's threads end with the last reference to it
-    # The default group outlives this in the caches of torch's DTensor: let its threads finish.
-    time.sleep(_LEAVING_S)
+    # a group's threads end with the last reference to it; behind closed ones nothing waits for them
+    if not is_closed:
+        gc.collect()
     if fails:
         _hurry()
+    # The default group outlives this in the caches of torch's DTensor: let its threads finish.
+    time.sleep(_LEAVING_S)
 
 
 def _hurry() -> None:
@@ -275,16 +314,37 @@ def _hurry() -> None:
 
     It does so several times, for 1.4 s of a processor with what Lightning has made: on a busy
     machine that is many seconds, in which agents wait for ranks that have told all they know. Files
-    in cycles would lose what is not written yet.
+    in cycles would lose what is not written yet. So would objects of the user's that write it when
+    they are deleted: where there are any, the interpreter looks.
     """
-    flush_files(open_files())
+    objects = gc.get_objects()
+    if any(map(_acts_at_its_end, set(map(type, objects)))):
+        return
+    flush_files(_files_among(objects))
     gc.freeze()
+
+
+def _acts_at_its_end(kind: type) -> bool:
+    """Return whether objects of a class of the user's do something when they are deleted."""
+    if not hasattr(kind, "__del__"):
+        return False
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or (path is not None and not is_installed(path))
 
 
 def open_files() -> list[io.IOBase]:
     """Return the files of this process, of objects that are not frozen."""
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, io.IOBase)}
+    return _files_among(gc.get_objects())
+
+
+def _files_among(objects: Sequence[object]) -> list[Any]:
+    # the classes of files first: to ask each of all classes takes a tenth of a second
+    kinds: set[type] = set()
+    others: list[type] = [kind for kind in io.IOBase.__mro__ if kind is not object]
+    while others:
+        kinds.update(others)
+        below: list[list[type]] = [type.__subclasses__(kind) for kind in others]
+        others = list(itertools.chain.from_iterable(below))
     return [each for each in objects if type(each) in kinds]
 
 

@@ -94,8 +94,21 @@ class CrashReport:
         answers = switchboard.look()
         if not any(isinstance(answer, ConnectionError) for answer in answers.values()):
             return False
-        _tell_those_there(switchboard, answers, _seen(switchboard, answers))
+        _tell_those_there(switchboard, answers, seen(switchboard, answers))
         return True
+
+    def where_are(self, ranks: Sequence[int]) -> str:
+        """Return a sentence about where ranks are that have not come; empty if none is known.
+
+        Args:
+            ranks: The ranks.
+        """
+        if self.switchboard is None:
+            return ""
+        answers = self.switchboard.look(ranks)
+        if any(isinstance(answer, OSError) for answer in answers.values()):
+            return seen(self.switchboard, answers)
+        return f"{_where(self.switchboard, answers)}."
 
     def gone(self) -> str | None:
         """Return a sentence about the ranks whose processes have ended; None if none has."""
@@ -126,7 +139,7 @@ def tell_why(switchboard: Switchboard, exception: BaseException) -> str | None:
         return None
     answers = switchboard.look()
     heard = switchboard.heard()
-    cause = heard[0] if heard else _seen(switchboard, answers)
+    cause = heard[0] if heard else seen(switchboard, answers)
     _tell_those_there(switchboard, answers, cause)
     return cause
 
@@ -168,8 +181,13 @@ def is_lost_connection(exception: BaseException) -> bool:
     return isinstance(exception, RuntimeError) and any(s in str(exception) for s in SIGNS_OF_LOSS)
 
 
-def _seen(switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError]) -> str:
-    """Return what this rank sees of the others."""
+def seen(switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError]) -> str:
+    """Return what this rank sees of the others.
+
+    Args:
+        switchboard: Reaches them.
+        answers: Of :meth:`Switchboard.look`.
+    """
     gone = [rank for rank, answer in answers.items() if isinstance(answer, ConnectionError)]
     if gone:
         return (
@@ -183,14 +201,17 @@ def _seen(switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError]
             f"{_names(switchboard, silent)} silent: the process is stopped, or its host cannot"
             " be reached."
         )
-    where = [
+    return (
+        "No other rank has ended, but a connection to one is cut, or one did not come in time:"
+        f" {_where(switchboard, answers)}."
+    )
+
+
+def _where(switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError]) -> str:
+    return "; ".join(
         f"{switchboard.name_of(rank)} {'waits' if answer.waits else 'works'} {answer}"
         for rank, answer in answers.items()
         if isinstance(answer, Whereabouts)
-    ]
-    return (
-        "No other rank has ended, but a connection to one is cut, or one did not come in time:"
-        f" {'; '.join(where)}."
     )
 
 

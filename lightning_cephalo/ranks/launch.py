@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -26,13 +24,13 @@ from lightning.pytorch.strategies.launchers import (
 )
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch.distributed import distributed_c10d
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.backends import backend_named, backend_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks import connection
-from lightning_cephalo.ranks.connecting import connect_watched
+from lightning_cephalo.ranks.aborting import abort_collectives
+from lightning_cephalo.ranks.connecting import Watch, connect_watched
 from lightning_cephalo.ranks.connection import HoldsGroups, Ranks
 from lightning_cephalo.ranks.groups import place, set_timeout, while_connecting
 from lightning_cephalo.ranks.loss_watch import LossWatch
@@ -43,13 +41,13 @@ from lightning_cephalo.ranks.roll_call import (
     store_of_all,
     what_follows,
 )
+from lightning_cephalo.ranks.starter import look_for_starter, named_to_ranks
 from lightning_cephalo.ranks.switchboard import Process, Switchboard
 
 # [Note: private names of Lightning] The launchers, the connection and the number of threads are
 # those of Lightning's own strategies. Lightning has no public names for them. Only this file uses
 # them; tests/lightning/test_launchers.py fails when they change.
 
-_ABORT_S = 10.0
 _SHARED_STORE = (
     "Your code has made the process group before fit(), in the store of torchrun's agent. After a"
     " restart ranks would find the addresses of this start there, and could not connect (pytorch"
@@ -80,7 +78,15 @@ def make_launcher(
         return None  # Lightning's own launcher would insist on equally large nodes
     if strategy.num_processes * strategy.num_nodes == 1:
         return None
-    return _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
+    return _ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
+
+
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts the other ranks of this node, which know this process's number."""
+
+    def _call_children_scripts(self) -> None:
+        with named_to_ranks():
+            super()._call_children_scripts()
 
 
 def forks(strategy: Any) -> bool:
@@ -170,7 +176,13 @@ def connect(
     own = place(environment.node_rank() if world_size > 1 else 0)
     process = Process.here(own) if switchboard is None else switchboard.process(own)
     address, port = environment.main_address, environment.main_port
-    store, call = store_of_all(rank, process, world_size, address, port, backend, wait)
+    watch = None
+    if switchboard is not None:
+        switchboard.has_come(rank, process)
+        first = rank - environment.local_rank()
+        look = partial(look_for_starter, first, process.host) if rank != first else None
+        watch = Watch(switchboard, look) if earlier is None else earlier.watch_for(switchboard)
+    store, call = store_of_all(rank, process, world_size, address, port, backend, wait, watch)
     options["store"] = dist.PrefixStore(call.prefix, store)
     connects = partial(_init_dist_connection, environment, backend, **options)
     if switchboard is None:
@@ -246,23 +258,6 @@ def close_groups() -> None:
         known.close()
 
 
-def abort_groups() -> None:
-    """Abort all process groups without waiting for pending collectives, which may never end.
-
-    A rank that fails alone leaves other ranks in a collective, whose kernels wait for that rank.
-    Lightning afterwards empties the device's cache and destroys the groups. If the groups run on
-    the device, both wait for these kernels (pytorch/torchtitan#1342).
-
-    Private API: no public function aborts all groups. It runs in a thread, because it may itself
-    wait forever.
-    """
-    if _distributed_is_initialized():
-        abort_collectives()
-        thread = threading.Thread(target=distributed_c10d._abort_process_group, daemon=True)
-        thread.start()
-        thread.join(_ABORT_S)
-
-
 def watch_for_losses(ranks: Ranks, backend: str | None) -> LossWatch | None:
     """Watch for ranks that end, where this rank's device would wait for them; None elsewhere.
 
@@ -273,27 +268,3 @@ def watch_for_losses(ranks: Ranks, backend: str | None) -> LossWatch | None:
     if not backend_named(backend).must_be_aborted:
         return None
     return LossWatch.begin(ranks.crash_report, abort_collectives)
-
-
-def abort_collectives() -> None:
-    """End the collectives that run on this device; later ones raise torch's error.
-
-    Other than behind :func:`abort_groups`, the groups are still known: the thread that uses them
-    gets an error that says so. All are aborted at the same time. NCCL frees a communicator's memory
-    in its abort, which waits for all kernels of the device, also for those of communicators that
-    are not aborted yet: seen on a GPU, with three groups (pytorch#119797).
-
-    Private API: no public function does this for the groups of others.
-    """
-    if not _distributed_is_initialized():
-        return
-    threads = [
-        threading.Thread(target=group.abort, daemon=True)
-        for group in list(distributed_c10d._world.pg_map)
-        if backend_of(group).must_be_aborted
-    ]
-    for thread in threads:
-        thread.start()
-    until_s = time.monotonic() + _ABORT_S
-    for thread in threads:
-        thread.join(max(0.0, until_s - time.monotonic()))

@@ -27,14 +27,16 @@ import torch.distributed as dist
 
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 from lightning_cephalo.common.texts import printable
-from lightning_cephalo.ranks.connecting import within, words_of
+from lightning_cephalo.ranks.connecting import Watch, within, words_of
 from lightning_cephalo.ranks.switchboard import Process
 
 RESTARTING = timedelta(seconds=120)
 """How long ranks wait for each other where an agent starts them again afterwards."""
 
-_HEARING = timedelta(seconds=10)
-_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+# rank 0 may look for 2 s for one that is stopped, twice, before it tells what it has found
+_HEARING = timedelta(seconds=8)
+_PAUSE_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02, 0.1
+_LOOK_S = 1.0
 _CALL = "cephalo/call"
 _WELL, _ABSENT, _DIFFERENT = "w", "a", "d"
 
@@ -90,6 +92,7 @@ def store_of_all(
     port: int,
     backend: str,
     wait: timedelta,
+    watch: Watch | None = None,
 ) -> tuple[dist.Store, RollCall]:
     """Return a store that all ranks have come to, and who has come; collective.
 
@@ -101,9 +104,10 @@ def store_of_all(
         port: The port of the store.
         backend: This rank's backend of collectives.
         wait: How long to wait for the others.
+        watch: Watches ranks that this one has heard from; None: nobody does.
 
     Raises:
-        RemoteRankError: If ranks have not come; it names them, on each that has come.
+        RemoteRankError: If ranks have not come, or are gone; it names them, on each that has come.
         UnsupportedError: On every rank, if ranks would use different backends; on rank 0, if
             another process has the port.
     """
@@ -125,7 +129,10 @@ def store_of_all(
 
     try:
         # torch waits without a limit for the answer of a process that is stopped
-        store = within((wait + _HEARING).total_seconds(), connect)
+        limit_s = (wait + _HEARING).total_seconds()
+        store = within(limit_s, connect, None if watch is None else partial(watch.look, {}))
+    except RemoteRankError as loss:
+        raise RemoteRankError(f"{loss} {what_follows()}") from None
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if holds and "EADDRINUSE" in str(error):
             raise UnsupportedError(
@@ -140,11 +147,12 @@ def store_of_all(
             f"Rank {rank} could not reach rank 0 at {address}:{port} within {_seconds(wait)}:"
             f" {words_of(error)}. {what_follows()}"
         ) from None
-    call = partial(answer_the_call, store, rank, process, world_size, backend, wait)
+    call = partial(answer_the_call, store, rank, process, world_size, backend, wait, watch)
     try:
-        return store, within((wait + _HEARING + _HEARING / 3).total_seconds(), call)
+        longest = wait + _HEARING + (_HEARING if rank == 0 else _HEARING / 3)
+        return store, within(longest.total_seconds(), call)
     except dist.DistStoreError:
-        raise RemoteRankError(_without_first(rank, "is silent")) from None
+        raise RemoteRankError(_without_first(rank, "is silent", _first(watch))) from None
 
 
 def answer_the_call(
@@ -154,6 +162,7 @@ def answer_the_call(
     world_size: int,
     backend: str,
     wait: timedelta,
+    watch: Watch | None = None,
 ) -> RollCall:
     """Say that this rank is there, and wait for all others; collective.
 
@@ -164,6 +173,7 @@ def answer_the_call(
         world_size: The number of ranks.
         backend: This rank's backend of collectives.
         wait: How long to wait for the others.
+        watch: As for :func:`store_of_all`.
 
     Raises:
         RemoteRankError: As :func:`store_of_all`.
@@ -175,10 +185,10 @@ def answer_the_call(
         call = secrets.token_hex(4)
         store.set(_said_by(call, rank), said)
         store.set(_CALL, call)
-        verdict, there = _verdict(store, call, world_size, wait)
+        verdict, there = _verdict(store, call, world_size, wait, watch)
         store.set(_verdict_of(call), json.dumps(asdict(verdict)))
     else:
-        call, verdict = _heard(store, rank, answer, said, wait)
+        call, verdict = _heard(store, rank, answer, said, wait, watch)
         store.set(_heard_by(call, rank), "")
     if verdict.kind == _WELL:
         return RollCall(call, verdict.processes)
@@ -234,19 +244,51 @@ def _verdict_of(call: str) -> str:
 
 
 def _verdict(
-    store: dist.Store, call: str, world_size: int, wait: timedelta
+    store: dist.Store, call: str, world_size: int, wait: timedelta, watch: Watch | None
 ) -> tuple[_Verdict, list[int]]:
-    """Wait for all ranks; return whether this run can begin, and who came."""
+    """Wait for all ranks; return whether this run can begin, and who waits to hear that."""
     keys = [_said_by(call, rank) for rank in range(world_size)]
-    with suppress(dist.DistStoreError):
-        store.wait(keys, wait)
-    said = {
-        rank: _Answer.read(store.get(key)) for rank, key in enumerate(keys) if store.check([key])
-    }
-    kind, words = _found(world_size, said, wait)
+    began_s = looked_s = time.monotonic()
+    pause_s, lost = _PAUSE_S, ""
+    # not the store's own wait: it ends for no rank that is lost
+    while not (lost or store.check(keys) or time.monotonic() > began_s + wait.total_seconds()):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _FIRST_PAUSE_S)
+        if watch is not None and time.monotonic() > looked_s + _LOOK_S:
+            lost = _lost(watch, _said(store, keys))
+            looked_s = time.monotonic()
+    said = _said(store, keys)
+    there = list(said)
+    if lost:
+        assert watch is not None
+        kind, words, there = _ABSENT, lost, watch.that_answer(_processes(said))
+    else:
+        kind, words = _found(world_size, said, wait)
+        absent = [rank for rank in range(world_size) if rank not in said]
+        if absent and watch is not None:
+            words = f"{words} {watch.where(absent)}".rstrip()
     answers = tuple(each.name for each in said.values())
     processes = tuple(each.process for each in said.values())
-    return _Verdict(answers, processes, kind, words), list(said)
+    return _Verdict(answers, processes, kind, words), there
+
+
+def _said(store: dist.Store, keys: Sequence[str]) -> dict[int, _Answer]:
+    return {
+        rank: _Answer.read(store.get(key)) for rank, key in enumerate(keys) if store.check([key])
+    }
+
+
+def _processes(said: Mapping[int, _Answer]) -> dict[int, Process]:
+    return {rank: each.process for rank, each in said.items()}
+
+
+def _lost(watch: Watch, said: Mapping[int, _Answer]) -> str:
+    """Return which rank is gone that has come, or that was there in an earlier run."""
+    try:
+        watch.look(_processes(said))
+    except RemoteRankError as loss:
+        return str(loss)
+    return ""
 
 
 def _found(world_size: int, said: Mapping[int, _Answer], wait: timedelta) -> tuple[str, str]:
@@ -273,14 +315,21 @@ def _found(world_size: int, said: Mapping[int, _Answer], wait: timedelta) -> tup
 
 
 def _heard(
-    store: dist.Store, rank: int, answer: str, said: str, wait: timedelta
+    store: dist.Store, rank: int, answer: str, said: str, wait: timedelta, watch: Watch | None
 ) -> tuple[str, _Verdict]:
     """Answer rank 0's calls; return the call whose verdict names this answer, and the verdict."""
     patience_s = (wait + _HEARING).total_seconds()
-    answered, pause_s = "", _PAUSE_S
-    end_s = time.monotonic() + patience_s
+    answered, pause_s, lost = "", _PAUSE_S, ""
+    first = _first(watch)
+    looked_s = time.monotonic()
+    end_s = looked_s + patience_s
     try:
         while time.monotonic() < end_s:
+            if watch is not None and not lost and time.monotonic() > looked_s + _LOOK_S:
+                lost = _lost(watch, {})
+                looked_s = time.monotonic()
+                if lost:  # a rank that ends here has perhaps read a verdict that says more
+                    end_s = min(end_s, looked_s + _LOOK_S)
             if not store.check([_verdict_of(answered) if answered else _CALL]):
                 # torch prints two lines for each wait in vain
                 time.sleep(pause_s)
@@ -290,21 +339,47 @@ def _heard(
             call = store.get(_CALL).decode()
             if call != answered:
                 store.set(_said_by(call, rank), said)
-                answered, end_s = call, time.monotonic() + patience_s
+                answered = call
+                if store.check([_said_by(call, 0)]):
+                    process = _Answer.read(store.get(_said_by(call, 0))).process
+                    first = f"rank 0 ({process})"
+                if not lost:
+                    end_s = time.monotonic() + patience_s
             elif store.check([_verdict_of(call)]):
                 verdict = _Verdict.read(store.get(_verdict_of(call)))
                 if answer in verdict.answers:
                     return call, verdict
                 time.sleep(_LONGEST_PAUSE_S)  # of an earlier start
     except dist.DistError:
-        raise RemoteRankError(_without_first(rank, "is gone")) from None
-    raise RemoteRankError(_without_first(rank, "is silent"))
+        lost = lost or _lost_soon(watch)
+        if not lost:
+            raise RemoteRankError(_without_first(rank, "is gone", first)) from None
+    if lost:
+        raise RemoteRankError(f"{lost} {what_follows()}")
+    raise RemoteRankError(_without_first(rank, "is silent", first))
 
 
-def _without_first(rank: int, how: str) -> str:
+def _lost_soon(watch: Watch | None) -> str:
+    """Return which rank of an earlier run is gone, now that a connection is closed."""
+    end_s = time.monotonic() + _LOOK_S
+    while watch is not None and time.monotonic() < end_s:
+        lost = _lost(watch, {})
+        if lost:
+            return lost
+        time.sleep(_LONGEST_PAUSE_S)
+    return ""
+
+
+def _first(watch: Watch | None) -> str:
+    """Return the name of rank 0, with its process where it is known from an earlier run."""
+    named = "Rank 0" if watch is None or watch.name_of is None else watch.name_of(0)
+    return f"r{named[1:]}"
+
+
+def _without_first(rank: int, how: str, first: str) -> str:
     return (
-        f"Rank {rank} waited for all ranks to connect, but rank 0, which notes who has come, {how}."
-        f" {what_follows()}"
+        f"Rank {rank} waited for all ranks to connect, but {first}, which notes who has come,"
+        f" {how}. {what_follows()}"
     )
 
 

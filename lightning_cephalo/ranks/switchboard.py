@@ -13,7 +13,7 @@ import socket
 import socketserver
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,8 +87,7 @@ class Switchboard:
         self._thread = threading.get_ident()
         self._meetings = _Meetings(world_size)
         self._failures = _Failures(world_size)
-        self._processes: tuple[Process, ...] = ()
-        self._addresses: list[tuple[str, int]] = []
+        self._processes: dict[int, Process] = {}
         self._run = 0
         # the number of the run that each message is of
         self._heard: list[tuple[int, str]] = []
@@ -125,12 +124,12 @@ class Switchboard:
 
     def know(self, processes: Sequence[Process]) -> None:
         """Note the processes of all ranks, in rank order; they can be reached from now on."""
-        self._processes = tuple(processes)
-        own = self._processes[self.rank]
-        self._addresses = [
-            ("localhost" if process.place == own.place else process.address, process.port)
-            for process in self._processes
-        ]
+        for rank, process in enumerate(processes):
+            self.has_come(rank, process)
+
+    def has_come(self, rank: int, process: Process) -> None:
+        """Note the process of one rank; it can be reached as soon as this rank's own is noted."""
+        self._processes[rank] = process
 
     def begin_run(self) -> None:
         """Count another run over the same ranks, in this thread."""
@@ -139,7 +138,8 @@ class Switchboard:
 
     def name_of(self, rank: int) -> str:
         """Return a rank with its process and host: "Rank 1 (process 4711 on host na)"."""
-        return f"Rank {rank} ({self._processes[rank]})"
+        process = self._processes.get(rank)
+        return f"Rank {rank}" if process is None else f"Rank {rank} ({process})"
 
     def is_beside(self, rank: int) -> bool:
         """Whether a rank is on this rank's node."""
@@ -156,8 +156,11 @@ class Switchboard:
         except TimeoutError:
             return None
 
-    def look(self) -> dict[int, Whereabouts | OSError]:
-        """Ask all other ranks at the same time where they are.
+    def look(self, ranks: Iterable[int] | None = None) -> dict[int, Whereabouts | OSError]:
+        """Ask other ranks at the same time where they are.
+
+        Args:
+            ranks: The ranks; None: all whose processes are noted.
 
         Returns:
             Where each one is. A ConnectionError stands for a rank that has ended, another OSError
@@ -170,7 +173,8 @@ class Switchboard:
             except OSError as failure:
                 return failure
 
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        asked = sorted(self._processes) if ranks is None else ranks
+        others = [rank for rank in asked if rank != self.rank]
         return dict(zip(others, _at_the_same_time([partial(ask, r) for r in others]), strict=True))
 
     def tell(self, message: str, ranks: Sequence[int] | None = None) -> None:
@@ -178,7 +182,7 @@ class Switchboard:
 
         Args:
             message: Why this run has ended, for :meth:`heard`.
-            ranks: The ranks; None: all others.
+            ranks: The ranks; None: all whose processes are noted.
         """
         self._meetings.end()
 
@@ -190,7 +194,9 @@ class Switchboard:
                 return failure.errno not in (errno.EMFILE, errno.ENFILE)
             return True
 
-        others = [r for r in (range(self.world_size) if ranks is None else ranks) if r != self.rank]
+        others = [
+            r for r in (sorted(self._processes) if ranks is None else ranks) if r != self.rank
+        ]
         could = _at_the_same_time([partial(tell, rank) for rank in others])
         for rank, has_tried in zip(others, could, strict=True):
             if not has_tried:
@@ -222,7 +228,7 @@ class Switchboard:
         Raises:
             OSError: If that rank has ended or does not answer.
         """
-        connection = socket.create_connection(self._addresses[rank], _ANSWER_S)
+        connection = socket.create_connection(self._address_of(rank), _ANSWER_S)
         try:
             connection.sendall(json.dumps({"ask": "stay"}).encode() + b"\n")
             received = b""
@@ -333,8 +339,12 @@ class Switchboard:
         if listener is not None:
             listener()
 
+    def _address_of(self, rank: int) -> tuple[str, int]:
+        process = self._processes[rank]
+        return ("localhost" if self.is_beside(rank) else process.address, process.port)
+
     def _ask(self, rank: int, asked: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        with socket.create_connection(self._addresses[rank], _ANSWER_S) as connection:
+        with socket.create_connection(self._address_of(rank), _ANSWER_S) as connection:
             connection.sendall(json.dumps(asked).encode() + b"\n")
             connection.settimeout(limit_s)
             with connection.makefile("rb") as answers:
@@ -458,8 +468,8 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 def _at_the_same_time(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    if not calls:
-        return []
+    if len(calls) < 2:
+        return [call() for call in calls]
     with ThreadPoolExecutor(min(len(calls), _MOST_THREADS)) as pool:
         try:
             return [started.result() for started in [pool.submit(call) for call in calls]]

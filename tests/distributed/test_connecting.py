@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -19,6 +20,7 @@ from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.ranks import connecting, launch, roll_call
 from lightning_cephalo.ranks.connecting import Lookout, connect_watched, within
 from lightning_cephalo.ranks.crash_report import is_lost_connection
+from lightning_cephalo.ranks.starter import STARTER
 from lightning_cephalo.ranks.switchboard import Process, Switchboard
 
 SOON = timedelta(seconds=SOON_S)
@@ -156,6 +158,140 @@ def test_a_stopped_rank_is_named_after_the_timeout():
         assert text.startswith(f"Rank 1 (process {number} on host ")
         assert "is silent: the process is stopped, or its host cannot be reached" in text
         assert took_s < SOON_S / 4
+
+
+# -- while some wait in the store for others ------------------------------------------------------
+
+
+def _waits_rank(rank, environment, lost, fault, timeout, is_first, waiting, answers):
+    """Meet the others, once or a second time; ``waiting`` counts those that wait in the store."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    # rank 0 looks for 2 s at most, twice, for one that is stopped
+    roll_call._HEARING = timedelta(seconds=5 * SHORT_S)
+    connecting._LATER_S = 0.2
+    meets = partial(launch.connect, TorchElasticEnvironment(), "gloo", device=torch.device("cpu"))
+    if not is_first:
+        meets(timeout=SOON)
+        launch.ranks_for(_Holder(), SOON, 0)
+        dist.barrier()
+        launch.close_groups()  # as behind an error of one rank alone
+        if rank == lost:
+            _wait_for_all(waiting, 2)
+            fault()
+    elif rank == LATE:
+        time.sleep(SOON_S)
+    function = launch.store_of_all
+
+    def store_of_all(*args):
+        waiting.release()
+        return function(*args)
+
+    launch.store_of_all = store_of_all
+    if is_first and rank == lost:
+        threading.Thread(target=_once_there, args=(waiting, fault), daemon=True).start()
+    begin_s = time.monotonic()
+    try:
+        meets(timeout=timeout)
+    except Exception as error:
+        answers.put((rank, type(error), str(error), time.monotonic() - begin_s))
+        raise SystemExit(1) from None
+    answers.put((rank, None, "", time.monotonic() - begin_s))
+
+
+LATE = 3
+
+
+def _wait_for_all(waiting, count):
+    for _ in range(count):
+        waiting.acquire()
+    time.sleep(0.3)  # they also begin to wait
+
+
+def _once_there(waiting, fault):
+    _wait_for_all(waiting, 3)
+    fault()
+
+
+def _ends_of_those_that_wait(lost, fault, is_first, timeout=SOON):
+    """How the ranks end that wait while another one is lost; its process number."""
+    context = multiprocessing.get_context("fork")
+    answers, waiting = context.Queue(), context.Semaphore(0)
+    ranks = [
+        context.Process(
+            target=_waits_rank,
+            args=(rank, environment, lost, fault, timeout, is_first, waiting, answers),
+        )
+        for rank, environment in enumerate(torchrun_environments(4 if is_first else 3))
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        found = {}
+        while len(found) < 2:
+            rank, *end = answers.get(timeout=SOON_S / 2)
+            found[rank] = end
+        return ranks[lost].pid, found
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_killed_while_others_wait_for_another_trainer_is_named(lost):
+    number, found = _ends_of_those_that_wait(lost, _die, is_first=False)
+    for kind, text, took_s in found.values():
+        assert kind is RemoteRankError
+        assert f"Rank {lost} (process {number} on host " in text and "gone by now" in text
+        assert took_s < SOON_S / 4
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_stopped_while_others_wait_for_another_trainer_is_named(lost):
+    timeout = timedelta(seconds=SHORT_S)
+    number, found = _ends_of_those_that_wait(lost, _stop, is_first=False, timeout=timeout)
+    for kind, text, took_s in found.values():
+        assert kind is RemoteRankError
+        assert f"ank {lost} (process {number} on host " in text and "is silent" in text
+        assert took_s < SOON_S / 4
+
+
+def test_a_rank_that_has_come_and_is_killed_while_others_wait_for_a_late_one_is_named():
+    number, found = _ends_of_those_that_wait(1, _die, is_first=True)
+    for kind, text, took_s in found.values():
+        assert kind is RemoteRankError
+        assert text.startswith(f"Rank 1 (process {number} on host ") and "is gone" in text
+        assert took_s < SOON_S / 4
+
+
+def _is_started(rank, environment, starter, answers):
+    os.environ.update(environment, **{STARTER: str(starter)})
+    begin_s = time.monotonic()
+    try:
+        launch.connect(TorchElasticEnvironment(), "gloo", SOON, torch.device("cpu"))
+    except Exception as error:
+        answers.put((type(error), str(error), time.monotonic() - begin_s))
+
+
+def test_a_rank_whose_starter_is_killed_before_ranks_meet_names_it():
+    """As where Lightning's launcher starts ranks, and the first one ends before the others come."""
+    context = multiprocessing.get_context("fork")
+    answers, environments = context.Queue(), torchrun_environments(2)
+    starter = context.Process(target=time.sleep, args=(SOON_S,))
+    starter.start()
+    started = context.Process(target=_is_started, args=(1, environments[1], starter.pid, answers))
+    started.start()
+    starter.kill()
+    starter.join()
+    try:
+        kind, text, took_s = answers.get(timeout=SOON_S / 2)
+    finally:
+        started.kill()
+        started.join()
+    assert kind is RemoteRankError
+    assert text.startswith(f"Rank 0 (process {starter.pid} on host ") and "is gone" in text
+    assert took_s < SOON_S / 4
 
 
 # -- what ranks see of each other -----------------------------------------------------------------

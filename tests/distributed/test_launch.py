@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 import weakref
 
@@ -47,25 +46,38 @@ def test_ranks_that_end_one_after_another_are_waited_for():
 
 
 class _Holds:
-    failed_alone = True
+    def __init__(self, failed_alone):
+        self.failed_alone = failed_alone
 
     def forget_groups(self):
         pass
 
 
-def _leaves(rank, folder, is_uncaught):
+class _WritesAtItsEnd:
+    def __del__(self):
+        pass
+
+
+def _leaves(rank, folder, failed_alone, kept=None):
     """Whether the interpreter still looks for cycles when it ends, and what a file has by then."""
-    gc.unfreeze()
-    holder, file = _Holds(), (folder / str(is_uncaught)).open("w")
+    gc.freeze()  # what other tests have made
+    frozen = gc.get_freeze_count()
+    of_user = kept and kept()
+    path = folder / f"{failed_alone} {of_user is None}"
+    holder, file = _Holds(failed_alone), path.open("w")
     made = connection.Connection(None)
     made.hold(holder)
     file.write("all")
-    if is_uncaught:
-        sys.last_value = RuntimeError("Rank 1 is gone")
     connection._leave(weakref.ref(made))
-    return gc.get_freeze_count() == 0, (folder / str(is_uncaught)).read_text()
+    return gc.get_freeze_count() == frozen, path.read_text()
 
 
 def test_a_rank_that_fails_ends_soon_and_loses_nothing_that_it_writes(tmp_path):
-    assert launch.run_ranks(1, _leaves, tmp_path, False, process_group=False) == [(True, "")]
-    assert launch.run_ranks(1, _leaves, tmp_path, True, process_group=False) == [(False, "all")]
+    """Also where the script catches the error, and ends otherwise."""
+    for given, looks, written in (
+        ((False,), True, ""),
+        ((True,), False, "all"),
+        ((True, _WritesAtItsEnd), True, ""),
+    ):
+        found = launch.run_ranks(1, _leaves, tmp_path, *given, process_group=False)
+        assert found == [(looks, written)], given

@@ -9,12 +9,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from common import Net, assert_same_tensors, by_plan, loader, trainer, values_of
 from launch import port_to_meet, run_script
-from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
@@ -25,6 +26,7 @@ from plans import PLANS
 from lightning_cephalo import CephaloStrategy, UnevenSLURMEnvironment
 from lightning_cephalo.accelerator import host
 from lightning_cephalo.ranks import launch
+from lightning_cephalo.ranks.starter import STARTER
 
 TOLERANCE = 1e-5
 
@@ -84,6 +86,16 @@ def test_fork_gives_weights_and_metrics_back_to_the_script(one_device, threads_i
 def test_spawn_gives_weights_and_metrics_back_to_the_script(one_device):
     runs = trainer("3:1", {"start_method": "spawn"}, max_epochs=2)
     _assert_trained(*_fit_launched(Net(), runs), one_device)
+
+
+def test_ranks_that_a_script_starts_know_its_process(monkeypatch):
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, cwd: started.append(env))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    of_two = SimpleNamespace(num_processes=2, num_nodes=1)
+    launch.make_launcher(of_two, "popen", LightningEnvironment())._call_children_scripts()
+    assert [env[STARTER] for env in started] == [str(os.getpid())]
+    assert STARTER not in os.environ
 
 
 def test_the_name_for_notebooks_forks():

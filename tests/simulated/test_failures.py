@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import time
 from datetime import timedelta
 
@@ -16,6 +18,7 @@ from plans import plan_of
 from test_training import UNEVEN
 
 from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.ranks import launch
 from lightning_cephalo.ranks.launch import connect
 
 pytestmark = pytest.mark.simulated
@@ -135,6 +138,85 @@ def test_a_rank_whose_device_waits_for_one_that_fails_alone_waits_no_longer(simu
     assert not has_waited_in_vain
     assert said.startswith("Rank 1 (process") and ") failed: ValueError: only here" in said
     assert second.value[0] == "only here"
+
+
+class Holds:
+    """What uses groups."""
+
+    failed_alone = False
+
+    def forget_groups(self) -> None:
+        pass
+
+
+def _dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fails():
+    raise ValueError("only here")
+
+
+PLACES = {
+    "before the default group": (launch, "_init_dist_connection", 1),
+    "before a group over NCCL": (dist, "new_group", 2),
+}
+"""Where a fault comes: a function, and which of its calls."""
+
+
+def is_lost_while_all_connect(rank, environments, place, fault, folder):
+    os.environ.update(environments[rank])
+    device, timeout = torch.device("cuda", rank), timedelta(seconds=SOON_S)
+    torch.cuda.set_device(device)
+    owner, name, count = PLACES[place]
+    function, calls = getattr(owner, name), iter(range(1, 9))
+
+    def called(*args, **options):
+        if rank == 1 and next(calls) == count:
+            fault()
+        return function(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, called)
+        begin_s = time.monotonic()
+        try:
+            launch.connect(TorchElasticEnvironment(), "nccl", timeout, device)
+            launch.ranks_for(Holds(), timeout, 0)
+        except Exception as error:
+            took_s = time.monotonic() - begin_s
+            told = [type(error).__name__, str(error), took_s]
+            (folder / str(rank)).write_text(json.dumps(told))
+    if rank == 1:  # its process goes on
+        end_s = time.monotonic() + SOON_S
+        while len(list(folder.iterdir())) < 3 and time.monotonic() < end_s:
+            time.sleep(0.02)
+
+
+def _named_by(folder):
+    """What the ranks say that go on, and how they name the one that does not."""
+    for rank in (0, 2):
+        kind, said, took_s = json.loads((folder / str(rank)).read_text())
+        assert kind == "RemoteRankError"
+        assert took_s < SOON_S / 4
+        yield said
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_is_killed_while_all_connect_is_named_long_before_the_timeout(
+    simulated, place, tmp_path
+):
+    given = torchrun_environments(3), place, _dies, tmp_path
+    with pytest.raises(AssertionError, match="rank 1:\ndied without a result"):
+        simulated.run(3, is_lost_while_all_connect, *given)
+    for said in _named_by(tmp_path):
+        assert said.startswith("Rank 1 (process ") and "is gone" in said
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_fails_while_all_connect_is_told_to_all_others(simulated, place, tmp_path):
+    simulated.run(3, is_lost_while_all_connect, torchrun_environments(3), place, _fails, tmp_path)
+    for said in _named_by(tmp_path):
+        assert said.startswith("Rank 1 (process ") and "failed: ValueError: only here" in said
 
 
 def connect_with_default_backends(rank, environments):
