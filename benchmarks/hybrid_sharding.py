@@ -61,7 +61,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions 
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile  # noqa: E402
 from lightning_cephalo.plan.cost import predict  # noqa: E402
 from lightning_cephalo.plan.state_groups import even_shares  # noqa: E402
-from lightning_cephalo.profiling.network import exchange_time, mean_times, unit_times  # noqa: E402
+from lightning_cephalo.profiling.network import exchange_time, mean_times, root_times  # noqa: E402
 from lightning_cephalo.ranks.groups import Groups  # noqa: E402
 
 STRAIGHT, BY_NODE, HYBRID, HSDP = "straight", "by node", "hybrid", "HSDP"
@@ -138,7 +138,7 @@ def predicted_s(sharded: ShardedModel, forward_s: float, backward_s: float) -> f
     """Return what the model of a step says of a contender; collective."""
     clock = accelerator_of(CPU).clock
     sharded.executor.reshard()
-    root_gather_s, root_reduce_s = unit_times(sharded, sharded.units[0], clock)
+    (root_gather_s, root_reduce_s), (last_gather_s, last_reduce_s) = root_times(sharded, clock)
     network = mean_times(sharded, clock)
     for flat in sharded.flats:
         flat.forget_gradient()
@@ -162,6 +162,8 @@ def predicted_s(sharded: ShardedModel, forward_s: float, backward_s: float) -> f
         step_overhead_s=2 * exchange_time(sharded),
         root_gather_s=root_gather_s,
         root_reduce_s=root_reduce_s,
+        last_gather_s=last_gather_s,
+        last_reduce_s=last_reduce_s,
         fill_s=network.total_s,
         hybrid_sharding=bool(state_groups),
         state_groups=state_groups,

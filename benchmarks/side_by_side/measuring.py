@@ -225,6 +225,8 @@ def _profile(
         even_reduce_s=network.even_reduce_s,
         root_gather_s=network.root_gather_s,
         root_reduce_s=network.root_reduce_s,
+        last_gather_s=network.last_gather_s,
+        last_reduce_s=network.last_reduce_s,
         fill_s=network.fill_s,
         reshard_after_forward="auto",
         unresharded_bytes=float(sharded.unresharded_bytes),

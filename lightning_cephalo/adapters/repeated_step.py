@@ -1,5 +1,8 @@
 """Repeats a step in which a rank ran out of memory, as if it had not begun.
 
+A step that used parameters where they are not gathered is repeated, too; see
+[Note: ends that are used elsewhere] in ``execution/ends_policy.py``.
+
 [Note: repeated steps]
 Until the optimizer's update a step changes nothing that lasts but what is put back here: random
 generators, buffers, what the user's code stores on modules, torchmetrics. So the same step can run
@@ -79,12 +82,12 @@ class RepeatedStep:
         """Whether the running step is a repeated one, so that its time says nothing."""
         return self._repeats > 0
 
-    def forward(self, run: Callable[[bool], Any], relief: Relief) -> Any:
+    def forward(self, run: Callable[[bool], Any], relief: Relief | None) -> Any:
         """Return what a forward returns, which runs again if a rank lacks the memory.
 
         Args:
             run: Runs it; whether the step goes on from it is its argument.
-            relief: Makes room.
+            relief: Makes room; None: an error for lack of memory is raised.
         """
         self._evaluations += 1
         self._run = run
@@ -99,12 +102,12 @@ class RepeatedStep:
             for put_back in self._counted:
                 put_back()
 
-    def backward(self, run: Callable[[], None], relief: Relief) -> None:
+    def backward(self, run: Callable[[], None], relief: Relief | None) -> None:
         """Run a backward; if a rank lacks the memory, repeat the forward and the backward.
 
         Args:
             run: Runs it.
-            relief: Makes room.
+            relief: Makes room; None: an error for lack of memory is raised.
         """
         holds_gradients = any(_hold_gradients(flat.sharded) for flat in self._model.flats)
         error, _ = _attempt(run)
@@ -141,22 +144,27 @@ class RepeatedStep:
             for put_back in counted:
                 put_back()
 
-    def _relieve(self, error: Exception, relief: Relief, refused: str) -> None:
+    def _relieve(self, error: Exception, relief: Relief | None, refused: str) -> None:
         """Make room and put back what the step has changed, or raise the error."""
         executor = self._model.executor
         if not executor.gave_up:
             raise error  # the other ranks are elsewhere
+        is_whole = executor.ends_policy.is_to_repeat()
         if executor.early.left_half_updated or self._evaluations > 1:
             raise error  # on every rank
         if self._repeats == MOST_REPEATS:
             refused = f"The step was repeated {MOST_REPEATS} times already."
+        if relief is None and (refused or not is_whole):
+            raise error
         if not refused:
             executor.state_moves.repeat(self._model.units)
-        try:
-            relief(error, refused)
-        except Exception as failure:
-            executor.gave_up = failure is error
-            raise
+        if refused or not is_whole:
+            assert relief is not None
+            try:
+                relief(error, refused)
+            except Exception as failure:
+                executor.gave_up = failure is error
+                raise
         executor.gave_up = False  # the next attempt may fail before its pass
         self._repeats += 1
         executor.early.repeat()

@@ -13,9 +13,10 @@ the user's tensor no longer exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.ends_policy import used_elsewhere
 
 
 class _OutOfUnit(torch.autograd.Function):
@@ -47,6 +49,8 @@ _out_of_unit = super(torch.autograd.Function, _OutOfUnit).apply
 
 # nodes where the glue's graph ends: parameters and other leaves, and outputs of units
 _OUTPUT = "_OutOfUnitBackward"
+# the backward that needs no values of a parameter
+_EMBEDDING = "EmbeddingBackward"
 _ENDS = ("AccumulateGrad", _OUTPUT)
 
 
@@ -116,6 +120,7 @@ class Boundaries:
             other than as its outputs; None: no check.
         several_backwards: Whether the step has several backwards, each of a part of the graph.
         lets_go: Whether :meth:`let_go` will be called.
+        first_layers: Names of the parameters that are freed before their backward, by their ids.
     """
 
     def __init__(
@@ -124,8 +129,9 @@ class Boundaries:
         several_backwards: bool = False,
         *,
         lets_go: bool = True,
+        first_layers: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self._inside = inside
+        self._inside, self._first_layers = inside, first_layers
         self._several_backwards = several_backwards
         self._cuts: dict[int, _Cut] = {}
         self._glue: dict[int, list[_Glue]] = {}
@@ -253,6 +259,7 @@ class Boundaries:
             return
         nodes = _nodes([tensor.grad_fn])
         variables = [n.variable for n in nodes if type(n).__name__ == "AccumulateGrad"]
+        self._refuse_uses_of_values(nodes)
         # a tensor stored on a module is the last microbatch's: any microbatch's leaves count
         if any(id(v) in self._inside or hasattr(v, "_leaf_of_unit") for v in variables):
             raise UnitUseError(
@@ -270,6 +277,19 @@ class Boundaries:
                 " training_step make the list, and hand it to hooks by a contextvars.ContextVar, of"
                 " which each microbatch has its own."
             )
+
+    def _refuse_uses_of_values(self, nodes: set[Any]) -> None:
+        """Raise ShardedUseError if a backward will need the values of the first layers."""
+        if not self._first_layers:
+            return
+        names = {
+            self._first_layers.get(id(getattr(following, "variable", None)))
+            for node in nodes
+            if not type(node).__name__.startswith(_EMBEDDING)
+            for following, _ in node.next_functions
+        }
+        if found := frozenset(name for name in names if name is not None):
+            raise used_elsewhere(found)
 
     def shares_glue(self, loss: Tensor) -> bool:
         """Whether the graph of the loss has nodes in common with the graphs of units' inputs."""

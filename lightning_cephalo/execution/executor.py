@@ -18,10 +18,22 @@ from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
 from lightning_cephalo.execution.combined_buffers import CombinedBuffers
 from lightning_cephalo.execution.early_updates import EarlyUpdates
+from lightning_cephalo.execution.ends_policy import (
+    EndsPolicy,
+    needs_values,
+    root_arms_without,
+    root_gathers_without,
+    used_elsewhere,
+)
 from lightning_cephalo.execution.failure import Failure
 from lightning_cephalo.execution.loss_weights import LossWeights, loss_scale
 from lightning_cephalo.execution.meetings import Meetings
-from lightning_cephalo.execution.microbatch import AT_BATCH, BEHIND_THE_LAST, Microbatch
+from lightning_cephalo.execution.microbatch import (
+    AT_BATCH,
+    AT_LAST_LAYERS,
+    BEHIND_THE_LAST,
+    Microbatch,
+)
 from lightning_cephalo.execution.module_numbers import ModuleNumbers
 from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.observer import Observer
@@ -44,8 +56,11 @@ from lightning_cephalo.execution.visits import (
 from lightning_cephalo.execution.vocabulary.rounds import VocabularyRounds
 from lightning_cephalo.plan.program import (
     COMPUTE,
+    FIRST_LAYERS,
+    LAST_LAYERS,
     NONE,
     ROOT,
+    WHOLE_ROOT,
     Instruction,
     Operation,
     Visit,
@@ -58,7 +73,8 @@ from lightning_cephalo.plan.program import (
 )
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.flat import Residence
-from lightning_cephalo.sharding.unit import Unit, UnitState
+from lightning_cephalo.sharding.flat_group import FlatGroup, UnitState
+from lightning_cephalo.sharding.unit import Unit
 
 # A rank's state in the exchange that ends a forward.
 _WELL, _FAILED, _UNFINISHED, _ASKS = 0.0, 1.0, 2.0, 3.0
@@ -89,6 +105,7 @@ class Executor:
     Attributes:
         hooks: Intercepts calls of units.
         failure: Holds this rank's failure.
+        ends_policy: Decides whether steps gather the ends of the root unit apart.
         writes: Finds writes of the user's code to parameters.
         state: Gives each microbatch its own values of tensors that code stores on modules.
         buffers: Combines the buffers that microbatches write.
@@ -113,6 +130,7 @@ class Executor:
         self.units = list(units)
         self.control = control
         self.accelerator = accelerator
+        self.ends_policy = EndsPolicy(units[ROOT])
         self.writes = UserWrites(units)
         self.hooks = UnitHooks(units, meet, self.writes)
         self.failure = Failure(control.rank, names)
@@ -142,7 +160,7 @@ class Executor:
         self._showing: list[Unit] = []
         self._note: Callable[[], Sequence[float]] = tuple
         self._now = Instruction(Operation.AGREE)
-        self._reducing: Unit | None = None
+        self._reducing: Unit | FlatGroup | None = None
         self._has_gradients = False
         # plain functions: bound methods would form a cycle that keeps process groups alive
         self._handlers: dict[Operation, Callable[[Executor, Instruction], None]] = {
@@ -275,6 +293,8 @@ class Executor:
         self.gave_up, self._is_cut = False, True
         self._sends_gradients = self.state_moves.begin_step()
         self._hide_held_gradients()  # of a step whose backward has not come
+        for group in self.units[ROOT].ends.values():
+            group.forget_landed()
         self.vocabulary.forget()
         self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
@@ -309,6 +329,7 @@ class Executor:
         last = NONE if visits is None else len(visits) - 1
         checks = not self._visits.is_checked(trainable)
         inside = self.inside_units() if checks else None
+        first_layers = self.ends_policy.first_layers() if checks else {}
         microbatches = [
             Microbatch(
                 self.hooks.vocabulary.with_whole_results(call.step),
@@ -320,11 +341,14 @@ class Executor:
                 self.state,
                 self.buffers.of_microbatches,
                 meets=True,
+                first_layers=first_layers,
             )
             for call in calls
         ]
         step = self._step = self._new_step(calls, microbatches)
         step.trainable, step.checks_leaks = trainable, checks
+        step.ends = self.ends_policy.of_step()
+        self.hooks.ends = root_gathers_without(step.ends)
         self.failure.begin(microbatches, "beginning of the root unit")
         self.hooks.begin_step()
         if visits is not None:
@@ -351,6 +375,7 @@ class Executor:
             updates_early=self.early.is_on,
             homes=self.state_moves.homes,
             sends_gradients=self._sends_gradients and not self.early.is_on,
+            ends=step.ends,
         )
 
     def begin_phases(
@@ -367,6 +392,7 @@ class Executor:
             visits: The order of the step, which grows while the step runs.
         """
         self.gave_up = self._is_cut = self._sends_gradients = False
+        self.hooks.ends = frozenset()
         self._throttle.begin_step()
         step = self._step = self._new_step(calls, microbatches)
         step.visits, step.is_traced, step.goes_on = visits, True, True
@@ -418,7 +444,7 @@ class Executor:
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
         for unit in gathered_after(step.program.forward):
-            if self.units[unit].state is UnitState.SHARDED:
+            if self._part(unit).state is UnitState.SHARDED:
                 self.execute(Instruction(Operation.GATHER, unit))
         try:
             self.run(step.program.backward)
@@ -488,7 +514,7 @@ class Executor:
         Returns:
             The result, if this rank had a step, and the notes; the weights are empty.
         """
-        self._is_cut = True
+        self._is_cut, self.hooks.ends = True, frozenset()
         calls = [] if call is None else [call]
         steps = [self.hooks.vocabulary.with_whole_results(call.step) for call in calls]
         microbatches = [Microbatch(step, self.accelerator, recompute=False) for step in steps]
@@ -536,6 +562,10 @@ class Executor:
             unit = self.units[instruction.unit]
             if unit.state is not UnitState.GATHERED:
                 self.wait_for(unit)
+            elif unit.ends:
+                # what stands behind all visits refuses its use until the losses are due
+                is_due = instruction.operation is Operation.LOSS
+                unit.finish_gather(self._wait, () if is_due else self.hooks.ends)
         if not self._observers:
             self._handlers[instruction.operation](self, instruction)
             return
@@ -546,8 +576,14 @@ class Executor:
             observer.after(instruction)
 
     def wait_for(self, unit: Unit) -> None:
-        """Wait for the gather of a unit."""
-        unit.wait_gather(self._wait)
+        """Wait for the gather of a unit; begin it if nobody has."""
+        if unit.state is UnitState.SHARDED:
+            unit.start_gather()
+        unit.finish_gather(self._wait, self.hooks.ends if unit.ends else ())
+
+    def _part(self, index: int) -> Unit | FlatGroup:
+        """Return a unit, or an end of the root unit, by its number in programs."""
+        return self.units[ROOT].ends[index] if index < ROOT else self.units[index]
 
     def _wait(self, work: Any) -> None:
         for observer in self._observers:
@@ -570,19 +606,31 @@ class Executor:
             observer.after_wait(self._now)
 
     def _gather(self, instruction: Instruction) -> None:
-        unit = self.units[instruction.unit]
-        is_cut = self._is_cut and bool(unit.cuts)
-        if unit.is_cut != is_cut:
-            unit.free()
-        if unit.state is not UnitState.SHARDED:
+        part = self._part(instruction.unit)
+        start = part.start_gather
+        if isinstance(part, Unit):
+            is_cut = self._is_cut and bool(part.cuts)
+            if part.is_cut != is_cut:
+                part.free()
+            apart = root_gathers_without(self._step.ends) if part.ends else ()
+            for end in apart:  # evaluation has gathered all
+                part.ends[end].free(self._wait)
+            start = partial(part.start_gather, is_cut=is_cut, apart=apart)
+        if part.state is not UnitState.SHARDED:
             return
-        self.failure.with_memory(partial(unit.start_gather, is_cut=is_cut))
+        self.failure.with_memory(start)
         for observer in self._observers:
-            observer.issued(instruction, unit.works[0])
+            observer.issued(instruction, part.works[0])
 
     def _arm(self, instruction: Instruction) -> None:
         # comes before the wait for the unit: zeroing overlaps with its gather
-        self.failure.with_memory(self.units[instruction.unit].arm)
+        part = self._part(instruction.unit)
+        arm = part.arm
+        if isinstance(part, FlatGroup):
+            arm = part.arm_late if instruction.unit == FIRST_LAYERS else part.arm
+        elif part.ends:
+            arm = partial(part.arm, root_arms_without(self._step.ends))
+        self.failure.with_memory(arm)
 
     def _forward(self, instruction: Instruction) -> None:
         self.failure.guarded(self._forward_of, instruction)
@@ -627,9 +675,12 @@ class Executor:
         if not step.microbatches or index in step.with_loss:
             return
         microbatch = step.microbatches[index]
-        if microbatch.parked is BEHIND_THE_LAST or microbatch.asking.is_answered:
+        waited = microbatch.parked is AT_LAST_LAYERS
+        if waited or microbatch.parked is BEHIND_THE_LAST or microbatch.asking.is_answered:
             self._advance(index)
         if not microbatch.has_loss:
+            if microbatch.needed_last_layers and microbatch.parked is not AT_BATCH:
+                raise used_elsewhere(self.units[ROOT].ends[LAST_LAYERS].names)
             return  # it visits more units than are known
         step.with_loss.add(index)
         found = step.calls[index].weight_of(microbatch.result)
@@ -644,8 +695,9 @@ class Executor:
         try:
             with self.hooks.backward():
                 microbatch.backward_of_loss(*weighed)
-        except RuntimeError:
+        except RuntimeError as error:
             self.writes.check("training_step")  # a write may be the cause
+            self._explain_ends(error)
             raise
 
     def _offload(self, instruction: Instruction) -> None:
@@ -671,11 +723,20 @@ class Executor:
             self.hooks.norms.replaying = microbatch
             try:
                 microbatch.backward_of_visit(instruction.visit)
-            except RuntimeError:
+            except RuntimeError as error:
                 self.writes.check(_BEFORE_BACKWARD)  # a write may be the cause
+                self._explain_ends(error)
                 raise
             finally:
                 self.hooks.norms.replaying = None
+
+    def _explain_ends(self, error: RuntimeError) -> None:
+        """Raise by name if a backward has failed as the values of an end are gone."""
+        if self._step.ends == WHOLE_ROOT:
+            return
+        for group in self.units[ROOT].ends.values():
+            if needs_values(error, group):
+                raise used_elsewhere(group.names) from error
 
     def _meet(self, instruction: Instruction) -> None:
         step, visit = self._step, self._step.visits[instruction.visit]
@@ -695,15 +756,20 @@ class Executor:
             observer.answered(self._now)
 
     def _reduce(self, instruction: Instruction) -> None:
-        unit = self.units[instruction.unit]
-        self._step.used[instruction.unit] = unit.used()
-        self._finish_reduce(unit)
-        start = partial(unit.start_reduce, self._step.gradient_scale)
+        part, step = self._part(instruction.unit), self._step
+        start = partial(part.start_reduce, step.gradient_scale)
+        if isinstance(part, Unit) and part.ends:
+            apart = root_gathers_without(step.ends)
+            step.used[instruction.unit] = part.used(apart)
+            start = partial(start, apart=apart)
+        else:
+            step.used[instruction.unit] = part.used()
+        self._finish_reduce(part)
         self.failure.with_memory(start)
         for observer in self._observers:
-            observer.issued(instruction, unit.works[1])
+            observer.issued(instruction, part.works[1])
 
-    def _finish_reduce(self, following: Unit | None) -> None:
+    def _finish_reduce(self, following: Unit | FlatGroup | None) -> None:
         # one reduce is under way at a time: it overlaps the next unit's compute
         if self._reducing is not None:
             self._reducing.wait_reduce(self._wait)
@@ -746,7 +812,10 @@ class Executor:
             self.failure.guarded(move, instruction.unit)
 
     def _free(self, instruction: Instruction) -> None:
-        self.units[instruction.unit].free(self._wait)
+        part = self._part(instruction.unit)
+        part.free(self._wait)
+        if isinstance(part, FlatGroup):
+            part.outdate()
 
     # -- agreement between ranks --------------------------------------------------------------
 
@@ -843,6 +912,7 @@ class Executor:
             step.microbatches.clear()
             self._throttle.end_step()
         self.failure.guarded(self.writes.check, _BEFORE_BACKWARD)
+        self.failure.guarded(self._refuse_late_gradients)
         flags = [self.failure.error is not None]
         for used in step.used.values():
             flags.extend(used)
@@ -856,8 +926,18 @@ class Executor:
         start = 1
         for index, used in step.used.items():
             end = start + len(used)
-            self.units[index].publish(agreed[start:end])
+            part = self._part(index)
+            if isinstance(part, Unit) and part.ends:
+                part.publish(agreed[start:end], root_gathers_without(step.ends))
+            else:
+                part.publish(agreed[start:end])
             start = end
+
+    def _refuse_late_gradients(self) -> None:
+        """Raise if a gradient has come to an end of the root unit behind its reduce."""
+        for group in self.units[ROOT].ends.values():
+            if group.has_landed:
+                raise used_elsewhere(group.names)
 
     def give_up(self, doing: str) -> None:
         """Free and disarm all units, then raise on all ranks."""
@@ -865,10 +945,21 @@ class Executor:
         self._release_all()
         self.hooks.in_backward = False
         try:
+            if self._step.ends != WHOLE_ROOT:
+                self._learn_of_misuse(failure)
             self.control.raise_if_any_failed(failure, doing)
         except Exception as error:  # else the connection is lost
             self.gave_up = error is failure or isinstance(error, RemoteRankError)
             raise
+
+    def _learn_of_misuse(self, failure: BaseException | None) -> None:
+        """Gather the root unit as one from now on if a rank has failed for lack of an end."""
+        try:
+            if self.control.any(self.ends_policy.is_misuse(failure)):
+                self.ends_policy.gather_as_one()
+        except Exception:
+            if failure is None:  # else this rank's own failure says more than a lost connection
+                raise
 
     def _release_all(self) -> None:
         self.failure.abandon()
@@ -926,7 +1017,9 @@ class Executor:
         step = self._step
         visits: list[Visit] = []
         step.is_traced, step.visits = True, visits
-        instructions = layered_forward(self._discovered(visits), len(step.calls), step.has_returned)
+        instructions = layered_forward(
+            self._discovered(visits), len(step.calls), step.has_returned, ends=step.ends
+        )
         return self._by_mode(instructions, visits)
 
     def _trace_rest(self) -> None:
@@ -984,7 +1077,7 @@ class Executor:
         choice = Choice(self._visits.known(step.trainable) or ())
         while True:
             failed = self.failure.error is not None
-            parked = [None if at is AT_BATCH else at for at in step.parked]
+            parked = [None if at in (AT_BATCH, AT_LAST_LAYERS) else at for at in step.parked]
             place = where(failed=failed, parked=parked, choice=choice)
             visit, is_apart = agree(self.exchange(place), choice)
             step.is_apart = step.is_apart or is_apart
@@ -992,5 +1085,6 @@ class Executor:
                 break
             visits.append(visit)
             yield visit
-        if any(each.parked not in (None, AT_BATCH) for each in step.microbatches):
+        waiting = (None, AT_BATCH, AT_LAST_LAYERS)
+        if any(each.parked not in waiting for each in step.microbatches):
             self.failure.abandon()  # another rank has failed; the next exchange reports it

@@ -19,7 +19,14 @@ from lightning_cephalo.execution.memory_errors import (
     is_out_of_memory,
 )
 from lightning_cephalo.execution.microbatch import Microbatch
-from lightning_cephalo.plan.program import NONE, ROOT, Instruction, Operation
+from lightning_cephalo.plan.program import (
+    FIRST_LAYERS,
+    LAST_LAYERS,
+    NONE,
+    ROOT,
+    Instruction,
+    Operation,
+)
 
 _DOING = {
     Operation.ARM: "gradient",
@@ -28,6 +35,12 @@ _DOING = {
     Operation.SEND_GRADIENT: "gradient on its way to the host",
     Operation.UPDATE: "optimizer's step",
     Operation.HOST_UPDATE: "optimizer's step on the host",
+}
+
+_OF_ROOT = {
+    ROOT: "the root unit",
+    FIRST_LAYERS: "the first layers",
+    LAST_LAYERS: "the last layers",
 }
 
 
@@ -128,8 +141,9 @@ class Failure:
         doing = _DOING.get(instruction.operation, instruction.operation.value)
         if instruction.unit == NONE:
             return doing
-        name = self._names[instruction.unit]
-        unit = "the root unit" if instruction.unit == ROOT else f"unit {name!r}"
+        unit = _OF_ROOT.get(instruction.unit, "")
+        if not unit:
+            unit = f"unit {self._names[instruction.unit]!r}"
         which = ""
         if instruction.microbatch != NONE:
             which = f", microbatch {instruction.microbatch + 1} of {self._count}"

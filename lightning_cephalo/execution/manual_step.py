@@ -59,7 +59,8 @@ from lightning_cephalo.plan.program import (
     prefetch,
 )
 from lightning_cephalo.sharding.flat import Residence
-from lightning_cephalo.sharding.unit import Unit, UnitState
+from lightning_cephalo.sharding.flat_group import UnitState
+from lightning_cephalo.sharding.unit import Unit
 from lightning_cephalo.sharding.write_guard import spelled
 
 _DOING = "running training_step"
@@ -112,6 +113,7 @@ class ManualSteps:
         self._seen: list[tuple[tuple[bool, ...], tuple[int, ...]]] = []
         # a graph of glue may live from one gather of the root unit to the next
         self._root.choose_residence(Residence.OWN)
+        executor.ends_policy.is_on = False  # its phases gather the root unit as one
 
     @property
     def _root(self) -> Unit:

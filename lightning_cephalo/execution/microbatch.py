@@ -20,9 +20,10 @@ unit, and for shared position biases.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import greenlet
@@ -45,6 +46,7 @@ from lightning_cephalo.execution.boundaries import (
 )
 from lightning_cephalo.execution.call_tree import CallStructure, flatten_call, flatten_result
 from lightning_cephalo.execution.captures import Captures
+from lightning_cephalo.execution.ends_policy import used_elsewhere
 from lightning_cephalo.execution.module_buffers import ModuleBuffers
 from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.normalisation import Meeting
@@ -65,6 +67,9 @@ AT_BACKWARD = Visit(-4)
 
 AT_BATCH = Visit(-6)
 """The place of a microbatch that waits for the rows of the whole batch; see over_batch.py."""
+
+AT_LAST_LAYERS = Visit(-7)
+"""The place of a microbatch that waits for the last layers of the root unit; see ends_policy.py."""
 
 AT_UPDATE = Visit(-5)
 """The place of a microbatch whose code is about to clip gradients or to run an optimizer."""
@@ -99,6 +104,7 @@ class Microbatch:
         outside: Returns a context for code of this package that runs within the step; None if the
             step has one backward only. See ``execution/manual_step.py``.
         meets: Whether the step meets all others, for losses over the whole batch and statistics.
+        first_layers: Names of the parameters that are freed before their backward, by their ids.
 
     Attributes:
         training_modes: Modes of all modules, as it has left them; None: it has not run.
@@ -110,6 +116,7 @@ class Microbatch:
         has_one_backward: Whether the step has one backward only.
         result: Return value of the step.
         finished: Whether the step has returned.
+        needed_last_layers: Whether it has called last layers of the root unit that are apart.
     """
 
     def __init__(
@@ -125,6 +132,7 @@ class Microbatch:
         outside: Callable[[], AbstractContextManager[Any]] | None = None,
         *,
         meets: bool = False,
+        first_layers: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._inside = inside
         self._outside = outside
@@ -144,7 +152,9 @@ class Microbatch:
         # a greenlet starts with no context variables of its own
         self._greenlet.gr_context = contextvars.copy_context()
         self._records = VisitRecords()
-        self._boundaries = Boundaries(inside, outside is not None, lets_go=arena is not None)
+        self._boundaries = Boundaries(
+            inside, outside is not None, lets_go=arena is not None, first_layers=first_layers
+        )
         self.captures = Captures(self._records, self._boundaries, recompute, is_on=outside is None)
         self.attendance = Attendance(
             self._records,
@@ -169,6 +179,7 @@ class Microbatch:
         self.parked: Visit | None = None
         self.result: Any = None
         self.finished = False
+        self.needed_last_layers = False
 
     def advance(self) -> None:
         """Run the step until it parks at a unit or returns."""
@@ -214,6 +225,27 @@ class Microbatch:
         """Park until the root unit is gathered."""
         with self.outside():
             self._park(Visit(ROOT))
+
+    def need_last_layers(self, names: frozenset[str], are_there: bool) -> None:
+        """Park until the last layers of the root unit are shown, for the losses.
+
+        Args:
+            names: Names of their parameters.
+            are_there: Whether they are shown already.
+
+        Raises:
+            ShardedUseError: If a unit needs them, whose own parameters would be freed meanwhile. Or
+                inside of a saved-tensor-hooks context, which other microbatches would enter.
+        """
+        if self._records.entered is not None:
+            raise used_elsewhere(names)
+        self.needed_last_layers = True
+        if are_there:
+            return
+        if has_saved_tensor_hooks():
+            raise used_elsewhere(names)
+        with self.outside():
+            self._park(AT_LAST_LAYERS)
 
     def need_backward(self, loss: Tensor, retain: bool) -> None:
         """Park until the backward of a loss has run.
@@ -433,6 +465,8 @@ class Microbatch:
         """Move the inputs of a visit to the host, when the user's code has left its unit."""
         record = self._records.unit_at(position)
         if self._arena is None or self.finished or record is None:
+            return
+        if self.parked is AT_LAST_LAYERS:  # its loss is next, and leads straight back to it
             return
         if self._records.entered_record is record:
             return  # it has stopped in the middle

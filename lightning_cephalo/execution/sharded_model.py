@@ -17,10 +17,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.execution.ends_policy import root_gathers_without
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.unit_hooks import Meet
 from lightning_cephalo.execution.vocabulary.layers import chunked_heads_of, tables_of
-from lightning_cephalo.plan.program import ROOT
+from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS, ROOT, WHOLE_ROOT
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.across_groups import Across
@@ -33,6 +34,7 @@ from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.padding import slot_numel
 from lightning_cephalo.sharding.placement import default_mesh, whole_of
+from lightning_cephalo.sharding.root_ends import NO_ENDS, ends_of
 from lightning_cephalo.sharding.rounding import Rounding
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
@@ -148,6 +150,10 @@ class ShardedModel:
         members_of_units = find_units(module, units.types, units.names)
         if cuts_vocabulary is True and units == UnitOptions():
             members_of_units = with_heads_in_root(members_of_units)
+        # a vocabulary that may stay cut has flats of its own, and code may read the dtype of what
+        # is away, which is that of the rows
+        is_whole = bool(cuts_vocabulary) or compute_dtype is not None
+        ends = NO_ENDS if is_whole else ends_of(module, members_of_units)
         # weak: only what holds them already, such as an optimizer, keeps the originals alive
         self._originals: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for members in members_of_units:
@@ -158,8 +164,15 @@ class ShardedModel:
             is_root = not self.units
             cut = self._tables(members, cuts_vocabulary) if is_root else ()
             heads = self._chunked_heads(members, chunks_logits) if is_root else ()
-            only_large = chunks_logits == "auto"
-            unit = Unit(members, divider, context, cut, heads, chunks_only_large=only_large)
+            unit = Unit(
+                members,
+                divider,
+                context,
+                cut,
+                heads,
+                chunks_only_large=chunks_logits == "auto",
+                ends=ends if is_root else NO_ENDS,
+            )
             self.units.append(unit)
             if len(self.units) == 1:  # the root stays gathered all step long: it shares no memory
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
@@ -299,6 +312,20 @@ class ShardedModel:
         """The flats of all units."""
         return [flat for unit in self.units for flat in unit.flats]
 
+    def flats_of(self, unit: int) -> list[Flat]:
+        """Return the flats that move with a unit in training steps.
+
+        Args:
+            unit: Its number in programs, or that of an end of the root unit.
+        """
+        root = self.units[ROOT]
+        if unit < ROOT:
+            return root.ends[unit].flats
+        apart = root_gathers_without(self.executor.ends_policy.of_step())
+        of_ends = [flat for end in apart for flat in root.ends[end].flats]
+        away = {id(flat) for flat in (*self.units[unit].cuts, *of_ends)}
+        return [flat for flat in self.units[unit].flats if id(flat) not in away]
+
     @property
     def parameter_count(self) -> int:
         """Number of elements of all parameters."""
@@ -331,15 +358,38 @@ class ShardedModel:
 
         Parameters: the root unit and the two largest others (one in use, one being gathered).
         Gradients: the root unit and two others (one accumulating, one being reduced), by node the
-        summands of one, and what is sent of one if it is rounded for that.
+        summands of one, and what is sent of one if it is rounded for that. Where the ends of the
+        root unit are apart, only one of them is there at a time.
         """
         return self.gathered_parameter_bytes + self.gathered_gradient_bytes
 
     @property
     def gathered_parameter_bytes(self) -> int:
         """The part of :attr:`gathered_bytes` that holds full parameters."""
-        full = sorted((unit.full_bytes for unit in self.units[1:]), reverse=True)
-        return self.units[0].full_bytes + sum(full[:2])
+        return self._buffers_at_peak()[0]
+
+    def _buffers_at_peak(self) -> tuple[int, int]:
+        """Return the bytes of parameters and gradients when both together are the most."""
+        root, ends = self.units[ROOT], self.executor.ends_policy.of_step()
+        apart = root.ends if ends != WHOLE_ROOT else {}
+        first, last = [
+            (0, 0) if group is None else (group.full_bytes, group.gradient_bytes)
+            for group in (apart.get(FIRST_LAYERS), apart.get(LAST_LAYERS))
+        ]
+        full = sum(sorted((unit.full_bytes for unit in self.units[1:]), reverse=True)[:2])
+        gradients = sorted((unit.gradient_bytes for unit in self.units[1:]), reverse=True)[:2]
+        moments = (
+            (full + first[0], 0),  # first units are gathered
+            (full + last[0], last[1]),  # the loss
+            (full, last[1] + sum(gradients[:1])),  # the last unit's backward
+            (full, sum(gradients)),
+            (full, sum(gradients) + first[1]),  # the first unit's backward
+        )
+        most = max(moments, key=sum)
+        return (
+            root.full_bytes - first[0] - last[0] + most[0],
+            root.gradient_bytes - first[1] - last[1] + most[1],
+        )
 
     @property
     def unresharded_bytes(self) -> int:
@@ -352,11 +402,11 @@ class ShardedModel:
     @property
     def gathered_gradient_bytes(self) -> int:
         """The part of :attr:`gathered_bytes` that holds full gradients."""
-        root, *others = [unit.gradient_bytes for unit in self.units]
-        summands = max(root, *others) if self.routing.goes_by_node else 0
+        largest = max(unit.gradient_bytes for unit in self.units)
+        summands = largest if self.routing.goes_by_node else 0
         pairs = [(unit.sent_gradient_bytes, unit.gradient_bytes) for unit in self.units]
         sent = max(narrow if narrow < whole else 0 for narrow, whole in pairs)
-        return root + sum(sorted(others, reverse=True)[:2]) + summands + sent
+        return self._buffers_at_peak()[1] + summands + sent
 
     def padded_bytes(self) -> PaddedBytes:
         """Return the bytes of the buffers in which even shares travel padded.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_cephalo.execution.loss_weights import LossWeights
 from lightning_cephalo.execution.microbatch import Microbatch
-from lightning_cephalo.plan.program import Program, Visit
+from lightning_cephalo.plan.program import WHOLE_ROOT, Ends, Program, Visit
 
 
 def _nothing() -> None:
@@ -86,6 +86,7 @@ class Step:
         skipped: Number of those without a loss.
         used: Per reduced unit, whether each parameter got a gradient on this rank.
         goes_on: Whether the microbatches run on when a backward is done.
+        ends: Layers of the root unit that it gathers apart.
     """
 
     calls: Sequence[MicrobatchCall]
@@ -103,6 +104,7 @@ class Step:
     skipped: int = 0
     used: dict[int, list[bool]] = field(default_factory=dict)
     goes_on: bool = False
+    ends: Ends = WHOLE_ROOT
 
     def has_returned(self, visit: int, microbatch: int) -> bool:
         """Whether a microbatch's step has returned and only its loss remains."""

@@ -24,8 +24,9 @@ from lightning_cephalo.execution.training_modes import Modes, TrainingModes
 from lightning_cephalo.execution.user_writes import UserWrites
 from lightning_cephalo.execution.vocabulary.chunked import ChunkedHead
 from lightning_cephalo.execution.vocabulary.layers import CutLayer, VocabularyLayers
-from lightning_cephalo.plan.program import ROOT
-from lightning_cephalo.sharding.unit import Unit, UnitState
+from lightning_cephalo.plan.program import LAST_LAYERS, ROOT
+from lightning_cephalo.sharding.flat_group import UnitState
+from lightning_cephalo.sharding.unit import Unit
 
 _REMEDY = (
     "Outside of a step, every rank must call the model, as its parameters are gathered from all."
@@ -49,6 +50,7 @@ class UnitHooks:
         in_backward: Whether a backward is running; no unit may be called then.
         norms: The layers that normalise by the statistics of the global batch.
         vocabulary: The layers whose logits are never whole.
+        ends: Ends of the root unit that the running step shows when its losses are due.
     """
 
     def __init__(self, units: Sequence[Unit], meet: Meet, writes: UserWrites) -> None:
@@ -66,6 +68,9 @@ class UnitHooks:
         self._forwards: list[_UnitForward] = []
         self._unwatched: set[int] = set()
         self._watching: dict[int, RemovableHandle] = {}
+        self.ends: frozenset[int] = frozenset()
+        self._last_layers = units[ROOT].ends.get(LAST_LAYERS)
+        self._of_last_layers: frozenset[int] = frozenset()
         self._modes = TrainingModes(units[ROOT].module.modules())
         self._left = self._first_modes = self._modes.now()
 
@@ -79,6 +84,7 @@ class UnitHooks:
         # the top module too, so that one call of it outside of a step gathers the root once
         modules = {id(module): module for module in [root.module, *root.owning_modules()]}
         self._unwatched = set(modules)  # our own hooks take nothing
+        self._of_last_layers = frozenset(map(id, root.owning_modules(LAST_LAYERS)))
         for module in modules.values():
             self._hooks.append(module.register_forward_pre_hook(self._before_root))
             self._hooks.append(module.register_forward_hook(self._after_root, always_call=True))
@@ -201,7 +207,12 @@ class UnitHooks:
         if self._in_step:
             if root.state is UnitState.SHARDED and self._running is not None:
                 self._running.need_root()
-            root.wait_gather()
+            last = self._last_layers if id(module) in self._of_last_layers else None
+            if self.ends and last is not None and self._running is not None:
+                self._running.need_last_layers(last.names, last.state is UnitState.GATHERED)
+            if root.state is UnitState.SHARDED:
+                root.wait_gather()
+            root.finish_gather(apart=self.ends)
             return
         if not self._outside_depth and not self._is_kept(root):
             self._meet(f"calling {self._name_of(module)} outside of a step", _REMEDY)

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.common.errors import CephaloError, ShardedUseError, UnitUseError
 from lightning_cephalo.execution.boundaries import gradient_through_units
 from lightning_cephalo.sharding.unit import Unit
 from lightning_cephalo.sharding.write_guard import REMEDY, spelled
+
+# what locked parameters say, which torch may repeat in an error of its own
+_SHARDED = "while sharded: each rank holds some rows"
 
 
 class UserWrites:
@@ -74,6 +77,8 @@ def explained(error: RuntimeError) -> RuntimeError:
     """Return the error to raise for code that needs what is in units, or in other ranks' rows."""
     if "appears to not have been used in the graph" in str(error):
         return gradient_through_units()
+    if _SHARDED in str(error) and not isinstance(error, CephaloError):
+        return ShardedUseError(str(error))  # load_state_dict() keeps the text alone
     if "got mixed torch.Tensor and DTensor" not in str(error):
         return error
     return UnitUseError(

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_cephalo.execution.orders import Choice, is_too_long, merged
 from lightning_cephalo.plan.check import check
-from lightning_cephalo.plan.program import Program, Visit, compile_step
+from lightning_cephalo.plan.program import WHOLE_ROOT, Ends, Program, Visit, compile_step
 from lightning_cephalo.plan.state_homes import StateHome
 
 # sent in place of a unit's index
@@ -207,6 +207,7 @@ class Visits:
         updates_early: bool = False,
         homes: Sequence[StateHome] = (),
         sends_gradients: bool = False,
+        ends: Ends = WHOLE_ROOT,
     ) -> Program:
         """Return the checked program of a step; see :func:`~.program.compile_step`."""
         key = (
@@ -218,6 +219,7 @@ class Visits:
             updates_early,
             tuple(homes),
             sends_gradients,
+            ends,
         )
         if key not in self._programs:
             if len(self._programs) >= _PROGRAMS:
@@ -232,6 +234,7 @@ class Visits:
                     updates_early=updates_early,
                     homes=homes,
                     sends_gradients=sends_gradients,
+                    ends=ends,
                 )
                 for count in (microbatches, 0)
             )

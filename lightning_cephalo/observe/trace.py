@@ -16,7 +16,7 @@ from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline, Way, rate
-from lightning_cephalo.plan.program import NONE, ROOT
+from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS, NONE, ROOT
 from lightning_cephalo.plan.timeline import (
     Event,
     Recording,
@@ -163,13 +163,16 @@ def _thread(rank: int, thread: int, name: str) -> Iterator[dict[str, Any]]:
     yield _metadata(rank, "thread_sort_index", thread, sort_index=thread)
 
 
+_NAMES = {NONE: "", ROOT: " root", FIRST_LAYERS: " first layers", LAST_LAYERS: " last layers"}
+
+
 def _metadata(rank: int, kind: str, thread: int = 0, **arguments: object) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": arguments}
 
 
 def _complete(event: Event) -> dict[str, Any]:
     start_us, end_us = (_microseconds(time_s) for time_s in (event.start_s, event.end_s))
-    unit = {NONE: "", ROOT: " root"}.get(event.unit, f" {event.unit}")
+    unit = _NAMES.get(event.unit, f" {event.unit}")
     return {
         "ph": "X",
         "pid": event.rank,

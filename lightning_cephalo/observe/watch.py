@@ -333,9 +333,7 @@ def _moved_bytes(model: Callable[[], ShardedModel | None], instruction: Instruct
     sharded = model()
     if sharded is None or instruction.operation not in (Operation.GATHER, Operation.REDUCE):
         return 0.0
-    unit = sharded.units[instruction.unit]
-    cut = {id(flat) for flat in unit.cuts}  # of which nothing moves
-    flats = [flat for flat in unit.flats if id(flat) not in cut]
+    flats = sharded.flats_of(instruction.unit)
     if instruction.operation is Operation.GATHER:
         return float(sum((f.numel - f.shard.numel()) * f.dtype.itemsize for f in flats))
     trained = [flat for flat in flats if flat.trainable]

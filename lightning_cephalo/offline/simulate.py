@@ -41,9 +41,11 @@ from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, cost
 from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.moving import more_update, moved_by
 from lightning_cephalo.plan.program import (
+    LAST_LAYERS,
     NONE,
     ROOT,
     UNITS_THAT_STAY,
+    Ends,
     Instruction,
     Operation,
     Program,
@@ -134,6 +136,7 @@ def programs_of(problem: Problem, plan: Plan) -> list[Program]:
             updates_early=problem.early_update,
             homes=homes_of(problem, part),
             sends_gradients=problem.sends_gradients and not problem.early_update,
+            ends=Ends(last=problem.has_last_layers),
         )
         for part in plan.ranks
     ]
@@ -142,11 +145,12 @@ def programs_of(problem: Problem, plan: Plan) -> list[Program]:
 def _play(problem: Problem, lanes: Sequence[_Lane]) -> float:
     """Run the programs of all lanes, collective by collective, and return when the step ends."""
     seconds = {
-        (Operation.GATHER, False): problem.gather_s,
-        (Operation.GATHER, True): problem.root_gather_s,
-        (Operation.REDUCE, False): problem.reduce_s,
-        (Operation.REDUCE, True): problem.root_reduce_s,
+        (Operation.GATHER, ROOT): problem.root_gather_s,
+        (Operation.GATHER, LAST_LAYERS): problem.last_gather_s,
+        (Operation.REDUCE, ROOT): problem.root_reduce_s,
+        (Operation.REDUCE, LAST_LAYERS): problem.last_reduce_s,
     }
+    of_units = {Operation.GATHER: problem.gather_s, Operation.REDUCE: problem.reduce_s}
     link_free_s = 0.0
     while True:
         # the programs are checked: all lanes reach the same collective
@@ -161,7 +165,8 @@ def _play(problem: Problem, lanes: Sequence[_Lane]) -> float:
                 lane.meet(collective, start_s, end_s)
             continue
         start_s = max(link_free_s, max(lane.free_s for lane in lanes))
-        took_s = seconds[collective.operation, collective.unit == ROOT]
+        operation, unit = collective.operation, collective.unit
+        took_s = of_units[operation] if unit > ROOT else seconds[operation, unit]
         link_free_s = start_s + took_s
         for lane in lanes:
             lane.communicate(collective, start_s, link_free_s)
@@ -271,7 +276,8 @@ class _Lane:
         """Run up to the next gather or reduce and return it; None at the end of the backward."""
         for instruction in self._rest:
             if instruction.operation in _LINKED:
-                if instruction.operation is Operation.REDUCE and not self._is_reducing:
+                is_reduce = instruction.operation is Operation.REDUCE
+                if is_reduce and instruction.unit != LAST_LAYERS and not self._is_reducing:
                     self._is_reducing = True
                     # no later than the next unit's backward, which waits for its gather
                     begun_s = max(self.free_s, *self._gathered_s.values())
@@ -297,7 +303,8 @@ class _Lane:
                 size = microbatch.size
                 self._compute(instruction, start_s, microbatch.forward_s, keep=size)
             case Operation.LOSS:
-                self._compute(instruction, 0.0, microbatch.tail_s)
+                start_s = self._gathered_s.get(LAST_LAYERS, 0.0)
+                self._compute(instruction, start_s, microbatch.tail_s)
             case Operation.OFFLOAD:
                 start_s, end_s = self._copy(instruction)
                 self._changes.append(_Change(start_s, host=microbatch.size))

@@ -65,6 +65,7 @@ from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.plan.windows import (
     backward_collectives_s,
     backward_windows,
+    exposed_last_gather_s,
     forward_windows,
     hidden_updates_s,
     pass_s,
@@ -459,6 +460,7 @@ def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: flo
 def fixed_time(problem: Problem) -> float:
     """Return the seconds of a step that no plan changes."""
     root = problem.root_gather_s + problem.root_reduce_s + problem.meeting_s
+    root += exposed_last_gather_s(problem)
     optimizer_s = problem.optimizer_s - hidden_updates_s(problem)
     return root + problem.fill_s + optimizer_s + problem.step_overhead_s
 

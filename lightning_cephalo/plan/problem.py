@@ -39,8 +39,9 @@ _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
 _ROUNDING = 1e-9
 _OF_HYBRID = (
     *("hybrid_gather_s", "hybrid_reduce_s", "hybrid_root_gather_s", "hybrid_root_reduce_s"),
-    "hybrid_fill_s",
+    *("hybrid_last_gather_s", "hybrid_last_reduce_s", "hybrid_fill_s"),
 )
+_OF_LAST_LAYERS = ("last_gather_s", "last_reduce_s")
 _OF_VOCABULARY = ("meeting_forward_s", "meeting_backward_s", "hidden_bytes", "meeting_bytes")
 _REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
 
@@ -196,6 +197,9 @@ class Problem(FileRecord):
             of rows are not quite equal, and are padded there; 0: they travel as they are.
         root_gather_s: time to gather the root unit, before any compute.
         root_reduce_s: time to reduce the root unit, after all other work.
+        last_gather_s: time to gather the root unit's last layers, where that is apart from it and
+            hides behind the last units' forward; 0: they are a part of the root unit.
+        last_reduce_s: time to reduce them, behind the last unit's backward; the same.
         fill_s: time that no compute hides: the first unit's gather and the last unit's reduce. A
             simulation plays these itself and ignores ``fill_s``.
         kept_bytes: bytes retained per sample and unit, in addition to the boundary, on ranks that
@@ -247,6 +251,8 @@ class Problem(FileRecord):
         hybrid_reduce_s: ``reduce_s`` of hybrid sharding, for "auto".
         hybrid_root_gather_s: ``root_gather_s`` of hybrid sharding, for "auto".
         hybrid_root_reduce_s: ``root_reduce_s`` of hybrid sharding, for "auto".
+        hybrid_last_gather_s: ``last_gather_s`` of hybrid sharding, for "auto".
+        hybrid_last_reduce_s: ``last_reduce_s`` of hybrid sharding, for "auto".
         hybrid_fill_s: ``fill_s`` of hybrid sharding, for "auto".
 
     Raises:
@@ -279,6 +285,8 @@ class Problem(FileRecord):
     padded_bytes: Amount = 0.0
     root_gather_s: Amount = 0.0
     root_reduce_s: Amount = 0.0
+    last_gather_s: Amount = 0.0
+    last_reduce_s: Amount = 0.0
     fill_s: Amount = 0.0
     kept_bytes: Amount = 0.0
     microbatch_bytes: Amount = 0.0
@@ -320,6 +328,8 @@ class Problem(FileRecord):
     hybrid_reduce_s: Amount = 0.0
     hybrid_root_gather_s: Amount = 0.0
     hybrid_root_reduce_s: Amount = 0.0
+    hybrid_last_gather_s: Amount = 0.0
+    hybrid_last_reduce_s: Amount = 0.0
     hybrid_fill_s: Amount = 0.0
 
     def __post_init__(self) -> None:
@@ -338,6 +348,9 @@ class Problem(FileRecord):
         data = super().to_dict()
         if not self.vocabulary_sharding:
             for name in ("vocabulary_sharding", *_OF_VOCABULARY):
+                del data[name]
+        if not self.has_last_layers:
+            for name in _OF_LAST_LAYERS:
                 del data[name]
         if self.hybrid_sharding is False:
             for name in ("hybrid_sharding", "state_groups"):
@@ -415,6 +428,11 @@ class Problem(FileRecord):
                 f" {self.moment_bytes:g} for each of {sum(sizes)} unit_parameters are"
                 f" {moments:.6g}. Give the bytes of one parameter, and parameters of all ranks."
             )
+
+    @property
+    def has_last_layers(self) -> bool:
+        """Whether the root unit's last layers have collectives of their own."""
+        return self.last_gather_s + self.last_reduce_s > 0
 
     @property
     def every_rank_runs(self) -> bool:
@@ -506,6 +524,8 @@ class Problem(FileRecord):
             reduce_s=self.hybrid_reduce_s,
             root_gather_s=self.hybrid_root_gather_s,
             root_reduce_s=self.hybrid_root_reduce_s,
+            last_gather_s=self.hybrid_last_gather_s,
+            last_reduce_s=self.hybrid_last_reduce_s,
             fill_s=self.hybrid_fill_s,
             # what was measured of equal shares of all ranks does not count
             even_gather_s=None,

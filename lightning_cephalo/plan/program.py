@@ -14,6 +14,8 @@ build it from the visits of a model::
     update_early      adds U2 after R1, and U1 after R0; U updates the rest
     move_state        unit 2 streamed: adds I2 after R2, and S2 after U2
                       unit 1 updated by the host: C1 for U1, and S1 after U
+    release_ends      adds Xf after F0.1, Gl before F1.0 and Zl before F2.0; in the backward, Rl Xl
+                      at its beginning, and Zf before B1.0
 
 Where unit 1 normalises by the statistics of the global batch, its microbatches stop and meet::
 
@@ -26,7 +28,8 @@ number of microbatches.
 
 A *visit* is one use of a unit by every microbatch. A unit that is used twice has two visits. It is
 reduced after the visit that comes last in the backward. The root unit holds everything outside the
-other units: its forward leads to the first unit, its loss follows the last.
+other units: its forward leads to the first unit, its loss follows the last. Its *ends* are those of
+its layers that only one of both uses: ``f``, the first ones, and ``l``, the last ones.
 
 This command prints the programs of two ranks, one of which has half the microbatches::
 
@@ -44,6 +47,9 @@ from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 
 ROOT = 0
 NONE = -1
+FIRST_LAYERS = -2
+LAST_LAYERS = -3
+_END_NAMES = {FIRST_LAYERS: "f", LAST_LAYERS: "l"}
 # Boundaries of the last visits are needed again immediately: they stay on the device.
 UNITS_THAT_STAY = 2
 
@@ -101,6 +107,7 @@ _LETTERS = {
 
 COLLECTIVES = frozenset({Operation.GATHER, Operation.REDUCE, Operation.MEET, Operation.AGREE})
 COMPUTE = frozenset({Operation.FORWARD, Operation.LOSS, Operation.BACKWARD})
+_PASSING = COMPUTE | {Operation.MEET}
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,8 @@ class Instruction:
 
     Attributes:
         operation: Kind of action.
-        unit: Index of the unit; 0 is the root unit, -1 if no unit applies.
+        unit: Index of the unit; 0 is the root unit, -1 if no unit applies. -2 and -3 are the root
+            unit's first and last layers, where they have instructions of their own.
         visit: Position in the order of visits; for LOSS, that of the last visit before it. -1 for
             all else of the root unit and if no visit applies.
         microbatch: Index on this rank; -1 if the instruction is for all microbatches.
@@ -124,7 +132,7 @@ class Instruction:
     microbatch: int = NONE
 
     def __str__(self) -> str:
-        unit = "" if self.unit == NONE else str(self.unit)
+        unit = "" if self.unit == NONE else _END_NAMES.get(self.unit, str(self.unit))
         microbatch = "" if self.microbatch == NONE else f".{self.microbatch}"
         return f"{_LETTERS[self.operation]}{unit}{microbatch}"
 
@@ -151,6 +159,28 @@ class Visit:
 
 
 Instructions = tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Layers of the root unit that a step gathers, arms and frees apart from it.
+
+    Attributes:
+        first: Whether the first layers have instructions of their own. Their backward does not need
+            their parameters, as that of an embedding.
+        last: Whether the last layers have.
+        first_trains: Whether the first layers have gradients to reduce.
+        last_trains: Whether the last layers have.
+    """
+
+    first: bool = False
+    last: bool = False
+    first_trains: bool = True
+    last_trains: bool = True
+
+
+WHOLE_ROOT = Ends()
+"""The root unit is gathered and freed as one."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +225,7 @@ def compile_step(
     updates_early: bool = False,
     homes: Sequence[StateHome] = (),
     sends_gradients: bool = False,
+    ends: Ends = WHOLE_ROOT,
 ) -> Program:
     """Return the program of a rank's step.
 
@@ -209,6 +240,7 @@ def compile_step(
         homes: Where each unit's optimizer state lives; empty: all of it is on the device.
         sends_gradients: With late updates, let gradients of units that the host updates leave the
             device behind their reduce.
+        ends: Layers of the root unit that are gathered and freed apart from it.
     """
     forward = tuple(
         layered_forward(visits, microbatches, lambda visit, _: visit == len(visits) - 1)
@@ -225,14 +257,17 @@ def compile_step(
         program = move_state(program, homes)
         if sends_gradients:
             program = send_gradients(program, homes)
-    return program
+    return release_ends(program, visits, ends)
 
 
 # -- the layered order ------------------------------------------------------------------------
 
 
 def layered_forward(
-    visits: Iterable[Visit], microbatches: int, has_returned: Callable[[int, int], bool]
+    visits: Iterable[Visit],
+    microbatches: int,
+    has_returned: Callable[[int, int], bool],
+    ends: Ends = WHOLE_ROOT,
 ) -> Iterator[Instruction]:
     """Yield the instructions of the forward.
 
@@ -246,11 +281,24 @@ def layered_forward(
         has_returned: Called with a visit (-1: the root unit's forward) and a microbatch, after the
             microbatch's FORWARD there was consumed. Returns whether only the microbatch's loss is
             left.
+        ends: Layers of the root unit that are gathered and freed apart. As no visit is known to be
+            the last one, the last layers are gathered behind all visits. A microbatch that has
+            needed them waits for that; its loss is left.
     """
     yield Instruction(Operation.GATHER, ROOT)
     yield Instruction(Operation.ARM, ROOT)
     yield from _forward_of(ROOT, NONE, microbatches, has_returned)
-    yield from _visits_forward(visits, 0, microbatches, has_returned)
+    if ends.first:
+        yield Instruction(Operation.FREE, FIRST_LAYERS)
+    last = NONE
+    for instruction in _visits_forward(visits, 0, microbatches, has_returned):
+        if instruction.operation is Operation.AGREE and ends.last:
+            yield Instruction(Operation.GATHER, LAST_LAYERS)
+            yield Instruction(Operation.ARM, LAST_LAYERS)
+            for microbatch in range(microbatches):
+                yield Instruction(Operation.LOSS, ROOT, last, microbatch)
+        last = max(last, instruction.visit)
+        yield instruction
 
 
 def resumed_forward(
@@ -408,13 +456,13 @@ def keep_gathered(program: Program) -> Program:
 
 
 def without_frees(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Yield the instructions of a forward without FREEs and without repeated GATHERs of a unit.
+    """Yield the instructions of a forward without FREEs of units, and without repeated GATHERs.
 
     Instructions are taken one at a time, as their order may be discovered meanwhile.
     """
     gathered: set[int] = set()
     for instruction in instructions:
-        if instruction.operation is Operation.FREE:
+        if instruction.operation is Operation.FREE and instruction.unit != FIRST_LAYERS:
             continue
         if instruction.operation is Operation.GATHER:
             if instruction.unit in gathered:
@@ -571,6 +619,68 @@ def send_gradients(program: Program, homes: Sequence[StateHome]) -> Program:
                 backward.append(Instruction(Operation.SEND_GRADIENT, reduced))
             reduced = instruction.unit
     return replace(program, backward=tuple(backward))
+
+
+def release_ends(program: Program, visits: Sequence[Visit], ends: Ends) -> Program:
+    """Gather, arm and free the first and the last layers of the root unit when they are needed.
+
+    The last layers are gathered while the last but one visit computes, behind the gather of the
+    last one. They are reduced and freed when the backward begins. The first ones are freed as soon
+    as all microbatches have passed them. They are armed before the backward of the first visit, and
+    reduced with the root unit.
+
+    Args:
+        program: A program that gathers and frees the root unit as one.
+        visits: Visits in the order of the forward.
+        ends: The layers that are apart.
+    """
+    forward, backward = list(program.forward), list(program.backward)
+    if ends.last:
+        last = len(visits) - 1
+        gather = Instruction(Operation.GATHER, LAST_LAYERS)
+        forward.insert(_first_from(forward, max(last - 1, min(last, 0))), gather)
+        if ends.last_trains:
+            forward.insert(_first_from(forward, last), Instruction(Operation.ARM, LAST_LAYERS))
+        backward.insert(0, Instruction(Operation.FREE, LAST_LAYERS))
+        if ends.last_trains:
+            backward.insert(0, Instruction(Operation.REDUCE, LAST_LAYERS))
+    if ends.first:
+        of_root = [n for n, each in enumerate(forward) if _begins(each)]
+        forward.insert(of_root[-1] + 1, Instruction(Operation.FREE, FIRST_LAYERS))
+    if ends.first and ends.first_trains:
+        passed = backward_order(visits)
+        at = _first_until(backward, passed[-1] if passed else NONE)
+        backward.insert(at, Instruction(Operation.ARM, FIRST_LAYERS))
+    return replace(program, forward=tuple(forward), backward=tuple(backward))
+
+
+def _begins(instruction: Instruction) -> bool:
+    """Whether an instruction is one of those that use the root unit's first layers, or before."""
+    of_root = instruction.unit == ROOT and instruction.visit == NONE
+    return of_root and instruction.operation in (Operation.ARM, Operation.FORWARD)
+
+
+def _first_from(instructions: Sequence[Instruction], position: int) -> int:
+    """Return where a forward comes to a visit, behind its gather; else its exchange.
+
+    That is the same place among the collectives on a rank without microbatches.
+    """
+    return next(
+        index
+        for index, each in enumerate(instructions)
+        if (each.visit >= position and each.operation in _PASSING)
+        or each.operation is Operation.AGREE
+    )
+
+
+def _first_until(instructions: Sequence[Instruction], position: int) -> int:
+    """Return where a backward comes to a visit; else where it reduces the root unit."""
+    return next(
+        index
+        for index, each in enumerate(instructions)
+        if (NONE < each.visit <= position and each.operation in _PASSING)
+        or (each.operation is Operation.REDUCE and each.unit == ROOT)
+    )
 
 
 def offloading(

@@ -201,7 +201,8 @@ class ReplanPolicy:
 
     def _cost_s(self, trial: Trial, plan: Plan) -> float:
         """Seconds of a change: rows travel as in gathers, and one step is traced anew."""
-        gathers_s = self._problem.units * self._problem.gather_s + self._problem.root_gather_s
+        problem = self._problem
+        gathers_s = problem.units * problem.gather_s + problem.root_gather_s + problem.last_gather_s
         return _COPIES_MOVED * gathers_s * moved_share(self.plan, plan) + trial.present_s
 
     def _change(self, trial: Trial, plan: Plan) -> Replan:

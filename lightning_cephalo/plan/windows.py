@@ -14,6 +14,10 @@ run beside these passes of units::
 Each of these is a window: it takes as long as its compute or as its collectives, whichever is
 longer. Where units stay gathered, the windows of the backward have no gathers.
 
+Where the root unit's last layers are apart, their gather follows that of unit U, beside unit U - 1,
+and their reduce runs beside the backward of unit U. The first loss may have to wait for that gather
+behind one microbatch only, so that unit U's own forward does not count.
+
 With early updates, the update of a unit runs between two backwards, beside the reduce of the unit
 before. With u the time of one update, such a window takes ``max(G + R, B + u, G + u)``, which is
 ``u + max(G + R - u, G, B)``. The u is a part of the optimizer's time, so that the window's
@@ -37,7 +41,10 @@ Windows = tuple[tuple[float, int], ...]
 
 def forward_windows(problem: Problem) -> Windows:
     """Return the windows of the forward of all units."""
-    return (problem.gather_s, problem.units - 1), (0.0, 1)
+    if problem.units == 1:
+        return ((0.0, 1),)
+    gather_s = problem.gather_s
+    return (gather_s, problem.units - 2), (gather_s + problem.last_gather_s, 1), (0.0, 1)
 
 
 def backward_windows(problem: Problem) -> Windows:
@@ -48,13 +55,13 @@ def backward_windows(problem: Problem) -> Windows:
         backward_windows(problem)    # four units, G = 2, R = 3: ((2, 1), (5, 1), (5, 1), (3, 1))
     """
     gather_s, reduce_s, update_s = _times(problem)
-    units = problem.units
+    units, first_s = problem.units, gather_s + problem.last_reduce_s
     if units == 1:
-        return ((0.0, 1),)
+        return ((problem.last_reduce_s, 1),)
     if units == 2:
-        return (gather_s, 1), (reduce_s, 1)
+        return (first_s, 1), (reduce_s, 1)
     return (
-        (gather_s, 1),
+        (first_s, 1),
         (gather_s + reduce_s, 1),
         (backward_collectives_s(problem), units - 3),
         (max(0.0, reduce_s - update_s), 1),
@@ -78,6 +85,11 @@ def hidden_updates_s(problem: Problem) -> float:
     _, reduce_s, update_s = _times(problem)
     behind_last_s = min(reduce_s, problem.fill_s) if problem.units > 1 else 0.0
     return min(update_s, behind_last_s) + min(update_s, problem.root_reduce_s)
+
+
+def exposed_last_gather_s(problem: Problem) -> float:
+    """Return the seconds in which the gather of the last layers hides behind nothing."""
+    return problem.last_gather_s if problem.units == 1 else 0.0
 
 
 def pass_s(windows: Windows, own_s: Any) -> Any:

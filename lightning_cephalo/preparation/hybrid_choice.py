@@ -134,6 +134,8 @@ def _least_step_s(
         reduce_s=0.0,
         root_gather_s=0.0,
         root_reduce_s=0.0,
+        last_gather_s=0.0,
+        last_reduce_s=0.0,
         fill_s=0.0,
         even_gather_s=None,
         even_reduce_s=None,

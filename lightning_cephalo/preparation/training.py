@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from lightning_cephalo.adapters.repeated_step import RepeatedStep
+from lightning_cephalo.adapters.repeated_step import Relief, RepeatedStep
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.replan import Replan
@@ -49,7 +49,8 @@ class Training:
     Attributes:
         changes: Changes the plan between two steps.
         replanning: Changes it where ranks change their pace; None: it does not change by itself.
-        repeated: Repeats steps that lack memory; None: they end the run.
+        repeated: Repeats steps that lack memory, or that use an end of the root unit where it is
+            away; None: they end the run.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class Training:
             self.replanning = replanning.begin(
                 session, trainer, self.changes, watch, problem, options
             )
-        if self.replanning is not None and session.manual is None:
+        may_repeat = self.replanning is not None or session.model.executor.ends_policy.is_on
+        if may_repeat and session.manual is None:
             self.repeated = RepeatedStep(session.model, session.logs.metrics)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -152,7 +154,7 @@ class Training:
         Args:
             run: Runs it; whether the step goes on from it is its argument.
         """
-        return run(True) if self.repeated is None else self.repeated.forward(run, self._relieve)
+        return run(True) if self.repeated is None else self.repeated.forward(run, self._relief)
 
     def backward(self, run: Callable[[], None]) -> None:
         """Run a backward; repeat the step if a rank lacks the memory.
@@ -163,7 +165,7 @@ class Training:
         if self.repeated is None:
             run()
         else:
-            self.repeated.backward(run, self._relieve)
+            self.repeated.backward(run, self._relief)
 
     def end_without_backward(self) -> None:
         """End a step of which no rank has a loss."""
@@ -193,6 +195,10 @@ class Training:
         self._watch.count_again()
         self._session.start_training(self._session.optimizers)
         self._plan_changed()
+
+    @property
+    def _relief(self) -> Relief | None:
+        return None if self.replanning is None else self._relieve
 
     def _relieve(self, error: Exception, refused: str) -> None:
         """Follow a plan in the middle of a step that takes less memory, or raise the error."""

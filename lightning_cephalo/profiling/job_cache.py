@@ -248,6 +248,7 @@ def describe(
             for name, p in unit.named_sharded()
         ],
         "units": [unit.name for unit in model.units],
+        **({"ends": sorted(model.units[ROOT].ends)} if model.units[ROOT].ends else {}),
         "compiled": [
             *model.executor.hooks.compiled_units,
             *[name for name, inner in module.named_modules() if inner._compiled_call_impl],

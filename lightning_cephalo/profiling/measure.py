@@ -354,6 +354,8 @@ def _in_this_world(
         by_node=network.by_node,
         root_gather_s=network.root_gather_s,
         root_reduce_s=network.root_reduce_s,
+        last_gather_s=network.last_gather_s,
+        last_reduce_s=network.last_reduce_s,
         fill_s=network.fill_s,
         hybrid_sharding=bool(model.state_groups),
         state_groups=model.state_groups,

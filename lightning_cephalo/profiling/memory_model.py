@@ -23,7 +23,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,8 +39,9 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import MemoryMeter, RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.moving import moved_by
-from lightning_cephalo.plan.program import ROOT, Instruction, Operation
+from lightning_cephalo.plan.program import LAST_LAYERS, ROOT, Instruction, Operation
 from lightning_cephalo.sharding.flat import Flat
+from lightning_cephalo.sharding.flat_group import FlatGroup
 from lightning_cephalo.sharding.unit import Unit
 
 # The parameter, its gradient and Adam's two moments. The optimizer is created for the planned
@@ -77,7 +77,10 @@ def state_bytes(model: ShardedModel, *, early: bool = False) -> int:
         for flat in model.flats
     )
     held += cut_bytes(model)
-    return held if early else held + _receive_bytes(model)
+    if not early:
+        return held + _receive_bytes(model)
+    # the last layers are reduced before the first unit, and updated with the root unit
+    return held + sum(_of_last_layers(model))
 
 
 def cut_bytes(model: ShardedModel) -> int:
@@ -99,14 +102,17 @@ def reducing_state_bytes(model: ShardedModel) -> int:
     With early updates these are the gradient of the largest unit, and the buffers into which a rank
     receives gradients.
     """
-    return _receive_bytes(model) + _gradients(model)[0]
+    return _receive_bytes(model) - _of_last_layers(model)[1] + _gradients(model)[0]
 
 
 def updating_state_bytes(model: ShardedModel) -> int:
     """Return the same while a unit is updated inside the backward, with what an update makes."""
     first, second = _gradients(model)
-    held = _receive_bytes(model) + first + second + _UPDATE_COPIES * first
+    last, received = _of_last_layers(model)
+    held = _receive_bytes(model) - received + first + second + _UPDATE_COPIES * first
     root = model.units[ROOT]
+    if last:  # they are updated with the root unit, when nothing is received any more
+        held = max(held, (1 + _UPDATE_COPIES) * root.gradient_bytes - last - received)
     if not root.cuts:
         return held
     # tables that stay cut are updated at the very end: no other gradient is there
@@ -125,21 +131,35 @@ def unresharded_peak_bytes(model: ShardedModel) -> int:
 
 
 def _gradients(model: ShardedModel) -> tuple[int, int]:
-    """Return the bytes of the two largest units' gradients, without tables that stay cut."""
-    sizes = sorted((unit.gradient_bytes for unit in model.units), reverse=True)
-    first, second = [*sizes, 0, 0][:2]
+    """Return the bytes of the two largest units' gradients.
+
+    Tables that stay cut are left out, and last layers that are apart.
+    """
+    root, *others = [unit.gradient_bytes for unit in model.units]
+    sizes = sorted([root - _of_last_layers(model)[0], *others], reverse=True)
+    first, second = [*sizes, 0][:2]
     return first, second
+
+
+def _of_last_layers(model: ShardedModel) -> tuple[int, int]:
+    """Return the bytes of the gradients of last layers that are apart, and of their reduce."""
+    group = model.units[ROOT].ends.get(LAST_LAYERS)
+    if group is None or not model.executor.ends_policy.is_on:
+        return 0, 0
+    return group.gradient_bytes, _received(model.routing.summands, group)
 
 
 def _receive_bytes(model: ShardedModel) -> int:
     """Return the bytes that one reduce receives into, over all ranks; reduces do not overlap."""
     if not model.flats:
         return 0
-    return max(map(partial(_received, model.routing.summands), model.units))
+    root, *others = [_received(model.routing.summands, unit) for unit in model.units]
+    last = _of_last_layers(model)[1]
+    return max(root - last, last, *others)
 
 
-def _received(summands: int, unit: Unit) -> int:
-    sent, whole = unit.sent_gradient_bytes, unit.gradient_bytes
+def _received(summands: int, part: Unit | FlatGroup) -> int:
+    sent, whole = part.sent_gradient_bytes, part.gradient_bytes
     # summands that were rounded are added up in memory of their own
     return summands * sent + (whole if sent < whole else 0)
 
@@ -300,7 +320,8 @@ class StepMeter(Observer):
         if self._keeps_at_backwards and instruction == Instruction(Operation.ARM, ROOT):
             held = self._beside_state(self._meter.current_bytes)
             self._kept_bytes = max(self._kept_bytes, held)
-        if instruction.operation is Operation.REDUCE and not self._is_reducing:
+        is_reduce = instruction.operation is Operation.REDUCE
+        if is_reduce and instruction.unit != LAST_LAYERS and not self._is_reducing:
             self._is_reducing = True
             self._peak_bytes, self._highest_bytes = self._look(), 0
             self._reducing_kept_bytes = self._beside_state(self._meter.current_bytes)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from lightning_cephalo.execution.ends_policy import root_gathers_without
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.state_groups import fractions_are_even
@@ -32,8 +33,10 @@ class NetworkTimes:
         even_reduce_s: Reduce into even shards; None likewise.
         padded_bytes: Bytes of the buffers in which even shares travel that fast; 0 if they travel
             as they are.
-        root_gather_s: Gather of the root unit.
-        root_reduce_s: Reduce of the root unit.
+        root_gather_s: Gather of the root unit, without last layers that are apart.
+        root_reduce_s: Reduce of the root unit, likewise.
+        last_gather_s: Gather of these last layers; 0: there are none.
+        last_reduce_s: Reduce of these last layers; the same.
         exchange_s: One exchange of small messages.
         by_node: Whether slices went by node in all of these, because that was faster.
     """
@@ -45,6 +48,8 @@ class NetworkTimes:
     padded_bytes: float
     root_gather_s: float
     root_reduce_s: float
+    last_gather_s: float
+    last_reduce_s: float
     exchange_s: float
     by_node: bool
 
@@ -76,7 +81,7 @@ def measure_network(
     """
     model.executor.reshard()
     _choose_way(model, clock, capacity_bytes)
-    root_gather_s, root_reduce_s = unit_times(model, model.units[ROOT], clock)
+    (root_gather_s, root_reduce_s), (last_gather_s, last_reduce_s) = root_times(model, clock)
     fractions = model.fractions
     was_even = fractions_are_even(fractions)
     first = _times(model, clock, was_even, capacity_bytes)
@@ -102,6 +107,8 @@ def measure_network(
         padded_bytes=even.padded_bytes if even is not None and saves else 0.0,
         root_gather_s=root_gather_s,
         root_reduce_s=root_reduce_s,
+        last_gather_s=last_gather_s,
+        last_reduce_s=last_reduce_s,
         exchange_s=exchange_time(model),
         by_node=model.routing.goes_by_node,
     )
@@ -192,14 +199,38 @@ def _spread(units: Sequence[Unit], count: int) -> list[Unit]:
     return [units[round(index * (len(units) - 1) / (count - 1))] for index in range(count)]
 
 
-def unit_times(model: ShardedModel, unit: Unit, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return the slowest rank's median seconds of gathering and of reducing a unit."""
+def root_times(
+    model: ShardedModel, clock: Callable[[], float]
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the times of the root unit as steps move it, and those of its last layers if apart."""
+    root = model.units[ROOT]
+    apart = root_gathers_without(model.executor.ends_policy.of_step())
+    own = unit_times(model, root, clock, apart)
+    last_s = (0.0, 0.0)
+    for end in apart:
+        last_s = unit_times(
+            model, root, clock, [other for other in (ROOT, *root.ends) if other != end]
+        )
+    return own, last_s
+
+
+def unit_times(
+    model: ShardedModel, unit: Unit, clock: Callable[[], float], apart: Collection[int] = ()
+) -> tuple[float, float]:
+    """Return the slowest rank's median seconds of gathering and of reducing a unit.
+
+    Args:
+        model: The sharded model.
+        unit: The unit.
+        clock: Returns seconds once all work issued to the device is done.
+        apart: Parts of the root unit that do not count: some of its ends, or 0 for all but them.
+    """
     gathers, reduces = [], []
     for repeat in range(1 + _REPEATS):
-        gather_s, reduce_s = slowest(model, clock, partial(_gather, unit)), 0.0
+        gather_s, reduce_s = slowest(model, clock, partial(_gather, unit, apart)), 0.0
         if unit.trainable:
-            unit.arm()
-            reduce_s = slowest(model, clock, lambda: _reduce(unit))
+            unit.arm(apart)
+            reduce_s = slowest(model, clock, lambda: _reduce(unit, apart))
         unit.free()
         if not repeat:
             continue  # the first collective of a kind may make connections
@@ -210,13 +241,13 @@ def unit_times(model: ShardedModel, unit: Unit, clock: Callable[[], float]) -> t
     return statistics.median(gathers), statistics.median(reduces)
 
 
-def _gather(unit: Unit) -> None:
-    unit.start_gather(is_cut=bool(unit.cuts))  # as steps do
-    unit.wait_gather()
+def _gather(unit: Unit, apart: Collection[int]) -> None:
+    unit.start_gather(is_cut=bool(unit.cuts), apart=apart)  # as steps do
+    unit.finish_gather()
 
 
-def _reduce(unit: Unit) -> None:
-    unit.start_reduce(1.0)
+def _reduce(unit: Unit, apart: Collection[int]) -> None:
+    unit.start_reduce(1.0, apart)
     unit.wait_reduce()
 
 

@@ -254,6 +254,20 @@ class Prober:
         between: Callable[[], None] = lambda: None,
     ) -> None:
         self._is_inside = True
+        try:
+            self._pass(calls, failure, between)
+        except Exception:
+            if not self.model.executor.ends_policy.is_to_repeat():
+                raise
+            self._pass(calls, failure, between)
+        self._is_inside = False
+
+    def _pass(
+        self,
+        calls: list[MicrobatchCall],
+        failure: BaseException | None,
+        between: Callable[[], None],
+    ) -> None:
         if self.manual is not None:
             with self._context(), self.manual.measuring():
                 self.manual.run(calls, failure=failure)
@@ -262,7 +276,6 @@ class Prober:
                 self.model.executor.forward(calls, failure=failure)
             between()
             self.model.executor.backward()
-        self._is_inside = False
 
     def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], BaseException | None]:
         """Return the microbatches to run, or why this rank cannot run them."""

@@ -27,9 +27,14 @@ class Buffer:
 
 
 class BufferPool:
-    """Lends buffers and keeps returned ones: as many as were ever lent at the same time."""
+    """Lends buffers and keeps returned ones: as many as were ever lent at the same time.
 
-    def __init__(self) -> None:
+    Args:
+        keeps: False: returned buffers are given back to the allocator.
+    """
+
+    def __init__(self, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._idle: list[Buffer] = []
         self._lent: list[Buffer] = []
 
@@ -67,7 +72,8 @@ class BufferPool:
     def give(self, buffer: Buffer) -> None:
         """Take a lent buffer back."""
         self._lent.remove(buffer)
-        self._idle.append(buffer)
+        if self._keeps:
+            self._idle.append(buffer)
 
     def release(self) -> None:
         """Drop the idle buffers."""

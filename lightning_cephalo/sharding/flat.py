@@ -205,6 +205,7 @@ class Flat:
         self._has_stand_in = [False] * len(self.parameters)
         # what gathered parameters show between a forward and its backward
         self._held: list[torch.Tensor | None] | None = None
+        self._landed: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._full_bytes = self.full.untyped_storage().nbytes()
         self.full.untyped_storage().resize_(0)
         self.residence = Residence.OWN
@@ -423,6 +424,10 @@ class Flat:
         assert self._full_buffer is None
         self.full.untyped_storage().resize_(0)
 
+    def outdate(self) -> None:
+        """Let graphs raise that still need the gathered values, which are freed."""
+        self._raise_versions([True] * len(self.parameters))
+
     def written(self) -> list[bool]:
         """Per gathered parameter, whether code has written to it since the last call."""
         versions = [parameter._version for parameter in self.parameters]
@@ -548,6 +553,8 @@ class Flat:
             return
         before = self._held or [sharded.grad for sharded in self.sharded]
         if self._held is None:
+            if self.grad_full is None:  # the loss's backward may have come here already
+                self._landed = [parameter.grad for parameter in self.parameters]
             for parameter, held in zip(self.parameters, before, strict=True):
                 parameter.grad = held
         for parameter, sharded, held in zip(self.parameters, self.sharded, before, strict=True):
@@ -562,9 +569,10 @@ class Flat:
         if self._held is None:
             return
         self.show_held_gradients()
+        landed, self._landed = self._landed, [None] * len(self.parameters)
         self._held = None
-        for parameter in self.parameters:
-            parameter.grad = None
+        for parameter, gradient in zip(self.parameters, landed, strict=True):
+            parameter.grad = gradient
         for parameter, view in zip(self.parameters, self._grad_views, strict=False):
             if parameter.requires_grad:
                 parameter.grad = view
@@ -642,6 +650,16 @@ class Flat:
                 if parameter.dtype != view.dtype:
                     parameter.grad_dtype = view.dtype
                 parameter.grad = view
+
+    def arm_late(self) -> None:
+        """Do as :meth:`arm`, and keep gradients that have landed before."""
+        landed = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.arm()
+        for view, gradient in zip(self._grad_views, landed, strict=True):
+            if gradient is not None:
+                view.add_(gradient)
 
     @property
     def grad_rows(self) -> torch.Tensor | None:

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS
+from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, divide_flat
+from lightning_cephalo.sharding.flat_group import FlatGroup, UnitState
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.moving import Column
-from lightning_cephalo.sharding.transfers import Pending, Wait, wait_for
+from lightning_cephalo.sharding.root_ends import NO_ENDS, RootEnds
+from lightning_cephalo.sharding.transfers import Wait, wait_for
 from lightning_cephalo.sharding.vocabulary import VocabularyParameter
 from lightning_cephalo.sharding.write_guard import GatheredParameter
 
+# the key of all that is at no end
+_CORE = 0
 # 16 bytes in the narrowest dtype, which has one byte
 _ALIGNED_NUMEL = 16
-
-
-class UnitState(enum.Enum):
-    """State of a unit's parameters.
-
-    SHARDED -> (gather) -> GATHERING -> (wait) -> GATHERED -> (free) -> SHARDED.
-
-    Freeing a GATHERING unit waits for its gather first.
-    """
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
 
 
 class Unit:
@@ -48,8 +41,12 @@ class Unit:
         vocabulary: Parameters that stay cut in training steps, each in a flat of its own.
         chunked_heads: Name and layer of the heads that compute their logits in chunks of tokens.
         chunks_only_large: Whether they do so for large logits only.
+        ends: Parameters at the ends of the root unit, which have flats of their own.
 
     Attributes:
+        ends: The root unit's first and last layers, by their numbers in programs, where steps may
+            gather and free them apart. See [Note: ends of the root unit] in
+            ``sharding/root_ends.py``.
         chunked_heads: These heads.
         chunks_only_large: Whether they do so for large logits only.
         vocabulary: These parameters.
@@ -66,31 +63,42 @@ class Unit:
         chunked_heads: Sequence[tuple[str, nn.Linear]] = (),
         *,
         chunks_only_large: bool = False,
+        ends: RootEnds = NO_ENDS,
     ) -> None:
         self.name = members.name
         self.module = members.module
-        self.state = UnitState.SHARDED
         self.is_cut = False
-        self._pending: list[Pending] = []
-        self._reducing: list[Pending] = []
         alone = {each.index: number for number, each in enumerate(vocabulary)}
-        groups: dict[tuple[bool, torch.dtype, bool, int], list[int]] = {}
+        end_of = dict.fromkeys(ends.first, FIRST_LAYERS) | dict.fromkeys(ends.last, LAST_LAYERS)
+        groups: dict[tuple[int, bool, torch.dtype, bool, int], list[int]] = {}
         for index, (parameter, _) in enumerate(members.parameters):
-            own = alone.get(index, -1)
-            key = (parameter.requires_grad, parameter.dtype, parameter.ndim == 0, own)
+            key = (
+                end_of.get(index, _CORE),
+                parameter.requires_grad,
+                parameter.dtype,
+                parameter.ndim == 0,
+                alone.get(index, -1),
+            )
             groups.setdefault(key, []).append(index)
         self._owners = []
         self._names: list[list[str]] = []
         self.flats: list[Flat] = []
         cuts: dict[int, Flat] = {}
-        for (*_, own), indices in groups.items():
+        contexts = {_CORE: context}
+        for end in set(end_of.values()):  # what an end holds goes back when it is freed
+            gradients = BufferPool(keeps=False)
+            contexts[end] = replace(context, buffers=BufferPool(), gradient_buffers=gradients)
+        places: dict[int, list[int]] = {_CORE: []}
+        # flags of a unit's parameters are those of its groups, one after the other
+        for (end, *_, own), indices in sorted(groups.items(), key=lambda item: -item[0][0]):
+            places.setdefault(end, []).append(len(self.flats))
             # odd sizes go last, so that the other parameters stay aligned for fast kernels
             indices.sort(
                 key=lambda index: members.parameters[index][0].numel() % _ALIGNED_NUMEL > 0
             )
             chosen = [members.parameters[index] for index in indices]
             layout = divide_flat([tuple(parameter.shape) for parameter, _ in chosen], divider)
-            self.flats.append(Flat([parameter for parameter, _ in chosen], layout, context))
+            self.flats.append(Flat([parameter for parameter, _ in chosen], layout, contexts[end]))
             if own >= 0:
                 cuts[own] = self.flats[-1]
             self._owners.append([owners for _, owners in chosen])
@@ -104,9 +112,21 @@ class Unit:
         self.chunks_only_large = chunks_only_large
         self._tables = [cuts[number] for number in range(len(vocabulary))]
         self.cuts = list(self._tables)
+        self._groups = {
+            end: FlatGroup(
+                [self.flats[place] for place in own],
+                [name for place in own for name in self._names[place]],
+                self._show_gathered,
+            )
+            for end, own in places.items()
+        }
+        self.ends = {end: group for end, group in self._groups.items() if end != _CORE}
+        self._group_of = {
+            id(flat): group for group in self._groups.values() for flat in group.flats
+        }
         self._shown: Sequence[Sequence[nn.Parameter]] = ()
         self._replaced: list[str] = []
-        self._show_sharded()
+        self._show_gathered()
 
     def cut_vocabulary(self, is_cut: bool) -> None:
         """Choose whether steps leave the vocabulary cut; call it between two steps."""
@@ -117,11 +137,17 @@ class Unit:
         return f"Unit({self.name or 'root'!r}, {self.state.value})"
 
     @property
+    def state(self) -> UnitState:
+        """State of its parameters, without those of its ends."""
+        return self._groups[_CORE].state
+
+    @property
     def works(self) -> tuple[list[Any], list[Any]]:
         """Pending handles of torch.distributed: those of the gather, and those of the reduce."""
+        works = [group.works for group in self._groups.values()]
         return (
-            [work for pending in self._pending for work in pending.works],
-            [work for pending in self._reducing for work in pending.works],
+            [work for gathers, _ in works for work in gathers],
+            [work for _, reduces in works for work in reduces],
         )
 
     # -- parameters ---------------------------------------------------------------------------
@@ -155,9 +181,9 @@ class Unit:
     @property
     def receiving_bytes(self) -> int:
         """Bytes that a reduce takes which is under way, in addition to gradients."""
-        if not self._reducing:
-            return 0
-        return sum(flat.received_bytes for flat in self.flats if flat.trainable)
+        reducing = [group for group in self._groups.values() if group.is_reducing]
+        flats = [flat for group in reducing for flat in group.flats]
+        return sum(flat.received_bytes for flat in flats if flat.trainable)
 
     def named_sharded(self) -> list[tuple[str, nn.Parameter]]:
         """Return name and DTensor of every parameter (once, under its first name)."""
@@ -173,11 +199,17 @@ class Unit:
             pair for flat in self.flats for pair in zip(flat.sharded, flat.parameters, strict=True)
         ]
 
-    def owning_modules(self) -> list[nn.Module]:
-        """Return the modules that hold any of its parameters directly."""
+    def owning_modules(self, end: int | None = None) -> list[nn.Module]:
+        """Return the modules that hold any of its parameters directly.
+
+        Args:
+            end: One of :attr:`ends`; None: all parameters count.
+        """
+        group = None if end is None else self._groups.get(end)
         modules = {
             id(owner.module): owner.module
-            for owners_of in self._owners
+            for owners_of, flat in zip(self._owners, self.flats, strict=True)
+            if end is None or self._group_of[id(flat)] is group
             for owners in owners_of
             for owner in owners
         }
@@ -198,8 +230,11 @@ class Unit:
                         show_to_recurrent(owner.module, owner.attribute, parameter)
         self._shown = parameters_of
 
-    def _show_sharded(self) -> None:
-        self._show([flat.sharded for flat in self.flats])
+    def _show_gathered(self) -> None:
+        self._show([f.parameters if self._is_whole(f) else f.sharded for f in self.flats])
+
+    def _is_whole(self, flat: Flat) -> bool:
+        return self._group_of[id(flat)].state is UnitState.GATHERED and not flat.is_cut
 
     # -- steps with several phases ------------------------------------------------------------
 
@@ -286,21 +321,19 @@ class Unit:
 
     # -- gathering ----------------------------------------------------------------------------
 
-    def start_gather(self, *, is_cut: bool = False) -> None:
+    def start_gather(self, *, is_cut: bool = False, apart: Collection[int] = ()) -> None:
         """Begin to gather; does nothing if the gather has already begun.
 
         Args:
             is_cut: Whether :attr:`cuts` stay cut.
+            apart: Ends that stay as they are.
         """
-        if self.state is not UnitState.SHARDED:
-            return
-        self.is_cut = is_cut
-        for flat in self.cuts:
-            flat.is_cut = is_cut
-        # resumes where a call without enough memory stopped: nothing is communicated twice
-        for flat in self.flats[len(self._pending) :]:
-            self._pending.append(flat.gather())
-        self.state = UnitState.GATHERING
+        if self.state is UnitState.SHARDED:
+            self.is_cut = is_cut
+            for flat in self.cuts:
+                flat.is_cut = is_cut
+        for group in self._beside(apart):
+            group.start_gather()
 
     def wait_gather(self, wait: Wait = wait_for) -> None:
         """Gather if needed, wait, and give the modules the full parameters.
@@ -309,13 +342,17 @@ class Unit:
             wait: Waits for one handle of torch.distributed.
         """
         self.start_gather()
-        if self.state is UnitState.GATHERED:
-            return
-        for pending in self._pending:
-            pending.wait(wait)
-        self._pending = []
-        self._show([f.sharded if f.is_cut else f.parameters for f in self.flats])
-        self.state = UnitState.GATHERED
+        self.finish_gather(wait)
+
+    def finish_gather(self, wait: Wait = wait_for, apart: Collection[int] = ()) -> None:
+        """Wait for what is being gathered, and give the modules the full parameters.
+
+        Args:
+            wait: Waits for one handle of torch.distributed.
+            apart: Ends that stay as they are.
+        """
+        for group in self._beside(apart):
+            group.finish_gather(wait)
 
     def free(self, wait: Wait = wait_for) -> None:
         """Free the full parameters and give the modules the sharded ones.
@@ -323,16 +360,12 @@ class Unit:
         Args:
             wait: Waits for one handle of a gather that is under way.
         """
-        if self.state is UnitState.SHARDED:
-            return
-        for pending in self._pending:
-            pending.wait(wait)
-        self._pending = []
-        self._show_sharded()
-        for flat in self.flats:
-            flat.free()
-        self.state = UnitState.SHARDED
+        for group in self._groups.values():
+            group.free(wait)
         self.is_cut = False
+
+    def _beside(self, apart: Collection[int]) -> list[FlatGroup]:
+        return [group for end, group in self._groups.items() if end not in apart]
 
     def change_fractions(
         self, divider: Divider, columns_of: Callable[[Flat], Sequence[Column]] = lambda flat: ()
@@ -379,7 +412,7 @@ class Unit:
 
     def choose_residence(self, residence: Residence) -> None:
         """Choose the memory of the full parameters; see [Note: residence] in ``flat.py``."""
-        for flat in self.flats:
+        for flat in self._groups[_CORE].flats:  # an end's memory is its own
             flat.residence = residence
         if residence is not Residence.RESIDENT and self.state is UnitState.SHARDED:
             self.release()
@@ -392,21 +425,23 @@ class Unit:
 
     # -- gradients ----------------------------------------------------------------------------
 
-    def arm(self) -> None:
-        """Prepare zeroed gradients of the trainable parameters for accumulation."""
-        for flat in self.flats:
-            if flat.trainable:
-                flat.arm()
+    def arm(self, apart: Collection[int] = ()) -> None:
+        """Prepare zeroed gradients of the trainable parameters for accumulation.
 
-    def used(self) -> list[bool]:
+        Args:
+            apart: Ends that stay as they are.
+        """
+        for group in self._beside(apart):
+            group.arm()
+
+    def used(self, apart: Collection[int] = ()) -> list[bool]:
         """Per trainable flat and parameter, whether a gradient has landed on this rank."""
-        return [used for flat in self.flats if flat.trainable for used in flat.used()]
+        return [used for group in self._beside(apart) for used in group.used()]
 
-    def start_reduce(self, scale: float) -> None:
+    def start_reduce(self, scale: float, apart: Collection[int] = ()) -> None:
         """Begin to sum the gradients over the ranks, times ``scale``."""
-        trainable = [flat for flat in self.flats if flat.trainable]
-        for flat in trainable[len(self._reducing) :]:  # as in start_gather
-            self._reducing.append(flat.reduce(scale))
+        for group in self._beside(apart):
+            group.start_reduce(scale)
 
     def wait_reduce(self, wait: Wait = wait_for) -> None:
         """Wait for this rank's slice of the summed gradients and free the full gradients.
@@ -414,20 +449,16 @@ class Unit:
         Args:
             wait: Waits for one handle of torch.distributed.
         """
-        for pending in self._reducing:
-            pending.wait(wait)
-        self._reducing = []
-        for flat in self.flats:
-            flat.disarm()
+        for group in self._groups.values():
+            group.wait_reduce(wait)
 
-    def publish(self, used: Sequence[bool]) -> None:
+    def publish(self, used: Sequence[bool], apart: Collection[int] = ()) -> None:
         """Set ``.grad`` where any rank used the parameter; flags in the order of :meth:`used`."""
         start = 0
-        for flat in self.flats:
-            if flat.trainable:
-                end = start + len(flat.sharded)
-                flat.publish(used[start:end])
-                start = end
+        for group in self._beside(apart):
+            end = start + group.trained_parameters
+            group.publish(used[start:end])
+            start = end
 
     def reduced_parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, in the order of :meth:`used`."""

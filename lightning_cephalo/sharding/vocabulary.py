@@ -62,7 +62,7 @@ def _tables_of(root: UnitMembers) -> list[tuple[VocabularyParameter, int]]:
     return [
         (VocabularyParameter(index, owners), parameter.shape[0])
         for index, (parameter, owners) in enumerate(root.parameters)
-        if all(_is_table(owner) for owner in owners)
+        if all(is_table(owner) for owner in owners)
     ]
 
 
@@ -95,7 +95,7 @@ def heads_of(root: UnitMembers) -> tuple[tuple[str, nn.Linear], ...]:
         (owner.name.rpartition(".")[0], owner.module)
         for owner in weights
         if isinstance(owner.module, nn.Linear)
-        and _is_table(owner)
+        and is_table(owner)
         and owner.module.weight.shape[0] == largest
     )
 
@@ -110,7 +110,8 @@ def modules_of(parameters: Sequence[VocabularyParameter]) -> list[tuple[str, nn.
     return list(found.values())
 
 
-def _is_table(owner: Owner) -> bool:
+def is_table(owner: Owner) -> bool:
+    """Whether a plain ``torch.nn.Embedding`` or ``torch.nn.Linear`` holds its weight there."""
     module = owner.module
     if owner.attribute != "weight" or "forward" in vars(module):
         return False

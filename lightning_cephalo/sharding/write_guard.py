@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.common.errors import ShardedUseError, UnitUseError
 
 REMEDY = (
     "Write to parameters once a step, in a hook, where every rank runs the code:"
@@ -88,7 +88,7 @@ class Locked(Tensor):
         refusal: The message, with places for the names and the operator.
 
     Raises:
-        UnitUseError: When an operator reads or writes it.
+        ShardedUseError: When an operator reads or writes it.
     """
 
     full_name: str
@@ -114,7 +114,8 @@ class Locked(Tensor):
     ) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         names = [leaf.full_name for leaf in leaves if isinstance(leaf, cls)]
-        raise UnitUseError(cls.refusal.format(names=spelled(names), operator=func))
+        message = cls.refusal.format(names=spelled(names), operator=func)
+        raise ShardedUseError(message, frozenset(names))
 
 
 class LockedRows(Locked):

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from lightning_cephalo.accelerator import accelerator_of
+from lightning_cephalo.common.errors import CephaloError
 from lightning_cephalo.execution.executor import Executor
-from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.execution.vocabulary.layers import chunked_heads_of, tables_of
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import default_mesh, local_part
+from lightning_cephalo.sharding.root_ends import NO_ENDS, ends_of
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.unit import Unit
 
@@ -93,7 +95,8 @@ def make_executor(
     root, *others = find_units(model, **discovery)
     tables = tables_of(model, root) if cuts_vocabulary else ()
     heads = chunked_heads_of(model, root) if chunks_logits else ()
-    units = [Unit(root, divider, context, tables, heads)]
+    ends = NO_ENDS if cuts_vocabulary else ends_of(model, [root, *others], smallest_share=0.0)
+    units = [Unit(root, divider, context, tables, heads, ends=ends)]
     units += [Unit(members, divider, context) for members in others]
     executor = Executor(units, ControlGroup(control_group), accelerator_of(device), recompute)
     executor.reshard_after_forward = reshard
@@ -115,13 +118,23 @@ def sharded_step(
                 samples=int(weight),
             )
         )
-    outcome = executor.forward(calls)
+    outcome = forward(executor, calls)
     pairs = zip(outcome.results, outcome.weights, strict=True)
     loss = sum(float(loss.detach()) * weight for loss, weight in pairs) / outcome.total_weight
     # as the strategy does: results hold the graphs of their losses, and these the last gradients
     del outcome, pairs
     executor.backward()
     return loss
+
+
+def forward(executor: Executor, calls: Sequence[MicrobatchCall]) -> ForwardOutcome:
+    """One forward; as in training, it runs again where the root unit's ends are used elsewhere."""
+    try:
+        return executor.forward(calls)
+    except CephaloError:
+        if not executor.ends_policy.is_to_repeat():
+            raise
+        return executor.forward(calls)
 
 
 def full_tensors(faces: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

@@ -29,7 +29,7 @@ from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.observer import Observer as StepObserver
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.plan.program import Instruction, Operation
+from lightning_cephalo.plan.program import LAST_LAYERS, Instruction, Operation
 from lightning_cephalo.sharding.transfers import Pending
 
 # -- collectives and buffers --------------------------------------------------------------------
@@ -90,6 +90,10 @@ class Observer:
         self.most_gradients = max(self.most_gradients, armed)
 
 
+# of the root unit, the head is apart: each of both is gathered and reduced once
+OF_ROOT = {0: 2}
+
+
 def _counts(rank: int, recompute: bool) -> list[tuple]:
     model = Deep()
     executor = make_executor(model, UNEVEN.fractions, recompute)
@@ -100,8 +104,8 @@ def _counts(rank: int, recompute: bool) -> list[tuple]:
         sharded_step(executor, model, mean_loss, parts)  # the first step discovers the order
         observer = Observer(executor)
         sharded_step(executor, model, mean_loss, parts)
-        assert observer.gathers == {0: 1, **dict.fromkeys(range(1, 6), 2), 6: 1}
-        assert observer.reduces == dict.fromkeys(range(7), 1)
+        assert observer.gathers == {**OF_ROOT, **dict.fromkeys(range(1, 6), 2), 6: 1}
+        assert observer.reduces == {**dict.fromkeys(range(7), 1), **OF_ROOT}
         assert observer.most_full == 2
         assert observer.most_gradients <= 2
         orders.append(tuple(observer.order))
@@ -126,8 +130,8 @@ def _gathered_once(rank: int, recompute: bool) -> None:
     for _ in range(3):  # the first step discovers the order
         observer = Observer(executor)
         sharded_step(executor, model, mean_loss, parts)
-        assert observer.gathers == dict.fromkeys(range(7), 1)
-        assert observer.reduces == dict.fromkeys(range(7), 1)
+        assert observer.gathers == {**dict.fromkeys(range(7), 1), **OF_ROOT}
+        assert observer.reduces == {**dict.fromkeys(range(7), 1), **OF_ROOT}
         assert observer.most_full == 6
         assert observer.most_gradients <= 2
         assert_idle(executor)
@@ -150,8 +154,8 @@ def _discovers(rank: int) -> None:
     parts = microbatches_of(make_batch(4), UNEVEN, rank)
     observer = Observer(executor)
     sharded_step(executor, model, mean_loss, parts)
-    assert observer.gathers == {0: 1, **dict.fromkeys(range(1, 6), 2), 6: 1}
-    assert observer.reduces == dict.fromkeys(range(7), 1)
+    assert observer.gathers == {**OF_ROOT, **dict.fromkeys(range(1, 6), 2), 6: 1}
+    assert observer.reduces == {**dict.fromkeys(range(7), 1), **OF_ROOT}
     assert observer.most_full <= 2
 
 
@@ -193,7 +197,7 @@ def _freed_between(rank):
 
 def test_units_that_hooks_free_in_between_are_gathered_by_instructions():
     # those that the forward leaves gathered come first, then all others
-    assert run_ranks(2, _freed_between)[0] == [0, 6, 5, 4, 3, 2, 1]
+    assert run_ranks(2, _freed_between)[0] == [0, 6, LAST_LAYERS, 5, 4, 3, 2, 1]
 
 
 def test_the_first_step_gathers_no_more_often_than_later_ones():

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from harness import (
     Allocation,
     batch_size_of,
+    forward,
     full_gradients,
     make_executor,
     microbatches_of,
@@ -270,7 +271,7 @@ def _losses(rank: int, allocation: Allocation, expected: list[_Gradients], way: 
             net.zero_grad()
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                executor.forward([_call(net, loss, part) for part in parts])
+                forward(executor, [_call(net, loss, part) for part in parts])
             assert len(said) == (loss is _whole and bool(parts) and not step), (loss, said)
             executor.backward()
             assert relative_error(full_gradients(net), gradients) < EXACT, loss

@@ -392,6 +392,40 @@ def test_no_step_is_longer_than_the_closed_form(seed, units, is_early):
 
 
 @fixed
+@given(seeds, st.integers(1, 12), st.booleans(), st.floats(0, 20), st.floats(0, 20))
+def test_nor_is_one_whose_last_layers_move_apart_and_it_is_shorter_for_that(
+    seed, units, is_early, gathers, reduces
+):
+    whole, plan = random_case(seed, units)
+    whole = early(whole, seed) if is_early else whole
+    last_s = gathers * whole.gather_s, reduces * whole.reduce_s
+    root_s = whole.root_gather_s + last_s[0], whole.root_reduce_s + last_s[1]
+    apart = dataclasses.replace(whole, last_gather_s=last_s[0], last_reduce_s=last_s[1])
+    whole = dataclasses.replace(whole, root_gather_s=root_s[0], root_reduce_s=root_s[1])
+    for reshard in (True, False):
+        plan = dataclasses.replace(plan, reshard_after_forward=reshard)
+        found_s = simulate(apart, plan).step_s
+        assert found_s <= predict(apart, plan).step_s * (1 + 1e-12)
+        assert predict(apart, plan).step_s <= predict(whole, plan).step_s * (1 + 1e-12)
+        assert found_s <= simulate(whole, plan).step_s * (1 + 1e-12)
+
+
+def test_last_layers_hide_behind_the_last_units_by_hand():
+    # forward 1 and backward 2 of each of four units; root: 10, of which the last layers are 8
+    profile = RankProfile("a", [1], [2], [3], [1], math.inf)
+    whole = problem(0, 0, ranks=[profile], units=4, root_gather_s=10, root_reduce_s=10)
+    apart = dataclasses.replace(
+        whole, root_gather_s=2, last_gather_s=8, root_reduce_s=2, last_reduce_s=8
+    )
+    plan = Plan([RankPlan((1,), 1.0)])
+    whole_s = predict(whole, plan).step_s
+    # the gather hides behind the third unit and the fourth one, of which the formula counts the
+    # third; the reduce behind the backward of the fourth
+    assert predict(apart, plan).step_s == whole_s - 1 - 2
+    assert simulate(apart, plan).step_s == whole_s - 2 - 2
+
+
+@fixed
 @given(seeds, st.integers(1, 12))
 def test_early_updates_take_no_longer_and_as_much_compute(seed, units):
     case, plan = random_case(seed, units)

@@ -20,9 +20,13 @@ from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.program import (
     COLLECTIVES,
     COMPUTE,
+    FIRST_LAYERS,
+    LAST_LAYERS,
     NONE,
     ROOT,
     UNITS_THAT_STAY,
+    WHOLE_ROOT,
+    Ends,
     Instruction,
     Instructions,
     Operation,
@@ -39,6 +43,7 @@ from lightning_cephalo.plan.program import (
     offload,
     offloading,
     prefetch,
+    release_ends,
     resumed_forward,
     text,
     update_early,
@@ -100,6 +105,8 @@ def of(operation: Operation, instructions: Instructions) -> list[Instruction]:
         (Instruction(Operation.FREE, 1), "X1"),
         (Instruction(Operation.MEET, 1, 0), "M1"),
         (Instruction(Operation.AGREE), "A"),
+        (Instruction(Operation.FREE, FIRST_LAYERS), "Xf"),
+        (Instruction(Operation.GATHER, LAST_LAYERS), "Gl"),
         (Instruction(Operation.UPDATE), "U"),
         (Instruction(Operation.FETCH_STATE, 3), "I3"),
         (Instruction(Operation.SEND_GRADIENT, 2), "N2"),
@@ -247,6 +254,63 @@ def test_gradients_leave_for_a_host_that_updates_late():
 
 
 @pytest.mark.processes
+def test_ends_of_the_root_unit_are_there_while_they_are_needed():
+    program = release_ends(layered(chain(2), 2), chain(2), Ends(first=True, last=True))
+    assert str(program) == (
+        "G0 Z0 F0.0 F0.1 Xf G1 Gl F1.0 F1.1 X1 G2 Zl F2.0 L0.0 F2.1 L0.1 A\n"
+        "Rl Xl Z2 B2.0 B2.1 R2 X2 G1 Z1 Zf B1.0 B1.1 R1 X1 R0 X0 A\n"
+        "U"
+    )
+    explained = " ".join(module.__doc__.split())
+    assert "adds Xf after F0.1, Gl before F1.0 and Zl before F2.0" in explained
+    assert "in the backward, Rl Xl at its beginning, and Zf before B1.0" in explained
+    # behind the gather of the last unit, where that comes ahead
+    ahead = compile_step(chain(3), 1, ALL, ends=Ends(last=True))
+    assert str(ahead).startswith("G0 G1 Z0 F0.0 G2 F1.0 X1 G3 Gl F2.0 X2 Zl F3.0 L0.0 A")
+
+
+def test_frozen_ends_have_no_gradients_and_a_step_without_visits_has_ends_too():
+    frozen = Ends(first=True, last=True, first_trains=False, last_trains=False)
+    program = compile_step(chain(1), 1, ALL, ends=frozen)
+    assert str(program) == "G0 G1 Z0 F0.0 Xf Gl F1.0 L0.0 A\nXl Z1 B1.0 R1 X1 R0 X0 A\nU"
+    lone = compile_step([], 1, ALL, ends=Ends(first=True, last=True))
+    assert str(lone) == "G0 Z0 Gl Zl F0.0 Xf L0.0 A\nRl Xl Zf R0 X0 A\nU"
+
+
+def test_a_traced_forward_gathers_the_last_layers_behind_all_visits():
+    forward = layered_forward(
+        chain(1), 2, lambda visit, microbatch: (visit, microbatch) == (0, 1), ends=Ends(True, True)
+    )
+    # the first microbatch has come to the last layers, and waits; a loss twice is none
+    assert text(forward) == "G0 Z0 F0.0 F0.1 Xf G1 F1.0 F1.1 L0.1 Gl Zl L0.0 L0.1 A"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("G0 Z0 Xf F0.0 L0.0", "first layers are free"),
+        ("G0 Z0 F0.0 L0.0 A Gl Xl", "last layers are not gathered"),
+        ("G0 Z0 F0.0 Xf Xf", "free already"),
+        ("Xf", "the root unit is not gathered"),
+        ("G0 Z0 Gl F0.0 L0.0 A R0 X0 A", r"\[-3\] still gathered"),
+        ("G0 Z0 Zf Zf", "armed already"),
+        ("G0 Z0 Zl", "last layers\\): the unit is not gathered"),
+    ],
+)
+def test_ends_that_are_not_there_are_refused(wrong, message):
+    letters = {"G": Operation.GATHER, "Z": Operation.ARM, "X": Operation.FREE}
+    letters |= {"F": Operation.FORWARD, "L": Operation.LOSS, "A": Operation.AGREE}
+    letters["R"] = Operation.REDUCE
+    units = {"f": FIRST_LAYERS, "l": LAST_LAYERS, "0": ROOT, "": NONE}
+
+    def read(word: str) -> Instruction:
+        unit, _, microbatch = word[1:].partition(".")
+        return Instruction(letters[word[0]], units[unit], microbatch=int(microbatch or NONE))
+
+    with pytest.raises(ProgramError, match=message):
+        check([Program(tuple(map(read, wrong.split())), ())])
+
+
 def test_the_module_prints_the_programs_of_two_ranks():
     command = [sys.executable, "-m", "lightning_cephalo.plan"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -794,6 +858,7 @@ def programs_of(
     trainable: Sequence[bool] = ALL,
     reshard: bool = True,
     early: bool = False,
+    ends: Ends = WHOLE_ROOT,
 ) -> list[Program]:
     return [
         compile_step(
@@ -803,6 +868,7 @@ def programs_of(
             reshard_after_forward=reshard,
             offload_boundaries=offloads,
             updates_early=early,
+            ends=ends,
         )
         for microbatches, offloads in ranks
     ]
@@ -812,6 +878,26 @@ def programs_of(
 @given(some_ranks, some_visits, some_trainable, st.booleans())
 def test_ranks_with_any_number_of_microbatches_can_run_together(ranks, visits, trainable, reshard):
     check(programs_of(ranks, visits, trainable, reshard))
+
+
+@relaxed
+@given(
+    some_ranks,
+    some_visits,
+    some_trainable,
+    st.booleans(),
+    st.booleans(),
+    st.builds(Ends, st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+)
+def test_so_can_they_where_the_ends_of_the_root_unit_are_apart(
+    ranks, visits, trainable, reshard, early, ends
+):
+    whole = programs_of(ranks, visits, trainable, reshard, early)
+    apart = programs_of(ranks, visits, trainable, reshard, early, ends)
+    check(apart)
+    for before, after in zip(whole, apart, strict=True):
+        found = [i for i in after.instructions if i.unit not in (FIRST_LAYERS, LAST_LAYERS)]
+        assert found == list(before.instructions)
 
 
 @relaxed

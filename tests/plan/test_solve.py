@@ -115,6 +115,8 @@ def problems(draw) -> Problem:
         even_reduce_s=draw(st.sampled_from([None, None, 1.0])),
         padded_bytes=draw(st.sampled_from([0.0, 0.0, 4.0])),
         root_reduce_s=draw(st.sampled_from([0.0, 0.5])),
+        last_gather_s=draw(st.sampled_from([0.0, 0.0, 6.0])),
+        last_reduce_s=draw(st.sampled_from([0.0, 0.0, 4.0])),
         kept_bytes=draw(st.sampled_from([0.0, 0.5])),
         microbatch_bytes=draw(st.sampled_from([0.0, 0.0, 1.5])),
         reshard_after_forward=draw(st.sampled_from([True, True, "auto", "auto", False])),
