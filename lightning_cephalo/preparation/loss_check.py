@@ -34,6 +34,7 @@ from lightning_cephalo.profiling.isolation import expect_samples, isolated, move
 from lightning_cephalo.profiling.measure import read_batch
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.stored_values import StoredValues, warn_of_kept
+from lightning_cephalo.ranks.control import not_connected
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -81,6 +82,10 @@ class LossCheck:
         self._gathers = gathers
         # a batch that is left whole is that of one device
         self._is_due = not job.leaves_batches_whole
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Make None of a copy, as of a session."""
+        return not_connected, ()
 
     def of_samples(self, problem: Problem) -> None:
         """Compare a few samples of the dataset, once; collective. See :func:`check_measured`."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_cephalo.adapters.batch_search import BatchDoesNotFitError, LoneMemoryError
 from lightning_cephalo.common import errors
 from lightning_cephalo.data.cutting import StepResultError
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
@@ -36,6 +37,8 @@ BUILT_IN = {
     OutOfMemoryInStepError: torch.OutOfMemoryError,
     StepResultError: (TypeError, MisconfigurationException),
     VoidPieceError: RuntimeError,
+    BatchDoesNotFitError: RuntimeError,
+    LoneMemoryError: errors.CephaloError,
 }
 
 
