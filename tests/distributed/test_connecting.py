@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 import time
@@ -229,7 +230,11 @@ def _ends_of_those_that_wait(lost, fault, is_first, timeout=SOON):
     try:
         found = {}
         while len(found) < 2:
-            rank, *end = answers.get(timeout=SOON_S / 2)
+            try:
+                rank, *end = answers.get(timeout=SOON_S / 2)
+            except queue.Empty:
+                codes = [process.exitcode for process in ranks]
+                pytest.fail(f"only {found} have answered; exit codes {codes}")
             found[rank] = end
         return ranks[lost].pid, found
     finally:
