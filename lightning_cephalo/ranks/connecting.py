@@ -115,7 +115,8 @@ class Watch:
         try:
             self._lookout(list(come))
         except dist.DistNetworkError:
-            raise RemoteRankError(seen(self.own, self.own.look())) from None
+            heard = self.own.heard()  # of a rank that knows more: it may have met all others
+            raise RemoteRankError(heard[0] if heard else seen(self.own, self.own.look())) from None
 
     def that_answer(self, come: Mapping[int, Process]) -> list[int]:
         """Return which of the ranks that have come answer now.

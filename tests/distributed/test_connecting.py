@@ -19,7 +19,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.ranks import connecting, launch, roll_call
-from lightning_cephalo.ranks.connecting import Lookout, connect_watched, within
+from lightning_cephalo.ranks.connecting import Lookout, Watch, connect_watched, within
 from lightning_cephalo.ranks.crash_report import is_lost_connection
 from lightning_cephalo.ranks.starter import STARTER
 from lightning_cephalo.ranks.switchboard import Process, Switchboard
@@ -375,3 +375,23 @@ def test_hosts_with_equal_names_are_told_apart():
     assert board.name_of(0) == "Rank 0 (process 4711 on host na, 10.0.0.1)"
     assert board.name_of(1) == "Rank 1 (process 4711 on host na, 10.0.0.2)"
     board.close()
+
+
+class _Board:
+    """Another rank has told of a loss; no rank that has come is known."""
+
+    rank, world_size = 1, 3
+
+    def knows_of_this_run(self):
+        return True
+
+    def heard(self):
+        return ["Rank 0 (process 7 on host here) is gone."]
+
+    def look(self, ranks=()):
+        return {}
+
+
+def test_a_rank_that_waits_says_what_it_has_heard_of_a_loss():
+    with pytest.raises(RemoteRankError, match="Rank 0 \\(process 7 on host here\\) is gone"):
+        Watch(_Board()).look({})
