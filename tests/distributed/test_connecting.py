@@ -211,6 +211,7 @@ def _wait_for_all(waiting, count):
 
 def _once_there(waiting, fault):
     _wait_for_all(waiting, 3)
+    time.sleep(3.0)  # this one has answered, on a busy machine, too: else nobody knows of it
     fault()
 
 
