@@ -14,7 +14,6 @@ Each rank has a network namespace of its own behind a shaped link, which needs r
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from side_by_side import links
 from torch import Tensor, nn
 from torch.nn import functional
@@ -137,7 +137,6 @@ def main() -> int:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64, help="of a microbatch")
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
     print(
         "| Mbit/s | apart, s | whole, s | apart / whole: median (quartiles) | MiB apart | whole |"
     )
@@ -146,17 +145,7 @@ def main() -> int:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             names = stack.enter_context(links.ShapedHosts(2, rate, burst_kb=16))
-            ranks = [
-                context.Process(target=_run_rank, args=(rank, folder, names, options))
-                for rank in range(2)
-            ]
-            for process in ranks:
-                process.start()
-            for process in ranks:
-                process.join()
-            if any(process.exitcode for process in ranks):
-                print("a rank failed", file=sys.stderr)
-                return 1
+            torch.multiprocessing.spawn(_run_rank, (folder, names, options), nprocs=2)
             found = torch.load(Path(folder) / "found")
         rounds, held = found["seconds"], found["bytes"]
         medians = [statistics.median(each[kind] for each in rounds) for kind in ("apart", "whole")]

@@ -106,6 +106,7 @@ def used_elsewhere(names: frozenset[str]) -> ShardedUseError:
     return ShardedUseError(
         f"training_step uses parameters at the beginning or the end of the model ({shown}) where"
         " they are not gathered: in another place than in the steps before. Steps from now on"
-        " gather them all the time.",
+        " gather them all the time, and this one runs again. If training ends here all the same,"
+        " continue from the last checkpoint: fit(model, ckpt_path=...).",
         names,
     )

@@ -408,13 +408,17 @@ def test_a_step_behind_an_evaluation_which_gathers_all_of_the_root_unit():
     run_ranks(3, _evaluates_in_between)
 
 
-def _forgets(rank: int) -> None:
+def _begun(rank: int) -> tuple[Language, Executor, list[dict[str, Tensor]], dict[str, Any]]:
+    """A model, its executor, this rank's microbatches, and the gradients of one device."""
     torch.manual_seed(2)
-    model = Plain()
-    batch = batch_of(4)
+    model, batch = Plain(), batch_of(4)
     wanted = _one_device(model, batch, UNEVEN)
     executor = make_executor(model, UNEVEN.fractions, recompute=True)
-    parts = microbatches_of(batch, UNEVEN, rank)
+    return model, executor, microbatches_of(batch, UNEVEN, rank), wanted
+
+
+def _forgets(rank: int) -> None:
+    model, executor, parts, wanted = _begun(rank)
     sharded_step(executor, model, loss_of, parts)
     calls = calls_of(model, parts)
     executor.forward(calls)  # residuals bring gradients of the loss to the embeddings
@@ -429,13 +433,9 @@ def test_gradients_of_a_forward_whose_backward_does_not_come_are_forgotten():
 
 
 def _accumulates(rank: int) -> None:
-    torch.manual_seed(2)
-    model = Plain()
-    batch = batch_of(4)
-    wanted = _one_device(model, batch, UNEVEN)
-    executor = make_executor(model, UNEVEN.fractions, recompute=True)
+    model, executor, parts, wanted = _begun(rank)
     for _ in range(3):
-        sharded_step(executor, model, loss_of, microbatches_of(batch, UNEVEN, rank))
+        sharded_step(executor, model, loss_of, parts)
     three = {name: None if g is None else 3 * g for name, g in wanted.items()}
     assert relative_error(full_gradients(model), three) < EXACT
 
