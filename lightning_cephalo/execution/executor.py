@@ -628,7 +628,7 @@ class Executor:
         arm = part.arm
         if isinstance(part, FlatGroup):
             arm = part.arm_late if instruction.unit == FIRST_LAYERS else part.arm
-        else:
+        elif part.ends:
             arm = partial(part.arm, root_arms_without(self._step.ends))
         self.failure.with_memory(arm)
 
@@ -758,7 +758,7 @@ class Executor:
     def _reduce(self, instruction: Instruction) -> None:
         part, step = self._part(instruction.unit), self._step
         start = partial(part.start_reduce, step.gradient_scale)
-        if isinstance(part, Unit):
+        if isinstance(part, Unit) and part.ends:
             apart = root_gathers_without(step.ends)
             step.used[instruction.unit] = part.used(apart)
             start = partial(start, apart=apart)
@@ -927,7 +927,7 @@ class Executor:
         for index, used in step.used.items():
             end = start + len(used)
             part = self._part(index)
-            if isinstance(part, Unit):
+            if isinstance(part, Unit) and part.ends:
                 part.publish(agreed[start:end], root_gathers_without(step.ends))
             else:
                 part.publish(agreed[start:end])
