@@ -110,7 +110,9 @@ class EarlyUpdates:
         assert self.updater is not None
         unit.publish(used if has_samples else unit.landed())
         parameters = unit.reduced_parameters()
-        unit.give_back(self.updater.update(parameters, on_host))
+        updated = self.updater.update(parameters, on_host)
+        # what the host updates is still on its way there
+        unit.give_back(updated, reuses=not on_host)
 
     def finish(self) -> None:
         """Give all gradients back that the optimizer's step has used."""
