@@ -329,7 +329,9 @@ class Executor:
         last = NONE if visits is None else len(visits) - 1
         checks = not self._visits.is_checked(trainable)
         inside = self.inside_units() if checks else None
-        first_layers = self.ends_policy.first_layers() if checks else {}
+        # a backward that fails behind an early update cannot be repeated: each step searches ahead
+        searches = checks or self.early.is_on
+        first_layers = self.ends_policy.first_layers() if searches else {}
         microbatches = [
             Microbatch(
                 self.hooks.vocabulary.with_whole_results(call.step),
