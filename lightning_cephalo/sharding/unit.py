@@ -26,6 +26,9 @@ from lightning_cephalo.sharding.write_guard import GatheredParameter
 _CORE = 0
 # 16 bytes in the narrowest dtype, which has one byte
 _ALIGNED_NUMEL = 16
+# Of a unit's parameters, a part whose gradients may stay to the end of a backward: to look whether
+# other ranks have used them would let each step wait for the device.
+_LITTLE = 1 / 16
 
 
 class Unit:
@@ -475,6 +478,24 @@ class Unit:
     def reduced_parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, in the order of :meth:`used`."""
         return [parameter for flat in self.flats if flat.trainable for parameter in flat.sharded]
+
+    def surely_used(self, own: Sequence[bool], has_samples: bool) -> Sequence[bool]:
+        """Per parameter, whether some rank has surely used it; flags in the order of :meth:`used`.
+
+        Call it when the reduce is done. Waits for the device, and looks at the summed gradients, if
+        this rank's own uses leave much open: a rank without samples, or samples that visit other
+        layers than those of other ranks.
+
+        Args:
+            own: Whether this rank has used each.
+            has_samples: Whether this rank has any microbatch.
+        """
+        sizes = [p.numel() if p.requires_grad else 0 for p in self.reduced_parameters()]
+        unknown = sum(size for size, is_used in zip(sizes, own, strict=True) if not is_used)
+        if has_samples and unknown <= _LITTLE * sum(sizes):
+            return own
+        landed = self.landed()
+        return [a or b for a, b in zip(own, landed, strict=True)] if has_samples else landed
 
     def landed(self) -> list[bool]:
         """Per parameter, whether some rank has surely used it; flags in the order of :meth:`used`.

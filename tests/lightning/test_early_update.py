@@ -38,6 +38,7 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.profiling.memory_model import _receive_bytes, reducing_state_bytes
+from lightning_cephalo.sharding.placement import local_part
 
 
 class _Gated(Block):
@@ -138,6 +139,57 @@ def _early_and_late(plans: list[str]) -> None:
 )
 def test_units_are_updated_in_the_backward_bit_by_bit_as_at_its_end_and_hold_no_gradients(plans):
     in_ranks(len(PLANS[plans[0]].ranks), _early_and_late, plans)
+
+
+class Experts(Partly):
+    """Its ranks use other layers, all of them at the end."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.blocks = nn.ModuleList(_Chosen(6) for _ in range(3))
+
+
+class _Chosen(nn.Module):
+    """One layer for each rank."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.experts[dist.get_rank() % 2](x))
+
+
+class Left(Held):
+    """Counts the bytes of gradients that stay to the end of a backward."""
+
+    left = 0
+
+    def before(self, instruction: Instruction) -> None:
+        super().before(instruction)
+        if instruction.operation is Operation.FREE and instruction.unit == 0:
+            flats = [flat for unit in self.model.units[2:] for flat in unit.flats]
+            faces = [face for flat in flats for face in flat._grad_faces if face is not None]
+            self.left = max(self.left, sum(local_part(face).nbytes for face in faces))
+
+
+def _of_experts() -> int:
+    found = []
+    for early in ("auto", False):
+        held = Left()
+        options = {"callbacks": [held], "limit_val_batches": 0}
+        runs = trainer("3:1", {"early_update": early, "unit_types": [_Chosen]}, **options)
+        runs.fit(Experts(), loader(), loader(8))
+        found.append(held)
+    early, late = found
+    assert early.updates[:3] == [3, 2, 1] and late.left > 0
+    assert_same_tensors(early.values, late.values, 0.0)
+    _assert_same_state(early.state, late.state)
+    return early.left
+
+
+def test_gradients_of_layers_that_only_other_ranks_use_do_not_stay():
+    assert in_ranks(2, _of_experts) == [0, 0]
 
 
 class Registers(Callback):
