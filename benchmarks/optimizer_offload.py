@@ -263,7 +263,7 @@ def _all_rows(batch: int, problem: Problem, plans: dict[str, tuple[Plan, bool]])
     return rows
 
 
-def _rows(ranks: int, batch: int) -> list[Row]:
+def rows_of(ranks: int, batch: int) -> list[Row]:
     """Return one row for each policy."""
     problem = in_ranks(ranks, _profiled, batch, ranks, timeout_s=_PATIENCE_S)[0]
     # a solver that has run here would hang in forked ranks
@@ -398,7 +398,7 @@ def main() -> None:
     if given.only in (None, "policies"):
         for ranks, batches in BATCHES.items():
             for batch in batches:
-                rows += _rows(ranks, batch)
+                rows += rows_of(ranks, batch)
         lines += [*table(rows), ""]
     if given.only in (None, "depths"):
         lines += [

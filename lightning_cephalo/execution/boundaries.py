@@ -120,7 +120,8 @@ class Boundaries:
             other than as its outputs; None: no check.
         several_backwards: Whether the step has several backwards, each of a part of the graph.
         lets_go: Whether :meth:`let_go` will be called.
-        first_layers: Names of the parameters that are freed before their backward, by their ids.
+        first_layers: Names of the parameters that are freed before their backward, by their ids, in
+            a step that searches for graphs that need their values; empty: no search.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Boundaries:
         first_layers: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._inside, self._first_layers = inside, first_layers
+        self._searches = inside is not None or bool(first_layers)
         self._several_backwards = several_backwards
         self._cuts: dict[int, _Cut] = {}
         self._glue: dict[int, list[_Glue]] = {}
@@ -159,7 +161,7 @@ class Boundaries:
             return value
         cut = self._cuts.get(id(value))
         if cut is None or cut.source() is not value or cut.node is not value.grad_fn:
-            if not is_inside:
+            if not is_inside and self._searches:
                 self.refuse_leaks(value)
                 self._watch_before(value)
             cut = _Cut(TensorWeakRef(value), value.grad_fn, _new_leaf(value))
@@ -254,12 +256,19 @@ class Boundaries:
         return before
 
     def refuse_leaks(self, tensor: Tensor) -> None:
-        """Raise UnitUseError if a tensor left a unit other than as the unit's output."""
-        if self._inside is None:
+        """Raise if a graph breaks what :class:`Boundaries` was made to search for.
+
+        Raises:
+            UnitUseError: If a tensor left a unit other than as the unit's output.
+            ShardedUseError: If a backward will need the values of the first layers.
+        """
+        if not self._searches:
             return
         nodes = _nodes([tensor.grad_fn])
-        variables = [n.variable for n in nodes if type(n).__name__ == "AccumulateGrad"]
         self._refuse_uses_of_values(nodes)
+        if self._inside is None:
+            return
+        variables = [n.variable for n in nodes if type(n).__name__ == "AccumulateGrad"]
         # a tensor stored on a module is the last microbatch's: any microbatch's leaves count
         if any(id(v) in self._inside or hasattr(v, "_leaf_of_unit") for v in variables):
             raise UnitUseError(

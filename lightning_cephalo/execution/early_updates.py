@@ -6,8 +6,9 @@ the gradient is given back. So a rank never holds the gradients of more than two
 parameters are updated by the optimizer's own ``step``: those of the root unit, and those of which
 this rank cannot know yet whether any rank has used them.
 
-A rank knows it of parameters that it has used itself. A rank without samples has used none; it
-knows it where the summed gradient is not zero. The exchange behind the backward tells the rest.
+A rank knows it of parameters that it has used itself. Of others it knows it where the summed
+gradient is not zero: it looks where it has used little of a unit, or has no samples. The exchange
+behind the backward tells the rest.
 
 An error between two of these updates leaves weights half-updated: nothing can undo it. A rank that
 fails learns nothing of the others, which go on with their updates until the exchange behind the
@@ -108,9 +109,11 @@ class EarlyUpdates:
             on_host: Whether the host updates it.
         """
         assert self.updater is not None
-        unit.publish(used if has_samples else unit.landed())
+        unit.publish(unit.surely_used(used, has_samples))
         parameters = unit.reduced_parameters()
-        unit.give_back(self.updater.update(parameters, on_host))
+        updated = self.updater.update(parameters, on_host)
+        # what the host updates is still on its way there
+        unit.give_back(updated, reuses=not on_host)
 
     def finish(self) -> None:
         """Give all gradients back that the optimizer's step has used."""

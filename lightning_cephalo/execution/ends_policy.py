@@ -9,9 +9,11 @@ anything else uses an end that is away, the step ends on all ranks. From then on
 root unit as one, and that step runs again: ``adapters/repeated_step.py`` in training,
 ``profiling/probe.py`` before.
 
-The first layers are freed before their backward, which is that of an embedding. The first step
-looks for graphs that need their values. In later ones such a graph raises, as torch finds the
-values changed. A gradient that comes to an end behind its reduce raises, too.
+The first layers are freed before their backward, which is that of an embedding. Graphs that need
+their values are searched for in the first step, and in all steps that update units inside the
+backward: there an error would come too late. Elsewhere such a graph raises, as torch finds the
+values changed, and the step runs again. A gradient that comes to an end behind its reduce raises,
+too.
 """
 
 from __future__ import annotations

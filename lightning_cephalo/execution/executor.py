@@ -329,7 +329,9 @@ class Executor:
         last = NONE if visits is None else len(visits) - 1
         checks = not self._visits.is_checked(trainable)
         inside = self.inside_units() if checks else None
-        first_layers = self.ends_policy.first_layers() if checks else {}
+        # a backward that fails behind an early update cannot be repeated: each step searches ahead
+        searches = checks or self.early.is_on
+        first_layers = self.ends_policy.first_layers() if searches else {}
         microbatches = [
             Microbatch(
                 self.hooks.vocabulary.with_whole_results(call.step),
@@ -907,6 +909,7 @@ class Executor:
         """Set the gradients of parameters that at least one rank used, or raise on all ranks."""
         step = self._step
         self._finish_reduce(None)
+        self._release_spare()
         self.hooks.in_backward = False
         if not step.goes_on:
             step.microbatches.clear()
@@ -969,6 +972,11 @@ class Executor:
         for unit in self.units:
             unit.wait_reduce()
             unit.free()
+        self._release_spare()
+
+    def _release_spare(self) -> None:
+        for unit in self.units:
+            unit.release_spare()
 
     # -- losses over the whole batch ----------------------------------------------------------
 

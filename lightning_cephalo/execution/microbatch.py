@@ -104,7 +104,7 @@ class Microbatch:
         outside: Returns a context for code of this package that runs within the step; None if the
             step has one backward only. See ``execution/manual_step.py``.
         meets: Whether the step meets all others, for losses over the whole batch and statistics.
-        first_layers: Names of the parameters that are freed before their backward, by their ids.
+        first_layers: As for :class:`~lightning_cephalo.execution.boundaries.Boundaries`.
 
     Attributes:
         training_modes: Modes of all modules, as it has left them; None: it has not run.

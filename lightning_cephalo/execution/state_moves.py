@@ -113,7 +113,7 @@ class StateMoves:
             has_samples: Whether this rank has any microbatch.
         """
         assert self.mover is not None
-        unit.publish(used if has_samples else unit.landed())
+        unit.publish(unit.surely_used(used, has_samples))
         parameters = unit.reduced_parameters()
         sent = self.mover.send_gradients(parameters)
         unit.give_back([each is not None for each in sent])

@@ -99,17 +99,22 @@ def end_of_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[float, Anno
 
 
 def add_legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
-    """Put labels and their colours below everything else."""
+    """Put labels and their colours below everything else, in as many rows as their width takes."""
     from matplotlib.patches import Patch
 
     handles: list[Any] = [Patch(color=colour, label=label) for label, colour in entries]
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=min(len(handles), _LEGEND_COLUMNS),
-        frameon=False,
-        fontsize=9,
-    )
+    for columns in range(min(len(handles), _LEGEND_COLUMNS), 0, -1):
+        legend = figure.legend(
+            handles=handles,
+            loc="outside lower center",
+            ncols=columns,
+            frameon=False,
+            fontsize=9,
+        )
+        figure.draw_without_rendering()  # the fonts set the width of the legend
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def save(figure: Figure, path: str | PathLike[str]) -> None:

@@ -100,9 +100,11 @@ def reducing_state_bytes(model: ShardedModel) -> int:
     """Return the bytes that the same fractions divide from the first reduce on, in addition.
 
     With early updates these are the gradient of the largest unit, and the buffers into which a rank
-    receives gradients.
+    receives gradients. Where memory of a gradient is kept for the next ones, there are two.
     """
-    return _receive_bytes(model) - _of_last_layers(model)[1] + _gradients(model)[0]
+    first, second = _gradients(model)
+    kept = second if model.reduced.keeps else 0
+    return _receive_bytes(model) - _of_last_layers(model)[1] + first + kept
 
 
 def updating_state_bytes(model: ShardedModel) -> int:

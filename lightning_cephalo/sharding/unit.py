@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS
-from lightning_cephalo.sharding.buffers import BufferPool
+from lightning_cephalo.sharding.buffers import BufferPool, SpareMemory
 from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, divide_flat
 from lightning_cephalo.sharding.flat_group import FlatGroup, UnitState
@@ -26,6 +26,9 @@ from lightning_cephalo.sharding.write_guard import GatheredParameter
 _CORE = 0
 # 16 bytes in the narrowest dtype, which has one byte
 _ALIGNED_NUMEL = 16
+# Of a unit's parameters, a part whose gradients may stay to the end of a backward: to look whether
+# other ranks have used them would let each step wait for the device.
+_LITTLE = 1 / 16
 
 
 class Unit:
@@ -87,7 +90,13 @@ class Unit:
         contexts = {_CORE: context}
         for end in set(end_of.values()):  # what an end holds goes back when it is freed
             gradients = BufferPool(keeps=False)
-            contexts[end] = replace(context, buffers=BufferPool(), gradient_buffers=gradients)
+            contexts[end] = replace(
+                context,
+                buffers=BufferPool(),
+                gradient_buffers=gradients,
+                reduced=SpareMemory(),
+                received=SpareMemory(),
+            )
         places: dict[int, list[int]] = {_CORE: []}
         # flags of a unit's parameters are those of its groups, one after the other
         for (end, *_, own), indices in sorted(groups.items(), key=lambda item: -item[0][0]):
@@ -423,6 +432,12 @@ class Unit:
         for flat in self.flats:
             flat.release()
 
+    def release_spare(self) -> None:
+        """Free memory that reduces and updates of the backward have used, and no other will."""
+        for flat in self.flats:
+            flat.context.reduced.release()
+            flat.context.received.release()
+
     # -- gradients ----------------------------------------------------------------------------
 
     def arm(self, apart: Collection[int] = ()) -> None:
@@ -464,6 +479,24 @@ class Unit:
         """Return the sharded parameters, in the order of :meth:`used`."""
         return [parameter for flat in self.flats if flat.trainable for parameter in flat.sharded]
 
+    def surely_used(self, own: Sequence[bool], has_samples: bool) -> Sequence[bool]:
+        """Per parameter, whether some rank has surely used it; flags in the order of :meth:`used`.
+
+        Call it when the reduce is done. Waits for the device, and looks at the summed gradients, if
+        this rank's own uses leave much open: a rank without samples, or samples that visit other
+        layers than those of other ranks.
+
+        Args:
+            own: Whether this rank has used each.
+            has_samples: Whether this rank has any microbatch.
+        """
+        sizes = [p.numel() if p.requires_grad else 0 for p in self.reduced_parameters()]
+        unknown = sum(size for size, is_used in zip(sizes, own, strict=True) if not is_used)
+        if has_samples and unknown <= _LITTLE * sum(sizes):
+            return own
+        landed = self.landed()
+        return [a or b for a, b in zip(own, landed, strict=True)] if has_samples else landed
+
     def landed(self) -> list[bool]:
         """Per parameter, whether some rank has surely used it; flags in the order of :meth:`used`.
 
@@ -471,18 +504,21 @@ class Unit:
         """
         return [landed for flat in self.flats if flat.trainable for landed in flat.landed()]
 
-    def give_back(self, updated: Sequence[bool], *, keeps_unused: bool = True) -> None:
+    def give_back(
+        self, updated: Sequence[bool], *, keeps_unused: bool = True, reuses: bool = False
+    ) -> None:
         """Release gradients of updated parameters; flags in the order of :meth:`used`.
 
         Args:
             updated: Whether each was updated.
             keeps_unused: Whether to keep gradients that are not published yet.
+            reuses: Whether nothing reads the gradients any more, so that others may use the memory.
         """
         start = 0
         for names, flat in zip(self._names, self.flats, strict=True):
             if flat.trainable:
                 end = start + len(flat.sharded)
-                flat.give_back(updated[start:end], names, keeps_unused=keeps_unused)
+                flat.give_back(updated[start:end], names, keeps_unused=keeps_unused, reuses=reuses)
                 start = end
 
 

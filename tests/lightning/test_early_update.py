@@ -10,6 +10,7 @@ from unittest.mock import call
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from common import (
     Block,
     Net,
@@ -36,6 +37,8 @@ from lightning_cephalo.adapters.early_update import (
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import Instruction, Operation
+from lightning_cephalo.profiling.memory_model import _receive_bytes, reducing_state_bytes
+from lightning_cephalo.sharding.placement import local_part
 
 
 class _Gated(Block):
@@ -61,25 +64,31 @@ class Held(Callback, Observer):
 
     def __init__(self) -> None:
         self.updates: list[int] = []
-        self.most = self.between = 0
+        self.most = self.between = self.idle = self.in_backward = 0
 
     def _now(self) -> int:
         shards = [flat.grad_shard for flat in self.flats if flat.grad_shard is not None]
         return sum(shard.nbytes for shard in shards)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        model = trainer.strategy.session.model
+        self.model = model = trainer.strategy.session.model
         self.flats = model.flats
+        self.counted = reducing_state_bytes(model) - _receive_bytes(model)
         self.whole = sum(flat.shard.nbytes for flat in self.flats if flat.trainable)
         model.executor.attach(self)
 
     def before(self, instruction: Instruction) -> None:
-        self.most = max(self.most, self._now())
+        idle = self.model.reduced.idle_bytes
+        self.most = max(self.most, self._now() + idle)
+        self.idle = max(self.idle, idle)
+        if instruction.operation is Operation.BACKWARD:
+            self.in_backward = max(self.in_backward, self._now() + idle)
         if instruction.operation is Operation.UPDATE:
             self.updates.append(instruction.unit)
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self.between = max(self.between, self._now())
+        idle = self.model.reduced.idle_bytes + self.model.received.idle_bytes
+        self.between = max(self.between, self._now() + idle)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.late = trainer.strategy.session.late
@@ -116,6 +125,12 @@ def _early_and_late(plans: list[str]) -> None:
             assert late.between == late.most == late.whole
             assert early.between == 0
             has_rows = late.whole > 4  # all ranks hold the 0-d parameter
+            # the memory of one unit's gradients serves others, and the plan counts it
+            assert late.idle == 0 and (early.idle > 0) is has_rows
+            share = PLANS[plan].ranks[dist.get_rank()].state_fraction
+            if has_rows:
+                rows = 4 * 4 * 6  # cuts lie between rows: four parameters may have one more
+                assert early.in_backward <= share * early.counted + rows
             assert early.most <= late.most * (0.6 if has_rows else 1.0)
 
 
@@ -124,6 +139,57 @@ def _early_and_late(plans: list[str]) -> None:
 )
 def test_units_are_updated_in_the_backward_bit_by_bit_as_at_its_end_and_hold_no_gradients(plans):
     in_ranks(len(PLANS[plans[0]].ranks), _early_and_late, plans)
+
+
+class Experts(Partly):
+    """Its ranks use other layers, all of them at the end."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.blocks = nn.ModuleList(_Chosen(6) for _ in range(3))
+
+
+class _Chosen(nn.Module):
+    """One layer for each rank."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.experts[dist.get_rank() % 2](x))
+
+
+class Left(Held):
+    """Counts the bytes of gradients that stay to the end of a backward."""
+
+    left = 0
+
+    def before(self, instruction: Instruction) -> None:
+        super().before(instruction)
+        if instruction.operation is Operation.FREE and instruction.unit == 0:
+            flats = [flat for unit in self.model.units[2:] for flat in unit.flats]
+            faces = [face for flat in flats for face in flat._grad_faces if face is not None]
+            self.left = max(self.left, sum(local_part(face).nbytes for face in faces))
+
+
+def _of_experts() -> int:
+    found = []
+    for early in ("auto", False):
+        held = Left()
+        options = {"callbacks": [held], "limit_val_batches": 0}
+        runs = trainer("3:1", {"early_update": early, "unit_types": [_Chosen]}, **options)
+        runs.fit(Experts(), loader(), loader(8))
+        found.append(held)
+    early, late = found
+    assert early.updates[:3] == [3, 2, 1] and late.left > 0
+    assert_same_tensors(early.values, late.values, 0.0)
+    _assert_same_state(early.state, late.state)
+    return early.left
+
+
+def test_gradients_of_layers_that_only_other_ranks_use_do_not_stay():
+    assert in_ranks(2, _of_experts) == [0, 0]
 
 
 class Registers(Callback):

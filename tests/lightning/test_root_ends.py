@@ -47,8 +47,11 @@ class Language(LightningModule):
         (tokens,) = batch
         uses = self.where if self.global_step >= self.since else ""
         x = self.embed(tokens)
+        decay = None
         if uses == "embedding's values":
             x = x * (1 + self.embed.weight.square().mean())
+        if uses == "decay of the embedding":
+            decay = self.embed.weight.square().sum()
         if uses == "head ahead":
             x = x + self.head.weight.mean(0)
         for block in self.blocks:
@@ -59,6 +62,8 @@ class Language(LightningModule):
         if uses == "weight of the head":
             logits = logits + x @ self.head.weight.T
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        if decay is not None:
+            loss = loss + 0.1 * decay
         self.mean(loss.detach(), len(tokens))
         self.log("mean", self.mean, on_step=False, on_epoch=True)
         self.log("loss", loss, on_step=True, sync_dist=True)
@@ -94,6 +99,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head ahead": ({"where": "head ahead"}, {}),
     "weight of the head": ({"where": "weight of the head"}, {}),
     "embedding again, later": ({"where": "embedding again", "since": 2}, {}),
+    "embedding's values, later": ({"where": "embedding's values", "since": 2}, {}),
+    "embedding's values, later, clipped": (
+        {"where": "embedding's values", "since": 2},
+        {"gradient_clip_val": 0.1},
+    ),
+    "decay of the embedding, later": ({"where": "decay of the embedding", "since": 2}, {}),
     "head ahead, later": ({"where": "head ahead", "since": 2}, {}),
 }
 

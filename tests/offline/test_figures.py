@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lightning_cephalo.offline import figures
+from lightning_cephalo.offline.canvas import BLUE, add_legend, empty_figure
 from lightning_cephalo.offline.figures import (
     ComparisonRow,
     comparison_figure,
@@ -230,3 +231,15 @@ def test_bad_input_is_refused(tmp_path):
     with pytest.raises(PlanError, match="at least one row"):
         comparison_figure([], tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_legend_takes_the_rows_that_its_labels_need(tmp_path):
+    pytest.importorskip("matplotlib")
+    for count, rows in ((3, 1), (10, 2)):
+        figure, _ = empty_figure(tmp_path / "a.png", 12, 3)
+        add_legend(figure, [(f"traffic gathered from ranks {i}", BLUE) for i in range(count)])
+        (legend,) = figure.legends
+        box = legend.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+        heights = {text.get_window_extent().y0 for text in legend.get_texts()}
+        assert len(heights) >= rows
