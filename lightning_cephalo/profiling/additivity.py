@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.over_batch import was_asked
@@ -166,7 +167,7 @@ def compared(
 
         def watched(batch: Any) -> Any:
             with nullcontext() if kept is None else kept.watching():
-                return step(batch)
+                return step(own_copy(batch, with_arrays=True))
 
         losses = [loss_of(piece) for piece in (whole, *pieces)]
         found = _weighed(losses, tuple(size for _, size in parts)) if parts else None
@@ -219,7 +220,9 @@ def compared_manually(
             put_back()
             samples = piece[1]
             call = MicrobatchCall(
-                partial(step, piece[0]), lambda _: (torch.zeros(()), 0.0), samples=samples
+                lambda: step(own_copy(piece[0], with_arrays=True)),
+                lambda _: (torch.zeros(()), 0.0),
+                samples=samples,
             )
             if kept is not None:
                 kept.begin()
