@@ -909,6 +909,11 @@ class CephaloStrategy(ParallelStrategy):
         manual = self.session.manual
         if manual is not None:
             manual.check_is_running()
+            if not manual.calls_hooks:
+                self.precision_plugin.backward(
+                    closure_loss, self._module, optimizer, *args, **kwargs
+                )
+                return closure_loss.detach()
             # ends in loss.backward(), perhaps in a backward() of the user's
             if not manual.takes_turns:
                 return super().backward(closure_loss, optimizer, *args, **kwargs)

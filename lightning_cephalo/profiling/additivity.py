@@ -26,7 +26,7 @@ from lightning_cephalo.execution.over_batch import was_asked
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.execution.undone_step import UndoneStep
-from lightning_cephalo.profiling.isolation import forget_gradients, preserved_state
+from lightning_cephalo.profiling.isolation import forget_gradients, preserved_state, same_flags
 from lightning_cephalo.profiling.stored_values import StoredValues
 
 SAMPLES = 4
@@ -200,14 +200,17 @@ def compared_manually(
     parts: Sequence[tuple[Any, int]],
     in_half: bool = False,
     kept: StoredValues | None = None,
-) -> list[list[LossOfParts]]:
+) -> Sequence[Sequence[LossOfParts]]:
     """Return every rank's loss of a batch and of its two parts, of each backward; collective.
 
-    The arguments and errors are those of :func:`compared`; each rank has samples. Backwards run,
-    and update nothing.
+    The arguments and errors are those of :func:`compared`. Each rank has samples; one that cannot
+    cut them has them whole as its only part. Backwards run, call no hooks, and update nothing.
     """
     sizes = tuple(size for _, size in parts)
     with ExitStack() as stack:
+        if model.rounding is not None:
+            stack.enter_context(model.rounding.paused())
+        stack.enter_context(same_flags(model.module))
         stack.enter_context(_evaluating(model.module))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(context())
@@ -226,7 +229,7 @@ def compared_manually(
             )
             if kept is not None:
                 kept.begin()
-            with manual.measuring():
+            with manual.measuring(calls_hooks=False):
                 manual.run([call])
                 found = [float(loss) for loss in manual.losses if loss.numel() == 1]
             if kept is not None:
@@ -235,21 +238,23 @@ def compared_manually(
             return found
 
         whole = (batch, sum(sizes))
-        losses = [losses_of(piece) for piece in (whole, *parts)]
+        is_cut = len(parts) == 2
+        losses = [losses_of(piece) for piece in (whole, *(parts if is_cut else [whole, whole]))]
         # code that takes another way with fewer samples is not compared
         found = [
             _weighed(
                 [(loss, float(size)) for loss, size in zip(each, (0, *sizes), strict=True)], sizes
             )
             for each in zip(*losses, strict=False)
-            if len({len(own) for own in losses}) == 1
+            if is_cut and len({len(own) for own in losses}) == 1
         ]
-        rows: list[list[LossOfParts]] = model.control.gather(found)
+        # as tuples: an empty list would count as one of numbers, which travels in another way
+        rows: list[Sequence[LossOfParts]] = model.control.gather(tuple(found))
         if any(each.differs(in_half) for row in rows for each in row):
             again = losses_of(whole)
             if len(again) == len(found):
                 found = [replace(e, again=a) for e, a in zip(found, again, strict=True)]
-            rows = model.control.gather(found)
+            rows = model.control.gather(tuple(found))
         if kept is not None and kept.need_another_run(model.control, in_half):
             losses_of(whole)
     if kept is not None:
