@@ -239,6 +239,9 @@ def compared_manually(
 
         whole = (batch, sum(sizes))
         is_cut = len(parts) == 2
+        are_halves = model.control.all(is_cut and sizes[0] == sizes[-1])
+        if kept is not None:
+            kept.compares_numbers = are_halves
         losses = [losses_of(piece) for piece in (whole, *(parts if is_cut else [whole, whole]))]
         # code that takes another way with fewer samples is not compared
         found = [
