@@ -6,8 +6,9 @@ call the packages below.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -52,6 +53,7 @@ from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.adapters.user_gathers import require_equal_shapes
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data import global_batch_size
+from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.cutting import (
     detached,
     evaluation_samples,
@@ -839,7 +841,8 @@ class CephaloStrategy(ParallelStrategy):
             pulled = Pulled.from_iterator(batch)
             batch, step = pulled.batch, pulled.step_of(step)
         session.memory.before_forward(batch)
-        run = partial(self._forward, step, batch, rest, kwargs)
+        attempts = _attempts(batch) if self._running.may_repeat else itertools.repeat(batch)
+        run = partial(self._forward, step, attempts, rest, kwargs)
         counts, log, outcome = self._running.forward(run)
         self._notes.learn(outcome.notes)
         session.memory.after_forward()
@@ -864,7 +867,7 @@ class CephaloStrategy(ParallelStrategy):
     def _forward(
         self,
         step: Callable[..., Any],
-        batch: Any,
+        batches: Iterator[Any],
         rest: tuple[Any, ...],
         kwargs: dict[str, Any],
         is_seen: bool,
@@ -873,12 +876,12 @@ class CephaloStrategy(ParallelStrategy):
 
         Args:
             step: The user's ``training_step``.
-            batch: This rank's batch.
+            batches: Yields this rank's batch for each attempt at the step.
             rest: Other arguments of ``training_step``.
             kwargs: The same by name.
             is_seen: Whether its logs count. Else only a backward goes on from it.
         """
-        session = self.session
+        session, batch = self.session, next(batches)
         pieces, failure = session.cut(batch)
         counts = [count for _, count in pieces]
         self._running.compare_losses(batch, pieces, lambda piece: step(piece, *rest, **kwargs))
@@ -906,6 +909,11 @@ class CephaloStrategy(ParallelStrategy):
         manual = self.session.manual
         if manual is not None:
             manual.check_is_running()
+            if not manual.calls_hooks:
+                self.precision_plugin.backward(
+                    closure_loss, self._module, optimizer, *args, **kwargs
+                )
+                return closure_loss.detach()
             # ends in loss.backward(), perhaps in a backward() of the user's
             if not manual.takes_turns:
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -1352,6 +1360,14 @@ class CephaloStrategy(ParallelStrategy):
             session.close_after_failure()
         else:  # ranks at different places cannot communicate
             session.abandon()
+
+
+def _attempts(batch: Any) -> Iterator[Any]:
+    """Yield a batch, and then copies of what its containers have held before the step."""
+    before = own_copy(batch, with_arrays=False)
+    yield batch
+    while True:
+        yield own_copy(before, with_arrays=False)
 
 
 def _call(

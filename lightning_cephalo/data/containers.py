@@ -80,9 +80,37 @@ def rebuild(node: Any, children: list[Any]) -> Any:
     return clone
 
 
+def own_copy(node: Any, *, with_arrays: bool) -> Any:
+    """Returns a batch whose changes leave ``node`` as it is.
+
+    Its containers are new. Objects of unknown type that hold arrays are copied where they can be.
+
+    Args:
+        with_arrays: Whether arrays are copied too; else both share them.
+    """
+    if isinstance(node, torch.Tensor):
+        if not with_arrays:
+            return node
+        return node.detach().clone().requires_grad_(node.requires_grad)
+    if isinstance(node, np.ndarray):
+        return node.copy() if with_arrays else node
+    children = children_of(node)
+    if children is not None:
+        return rebuild(node, [own_copy(child, with_arrays=with_arrays) for _, child in children])
+    if not hides_arrays(node):
+        return node
+    try:
+        return copy.deepcopy(node) if with_arrays else copy.copy(node)
+    except Exception:  # an object of the user's that cannot be copied
+        return node
+
+
 def cut(node: Any, start: int, stop: int) -> Any:
     """Returns rows ``start`` to ``stop`` of a leaf: a view of an array, else the leaf's type."""
     rows = node[start:stop]
+    if type(rows) is torch.Tensor and not rows.requires_grad:
+        # a view of its own version: autograd would take a write to one part for one to all
+        return rows.data
     if isinstance(node, list):
         return _like_list(node, rows)
     if is_plain_sequence(node) and type(rows) is not type(node):

@@ -89,6 +89,7 @@ class ManualSteps:
 
     Attributes:
         is_measured: Whether steps are measured: optimizers update nothing then.
+        calls_hooks: Whether backwards call hooks.
         turning_s: Seconds between turns of steps that are measured.
         losses: What this rank's backwards of a measured step began from.
         turns: Lets the code of several microbatches have effect once.
@@ -102,6 +103,7 @@ class ManualSteps:
         self.turns = Turns(executor.units, StepValues(self._root.module, executor.state))
         self._outcomes: dict[int, Any] = {}
         self.is_measured = False
+        self.calls_hooks = True
         self.turning_s = 0.0
         self.losses: list[Tensor] = []
         self.written = WrittenRows(executor.units, executor.accelerator)
@@ -208,16 +210,21 @@ class ManualSteps:
         return self._finish(step, note)
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Run steps that are measured in a ``with`` block."""
+    def measuring(self, *, calls_hooks: bool = True) -> Iterator[None]:
+        """Run steps that are measured in a ``with`` block.
+
+        Args:
+            calls_hooks: Whether backwards call hooks, as those of a training do.
+        """
         self.is_measured, self.losses = True, []
+        self.calls_hooks = calls_hooks
         try:
             with warnings.catch_warnings():
                 # no optimizer steps here, which schedules that step complain of
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 yield
         finally:
-            self.is_measured = False
+            self.is_measured, self.calls_hooks = False, True
             self.written.put_back()
 
     @staticmethod

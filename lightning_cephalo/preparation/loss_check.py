@@ -42,12 +42,6 @@ if TYPE_CHECKING:
 _UNKNOWN = "The loss of a batch was not compared with that of its parts"
 _APART = f"{_UNKNOWN}: collate_per_microbatch=True never collates a batch as a whole."
 
-_MANUAL = (
-    "The losses of manual backwards are not compared with those of parts under a given plan. One"
-    " that is no mean over samples differs from one device. Without plan=, they are compared before"
-    " training."
-)
-
 Parted = tuple[Any, list[tuple[Any, int]]]
 """A batch, and its parts with their numbers of samples."""
 
@@ -100,7 +94,7 @@ class LossCheck:
         """Warn if a microbatch's loss is not the weighted mean of its halves'; collective.
 
         Runs once, and later does nothing. Smaller microbatches than the halves need are joined.
-        With manual optimization a line says that nothing is compared.
+        With manual optimization every rank runs the code, and each backward's loss is compared.
 
         Args:
             batch: This rank's batch.
@@ -114,11 +108,20 @@ class LossCheck:
         if self._job.options.collate_per_microbatch:
             progress.warn(_APART)
             return
-        if self._manual is not None:
-            progress.warn(_MANUAL)
-            return
-        halves = partial(self._halves, batch, pieces)
-        _compare(self._job, self._model, self._trainer, step, halves, self._gathers)
+        if self._manual is None:
+            halves = partial(self._halves, batch, pieces)
+            _compare(self._job, self._model, self._trainer, step, halves, self._gathers)
+        elif self._model.control.all(bool(pieces)):  # else the step itself fails on every rank
+            parted = partial(self._halves_or_whole, batch, pieces)
+            _compare(self._job, self._model, self._trainer, step, parted, manual=self._manual)
+
+    def _halves_or_whole(self, batch: Any, pieces: Sequence[tuple[Any, int]]) -> Parted:
+        halves = self._halves(batch, pieces)
+        if halves is not None:
+            return halves
+        whole, samples = pieces[0]
+        expect_samples(self._trainer, samples)
+        return whole, [(whole, samples)]
 
     def _halves(self, batch: Any, pieces: Sequence[tuple[Any, int]]) -> Parted | None:
         whole, samples = max(pieces, key=lambda piece: piece[1], default=(None, 0))
@@ -172,7 +175,9 @@ def check_measured(
         batch = moved_to_device(trainer, module, batch)
         return batch, _in_two(job, batch, model.control.world_size)
 
-    _compare(job, model, trainer, partial(step_on, module), halves, manual=manual)
+    _compare(
+        job, model, trainer, partial(step_on, module), halves, manual=manual, in_training=False
+    )
 
 
 def _in_two(job: Job, batch: Any, world_size: int) -> list[tuple[Any, int]]:
@@ -251,6 +256,7 @@ def _compare(
     parted: Callable[[], Parted | None],
     gathers: UserGathers | None = None,
     manual: ManualSteps | None = None,
+    in_training: bool = True,
 ) -> None:
     control = model.control
     is_first = control.rank == 0
@@ -263,7 +269,7 @@ def _compare(
     with ExitStack() as undo:
         try:
             # one rank alone may lack the memory for copies
-            isolate = isolated(trainer, model.module, model.accelerator, keeps_gradients=True)
+            isolate = isolated(trainer, model.module, model.accelerator, in_training=in_training)
             control.together("copying what modules hold", partial(undo.enter_context, isolate))
             with refused:
                 own = control.together("cutting a batch", parted)
@@ -284,8 +290,9 @@ def _compare(
     if any(control.gather(kept.takes_gradients)) and is_first:
         warn_of_own_gradient()
     if failure:
+        how = "steps without gradients" if manual is None else "steps without updates"
         Progress(job.options.verbose and is_first).warn(
-            f"{_UNKNOWN} (steps without gradients, in evaluation mode). {failure}"
+            f"{_UNKNOWN} ({how}, in evaluation mode). {failure}"
         )
         return
     if is_first and manual is None:

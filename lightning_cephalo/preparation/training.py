@@ -182,6 +182,11 @@ class Training:
         return self._rounding.share
 
     @property
+    def may_repeat(self) -> bool:
+        """Whether a step may run again."""
+        return self.repeated is not None
+
+    @property
     def step_was_repeated(self) -> bool:
         """Whether the running step is a repeated one, so that its time says nothing."""
         return self.repeated is not None and self.repeated.was_repeated

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.over_batch import was_asked
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.execution.undone_step import UndoneStep
-from lightning_cephalo.profiling.isolation import forget_gradients, preserved_state
+from lightning_cephalo.profiling.isolation import forget_gradients, preserved_state, same_flags
 from lightning_cephalo.profiling.stored_values import StoredValues
 
 SAMPLES = 4
@@ -166,7 +167,7 @@ def compared(
 
         def watched(batch: Any) -> Any:
             with nullcontext() if kept is None else kept.watching():
-                return step(batch)
+                return step(own_copy(batch, with_arrays=True))
 
         losses = [loss_of(piece) for piece in (whole, *pieces)]
         found = _weighed(losses, tuple(size for _, size in parts)) if parts else None
@@ -199,14 +200,17 @@ def compared_manually(
     parts: Sequence[tuple[Any, int]],
     in_half: bool = False,
     kept: StoredValues | None = None,
-) -> list[list[LossOfParts]]:
+) -> Sequence[Sequence[LossOfParts]]:
     """Return every rank's loss of a batch and of its two parts, of each backward; collective.
 
-    The arguments and errors are those of :func:`compared`; each rank has samples. Backwards run,
-    and update nothing.
+    The arguments and errors are those of :func:`compared`. Each rank has samples; one that cannot
+    cut them has them whole as its only part. Backwards run, call no hooks, and update nothing.
     """
     sizes = tuple(size for _, size in parts)
     with ExitStack() as stack:
+        if model.rounding is not None:
+            stack.enter_context(model.rounding.paused())
+        stack.enter_context(same_flags(model.module))
         stack.enter_context(_evaluating(model.module))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(context())
@@ -219,11 +223,13 @@ def compared_manually(
             put_back()
             samples = piece[1]
             call = MicrobatchCall(
-                partial(step, piece[0]), lambda _: (torch.zeros(()), 0.0), samples=samples
+                lambda: step(own_copy(piece[0], with_arrays=True)),
+                lambda _: (torch.zeros(()), 0.0),
+                samples=samples,
             )
             if kept is not None:
                 kept.begin()
-            with manual.measuring():
+            with manual.measuring(calls_hooks=False):
                 manual.run([call])
                 found = [float(loss) for loss in manual.losses if loss.numel() == 1]
             if kept is not None:
@@ -232,21 +238,26 @@ def compared_manually(
             return found
 
         whole = (batch, sum(sizes))
-        losses = [losses_of(piece) for piece in (whole, *parts)]
+        is_cut = len(parts) == 2
+        are_halves = model.control.all(is_cut and sizes[0] == sizes[-1])
+        if kept is not None:
+            kept.compares_numbers = are_halves
+        losses = [losses_of(piece) for piece in (whole, *(parts if is_cut else [whole, whole]))]
         # code that takes another way with fewer samples is not compared
         found = [
             _weighed(
                 [(loss, float(size)) for loss, size in zip(each, (0, *sizes), strict=True)], sizes
             )
             for each in zip(*losses, strict=False)
-            if len({len(own) for own in losses}) == 1
+            if is_cut and len({len(own) for own in losses}) == 1
         ]
-        rows: list[list[LossOfParts]] = model.control.gather(found)
+        # as tuples: an empty list would count as one of numbers, which travels in another way
+        rows: list[Sequence[LossOfParts]] = model.control.gather(tuple(found))
         if any(each.differs(in_half) for row in rows for each in row):
             again = losses_of(whole)
             if len(again) == len(found):
                 found = [replace(e, again=a) for e, a in zip(found, again, strict=True)]
-            rows = model.control.gather(found)
+            rows = model.control.gather(tuple(found))
         if kept is not None and kept.need_another_run(model.control, in_half):
             losses_of(whole)
     if kept is not None:

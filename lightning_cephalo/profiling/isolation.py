@@ -4,7 +4,8 @@
 Every attribute of every submodule is put back, buffers included. Numbers, strings and other values
 are put back by reference; tensors and numpy arrays by content; lists, dicts, sets, deques,
 dataclass instances and plain objects of the user's own classes by their items, into the same
-objects; random generators by state. Other objects are left alone (a module may hold the trainer,
+objects; random generators by state; optimizers and schedules that modules hold by their attributes.
+Other objects are left alone (a module may hold the trainer,
 and through it everything): changes inside of them stay. torchmetrics are modules, so their states
 are put back like those of any other module. Parameters need nothing: no optimizer runs, gradients
 are dropped, and manual steps put back what their code has written (``execution/written_rows.py``).
@@ -20,12 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.core.optimizer import (
+    _init_optimizers_and_lr_schedulers,
+    do_nothing_closure,
+)
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.data.randomness import (
@@ -36,6 +43,7 @@ from lightning_cephalo.data.randomness import (
 )
 from lightning_cephalo.execution.replay import RandomState
 from lightning_cephalo.execution.shared_containers import is_container
+from lightning_cephalo.sharding.placement import local_part
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -55,7 +63,7 @@ def isolated(
     module: nn.Module,
     accelerator: Accelerator,
     *,
-    keeps_gradients: bool = False,
+    in_training: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """Undo what a step inside does to state, randomness, logs and gradients.
 
@@ -66,23 +74,55 @@ def isolated(
             throwaway ones inside.
         module: The user's LightningModule.
         accelerator: This rank's device.
-        keeps_gradients: Leave gradients alone, as those of hooks before the first step; the step
-            runs no backward.
+        in_training: Whether training has begun. Gradients of before come back, and a step that
+            optimizes manually finds the training's own optimizers, which update nothing.
     """
     with ExitStack() as stack:
         stack.enter_context(preserved_randomness())
         stack.callback(RandomState(accelerator).restore)
         put_back = stack.enter_context(preserved_state(module, accelerator))
-        stack.enter_context(_muted(trainer, module, accelerator))
-        if not keeps_gradients:
+        stack.enter_context(_muted(trainer, module, accelerator, in_training=in_training))
+        if in_training:
+            stack.enter_context(_gradients_set_aside(module))
+        else:
             stack.callback(forget_gradients, module)
         yield put_back
+
+
+@contextmanager
+def _gradients_set_aside(module: nn.Module) -> Iterator[None]:
+    """Begin a ``with`` block without gradients, and put back those of before."""
+    kept = [
+        (each, gradient, local_part(gradient).clone())
+        for each in module.parameters()
+        if (gradient := each.grad) is not None
+    ]
+    forget_gradients(module)
+    try:
+        yield
+    finally:
+        forget_gradients(module)
+        for parameter, gradient, values in kept:
+            local_part(gradient).copy_(values)
+            parameter.grad = gradient
 
 
 def forget_gradients(module: nn.Module) -> None:
     """Set the gradients of all parameters to None."""
     for parameter in module.parameters():
         parameter.grad = None
+
+
+@contextmanager
+def same_flags(module: nn.Module) -> Iterator[None]:
+    """Put back ``requires_grad``, which a step that is refused between toggles leaves."""
+    flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, flag in flags:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
 
 
 @contextmanager
@@ -129,6 +169,8 @@ class _Snapshot:
         elif isinstance(value, GENERATOR_TYPES):
             states = read_states([value])
             self._restores.append(lambda: write_states([value], states))
+        elif isinstance(value, (Optimizer, LRScheduler)):
+            self._attributes(value)
         elif isinstance(value, dict):
             self._mapping(value)
         elif isinstance(value, (list, deque)):
@@ -237,7 +279,9 @@ def _refill_set(value: set[Any], saved: set[Any]) -> None:
 
 
 @contextmanager
-def _muted(trainer: Trainer, module: Any, accelerator: Accelerator) -> Iterator[None]:
+def _muted(
+    trainer: Trainer, module: Any, accelerator: Accelerator, *, in_training: bool
+) -> Iterator[None]:
     """Redirect everything that the step logs or asks of the trainer to throwaway objects."""
     loop = trainer.fit_loop.epoch_loop
     connector = _Snapshot(accelerator)
@@ -247,8 +291,9 @@ def _muted(trainer: Trainer, module: Any, accelerator: Accelerator) -> Iterator[
     loop._results = _ResultCollection(training=True)
     trainer.loggers = [DummyLogger() for _ in loggers]
     module._current_fx_name = "training_step"
+    are_own = in_training and not module.automatic_optimization
     try:
-        with _stand_in_optimizer(trainer, module):
+        with _idle(trainer, accelerator) if are_own else _stand_in_optimizer(trainer, module):
             yield
     finally:
         loop._results, trainer.loggers, trainer.should_stop = results, loggers, stopping
@@ -266,6 +311,7 @@ def _stand_in_optimizer(trainer: Trainer, module: Any) -> Iterator[None]:
     """
     strategy: Any = trainer.strategy
     before = strategy.optimizers, strategy.lr_scheduler_configs
+    handles: list[RemovableHandle] = []
     if module.automatic_optimization:
         stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
         strategy.optimizers = [stand_in]
@@ -276,35 +322,80 @@ def _stand_in_optimizer(trainer: Trainer, module: Any) -> Iterator[None]:
         with _no_loaders_left(trainer):
             made = _init_optimizers_and_lr_schedulers(module)
         strategy.optimizers, strategy.lr_scheduler_configs = made
-        for optimizer in strategy.optimizers:
-            _update_nothing(optimizer)
+        # one that the module has made before is no stand-in, and must update later
+        handles = [handle for each in strategy.optimizers for handle in _update_nothing(each)]
     try:
         yield
     finally:
+        for handle in handles:
+            handle.remove()
         strategy.optimizers, strategy.lr_scheduler_configs = before
 
 
-def _update_nothing(optimizer: torch.optim.Optimizer) -> None:
+@contextmanager
+def _idle(trainer: Trainer, accelerator: Accelerator) -> Iterator[None]:
+    """Let the training's own optimizers and schedules change nothing in a ``with`` block.
+
+    Private API: the functions by which Lightning counts steps of optimizers.
+    """
+    strategy: Any = trainer.strategy
+    kept = _Snapshot(accelerator)
+    schedules = [config.scheduler for config in strategy.lr_scheduler_configs]
+    for each in (*strategy.optimizers, *schedules):
+        kept.take(each)
+    counts = [(e, e._on_before_step, e._on_after_step) for e in strategy._lightning_optimizers]
+    for each, _, _ in counts:
+        each._on_before_step = each._on_after_step = do_nothing_closure
+    handles = [handle for each in strategy.optimizers for handle in _update_nothing(each)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for each, before_step, after_step in counts:
+            each._on_before_step, each._on_after_step = before_step, after_step
+        kept.restore()
+
+
+def _update_nothing(optimizer: Optimizer) -> list[RemovableHandle]:
     """Hide all gradients from an optimizer's own ``step()``, which no hook of Lightning sees.
 
     It would hold state otherwise, and take time: both are measured elsewhere.
+
+    Returns:
+        What ends it.
     """
-    hidden: list[tuple[Tensor, Tensor | None]] = []
+    hidden: dict[Tensor, Tensor] = {}
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def hide() -> None:
         for group in optimizer.param_groups:
-            hidden.extend((each, each.grad) for each in group["params"])
-        for parameter, _ in hidden:
-            parameter.grad = None
+            for each in group["params"]:
+                if each.grad is not None:
+                    hidden[each], each.grad = each.grad, None
 
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter, gradient in hidden:
-            if parameter.grad is None:  # a closure may have made others
-                parameter.grad = gradient
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        hide()
+        own, *rest = args
+        if rest and callable(rest[0]):
+            return (own, hiding(rest[0]), *rest[1:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": hiding(kwargs["closure"])}
+        return None
+
+    def hiding(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def without_gradients() -> Any:
+            outcome = closure()
+            hide()
+            return outcome
+
+        return without_gradients
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in hidden.items():
+            parameter.grad = gradient
         hidden.clear()
 
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
 @contextmanager

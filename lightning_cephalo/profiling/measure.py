@@ -10,10 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
 from lightning_cephalo.data import BatchLayout, sample_batches
+from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
@@ -487,6 +489,9 @@ def _kept_curves(
 class _Batches:
     """Batches of the loader's first samples on the device; caches the last one.
 
+    Steps may change what they get: pop labels, or scale a tensor in place. So each gets containers
+    of its own, and tensors of its own once one has changed them.
+
     Args:
         loader: A DataLoader or :class:`~lightning_cephalo.preparation.prepare.Loaders`.
         layouts: How ready batches of each loader are cut.
@@ -500,17 +505,28 @@ class _Batches:
         self._layouts = layouts
         self._move = move
         self._held: tuple[int, Any] = (0, None)
+        self._versions: list[int] = []
+        self._are_written = False
 
     def __call__(self, size: int) -> Any:
-        if self._held[0] != size:
+        is_written = _versions_of(self._held[1]) != self._versions
+        self._are_written = self._are_written or is_written
+        if self._held[0] != size or is_written:
             self._held = (0, None)  # frees the last batch before the next one is moved
             self._held = (size, self._move(read_batch(self._loader, size, self._layouts)))
-        return self._held[1]
+            self._versions = _versions_of(self._held[1])
+        return own_copy(self._held[1], with_arrays=self._are_written)
 
     @property
     def held(self) -> Any:
         """The last batch that was requested."""
         return self._held[1]
+
+
+def _versions_of(batch: Any) -> list[int]:
+    """Return how often the tensors of a batch have been written."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return [leaf._version for leaf in leaves if not leaf.is_inference()]
 
 
 def read_batch(loader: Any, size: int, layouts: Sequence[BatchLayout] = ()) -> Any:

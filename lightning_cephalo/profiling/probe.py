@@ -283,11 +283,12 @@ class Prober:
             return [], None
         weight_of: Any = partial(_finite_loss_and_weight, samples=size)
         try:
-            batch = self._batch_of(size)
+            batches = [self._batch_of(size) for _ in range(count)]
         except Exception as failure:
             return [], failure
-        call = MicrobatchCall(partial(self._step, batch), weight_of, samples=size)
-        return [call] * count, None
+        return [
+            MicrobatchCall(partial(self._step, batch), weight_of, samples=size) for batch in batches
+        ], None
 
 
 class _PhaseClock(Observer):

@@ -9,13 +9,12 @@ with batches of other indices: steps often do something at every so many of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from torch import nn
-
 from lightning_cephalo.common.texts import printable
+from lightning_cephalo.profiling.isolation import same_flags
 from lightning_cephalo.profiling.memory_model import RetainedBytes
 from lightning_cephalo.profiling.probe import Prober
 from lightning_cephalo.profiling.sweep import Measured, Sweep, measure_retained
@@ -74,7 +73,7 @@ def try_several(
     refused = control.together("looking at optimizers and hooks", lambda: _refusal_of(in_turns))
     if refused:
         return SeveralMicrobatches(_shortened(refused))
-    with in_turns(), _same_flags(prober.model.module):
+    with in_turns(), same_flags(prober.model.module):
         is_equal, refused = control.world_size == 1, ""
         for is_equal in (True,) if control.world_size == 1 else (False, True):
             more = 1 if control.rank == 0 and not is_equal else 0
@@ -95,18 +94,6 @@ def try_several(
     # a later phase of the step runs whole forwards again, when gradients have been reduced
     retained = replace(retained, reducing_sample_bytes=retained.sample_bytes)
     return SeveralMicrobatches("", is_equal, turn_s, copied, retained)
-
-
-@contextmanager
-def _same_flags(module: nn.Module) -> Iterator[None]:
-    """Put back ``requires_grad``, which a step that is refused between toggles leaves."""
-    flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    try:
-        yield
-    finally:
-        for parameter, flag in flags:
-            if parameter.requires_grad != flag:
-                parameter.requires_grad_(flag)
 
 
 def _refusal_of(in_turns: Callable[[], AbstractContextManager[None]]) -> str:

@@ -63,6 +63,8 @@ class StoredValues:
     Attributes:
         rows: What each rank has found.
         takes_gradients: Whether the step computes gradients of parameters itself.
+        compares_numbers: Whether parts of all ranks have the same share of their batches. Numbers
+            are means over the samples of all ranks, which else shows nothing.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[dict[str, Any]]) -> None:
@@ -76,6 +78,7 @@ class StoredValues:
         self._drawn: dict[str, str] = {}
         self.rows: Sequence[Kept] = ()
         self.takes_gradients = False
+        self.compares_numbers = True
 
     def begin(self) -> None:
         """Note what the step finds."""
@@ -111,7 +114,7 @@ class StoredValues:
             in_half: Whether the model computes in half precision.
         """
         drawn = tuple(sorted(self._drawn.items()))
-        if len(self._values) < 3:
+        if len(self._values) < 3 or not self.compares_numbers:
             return Kept((), drawn)
         (whole, *parts), again = self._values[:3], self._values[3:]
         found = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -56,6 +59,15 @@ class Rounding:
     def stop(self) -> None:
         """Measure no longer."""
         self._changed, self._whole, self.is_measured = [], [], False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Measure nothing in a ``with`` block."""
+        before, self.is_measured = self.is_measured, False
+        try:
+            yield
+        finally:
+            self.is_measured = before
 
     def squares(self) -> tuple[float, float]:
         """Return the squared norms of what rounding took so far, and of the sums.

@@ -76,6 +76,21 @@ class LeavesTraces(Wide):
         return loss_g
 
 
+class MadeBefore(Wide):
+    """Makes its optimizers in ``__init__``, and schedules for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = [
+            torch.optim.AdamW(self.generator.parameters(), lr=1e-2),
+            torch.optim.SGD(self.discriminator.parameters(), lr=1e-2, momentum=0.9),
+        ]
+
+    def configure_optimizers(self) -> Any:
+        schedules = [torch.optim.lr_scheduler.LinearLR(each, 0.5, 1.0, 3) for each in self.made]
+        return self.made, schedules
+
+
 def fit(kind: type[Any], devices: int, **options: Any) -> Any:
     model = kind()
     strategy: Any = "auto"
@@ -97,6 +112,7 @@ def measured() -> dict[str, Any]:
     found = {
         "alone": fit(Wide, 2, single_microbatch=False),
         "traces": fit(LeavesTraces, 2, single_microbatch=False),
+        "made before": fit(MadeBefore, 2),
     }
     peaks = found["alone"][6]
     caps = {rank: int(0.85 * peak) for rank, peak in enumerate(peaks)}
@@ -109,9 +125,12 @@ def ranks() -> list[dict[str, Any]]:
     return in_ranks(2, measured)
 
 
-@pytest.mark.parametrize("case", ["alone", "traces", "capped"])
+KINDS = {"alone": Wide, "traces": LeavesTraces, "capped": Wide, "made before": MadeBefore}
+
+
+@pytest.mark.parametrize("case", KINDS)
 def test_measured_plans_train_as_on_one_device(case):
-    kind = LeavesTraces if case == "traces" else Wide
+    kind = KINDS[case]
     wanted_losses, wanted, steps, seen = fit(kind, 1)
     for of_rank in ranks():
         losses, values, own_steps, own_seen, *_ = of_rank[case]

@@ -134,6 +134,14 @@ class Counts(Hungry):
         self.zeroed.append(self.trainer.global_step)
 
 
+class TakesLabels(Counts):
+    """Takes the labels out of the batch that it gets."""
+
+    def training_step(self, batch, batch_idx):
+        y = batch.pop()
+        return super().training_step([*batch, y], batch_idx)
+
+
 class BeginsToReplan(Callback):
     """Lets a training by a given plan change it where memory is short."""
 
@@ -216,7 +224,14 @@ def _all(plan: Plan | None):
         ranks = [replace(r, resident_fraction=0.0, host_update_fraction=1.0) for r in plan.ranks]
         plan = replace(plan, ranks=tuple(ranks))
     make, options = SENDS
-    return found | {"behind gradients that have left": _result(make, plan, **options)}
+    found["behind gradients that have left"] = _result(make, plan, **options)
+    if plan is not None:  # a batch that is not cut is the user's own object
+        ranks = [replace(r, microbatch_sizes=(sum(r.microbatch_sizes),)) for r in PLAN.ranks]
+        plan = replace(PLAN, ranks=tuple(ranks))
+    found["a batch that loses its labels"] = _result(
+        lambda: TakesLabels((2, "forward"), (4, "backward")), plan
+    )
+    return found
 
 
 def test_a_repeated_step_is_that_of_one_device():
