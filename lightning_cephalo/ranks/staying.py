@@ -41,7 +41,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_cephalo.accelerator.torch_device import used_device
-from lightning_cephalo.common.errors import RecoveryError
+from lightning_cephalo.common.errors import RecoveryError, RemoteRankError
 from lightning_cephalo.ranks.connection import flush_files, open_files
 from lightning_cephalo.ranks.crash_report import is_lost_connection
 from lightning_cephalo.ranks.rounds import STAYED, STORE, Rounds
@@ -104,7 +104,7 @@ class StayingLauncher(_Launcher):
         try:
             result = function(*args, **kwargs)
         except Exception as error:
-            if is_lost_connection(error):
+            if _is_of_a_loss(error):
                 self._leave(trainer, error)
             raise
         gc.unfreeze()
@@ -212,6 +212,14 @@ def obstacle() -> str | None:
             " (OMP_NUM_THREADS=1 and TOKENIZERS_PARALLELISM=false end some)"
         )
     return None
+
+
+def _is_of_a_loss(error: Exception) -> bool:
+    """Return whether a fork ends as it has lost another rank, connected or not yet."""
+    return is_lost_connection(error) or (
+        # while ranks connect, the loss has been found out: a group is there behind that only
+        isinstance(error, RemoteRankError) and not dist.is_initialized()
+    )
 
 
 def _rounds() -> Rounds:

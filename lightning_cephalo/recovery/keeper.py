@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.generators import read_generators
@@ -41,6 +40,7 @@ from lightning_cephalo.recovery.pieces import taken_apart
 from lightning_cephalo.recovery.placing import Needed, on_hosts
 from lightning_cephalo.recovery.snapshot import Facts, Kind, Snapshot
 from lightning_cephalo.recovery.store import Piece, Slot, Store
+from lightning_cephalo.recovery.trees import tensors_of
 from lightning_cephalo.recovery.uploading import Uploading
 from lightning_cephalo.sharding.placement import local_part
 
@@ -415,14 +415,14 @@ class Keeper:
         updated = None
         if overlaps:
             states = snapshot.checkpoint.get("optimizer_states", [])
-            updated = {id(leaf) for leaf in pytree.tree_leaves(states) if isinstance(leaf, Tensor)}
+            updated = set(map(id, tensors_of(states)))
         return taken_apart(snapshot, self._control.rank, updated)
 
     def _snapshot(self, kind: Kind) -> Snapshot:
         trainer = self._trainer
         states = [optimizer.state for optimizer in trainer.optimizers]
-        tensors = [t for t in pytree.tree_leaves([dict(s) for s in states]) if _is_counted(t)]
-        held = Probe([local_part(tensor) for tensor in tensors])
+        parts = map(local_part, tensors_of([dict(state) for state in states]))
+        held = Probe([part for part in parts if not part.is_inference()])
         self.is_dumping = True
         try:
             # Private: the public method also writes a file.
@@ -470,8 +470,3 @@ class Keeper:
                     " Memory), or keep steps on a local disk: recover=Recovery(folder=...)."
                 )
         self._copying.place(SLOTS * grown, together[own])
-
-
-def _is_counted(value: Any) -> bool:
-    """Return whether a value is a tensor that counts its writes."""
-    return isinstance(value, Tensor) and not local_part(value).is_inference()

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.recovery.store import places
-from lightning_cephalo.sharding.placement import local_part, rows_of
+from lightning_cephalo.recovery.trees import with_tensors
+from lightning_cephalo.sharding.placement import Rows, local_part, rows_of
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def taken_apart(
     found: dict[int, int] = {}
     tensors: list[Tensor] = []
     wholes: list[tuple[tuple[int, ...] | None, tuple[int, int]]] = []
+    ranks = _RanksOfMeshes(rank)
 
     def place(leaf: Tensor) -> Any:
         if leaf.layout != torch.strided or (leaf.is_meta or leaf.is_quantized):
@@ -76,7 +78,7 @@ def taken_apart(
         if id(leaf) not in found:  # tied weights are kept once
             found[id(leaf)] = len(tensors)
             rows = rows_of(leaf)
-            own = (None, (0, 0)) if rows is None else (tuple(leaf.shape), _own_rows(leaf, rank))
+            own = (None, (0, 0)) if rows is None else (tuple(leaf.shape), ranks.rows(leaf, rows))
             wholes.append(own)
             local = local_part(leaf)
             lasts = updated is None or rows is not None or id(leaf) in updated
@@ -85,7 +87,7 @@ def taken_apart(
             tensors.append(local if lasts else local.detach().clone())
         return _Place(found[id(leaf)])
 
-    kept = pytree.tree_map_only(Tensor, place, tree)
+    kept = with_tensors(tree, place)
     starts, _ = places(tensors)
     parts = tuple(
         _Part(start, tuple(tensor.shape), tensor.dtype, *whole)
@@ -94,12 +96,26 @@ def taken_apart(
     return pickle.dumps((kept, parts), protocol=pickle.HIGHEST_PROTOCOL), tensors
 
 
-def _own_rows(leaf: Tensor, rank: int) -> tuple[int, int]:
-    """Return the rows of a rank; of one of several groups that hold all rows, its own only."""
-    rows, mesh = rows_of(leaf), cast(DTensor, leaf).device_mesh
-    assert rows is not None
-    is_grouped = dist.is_initialized() and mesh.size() < dist.get_world_size()
-    return rows.rows[mesh.get_local_rank() if is_grouped else rank]
+class _RanksOfMeshes:
+    """Knows this rank's number among those that hold the rows of a tensor.
+
+    Args:
+        rank: This rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._known: dict[int, int] = {}  # few meshes, and many tensors
+
+    def rows(self, leaf: Tensor, rows: Rows) -> tuple[int, int]:
+        """Return this rank's rows; of one of several groups that hold all rows, its own only."""
+        mesh = cast(DTensor, leaf).device_mesh
+        number = self._known.get(id(mesh))
+        if number is None:
+            is_grouped = dist.is_initialized() and mesh.size() < dist.get_world_size()
+            number = mesh.get_local_rank() if is_grouped else self._rank
+            self._known[id(mesh)] = number
+        return rows.rows[number]
 
 
 @dataclass(frozen=True)

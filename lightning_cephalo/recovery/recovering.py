@@ -531,9 +531,10 @@ def rows_of_model(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
     def shown(value: Any) -> Any:
         if id(value) not in found:  # tied weights stay one
-            local = local_part(value.detach())
-            own = local.clone() if is_copied else local
             is_sharded = isinstance(value, DTensor)
+            # not detach() of a sharded tensor: it gives the same rows, and takes 0.1 ms
+            local = local_part(value) if is_sharded else value.detach()
+            own = local.clone() if is_copied else local
             found[id(value)] = as_dtensor(own, value._spec) if is_sharded else own
         return found[id(value)]
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,6 +106,7 @@ class Slot:
         self._map: mmap.mmap | None = None
         self._bytes: Tensor | None = None
         self._sizes: Sizes | None = None
+        self._known: tuple[list[Any], list[Tensor]] = ([], [])
         self._opened: tuple[int, int] | None = None
 
     def write(self, piece: Piece, meta: bytes, tensors: Sequence[Tensor]) -> None:
@@ -135,12 +136,25 @@ class Slot:
         """
         starts, end = places(tensors)
         whole = self.make_room(Sizes(end, len(meta), zlib.crc32(meta)))
-        for tensor, start in zip(tensors, starts, strict=True):
-            if tensor.numel():
-                flat = tensor.detach().reshape(-1)
-                whole[start : start + tensor.nbytes].view(tensor.dtype).copy_(flat)
+        if tensors:
+            # one call, in which the thread that trains need not wait for this one's Python
+            with torch.no_grad():
+                torch._foreach_copy_(self._rooms(whole, tensors, starts), list(tensors))
         if meta:
             whole[end:].copy_(torch.frombuffer(bytearray(meta), dtype=torch.uint8))
+
+    def _rooms(
+        self, whole: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]
+    ) -> list[Tensor]:
+        """Return where tensors are written; most steps have the same tensors."""
+        kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if self._known[0] != kinds:
+            rooms = [
+                whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                for tensor, start in zip(tensors, starts, strict=True)
+            ]
+            self._known = kinds, rooms
+        return self._known[1]
 
     def make_room(self, sizes: Sizes) -> Tensor:
         """Void the file, and return the bytes of a payload and a meta behind it, to be written.
@@ -230,7 +244,7 @@ class Slot:
 
     def close(self) -> None:
         """Let the file go; it stays."""
-        self._bytes = None
+        self._bytes, self._known = None, ([], [])
         held, self._map = self._map, None
         if held is not None:
             with suppress(BufferError):  # a tensor may still point into it

@@ -9,11 +9,13 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import threading
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,6 +38,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo import CephaloStrategy, Recovery
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.recovery import store
+from lightning_cephalo.recovery.keeper import Keeper
 from lightning_cephalo.recovery.options import AGENT
 
 
@@ -171,6 +174,45 @@ def _said(function: Any, *args: Any, **options: Any) -> tuple[Any, list[str]]:
         warnings.simplefilter("always")
         found = function(*args, **options)
     return found, [str(one.message) for one in caught if one.category is UserWarning]
+
+
+class Deep(Net):
+    """A model of many small tensors."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.more = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(layers))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_a_kept_step_takes_few_calls_for_each_tensor(tmp_path: Path) -> None:
+    """What training waits for: everything but the copy, which a thread makes."""
+
+    def calls(layers: int) -> int:
+        counts: list[int] = []
+        keep = Keeper._keep
+
+        def counted(keeper: Keeper, kind: Any) -> None:
+            began = itertools.count()
+            sys.setprofile(lambda frame, event, arg: next(began) if event == "call" else None)
+            try:
+                keep(keeper, kind)
+            finally:
+                sys.setprofile(None)
+                counts.append(next(began))
+
+        with patch.object(Keeper, "_keep", counted):
+            _one(tmp_path / str(layers), model=Deep(layers))
+        return counts[1]
+
+    def run() -> None:
+        few, many = calls(10), calls(30)
+        # a layer has two parameters, and six tensors of the optimizer's
+        assert (many - few) / 20 < 100
+
+    in_ranks(1, run)
 
 
 def test_a_step_without_all_rows_is_not_gone_on_from(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from common import RankFailure, assert_same_tensors, in_ranks
 from killing import STEPS_OF_EPOCH, Kill, assert_repeated, fit, told_by
 
-from lightning_cephalo.ranks import rounds
+from lightning_cephalo.ranks import launch, rounds
 
 STAYS = {"stay": True}
 
@@ -73,6 +74,29 @@ def test_after_each_loss_all_ranks_fork_again_and_every_step_is_as_without(
         assert [step for step in told if step not in whole] == []
         assert_same_tensors(found[rank], wanted[rank], 0)
     assert not list((tmp_path / "killed").glob("kept*/*"))
+
+
+def _killed_while_connecting(folder: Path, place: str) -> tuple[Any, str]:
+    """Train; rank 1 is killed where it connects, in the first round."""
+    connects = getattr(launch, place)
+
+    def dies(*args: Any, **options: Any) -> Any:
+        if (os.environ["RANK"], os.environ[rounds.STAYED]) == ("1", "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return connects(*args, **options)
+
+    vars(launch)[place] = dies  # in this process, which ends
+    warnings.filterwarnings("ignore", "The ranks were restarted")  # nothing is kept so early
+    return trained(folder, [], {"max_epochs": 1}, 0.0)
+
+
+@pytest.mark.parametrize("place", ["_init_dist_connection", "ranks_for"])
+def test_where_a_rank_is_killed_while_all_connect_all_fork_again(
+    tmp_path: Path, agent: Any, place: str
+) -> None:
+    _, stayed = zip(*in_ranks(2, _killed_while_connecting, tmp_path, place), strict=True)
+    assert stayed == ("1", "1")
+    assert len(told_by(tmp_path)) == STEPS_OF_EPOCH
 
 
 def test_an_error_of_a_rank_ends_all_as_a_restart_needs_it(

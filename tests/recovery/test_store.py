@@ -41,6 +41,25 @@ def test_a_slot_holds_what_was_written_and_grows(tmp_path):
     assert slot.path.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_slot_follows_tensors_of_other_kinds(tmp_path):
+    """Also of the same bytes, and those that do not lie behind each other in memory."""
+    slot = Slot(tmp_path / "slot")
+    rows = torch.arange(6.0)
+    kinds = [
+        [rows.view(2, 3), torch.arange(4)],
+        [rows.view(3, 2).t(), torch.arange(4).int()],
+        [rows.view(torch.int32), torch.arange(4).requires_grad_(False)],
+        [rows.requires_grad_(), torch.zeros(0), torch.arange(4).bfloat16()],
+    ]
+    for serial, tensors in enumerate([*kinds, *kinds]):
+        slot.write(Piece(serial, 0, 0, 1), b"meta", tensors)
+        meta, payload = Slot(slot.path).read()
+        assert meta == b"meta"
+        for start, tensor in zip(module.places(tensors)[0], tensors, strict=True):
+            found = payload[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            torch.testing.assert_close(found, tensor.detach(), rtol=0, atol=0)
+
+
 class Stop(BaseException):
     pass
 
@@ -53,7 +72,13 @@ def test_a_write_that_stops_anywhere_leaves_the_spared_piece_and_a_void(tmp_path
     kept.keep(pieces[1], pieces[0], b"1", TENSORS)
 
     class Cut(torch.Tensor):
-        def detach(self):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is not torch._foreach_copy_:
+                return super().__torch_function__(func, types, args, kwargs)
+            rooms, sources = args
+            for room, source in zip(rooms[:index], sources[:index], strict=True):
+                room.copy_(source)
             raise Stop
 
     class Head:
@@ -63,11 +88,10 @@ def test_a_write_that_stops_anywhere_leaves_the_spared_piece_and_a_void(tmp_path
         def pack(*_):
             raise Stop
 
-    tensors = list(TENSORS)
+    tensors, index = list(TENSORS), int(cut == "second tensor")
     if cut == "header":
         monkeypatch.setattr(module, "_HEAD", Head)
     else:
-        index = int(cut == "second tensor")
         tensors[index] = TENSORS[index].as_subclass(Cut)
     with pytest.raises(Stop):
         kept.keep(pieces[2], pieces[1], b"2", tensors)
