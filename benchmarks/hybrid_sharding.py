@@ -14,7 +14,7 @@ their steps in turn:
 
 The bytes that leave a node do not depend on how busy the machine is; seconds do. The model of a
 step (docs/planning.md) predicts cephalo's, from compute that is measured before, and from
-collectives that are timed alone in each round, in turn with the steps.
+collectives without compute that are timed in each round, in turn with the steps.
 """
 
 from __future__ import annotations
@@ -69,17 +69,16 @@ _TIMEOUT = datetime.timedelta(seconds=600)
 
 
 def own_contender(
-    name: str, size: ModelSize, groups: Groups, nodes: Sequence[int]
+    name: str, size: ModelSize, groups: Groups, nodes: Sequence[int], shares: Sequence[float]
 ) -> tuple[Contender, ShardedModel]:
-    """Make one of cephalo's contenders, with equal shares of the state in every group."""
+    """Make one of cephalo's contenders; hybrid has equal shares of the state in every group."""
     model = size.make()
     state_groups = tuple(nodes) if name == HYBRID else ()
-    shares = even_shares(state_groups, len(nodes))
     sharded = ShardedModel(
         model,
         groups,
         accelerator_of(CPU),
-        shares,
+        even_shares(state_groups, len(nodes)) if state_groups else shares,
         UnitOptions(),
         None,
         size.recompute,
@@ -157,6 +156,7 @@ def predicted_s(sharded: ShardedModel, forward_s: float, backward_s: float) -> f
         units,
         gather_s=network.gather_s,
         reduce_s=network.reduce_s,
+        gather_and_reduce_s=network.gather_and_reduce_s,
         state_bytes=1.0,
         global_batch_size=len(sharded.fractions),
         step_overhead_s=2 * exchange_time(sharded),
@@ -164,7 +164,7 @@ def predicted_s(sharded: ShardedModel, forward_s: float, backward_s: float) -> f
         root_reduce_s=root_reduce_s,
         last_gather_s=last_gather_s,
         last_reduce_s=last_reduce_s,
-        fill_s=network.total_s,
+        fill_s=network.gather_s + network.reduce_s,
         hybrid_sharding=bool(state_groups),
         state_groups=state_groups,
     )
@@ -180,6 +180,7 @@ def run_rank(
     size: ModelSize,
     samples: int,
     rounds: int,
+    shares: Sequence[float],
 ) -> None:
     """Time the steps of all contenders in turn, and write the medians of the slowest rank."""
     links.enter(namespaces[nodes[rank]])
@@ -198,7 +199,7 @@ def run_rank(
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(0, 256, (samples, size.length + 1), generator=generator)
     part = {"tokens": tokens}
-    own = [own_contender(name, size, groups, nodes) for name in (STRAIGHT, BY_NODE, HYBRID)]
+    own = [own_contender(name, size, groups, nodes, shares) for name in (STRAIGHT, BY_NODE, HYBRID)]
     others = [one for one in baselines(size, world_size)[0] if one.name in (DDP, MODEL_PARALLEL)]
     if len({nodes.count(node) for node in nodes}) == 1:
         others.append(hsdp(size, nodes))
@@ -235,6 +236,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nodes", default="2,2", help="ranks of each node")
+    parser.add_argument("--shares", help="of the state, such as 3,1; equal ones by default")
     parser.add_argument("--mbit-per-s", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=1, help="samples of a rank")
@@ -244,6 +246,10 @@ def main() -> int:
     options = parser.parse_args()
     counts = [int(count) for count in options.nodes.split(",")]
     nodes = tuple(node for node, count in enumerate(counts) for _ in range(count))
+    weights = [float(part) for part in (options.shares or ",".join("1" * len(nodes))).split(",")]
+    if len(weights) != len(nodes):
+        parser.error(f"--shares: expected one for each of {len(nodes)} ranks, got {options.shares}")
+    shares = [weight / sum(weights) for weight in weights]
     size = ModelSize(options.width, options.depth, 4, options.length)
     numel = sum(parameter.numel() for parameter in size.make().parameters())
     context = multiprocessing.get_context("fork")
@@ -252,7 +258,7 @@ def main() -> int:
             links.ShapedHosts(len(counts), options.mbit_per_s, burst_kb=16) as namespaces,
             tempfile.TemporaryDirectory() as folder,
         ):
-            given = (nodes, namespaces, folder, size, options.samples, options.rounds)
+            given = (nodes, namespaces, folder, size, options.samples, options.rounds, shares)
             ranks = [
                 context.Process(target=run_rank, args=(rank, *given)) for rank in range(len(nodes))
             ]

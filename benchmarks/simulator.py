@@ -121,13 +121,15 @@ def random_case(
     forward_s = max(rank.forward_s for rank in predict(problem, parts).ranks)
     gather_s = forward_s * random.uniform(0, 1.5)
     reduce_s = gather_s * random.uniform(0.5, 2)
+    both_s = gather_s + reduce_s
     problem = dataclasses.replace(
         problem,
         gather_s=gather_s,
         reduce_s=reduce_s,
+        gather_and_reduce_s=random.choice([None, max(gather_s, reduce_s), 1.2 * both_s]),
         even_gather_s=0.8 * gather_s,
         even_reduce_s=0.8 * reduce_s,
-        fill_s=gather_s + reduce_s,  # as in profiles and estimates
+        fill_s=both_s,  # as in profiles and estimates
         root_gather_s=gather_s * random.uniform(0, 2),
         root_reduce_s=reduce_s * random.uniform(0, 2),
         optimizer_s=forward_s * random.uniform(0, 1),

@@ -151,7 +151,7 @@ def _play(problem: Problem, lanes: Sequence[_Lane]) -> float:
         (Operation.REDUCE, LAST_LAYERS): problem.last_reduce_s,
     }
     of_units = {Operation.GATHER: problem.gather_s, Operation.REDUCE: problem.reduce_s}
-    link_free_s = 0.0
+    link_free_s, behind_reduce = 0.0, False
     while True:
         # the programs are checked: all lanes reach the same collective
         reached = [lane.run_to_collective() for lane in lanes]
@@ -167,6 +167,9 @@ def _play(problem: Problem, lanes: Sequence[_Lane]) -> float:
         start_s = max(link_free_s, max(lane.free_s for lane in lanes))
         operation, unit = collective.operation, collective.unit
         took_s = of_units[operation] if unit > ROOT else seconds[operation, unit]
+        if operation is Operation.GATHER and behind_reduce:
+            took_s = max(0.0, problem.both_s - problem.reduce_s)  # the reduce runs beside it
+        behind_reduce = operation is Operation.REDUCE and unit > ROOT
         link_free_s = start_s + took_s
         for lane in lanes:
             lane.communicate(collective, start_s, link_free_s)

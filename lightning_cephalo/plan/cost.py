@@ -6,11 +6,12 @@ A gather is a rendezvous: every rank waits for the slowest one. So the slowest r
 each unit and pass. Forward, backward and tail may each have another slowest rank
 (docs/planning.md)::
 
-    T = (U - 1) max(G, F) + F + max(G, B) + (U - 2) max(G + R, B) + max(R, B)
+    T = (U - 1) max(G, F) + F + max(G, B) + (U - 2) max(D, B) + max(R, B)
         + max_i tail_i + root gather + root reduce + fill + optimizer + overhead
 
-U is the number of units, two or more. G and R are the times to gather and to reduce one unit. F is
-max_i F_i, and B is max_i B_i. F_i, B_i and tail_i are sums over rank i's microbatches.
+U is the number of units, two or more. G and R are the times to gather and to reduce one unit. D is
+that of both beside each other: G + R, if it was not measured. F is max_i F_i, and B is max_i B_i.
+F_i, B_i and tail_i are sums over rank i's microbatches.
 
 The maxima express overlap: while one unit computes, the next one is gathered and the previous one
 is reduced. The ends of a pass have fewer collectives (``plan/windows.py``). G and R are the times

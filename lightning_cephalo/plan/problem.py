@@ -191,8 +191,13 @@ class Problem(FileRecord):
             asked, or it need not.
         disturbance: what disturbed the measurement of the ranks, and what helps; empty: nothing.
         step_overhead_s: time of a step that no other field covers.
+        gather_and_reduce_s: time of one gather and one reduce of units that run beside each other;
+            None: as long as one after the other. It is less where they fill a link's two
+            directions, and more where they keep each other waiting.
         even_gather_s: ``gather_s`` when all ranks hold equal shares; None: the same.
         even_reduce_s: ``reduce_s`` when all ranks hold equal shares; None: the same.
+        even_gather_and_reduce_s: ``gather_and_reduce_s`` when all ranks hold equal shares; None:
+            the same.
         padded_bytes: bytes of buffers in which equal shares travel that fast, on every rank: slices
             of rows are not quite equal, and are padded there; 0: they travel as they are.
         root_gather_s: time to gather the root unit, before any compute.
@@ -280,8 +285,10 @@ class Problem(FileRecord):
     one_microbatch_reason: Annotated[str, records.text] = ""
     disturbance: Annotated[str, records.text] = ""
     step_overhead_s: Amount = 0.0
+    gather_and_reduce_s: Amount | None = None
     even_gather_s: Amount | None = None
     even_reduce_s: Amount | None = None
+    even_gather_and_reduce_s: Amount | None = None
     padded_bytes: Amount = 0.0
     root_gather_s: Amount = 0.0
     root_reduce_s: Amount = 0.0
@@ -391,11 +398,12 @@ class Problem(FileRecord):
                     f"hybrid_sharding: it is {self.hybrid_sharding!r}, which does not go together"
                     f" with {name} so far. Leave one of the two out."
                 )
-        of_even = (self.even_gather_s, self.even_reduce_s, self.padded_bytes or None)
-        if self.hybrid_sharding is True and of_even != (None, None, None):
+        of_even = (self.even_gather_s, self.even_reduce_s, self.even_gather_and_reduce_s)
+        if self.hybrid_sharding is True and (of_even != (None,) * 3 or self.padded_bytes):
             raise PlanError(
-                "even_gather_s, even_reduce_s, padded_bytes: expected none with hybrid_sharding:"
-                " true, whose shares are equal in groups at most. Leave them out."
+                "even_gather_s, even_reduce_s, even_gather_and_reduce_s, padded_bytes: expected"
+                " none with hybrid_sharding: true, whose shares are equal in groups at most. Leave"
+                " them out."
             )
 
     def _check_vocabulary(self) -> None:
@@ -428,6 +436,17 @@ class Problem(FileRecord):
                 f" {self.moment_bytes:g} for each of {sum(sizes)} unit_parameters are"
                 f" {moments:.6g}. Give the bytes of one parameter, and parameters of all ranks."
             )
+
+    @property
+    def both_s(self) -> float:
+        """Seconds of one gather and one reduce of units that run beside each other."""
+        both_s = self.gather_and_reduce_s
+        return self.gather_s + self.reduce_s if both_s is None else both_s
+
+    @property
+    def collectives_s(self) -> tuple[float, float, float]:
+        """Seconds of a unit's gather, of its reduce, and of both beside each other."""
+        return self.gather_s, self.reduce_s, self.both_s
 
     @property
     def has_last_layers(self) -> bool:
@@ -522,6 +541,7 @@ class Problem(FileRecord):
             hybrid_sharding=True,
             gather_s=self.hybrid_gather_s,
             reduce_s=self.hybrid_reduce_s,
+            gather_and_reduce_s=None,
             root_gather_s=self.hybrid_root_gather_s,
             root_reduce_s=self.hybrid_root_reduce_s,
             last_gather_s=self.hybrid_last_gather_s,
@@ -530,6 +550,7 @@ class Problem(FileRecord):
             # what was measured of equal shares of all ranks does not count
             even_gather_s=None,
             even_reduce_s=None,
+            even_gather_and_reduce_s=None,
             padded_bytes=0.0,
             by_node=False,
             **none,
@@ -542,14 +563,19 @@ class Problem(FileRecord):
         """
         gather_s = _least(self.gather_s, self.even_gather_s)
         reduce_s = _least(self.reduce_s, self.even_reduce_s)
+        both_s = self.even_gather_and_reduce_s
+        if both_s is None:
+            both_s = gather_s + reduce_s
         saved_s = self.gather_s - gather_s + self.reduce_s - reduce_s
         return replace(
             self,
             gather_s=gather_s,
             reduce_s=reduce_s,
+            gather_and_reduce_s=min(self.both_s, both_s),
             fill_s=max(0.0, self.fill_s - saved_s),
             even_gather_s=None,
             even_reduce_s=None,
+            even_gather_and_reduce_s=None,
             gathered_bytes=self.gathered_bytes + self.padded_bytes,
             padded_bytes=0.0,
         )

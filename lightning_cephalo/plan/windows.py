@@ -8,20 +8,22 @@ run beside these passes of units::
     forward   units 1 to U - 1    the next unit's gather       G
               unit U              none                         0
     backward  unit U              the next unit's gather       G
-              units U - 1 to 2    a reduce, then a gather      G + R
+              units U - 1 to 2    a reduce and a gather        D
               unit 1              unit 2's reduce              R
 
 Each of these is a window: it takes as long as its compute or as its collectives, whichever is
-longer. Where units stay gathered, the windows of the backward have no gathers.
+longer. D is the time of a gather and a reduce that run beside each other: G + R, unless it was
+measured (``Problem.gather_and_reduce_s``). Where units stay gathered, the windows of the backward
+have no gathers.
 
 Where the root unit's last layers are apart, their gather follows that of unit U, beside unit U - 1,
 and their reduce runs beside the backward of unit U. The first loss may have to wait for that gather
 behind one microbatch only, so that unit U's own forward does not count.
 
 With early updates, the update of a unit runs between two backwards, beside the reduce of the unit
-before. With u the time of one update, such a window takes ``max(G + R, B + u, G + u)``, which is
-``u + max(G + R - u, G, B)``. The u is a part of the optimizer's time, so that the window's
-collectives count as ``max(G + R - u, G)``. No update precedes the backwards of units U and U - 1.
+before. With u the time of one update, such a window takes ``max(D, B + u, G + u)``, which is
+``u + max(D - u, G, B)``. The u is a part of the optimizer's time, so that the window's
+collectives count as ``max(D - u, G)``. No update precedes the backwards of units U and U - 1.
 Two updates are left for the reduces of unit 1 and of the root unit (``hidden_updates_s``).
 
 Source: the order of a step (``plan/program.py``). ``offline/simulate.py`` plays it.
@@ -54,7 +56,7 @@ def backward_windows(problem: Problem) -> Windows:
 
         backward_windows(problem)    # four units, G = 2, R = 3: ((2, 1), (5, 1), (5, 1), (3, 1))
     """
-    gather_s, reduce_s, update_s = _times(problem)
+    gather_s, reduce_s, both_s, update_s = _times(problem)
     units, first_s = problem.units, gather_s + problem.last_reduce_s
     if units == 1:
         return ((problem.last_reduce_s, 1),)
@@ -62,7 +64,7 @@ def backward_windows(problem: Problem) -> Windows:
         return (first_s, 1), (reduce_s, 1)
     return (
         (first_s, 1),
-        (gather_s + reduce_s, 1),
+        (both_s, 1),
         (backward_collectives_s(problem), units - 3),
         (max(0.0, reduce_s - update_s), 1),
     )
@@ -73,8 +75,8 @@ def backward_collectives_s(problem: Problem) -> float:
 
     An early update hides some of them: see the module docstring.
     """
-    gather_s, reduce_s, update_s = _times(problem)
-    return max(gather_s, gather_s + reduce_s - update_s)
+    gather_s, _, both_s, update_s = _times(problem)
+    return max(gather_s, both_s - update_s)
 
 
 def hidden_updates_s(problem: Problem) -> float:
@@ -82,7 +84,7 @@ def hidden_updates_s(problem: Problem) -> float:
 
     That of unit 1 hides one only as far as ``Problem.fill_s`` counts it.
     """
-    _, reduce_s, update_s = _times(problem)
+    _, reduce_s, _, update_s = _times(problem)
     behind_last_s = min(reduce_s, problem.fill_s) if problem.units > 1 else 0.0
     return min(update_s, behind_last_s) + min(update_s, problem.root_reduce_s)
 
@@ -106,8 +108,9 @@ def pass_s(windows: Windows, own_s: Any) -> Any:
     return found_s
 
 
-def _times(problem: Problem) -> tuple[float, float, float]:
-    """Return the seconds of a gather in the backward, a reduce, and an early update of a unit."""
-    gathers_again = problem.reshard_after_forward is not False
+def _times(problem: Problem) -> tuple[float, float, float, float]:
+    """Return the seconds of a unit's gather in the backward, its reduce, both, and its update."""
     update_s = problem.unit_update_s * problem.early_update
-    return problem.gather_s * gathers_again, problem.reduce_s, update_s
+    if problem.reshard_after_forward is False:
+        return 0.0, problem.reduce_s, problem.reduce_s, update_s
+    return *problem.collectives_s, update_s

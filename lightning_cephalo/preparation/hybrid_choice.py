@@ -132,6 +132,7 @@ def _least_step_s(
         state_groups=state_groups,
         gather_s=0.0,
         reduce_s=0.0,
+        gather_and_reduce_s=None,
         root_gather_s=0.0,
         root_reduce_s=0.0,
         last_gather_s=0.0,
@@ -139,6 +140,7 @@ def _least_step_s(
         fill_s=0.0,
         even_gather_s=None,
         even_reduce_s=None,
+        even_gather_and_reduce_s=None,
         padded_bytes=0.0,
         by_node=False,
     )

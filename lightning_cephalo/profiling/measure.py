@@ -334,9 +334,14 @@ def _in_this_world(
     """
     visits = [visit for visit in model.executor.visits if not visit.is_meeting]
     reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
-    units, even_reduce_s = alone.units, network.even_reduce_s
-    if even_reduce_s is not None:
-        even_reduce_s *= reduced / units
+    units, share = alone.units, reduced / alone.units
+
+    def of_reduces(seconds: float | None, gather_s: float = 0.0) -> float | None:
+        """Return the mean over all units of what only reduced ones take beyond a gather."""
+        return None if seconds is None else gather_s + share * (seconds - gather_s)
+
+    gather_s = network.gather_s if visits else 0.0
+    even_gather_s = network.gather_s if network.even_gather_s is None else network.even_gather_s
     return replace(
         alone,
         # what a reduce receives into grows with the number of ranks
@@ -344,14 +349,16 @@ def _in_this_world(
         early_state_bytes=float(state_bytes(model, early=True)),
         early_reducing_state_bytes=float(reducing_state_bytes(model)),
         early_updating_state_bytes=float(updating_state_bytes(model)),
-        gather_s=network.gather_s if visits else 0.0,
-        reduce_s=network.reduce_s * reduced / units,
+        gather_s=gather_s,
+        reduce_s=network.reduce_s * share,
+        gather_and_reduce_s=of_reduces(network.gather_and_reduce_s, gather_s),
         optimizer_s=optimizer_s,
         unit_update_s=optimizer_s * _share_of_units(model) / units,
         gathered_bytes=model.gathered_bytes + resting,
         step_overhead_s=network.step_overhead_s,
         even_gather_s=network.even_gather_s if visits else None,
-        even_reduce_s=even_reduce_s,
+        even_reduce_s=of_reduces(network.even_reduce_s),
+        even_gather_and_reduce_s=of_reduces(network.even_gather_and_reduce_s, even_gather_s),
         padded_bytes=network.padded_bytes,
         by_node=network.by_node,
         root_gather_s=network.root_gather_s,

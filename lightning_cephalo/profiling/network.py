@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
@@ -14,9 +15,12 @@ from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.state_groups import fractions_are_even
 from lightning_cephalo.sharding.unit import Unit
 
-# Units that are timed apart from the root, repetitions, and the seconds after which these stop.
-# Units are much alike.
-_UNITS, _REPEATS, _LONG_S = 4, 5, 0.25
+# Most units that are timed apart from the root. In a pass of a few, ranks hardly drift apart.
+_UNITS = 8
+# Repetitions of a collective and of a pass, and the seconds of a collective after which they stop.
+_REPEATS, _PASSES, _LONG_S = 5, 3, 0.25
+# From this many units on, a gather and a reduce run beside each other in a backward.
+_WITH_BOTH = 3
 # Times that differ by less are noise.
 _NOISE = 0.05
 
@@ -28,9 +32,11 @@ class NetworkTimes:
     Attributes:
         gather_s: Gather of an average unit from uneven shards.
         reduce_s: Reduce of an average unit into uneven shards.
+        gather_and_reduce_s: One of each, beside each other; None where no step has that.
         even_gather_s: Gather from even shards; None where these save too little time, or where a
             rank has no memory for them.
         even_reduce_s: Reduce into even shards; None likewise.
+        even_gather_and_reduce_s: Both beside each other; None likewise.
         padded_bytes: Bytes of the buffers in which even shares travel that fast; 0 if they travel
             as they are.
         root_gather_s: Gather of the root unit, without last layers that are apart.
@@ -43,8 +49,10 @@ class NetworkTimes:
 
     gather_s: float
     reduce_s: float
+    gather_and_reduce_s: float | None
     even_gather_s: float | None
     even_reduce_s: float | None
+    even_gather_and_reduce_s: float | None
     padded_bytes: float
     root_gather_s: float
     root_reduce_s: float
@@ -68,6 +76,10 @@ def measure_network(
     model: ShardedModel, clock: Callable[[], float], capacity_bytes: float
 ) -> NetworkTimes:
     """Time the collectives of a step on the groups that the step uses; collective.
+
+    They run as in a step: the next unit is gathered while a rank waits for this one, and a reduce
+    runs beside a gather. Alone they take another time: over gloo, a slice waits for its receiver,
+    whose answer may queue behind another slice (docs/design/collectives.md, "As steps run them").
 
     Measures with the present shares. Where every rank has the memory, it also measures with shares
     of the other kind, even or uneven, and even ones padded where that can help. It leaves no
@@ -96,14 +108,16 @@ def measure_network(
     even, uneven = (first, second or first) if was_even else (second, first)
     if model.state_groups:
         even = None
-    even_gather_s = _saved(None if even is None else even.gather_s, uneven.gather_s)
-    even_reduce_s = _saved(None if even is None else even.reduce_s, uneven.reduce_s)
-    saves = even_gather_s is not None or even_reduce_s is not None
+    compared = () if even is None else zip(even.seconds, uneven.seconds, strict=True)
+    saved = [_saved(*pair) for pair in compared] or [None] * 3
+    saves = any(seconds is not None for seconds in saved)
     return NetworkTimes(
         gather_s=uneven.gather_s,
         reduce_s=uneven.reduce_s,
-        even_gather_s=even_gather_s,
-        even_reduce_s=even_reduce_s,
+        gather_and_reduce_s=uneven.gather_and_reduce_s,
+        even_gather_s=saved[0],
+        even_reduce_s=saved[1],
+        even_gather_and_reduce_s=saved[2],
         padded_bytes=even.padded_bytes if even is not None and saves else 0.0,
         root_gather_s=root_gather_s,
         root_reduce_s=root_reduce_s,
@@ -147,23 +161,39 @@ def _have_room(model: ShardedModel, fractions: Sequence[float], capacity_bytes: 
     return model.control.all(needed < capacity_bytes)
 
 
-def _saved(even_s: float | None, uneven_s: float) -> float | None:
+def _saved(even_s: float | None, uneven_s: float | None) -> float | None:
     """Return ``even_s`` if it is less than ``uneven_s`` by more than noise, else None."""
-    return even_s if even_s is not None and even_s < (1 - _NOISE) * uneven_s else None
+    if even_s is None or uneven_s is None:
+        return None
+    return even_s if even_s < (1 - _NOISE) * uneven_s else None
 
 
 @dataclass(frozen=True)
 class MeanTimes:
-    """Mean seconds of gathering and of reducing a unit, and the bytes of padding that it takes."""
+    """Mean seconds of gathering and of reducing a unit, as steps do it.
+
+    Attributes:
+        gather_s: Gather of a unit, while the next one is gathered, too.
+        reduce_s: Reduce of a unit beside nothing else.
+        gather_and_reduce_s: One of each, beside each other; None where no step has that.
+        padded_bytes: Bytes of padding that this takes.
+    """
 
     gather_s: float
     reduce_s: float
+    gather_and_reduce_s: float | None = None
     padded_bytes: float = 0.0
 
     @property
+    def seconds(self) -> tuple[float, float, float | None]:
+        """Seconds of each, and of both beside each other."""
+        return self.gather_s, self.reduce_s, self.gather_and_reduce_s
+
+    @property
     def total_s(self) -> float:
-        """Seconds of both."""
-        return self.gather_s + self.reduce_s
+        """Seconds of a unit's gather in the forward, and of its gather and reduce after it."""
+        both_s = self.gather_and_reduce_s
+        return self.gather_s + (self.gather_s + self.reduce_s if both_s is None else both_s)
 
 
 def _times(
@@ -184,13 +214,84 @@ def _times(
 
 
 def mean_times(model: ShardedModel, clock: Callable[[], float]) -> MeanTimes:
-    """Return the mean times of units other than the root."""
+    """Return the mean times of units other than the root, whose collectives run as in a step."""
     units = _spread([unit for unit in model.units[1:] if unit.flats], _UNITS)
+    trained = _spread([unit for unit in model.units[1:] if unit.trainable], _UNITS)
+    if len(trained) >= _WITH_BOTH:
+        return _in_turn(model, units, trained, clock)
     times = [unit_times(model, unit, clock) for unit in units]
     if not times:
         return MeanTimes(0.0, 0.0)
     gathers, reduces = zip(*times, strict=True)
     return MeanTimes(statistics.fmean(gathers), statistics.fmean(reduces))
+
+
+def _in_turn(
+    model: ShardedModel,
+    units: Sequence[Unit],
+    trained: Sequence[Unit],
+    clock: Callable[[], float],
+) -> MeanTimes:
+    """Return the mean times of units that pass as in a step without any compute.
+
+    A backward of n units has a gather, n - 2 times a reduce and a gather beside each other, and two
+    reduces beside nothing. The last one is timed apart. Its unit counts for all by its bytes.
+
+    Args:
+        model: The sharded model.
+        units: Those whose forward counts.
+        trained: Those whose backward counts; three or more.
+        clock: Returns seconds once all work issued to the device is done.
+    """
+    mean_bytes = statistics.fmean(unit.gradient_bytes for unit in trained)
+    passes = []
+
+    def once(passed: Sequence[Unit], trained: Sequence[Unit]) -> tuple[float, float, float]:
+        forward_s = slowest(model, clock, partial(_forward, passed))
+        if passed[-1] is not trained[-1]:
+            passed[-1].free()
+            _gather(trained[-1], ())
+        backward_s = slowest(model, clock, partial(_backward, trained))
+        return forward_s, backward_s, slowest(model, clock, partial(_reduce, trained[0], ()))
+
+    once(trained[:_WITH_BOTH], trained[:_WITH_BOTH])  # the first ones may make connections
+    for _ in range(_PASSES):
+        passes.append(once(units, trained))
+        if sum(passes[-1]) > _LONG_S * 2 * len(units):
+            break  # on all ranks: they share the slowest rank's time
+    forward_s, backward_s, last_s = map(statistics.median, zip(*passes, strict=True))
+    gather_s = forward_s / len(units)
+    reduce_s = last_s * mean_bytes / max(1, trained[0].gradient_bytes)
+    both_s = (backward_s - gather_s - reduce_s) / (len(trained) - 2)
+    # a gather or a reduce alone is never longer
+    return MeanTimes(gather_s, reduce_s, max(gather_s, reduce_s, both_s))
+
+
+def _forward(units: Sequence[Unit]) -> None:
+    """Gather units in turn, the next one beside each; the last one stays."""
+    _start_gather(units[0])
+    for unit, following in itertools.zip_longest(units, units[1:]):
+        if following is not None:
+            _start_gather(following)
+        unit.finish_gather()
+        if following is not None:
+            unit.free()
+
+
+def _backward(units: Sequence[Unit]) -> None:
+    """Gather and reduce units in turn, from the last one on, up to the first one's reduce."""
+    before: Unit | None = None
+    for unit, following in itertools.zip_longest(units[::-1], units[-2::-1]):
+        if following is not None:
+            _start_gather(following)
+        unit.arm()
+        unit.finish_gather()
+        if before is not None:
+            before.wait_reduce()
+        if following is not None:
+            unit.start_reduce(1.0)
+        unit.free()
+        before = unit
 
 
 def _spread(units: Sequence[Unit], count: int) -> list[Unit]:
@@ -241,8 +342,12 @@ def unit_times(
     return statistics.median(gathers), statistics.median(reduces)
 
 
-def _gather(unit: Unit, apart: Collection[int]) -> None:
+def _start_gather(unit: Unit, apart: Collection[int] = ()) -> None:
     unit.start_gather(is_cut=bool(unit.cuts), apart=apart)  # as steps do
+
+
+def _gather(unit: Unit, apart: Collection[int]) -> None:
+    _start_gather(unit, apart)
     unit.finish_gather()
 
 

@@ -45,7 +45,8 @@ def reference_step(problem: Problem, plan: Plan) -> Reference:
     for unit in reversed(range(units)):
         following_s = ready_s
         if unit and problem.reshard_after_forward:
-            following_s = collective(gather_s)
+            beside_s = 0.0 if unit + 1 == units else problem.both_s - gather_s - reduce_s
+            following_s = collective(gather_s + beside_s)
         for lane in lanes:
             lane.backward(unit, ready_s)
         collective(reduce_s)

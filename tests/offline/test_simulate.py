@@ -334,7 +334,10 @@ def test_a_stream_is_busy_for_the_work_that_it_has(seed, units):
             units * (one_pass[0] + one_pass[1]) + one_pass[2] + case.optimizer_s
         )
         assert timeline.communication_s == pytest.approx(
-            (2 * units - 1) * gather_s + units * reduce_s + case.root_gather_s + case.root_reduce_s
+            (2 * units - 1) * gather_s
+            + units * reduce_s
+            + max(0, units - 2) * (planned.both_s - gather_s - reduce_s)
+            + (case.root_gather_s + case.root_reduce_s)
         )
         assert timeline.copy_s == pytest.approx(
             2 * max(units - 2, 0) * cost.copy_time(case, profile, part.batch_size, mode)
@@ -459,12 +462,20 @@ def test_updates_that_hide_behind_a_slow_link_by_hand():
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
-@given(*[st.integers(0, 40)] * 4, st.integers(1, 6), st.booleans())
+@given(*[st.integers(0, 40)] * 4, st.integers(1, 6), st.booleans(), st.none() | st.integers(0, 80))
 def test_a_step_of_equal_ranks_is_the_closed_form(
-    gather, reduce, forward, backward, units, reshard
+    gather, reduce, forward, backward, units, reshard, more
 ):
     profile = RankProfile("a", [forward], [backward], [3], [1], math.inf)
-    case = problem(gather, reduce, ranks=[profile] * 3, units=units, fill_s=gather + reduce)
+    both = None if more is None else max(gather, reduce) + more
+    fill = gather + reduce
+    case = problem(
+        *(gather, reduce),
+        ranks=[profile] * 3,
+        units=units,
+        fill_s=fill,
+        gather_and_reduce_s=both,
+    )
     plan = Plan([RankPlan((1,), 1 / 3)] * 3, reshard_after_forward=reshard)
     assert simulate(case, plan).step_s == pytest.approx(predict(case, plan).step_s, rel=1e-12)
 

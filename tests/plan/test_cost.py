@@ -71,6 +71,28 @@ def test_units_that_stay_gathered_leave_the_backward_a_reduce_to_hide_and_take_t
     assert predict(either, Plan(plans)) == predict(either, plans) == before
 
 
+def test_a_gather_and_a_reduce_beside_each_other_take_what_was_measured_of_both():
+    plans = [RankPlan((1,), 1.0), RankPlan((), 0.0)]
+    apart = predict(PROBLEM, plans).step_s
+    # two of four units have both in their backward: 5.5 one after the other
+    for both_s, longer_s in ((5.5, 0), (4.0, 2 * -1.5), (7.0, 2 * 1.5)):
+        problem = replace(PROBLEM, gather_and_reduce_s=both_s)
+        assert predict(problem, plans).step_s == apart + longer_s
+    # units that stay gathered have no gather there
+    stay = replace(PROBLEM, reshard_after_forward=False)
+    measured = replace(stay, gather_and_reduce_s=4.0)
+    assert predict(measured, plans).step_s == predict(stay, plans).step_s
+
+
+def test_equal_shares_take_the_least_of_what_was_measured_of_both():
+    case = replace(PROBLEM, gather_and_reduce_s=5.0, even_gather_s=1.0)
+    assert case.with_even_shares().collectives_s == (1.0, 3.0, 4.0)
+    measured = replace(case, even_gather_and_reduce_s=3.5)
+    assert measured.with_even_shares().collectives_s == (1.0, 3.0, 3.5)
+    slow = replace(case, even_gather_and_reduce_s=9.0)
+    assert slow.with_even_shares().collectives_s == (1.0, 3.0, 5.0)
+
+
 def test_early_updates_hide_behind_collectives_and_hold_less_state():
     plans = [RankPlan((1,), 1.0), RankPlan((), 0.0)]
     late = replace(

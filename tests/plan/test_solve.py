@@ -111,8 +111,10 @@ def problems(draw) -> Problem:
         single_microbatch=equal and draw(st.booleans()),
         no_idle_ranks=draw(st.sampled_from([False, False, False, True])),
         optimizer_s=draw(st.sampled_from([0.0, 1.0])),
+        gather_and_reduce_s=draw(st.sampled_from([None, None, 20.0, 30.0])),
         even_gather_s=draw(st.sampled_from([None, None, 1.0])),
         even_reduce_s=draw(st.sampled_from([None, None, 1.0])),
+        even_gather_and_reduce_s=draw(st.sampled_from([None, None, None, 2.0])),
         padded_bytes=draw(st.sampled_from([0.0, 0.0, 4.0])),
         root_reduce_s=draw(st.sampled_from([0.0, 0.5])),
         last_gather_s=draw(st.sampled_from([0.0, 0.0, 6.0])),
@@ -142,6 +144,7 @@ def hybrid(draw, problem: Problem) -> Problem:
     groups = [0, *[draw(st.integers(0, 1)) for _ in problem.ranks[2:]], 1]
     if chosen is True:
         none = {"even_gather_s": None, "even_reduce_s": None, "padded_bytes": 0.0}
+        none["even_gather_and_reduce_s"] = None
         return dataclasses.replace(problem, hybrid_sharding=True, state_groups=groups, **none)
     return dataclasses.replace(
         problem,

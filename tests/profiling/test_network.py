@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from torch import nn
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+from lightning_cephalo.plan.program import Operation, Visit, compile_step
 from lightning_cephalo.profiling.memory_model import state_bytes
-from lightning_cephalo.profiling.network import measure_network
+from lightning_cephalo.profiling.network import mean_times, measure_network
 from lightning_cephalo.ranks.groups import Groups
 
 NODES = (0, 0, 7)
@@ -59,6 +62,46 @@ def _reducing(model: ShardedModel) -> tuple[float, float]:
     return gradients, received
 
 
+def _begun(rank: int) -> tuple[list[tuple[str, int]], tuple[float, float, float | None]]:
+    """Return what each of four passes calls of which unit, and the times by a clock of waits."""
+    model, called, now_s = _model(0), [], 0.0
+    waits_s = {"finish_gather": 4e-3, "wait_reduce": 9e-3}
+
+    def noting(number: int, name: str) -> Callable[..., None]:
+        do = getattr(model.units[number], name)
+
+        def note(*given: Any, **named: Any) -> None:
+            nonlocal now_s
+            called.append((name, number))
+            now_s += waits_s.get(name, 0.0)
+            do(*given, **named)
+
+        return note
+
+    for number in (1, 2, 3):
+        for name in ("start_gather", "finish_gather", "start_reduce", "wait_reduce"):
+            setattr(model.units[number], name, noting(number, name))
+    times = mean_times(model, lambda: now_s)
+    once = called[: len(called) // 4]
+    assert called == 4 * once
+    return once, times.seconds
+
+
+def test_collectives_are_timed_in_the_order_of_a_step() -> None:
+    program = compile_step([Visit(unit) for unit in (1, 2, 3)], 1, [True] * 4)
+    names = {Operation.GATHER: "start_gather", Operation.REDUCE: "start_reduce"}
+    ordered = [
+        (names[one.operation], one.unit)
+        for one in program.instructions
+        if one.operation in names and one.unit
+    ]
+    for once, (gather_s, reduce_s, both_s) in run_ranks(3, _begun):
+        assert [one for one in once if one[0].startswith("start")] == ordered
+        assert (gather_s, reduce_s) == pytest.approx((4e-3, 9e-3))
+        # a backward waits for each of the gathers, and for all reduces but the last one
+        assert both_s == pytest.approx(3 * 4e-3 + 2 * 9e-3 - gather_s - reduce_s)
+
+
 def _rounding(rank: int) -> list[tuple[float, float]]:
     return [_reducing(_model(0, dtype)) for dtype in (None, torch.float32, torch.bfloat16)]
 
@@ -86,7 +129,8 @@ def test_slices_go_by_node_where_that_takes_less_time_and_fits(
     for found in run_ranks(3, _chosen, nodes, by_node_s, capacity_bytes):
         chosen, gather_s, numbered, gradients, received = found
         assert chosen is by_node
-        assert gather_s == (by_node_s if by_node else 1.0)
+        # by this clock, all three gathers of a forward together take that long
+        assert gather_s == pytest.approx((by_node_s if by_node else 1.0) / 3)
         assert numbered == tuple(nodes.index(node) for node in nodes)
         # relays hold the summands of a unit; the shares of two others arrive, else of three ranks
         assert (gradients, received) == ((3, 2) if by_node else (2, 3))

@@ -100,7 +100,8 @@ class PublishedModel:
         """Return t_i: the seconds of one unit for ``count`` microbatches of ``size``."""
         factor = self.uneven_factor if uneven else 1.0
         even = problem.with_even_shares()
-        slowed = replace(even, gather_s=factor * even.gather_s, reduce_s=factor * even.reduce_s)
+        gather_s, reduce_s, both_s = (factor * seconds for seconds in even.collectives_s)
+        slowed = replace(even, gather_s=gather_s, reduce_s=reduce_s, gather_and_reduce_s=both_s)
         forward = count * profile.forward_s[size - 1]
         between = (count - 1) * self.between_microbatches_s
         backward = count * profile.backward_s[size - 1] + between

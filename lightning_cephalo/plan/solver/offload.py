@@ -141,7 +141,7 @@ def _variants(problem: Problem) -> Iterator[tuple[Problem, bool]]:
     for reshard in problem.reshard_choices:
         asked = problem.resharding(reshard)
         even = asked.with_even_shares()
-        is_faster = even.gather_s < asked.gather_s or even.reduce_s < asked.reduce_s
+        is_faster = even.collectives_s != asked.collectives_s
         for variant, is_even in ((asked, False), *([(even, True)] if is_faster else [])):
             if min(rank.capacity_bytes for rank in variant.ranks) >= idle_bytes(variant):
                 yield variant, is_even

@@ -266,7 +266,7 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
                 continue
             search = Search(variant, group_types(variant), deadline)
             # if every plan's backward hides a gather too, keeping units gathered gains nothing
-            both_s = variant.gather_s + variant.reduce_s if variant.gather_s else 0.0
+            both_s = variant.both_s if variant.gather_s else 0.0
             if reshard != problem.reshard_choices[0] and search.floors_s[1] >= both_s:
                 continue
             yield _Variant(search, even)
@@ -279,7 +279,7 @@ def _with_even_state(problem: Problem) -> Problem | None:
     """
     even = dataclasses.replace(problem.with_even_shares(), has_even_state=True)
     fits = idle_bytes(even) <= min(rank.capacity_bytes for rank in even.ranks)
-    if not fits or not (even.gather_s < problem.gather_s or even.reduce_s < problem.reduce_s):
+    if not fits or even.collectives_s == problem.collectives_s:
         return None
     return even
 
