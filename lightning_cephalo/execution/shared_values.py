@@ -5,8 +5,8 @@ microbatches have. Each then finds what another one has stored, where one device
 its batch. What a step assigns (``self.cache = {**self.cache, "h": h}``) does not have this fault
 (``execution/module_state.py``); an object of the user's has it even then.
 
-``self.losses.append(loss.detach())`` adds a number for each microbatch of the rank, where one device
-adds one of the whole batch.
+``self.losses.append(loss.detach())`` adds a number for each microbatch of the rank, where one
+device adds one of the whole batch.
 """
 
 from __future__ import annotations
@@ -203,11 +203,11 @@ def _warn(name: str, value: Any, rows: Tensor) -> None:
 
 def _warn_of_numbers(name: str, value: Any, microbatches: int) -> None:
     warnings.warn(
-        f"training_step adds a number to {name!r}, a {type(value).__name__}, for each of this rank's"
-        f" microbatches, of which a full step has {microbatches}. On one device it adds that of the"
-        " whole batch. So their mean depends on the plan. Log the number with"
-        " self.log(..., on_epoch=True, sync_dist=True): that is its mean over the epoch. Or add it in"
-        " on_train_batch_end() from self.trainer.callback_metrics, where sync_dist=True makes it that"
-        " of the global batch.",
+        f"training_step adds a number to {name!r}, a {type(value).__name__}, for each of this"
+        f" rank's microbatches ({microbatches} in this step). On one device it adds that of the"
+        " whole batch. So their mean depends on the plan. self.log(..., on_epoch=True,"
+        " sync_dist=True) gives the mean over the epoch. For a list of your own, add the value of"
+        " self.trainer.callback_metrics in on_train_batch_end(), where sync_dist=True makes it"
+        " that of the global batch.",
         stacklevel=2,
     )
