@@ -33,6 +33,7 @@ from torchmetrics import Metric
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
+from lightning_cephalo.adapters.constant_batch_sizes import ConstantBatchSizes
 from lightning_cephalo.adapters.partly_logged import PartlyLogged
 from lightning_cephalo.adapters.summed_constants import SummedConstants
 from lightning_cephalo.adapters.torchmetrics import metrics_of, prepare_states, states_of
@@ -93,6 +94,8 @@ class StepLog:
         metrics: The module's torchmetrics objects, by their names.
         constants: Finds constants among the summed values of this rank.
         partly: Finds means that only some microbatches log.
+        batch_sizes: Finds numbers of samples that are those of no microbatch.
+        size_of_loader: The training loader's ``batch_size``, if it has one.
         is_seen: Whether values count; those of a repeated forward do not.
 
     Attributes:
@@ -107,9 +110,12 @@ class StepLog:
         metrics: Sequence[tuple[str, Metric]],
         constants: SummedConstants,
         partly: PartlyLogged,
+        batch_sizes: ConstantBatchSizes,
+        size_of_loader: Any,
         is_seen: bool = True,
     ) -> None:
         self._constants, self._partly, self._is_seen = constants, partly, is_seen
+        self._batch_sizes, self._size_of_loader = batch_sizes, size_of_loader
         self._results = results
         self._sample_counts = sample_counts
         self._samples = sum(sample_counts)
@@ -232,7 +238,13 @@ class StepLog:
         if reduce_fx is not torch.mean:
             return _Combined(reduce_fx(values), 1.0, samples, True)
         given = not all(isinstance(call.batch_size, _Samples) for call in calls)
-        if not given:
+        if given:
+            sizes = [self._sample_counts[call.microbatch] for call in calls]
+            numbers = [call.batch_size for call in calls]
+            self._batch_sizes.look(
+                self._results[key].meta.name, numbers, sizes, self._size_of_loader
+            )
+        else:
             logged = [call.microbatch for call in calls]
             self._partly.look(self._results[key].meta.name, logged, len(self._sample_counts))
         shares = [float(call.batch_size) if given else weights[call.microbatch] for call in calls]
@@ -420,6 +432,7 @@ class StepLogs:
         self._module = module
         self.ranks = ValuesOfRanks(groups, accelerator)
         self._constants, self._partly = SummedConstants(), PartlyLogged()
+        self._batch_sizes = ConstantBatchSizes()
 
     def of_step(self, sample_counts: Sequence[int], *, is_seen: bool = True) -> StepLog:
         """Return the log of a step.
@@ -429,7 +442,16 @@ class StepLogs:
             is_seen: Whether values count; those of a repeated forward do not.
         """
         results = self._module.trainer._results
-        return StepLog(results, sample_counts, self.metrics, self._constants, self._partly, is_seen)
+        return StepLog(
+            results,
+            sample_counts,
+            self.metrics,
+            self._constants,
+            self._partly,
+            self._batch_sizes,
+            getattr(self._module.trainer.train_dataloader, "batch_size", None),
+            is_seen,
+        )
 
     def finish(
         self,

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
@@ -41,6 +42,40 @@ class _OutOfUnit(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.owner.refuse(gradient)
         return gradient, None
+
+
+class _OutOfUnitInHook(torch.autograd.Function):
+    """Makes an output, of a unit that is called outside of a step, that refuses gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise gradient_through_units()
+
+
+def refusing_gradients(outputs: Any, inputs: Any, trainable: bool) -> Any:
+    """Return a unit's outputs, without graph, so that a gradient that reaches them raises.
+
+    Args:
+        outputs: Of a call outside of a step.
+        inputs: The arguments of the call.
+        trainable: Whether the unit has parameters that one device would give gradients.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    reached = [tensor for tensor in tensors if tensor.requires_grad]
+    if trainable:
+        reached.append(torch.empty(0, requires_grad=True))
+    if not reached:
+        return outputs
+
+    def refusing(leaf: Any) -> Any:
+        is_value = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        return _OutOfUnitInHook.apply(leaf, *reached) if is_value else leaf
+
+    return pytree.tree_map(refusing, outputs)
 
 
 # Private: the part of `apply` that is written in C. The rest serves functorch's transforms, which
@@ -416,10 +451,10 @@ def run_backward(
 def gradient_through_units() -> UnitUseError:
     """Return the error for code that computes gradients through units itself."""
     return UnitUseError(
-        "training_step computes a gradient through a unit itself (torch.autograd.grad for a"
-        " gradient penalty, or a backward). Graphs are cut at units, so that a part of it would be"
-        " missing. Leave that network out of the units: CephaloStrategy(unit_types=[...]) with the"
-        " blocks of other networks, or unit_names=[] if there is no other."
+        "Your code computes a gradient through a unit itself (torch.autograd.grad for a gradient"
+        " penalty or in evaluation, or a backward). Graphs are cut at units, so that a part of it"
+        " would be missing. Leave that network out of the units: CephaloStrategy(unit_types=[...])"
+        " with the blocks of other networks, or unit_names=[] if there is no other."
     )
 
 

@@ -141,7 +141,7 @@ class Executor:
         # whether the root unit keeps its vocabulary cut, and gradients may leave for the host: not
         # with manual optimization
         self._is_cut = self._sends_gradients = False
-        self.state = ModuleState(units[ROOT].module)
+        self.state = ModuleState(units[ROOT].module, several_ranks=control.world_size > 1)
         self.numbers = ModuleNumbers(self.state, control, accelerator)
         self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
         self.early = EarlyUpdates(units)

@@ -130,12 +130,13 @@ class ModuleState:
 
     Args:
         module: The model.
+        several_ranks: Whether other ranks have samples of the same batch.
 
     Attributes:
         keeps_start: Whether :meth:`put_back` can undo a step, which keeps what its beginning found.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, several_ranks: bool = False) -> None:
         self.keeps_start = False
         self._undo: UndoneStep | None = None
         self._paths = {id(vars(inner)): path for path, inner in module.named_modules()}
@@ -150,7 +151,7 @@ class ModuleState:
         self._running = 0
         self._nothing: Sequence[Stored] = [Stored(0, {})]
         self._exchanges_numbers = False
-        self._in_places = SharedValues()
+        self._in_places = SharedValues(several_ranks)
         self.differing: list[str] = []
 
     # -- a step -------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class ModuleState:
             self._undo = UndoneStep(self._places, self._known.values())
         self._before = [_Before.of(names) for names in self._places]
         self._nothing = [Stored(index, {}) for index in range(len(sizes))]
-        self._in_places.begin(self._places, self._paths, len(sizes))
+        self._in_places.begin(self._places, self._paths, len(sizes), exchanges_numbers)
         for attribute in self._known.values():
             attribute.begun = attribute.read()
             attribute.values = self._first_values(attribute)

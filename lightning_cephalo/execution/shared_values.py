@@ -1,14 +1,18 @@
-"""Finds rows of samples in what ``training_step`` changes in place, which microbatches share.
+"""Finds rows and numbers in what ``training_step`` changes in place, which microbatches share.
 
 ``self.cache["h"] = h.detach()`` and ``self.recent.append(h)`` change an object that all
 microbatches have. Each then finds what another one has stored, where one device finds the rows of
 its batch. What a step assigns (``self.cache = {**self.cache, "h": h}``) does not have this fault
 (``execution/module_state.py``); an object of the user's has it even then.
+
+``self.losses.append(loss.detach())`` adds a number for each microbatch of the rank, where one
+device adds one of the whole batch.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +24,7 @@ from lightning_cephalo.execution.undone_step import CONTAINERS, OF_TORCH, are_sa
 
 # what a step changes it mostly changes in its first one; a deque or a dict may be read first
 _STEPS = 3
+_GROWING = frozenset((list, deque))
 _NOT_USERS = frozenset(["torch", "torchmetrics", "lightning", "pytorch_lightning", "transformers"])
 _NOT_USERS |= {"lightning_cephalo", "numpy", "builtins", "collections", "functools", "enum"}
 _NOT_USERS |= {"logging", "types"}
@@ -50,22 +55,31 @@ class _Before:
 
 
 class SharedValues:
-    """Warns of containers and objects on modules that steps fill with rows of samples.
+    """Warns of containers and objects on modules that steps fill with rows of samples or numbers.
 
     ::
 
         shared.begin(places, paths, 2)      # a step with two microbatches
         ...
         shared.finish([3, 2])               # may warn, once for each name
+
+    Args:
+        several_ranks: Whether other ranks have samples of the same batch, so that numbers of this
+            one are not those of the batch, even with one microbatch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, several_ranks: bool) -> None:
+        self._several_ranks, self._finds_numbers = several_ranks, False
         self._left = _STEPS
         self._before: list[_Before] = []
         self._told: set[str] = set()
 
     def begin(
-        self, places: Sequence[dict[str, Any]], paths: Mapping[int, str], microbatches: int
+        self,
+        places: Sequence[dict[str, Any]],
+        paths: Mapping[int, str],
+        microbatches: int,
+        finds_numbers: bool = False,
     ) -> None:
         """Note what the modules hold, in one of the first steps.
 
@@ -73,9 +87,13 @@ class SharedValues:
             places: The attributes of each module.
             paths: Of the modules, by the ids of these.
             microbatches: Of this rank.
+            finds_numbers: Whether numbers in containers are found, too. Those of steps with manual
+                optimization are combined, or each rank's own.
         """
         self._before = []
-        if microbatches > 1 and self._left:
+        is_cut = microbatches > 1 or (microbatches and self._several_ranks)
+        self._finds_numbers = finds_numbers and bool(is_cut)
+        if self._left and (microbatches > 1 or self._finds_numbers):
             self._left -= 1
             self._before = [_Before.of(paths.get(id(names), ""), names) for names in places]
 
@@ -91,7 +109,14 @@ class SharedValues:
                 full = f"{before.path}.{name}" if before.path else name
                 if name in OF_TORCH or full in self._told:
                     continue
-                leaves = [leaf for item in _new_items(before, name) for leaf in _tensors(item)]
+                new = _new_items(before, name)
+                if self._finds_numbers and type(value) in _GROWING and any(map(_is_number, new)):
+                    self._told.add(full)
+                    _warn_of_numbers(full, value, len(sizes))
+                    continue
+                if len(sizes) < 2:
+                    continue  # rows of one microbatch are no other one's
+                leaves = [leaf for item in new for leaf in _tensors(item)]
                 rows = [leaf for leaf in leaves if _has_rows(leaf, sizes)]
                 # what all microbatches have alike, such as a copy of a buffer, is not of samples
                 own = [leaf for leaf in rows if not _has_twin(leaf, leaves)]
@@ -136,6 +161,15 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from _tensors(item, depth + 1)
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a value may be a mean over samples: a floating-point number, or a dict of some."""
+    if isinstance(value, dict):
+        return any(_is_number(item) for item in value.values())
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    return isinstance(value, float)
+
+
 def _has_rows(tensor: Tensor, sizes: Sequence[int]) -> bool:
     """Whether one of the first two dimensions is as long as a microbatch, by shape alone."""
     if type(tensor) is not Tensor:
@@ -163,5 +197,17 @@ def _warn(name: str, value: Any, rows: Tensor) -> None:
         " tensor, tuple, list or dict instead, such as self.cache = {**self.cache, 'h': h}: then"
         " each microbatch finds its own samples. If only hooks read it, ignore this warning; they"
         " find the rows of each microbatch.",
+        stacklevel=2,
+    )
+
+
+def _warn_of_numbers(name: str, value: Any, microbatches: int) -> None:
+    warnings.warn(
+        f"training_step adds a number to {name!r}, a {type(value).__name__}, for each of this"
+        f" rank's microbatches ({microbatches} in this step). On one device it adds that of the"
+        " whole batch. So their mean depends on the plan. self.log(..., on_epoch=True,"
+        " sync_dist=True) gives the mean over the epoch. For a list of your own, add the value of"
+        " self.trainer.callback_metrics in on_train_batch_end(), where sync_dist=True makes it"
+        " that of the global batch.",
         stacklevel=2,
     )

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.boundaries import refusing_gradients
 from lightning_cephalo.execution.meetings import NormForward, SynchronisedNorms
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.replay import ChangingBuffers
@@ -269,7 +270,10 @@ class UnitHooks:
         unit.wait_gather()
         try:
             with torch.no_grad():
-                return body(*args, **kwargs)
+                outputs = body(*args, **kwargs)
+            if torch.is_grad_enabled():
+                return refusing_gradients(outputs, (args, kwargs), unit.trainable)
+            return outputs
         finally:
             if not self._keeps_all:
                 unit.free()

@@ -243,6 +243,32 @@ def _fit_caching(plan):
     return [str(one.message) for one in caught if "into 'cache', a dict" in str(one.message)]
 
 
+class _Collecting(_Numbers):
+    """Collects losses for a mean of its own, as Lightning's guide to version 2.0 shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs, self.seen = [], []
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.head(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        self.outputs.append(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(float(self.trainer.callback_metrics["loss"]))
+
+
+def _fit_collecting(plan):
+    module = _Collecting()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(plan, max_steps=2).fit(module, loader(16))
+    texts = [str(one.message) for one in caught if "adds a number to" in str(one.message)]
+    return texts, module.seen
+
+
 class _Drawing(_Numbers):
     """Keeps what depends on how batches are cut: nothing that reads it is exact."""
 
@@ -295,6 +321,7 @@ FITS = Cases(
         **{f"numbers {plan}": (plan, _fit_numbers) for plan in ("3:1", "three", "no data")},
         "samples": ("3:1", _fit_counting_samples),
         "in place": ("3:1", _fit_caching),
+        "collecting": ("3:1", _fit_collecting),
         "drawing": ("even", _fit_drawing),
         "adaptive": ("3:1", _fit_adaptive, True),
         "adaptive by hand": ("whole", _fit_adaptive, False),
@@ -335,6 +362,15 @@ def test_rows_in_a_container_that_microbatches_share_are_named():
     first, second = FITS["in place"]
     assert ["self.cache = {**self.cache" in message for message in first] == [True]
     assert not second  # one microbatch
+
+
+def test_numbers_that_a_step_collects_are_named_and_those_of_the_remedy_are_right():
+    said, wanted = on_one_device(_fit_collecting)
+    assert not said
+    for texts, seen in FITS["collecting"]:
+        # one microbatch as well: it has a part of the batch
+        assert ["'outputs', a list" in text for text in texts] == [True]
+        assert seen == pytest.approx(wanted, rel=1e-5)
 
 
 def test_what_depends_on_how_batches_are_cut_is_named_with_equal_microbatches_too():
