@@ -103,7 +103,9 @@ def test_memory_is_never_less_than_held_also_where_only_large_logits_come_in_chu
         largest_whole, _ = rank["auto", recompute, LARGE_TOKENS // LENGTH]
         assert held <= predicted <= max(1.1 * held, 1.1 * largest_whole)
         _, alike = rank[size > LARGE_TOKENS // LENGTH, recompute, size]
-        assert held == pytest.approx(alike, abs=64)
+        # the loader may or may not have the next batch of tokens by then
+        batch_bytes = size * LENGTH * torch.int64.itemsize
+        assert held == pytest.approx(alike, abs=64 + batch_bytes)
 
 
 def test_a_step_holds_one_chunk_of_logits_in_place_of_all():
