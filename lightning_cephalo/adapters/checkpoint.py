@@ -33,17 +33,23 @@ def full_state_dict(module: nn.Module, wanted: bool) -> dict[str, Any]:
 
     Args:
         module: The sharded model.
-        wanted: Whether this rank wants the values (rank 0); others get an empty dict.
+        wanted: Whether this rank wants the values (rank 0). Others get tensors on the meta device,
+            so that hooks that rename or remove some run on every rank.
     """
     seen: dict[int, Any] = {}
     result: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             if id(value) not in seen:  # tied weights are written as one tensor, as torch does
-                seen[id(value)] = to_full(value, wanted)
+                full = to_full(value, wanted)
+                seen[id(value)] = _without_values(value) if full is None else full
             value = seen[id(value)]
         result[name] = value
-    return result if wanted else {}
+    return result
+
+
+def _without_values(value: Tensor) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:

@@ -44,16 +44,19 @@ class _OutOfUnit(torch.autograd.Function):
         return gradient, None
 
 
-class _OutOfUnitInHook(torch.autograd.Function):
-    """Makes an output, of a unit that is called outside of a step, that refuses gradients."""
+class _OutsideOfStep(torch.autograd.Function):
+    """Makes an output, of a call outside of a step, that refuses gradients."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, output: Tensor, error: Callable[[], UnitUseError], *inputs: Tensor
+    ) -> Tensor:
+        ctx.error = error
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise gradient_through_units()
+        raise ctx.error()
 
 
 def refusing_gradients(outputs: Any, inputs: Any, trainable: bool) -> Any:
@@ -73,7 +76,25 @@ def refusing_gradients(outputs: Any, inputs: Any, trainable: bool) -> Any:
 
     def refusing(leaf: Any) -> Any:
         is_value = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        return _OutOfUnitInHook.apply(leaf, *reached) if is_value else leaf
+        return _OutsideOfStep.apply(leaf, gradient_through_units, *reached) if is_value else leaf
+
+    return pytree.tree_map(refusing, outputs)
+
+
+def refusing_freed(outputs: Any) -> Any:
+    """Return outputs whose graph needs parameters that are freed, so that a gradient raises.
+
+    torch itself would read the freed memory.
+
+    Args:
+        outputs: Of a call outside of a step.
+    """
+
+    def refusing(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.grad_fn is None:
+            return leaf
+        reached = torch.empty(0, requires_grad=True)
+        return _OutsideOfStep.apply(leaf, _gradient_behind_call, reached)
 
     return pytree.tree_map(refusing, outputs)
 
@@ -445,6 +466,14 @@ def run_backward(
         (),  # all leaves
         allow_unreachable=True,
         accumulate_grad=True,
+    )
+
+
+def _gradient_behind_call() -> UnitUseError:
+    return UnitUseError(
+        "Your code computes a gradient behind a call of the module in a hook. Full parameters are"
+        " freed when the call ends, and the gradient needs them. Put both, the call and the"
+        " gradient, inside of `with trainer.strategy.full_parameters():`, on all ranks."
     )
 
 

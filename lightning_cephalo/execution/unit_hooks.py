@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.boundaries import refusing_gradients
+from lightning_cephalo.execution.boundaries import refusing_freed, refusing_gradients
 from lightning_cephalo.execution.meetings import NormForward, SynchronisedNorms
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.replay import ChangingBuffers
@@ -227,14 +227,16 @@ class UnitHooks:
         names = (name for name, other in top.named_modules() if other is module)
         return next(names, "") or type(module).__name__
 
-    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Restore the shards after a call outside of a step: callbacks read or change them."""
         if self._in_step or not self._outside_depth:
-            return
+            return None
         self._outside_depth -= 1
-        if not self._outside_depth and not self._keeps_all:
-            self._units[ROOT].free()
-            self._writes.check("a call of the module in a hook")
+        if self._outside_depth or self._keeps_all:
+            return None
+        self._units[ROOT].free()
+        self._writes.check("a call of the module in a hook")
+        return refusing_freed(output) if torch.is_grad_enabled() else None
 
     def _enter(
         self,

@@ -371,6 +371,35 @@ def test_a_module_without_optimizer_is_saved_and_resumed(tmp_path):
     assert states[0]["optimizer_states"] == states[1]["optimizer_states"] == [{}]
 
 
+class _ChangesTheCheckpoint(Net):
+    """Renames, removes and counts what is saved, as users do in this hook."""
+
+    def on_save_checkpoint(self, checkpoint):
+        state = checkpoint["state_dict"]
+        del state["gain"]
+        state["renamed"] = state.pop("head.weight")
+        checkpoint["numel"] = sum(value.numel() for value in state.values())
+        kept = {name: value for name, value in state.items() if "blocks" not in name}
+        checkpoint["state_dict"] = {**kept, "first": state["blocks.0.up.weight"]}
+
+
+def _save_changed(plan: str | None, path: Path) -> None:
+    ready = trainer(plan, max_steps=2)
+    ready.fit(_ChangesTheCheckpoint(), loader(), loader(8))
+    ready.save_checkpoint(path)
+
+
+def test_a_hook_changes_what_is_saved_as_on_one_device(tmp_path):
+    in_ranks(1, _save_changed, None, tmp_path / "one.ckpt")
+    in_ranks(2, _save_changed, "3:1", tmp_path / "two.ckpt")
+    one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one.ckpt", "two.ckpt"))
+    assert one["numel"] == two["numel"] > 0
+    assert list(one["state_dict"]) == list(two["state_dict"])
+    assert {"renamed", "first"} < set(two["state_dict"])
+    for name, value in one["state_dict"].items():
+        torch.testing.assert_close(two["state_dict"][name], value, rtol=1e-5, atol=1e-6)
+
+
 def _fit_with_new_optimizers(plan: str | None, path: Path) -> tuple[list[float], list[str]]:
     model = Net()
     with warnings.catch_warnings(record=True) as caught:

@@ -32,6 +32,12 @@ class _Saliency(Net):
         if self.place == "hook":
             with whole():
                 self.look()
+        if self.place == "bare hook":
+            self.look()
+        if self.place == "last layer":
+            with torch.enable_grad():
+                x = torch.ones(4, 6, requires_grad=True)
+                torch.autograd.grad(self.head(x).square().sum(), x)
 
 
 def _fit(plan, place, options=None):
@@ -49,3 +55,17 @@ def test_gradients_of_inputs_are_right_in_a_model_of_one_unit_and_refused_throug
     with pytest.raises(RankFailure) as failure:
         in_ranks(2, _fit, "3:1", place)
     assert str(failure.value).count("UnitUseError: Your code computes a gradient through") == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [("bare hook", {"unit_names": []}), ("last layer", None)],
+    ids=["whole model", "layer of the root unit"],
+)
+def test_gradients_behind_a_call_in_a_hook_name_the_block_that_they_need(place, options):
+    """The call's parameters are freed by then: ranks ended with a segmentation fault."""
+    with pytest.raises(RankFailure) as failure:
+        in_ranks(2, _fit, "3:1", place, options)
+    assert (
+        str(failure.value).count("UnitUseError: Your code computes a gradient behind a call") == 2
+    )
