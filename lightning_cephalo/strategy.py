@@ -6,9 +6,8 @@ call the packages below.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -39,6 +38,7 @@ from lightning_cephalo.adapters import (
     precision,
     supported,
 )
+from lightning_cephalo.adapters.attempts import Attempts
 from lightning_cephalo.adapters.batch_search import BatchSearch, batch_size_finders
 from lightning_cephalo.adapters.ending import Ending
 from lightning_cephalo.adapters.left_loops import evaluation_loop
@@ -53,7 +53,6 @@ from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.adapters.user_gathers import require_equal_shapes
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data import global_batch_size
-from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.cutting import (
     detached,
     evaluation_samples,
@@ -841,7 +840,7 @@ class CephaloStrategy(ParallelStrategy):
             pulled = Pulled.from_iterator(batch)
             batch, step = pulled.batch, pulled.step_of(step)
         session.memory.before_forward(batch)
-        attempts = _attempts(batch) if self._running.may_repeat else itertools.repeat(batch)
+        attempts = Attempts(batch, may_repeat=self._running.may_repeat)
         run = partial(self._forward, step, attempts, rest, kwargs)
         counts, log, outcome = self._running.forward(run)
         self._notes.learn(outcome.notes)
@@ -867,7 +866,7 @@ class CephaloStrategy(ParallelStrategy):
     def _forward(
         self,
         step: Callable[..., Any],
-        batches: Iterator[Any],
+        attempts: Attempts,
         rest: tuple[Any, ...],
         kwargs: dict[str, Any],
         is_seen: bool,
@@ -876,13 +875,14 @@ class CephaloStrategy(ParallelStrategy):
 
         Args:
             step: The user's ``training_step``.
-            batches: Yields this rank's batch for each attempt at the step.
+            attempts: Gives this rank's batch for each attempt at the step.
             rest: Other arguments of ``training_step``.
             kwargs: The same by name.
             is_seen: Whether its logs count. Else only a backward goes on from it.
         """
-        session, batch = self.session, next(batches)
+        session, batch = self.session, attempts.next()
         pieces, failure = session.cut(batch)
+        failure = attempts.cut_into(pieces) or failure
         counts = [count for _, count in pieces]
         self._running.compare_losses(batch, pieces, lambda piece: step(piece, *rest, **kwargs))
         log = session.logs.of_step(counts, is_seen=is_seen)
@@ -1360,14 +1360,6 @@ class CephaloStrategy(ParallelStrategy):
             session.close_after_failure()
         else:  # ranks at different places cannot communicate
             session.abandon()
-
-
-def _attempts(batch: Any) -> Iterator[Any]:
-    """Yield a batch, and then copies of what its containers have held before the step."""
-    before = own_copy(batch, with_arrays=False)
-    yield batch
-    while True:
-        yield own_copy(before, with_arrays=False)
 
 
 def _call(

@@ -261,6 +261,14 @@ class Fails(Hungry):
         return super().training_step(batch, batch_idx)
 
 
+class ScalesInPlace(Hungry):
+    """Writes to its batch before it runs out of memory."""
+
+    def training_step(self, batch, batch_idx):
+        batch[0].div_(2)
+        return super().training_step(batch, batch_idx)
+
+
 FULL = replace(PROBLEM, ranks=(replace(RANK, capacity_bytes=11_000.0),) * 2)
 REFUSED: dict[str, tuple[Callable[[], Hungry], dict[str, Any]]] = {
     "repeated 2 times already": (lambda: Hungry(*[(1, "forward")] * 3), {}),
@@ -273,6 +281,7 @@ REFUSED: dict[str, tuple[Callable[[], Hungry], dict[str, Any]]] = {
         {"accumulate_grad_batches": 2},
     ),
     "Weights are half-updated": (lambda: Hungry((1, "backward")), {"early": "auto"}),
+    "has written to tensors of its batch in place": (lambda: ScalesInPlace((1, "forward")), {}),
     "another error": (lambda: Fails((1, "forward"), (1, "error on 0")), {}),
 }
 
@@ -294,6 +303,9 @@ def test_a_step_that_cannot_be_repeated_ends_all_ranks_and_says_why():
         (kind, own), (other, text) = first[name], second[name]
         if name == "another error":
             assert (kind, other) == ("ValueError", OutOfMemoryInStepError.__name__)
+            continue
+        if "in place" in name:  # on each rank
+            assert (kind, other) == ("UnsupportedError",) * 2 and name in own and name in text
             continue
         assert (kind, other) == ("RemoteRankError", OutOfMemoryInStepError.__name__), name
         assert name in own and name in text, (name, own)
