@@ -111,9 +111,7 @@ class EarlyUpdates:
         assert self.updater is not None
         unit.publish(unit.surely_used(used, has_samples))
         parameters = unit.reduced_parameters()
-        updated = self.updater.update(parameters, on_host)
-        # what the host updates is still on its way there
-        unit.give_back(updated, reuses=not on_host)
+        unit.give_back(self.updater.update(parameters, on_host))
 
     def finish(self) -> None:
         """Give all gradients back that the optimizer's step has used."""

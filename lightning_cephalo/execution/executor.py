@@ -909,7 +909,6 @@ class Executor:
         """Set the gradients of parameters that at least one rank used, or raise on all ranks."""
         step = self._step
         self._finish_reduce(None)
-        self._release_spare()
         self.hooks.in_backward = False
         if not step.goes_on:
             step.microbatches.clear()
@@ -972,11 +971,6 @@ class Executor:
         for unit in self.units:
             unit.wait_reduce()
             unit.free()
-        self._release_spare()
-
-    def _release_spare(self) -> None:
-        for unit in self.units:
-            unit.release_spare()
 
     # -- losses over the whole batch ----------------------------------------------------------
 

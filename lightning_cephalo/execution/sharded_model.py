@@ -25,7 +25,7 @@ from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS, ROOT, WHOL
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.across_groups import Across
-from lightning_cephalo.sharding.buffers import BufferPool, SpareMemory
+from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.collectives import broadcast
 from lightning_cephalo.sharding.discovery import UnitMembers, find_units
 from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
@@ -101,8 +101,6 @@ class ShardedModel:
         members: The ranks of each group; one group of all without hybrid sharding.
         padding: Whether nearly equal slices are padded.
         routing: The way that slices take.
-        reduced: Keeps memory of reduced gradients for the next units of a backward.
-        received: Keeps host memory that reduces receive into, likewise.
         stage: Moves device tensors over backends that run on the host; None: not needed.
         meet: Waits until all ranks have come to communicate outside of a step.
         rounding: Rounds gradients that travel in a dtype of their own; None: none do.
@@ -143,11 +141,8 @@ class ShardedModel:
             meet=groups.meeting.meet,
             rounding=self.rounding,
             across=holders.across,
-            reduced=SpareMemory(keeps=not accelerator.host_is_apart),
-            received=SpareMemory(keeps=not accelerator.host_is_apart),
         )
         self._context = context
-        self.reduced, self.received = context.reduced, context.received
         self.padding = context.padding
         self.fractions = tuple(fractions)
         divider = self._divider(fractions)

@@ -287,7 +287,6 @@ class TrainingMemory(Observer):
         gradients = distinct_bytes(
             [flat.grad_shard for flat in flats if flat.grad_shard is not None]
         )
-        gradients += self._model.reduced.idle_bytes
         # early updates give gradients back: what holds their memory now counts where it belongs
         optimizer = max(0, self._state_bytes() - rows - gradients)
         parts = (rows, optimizer, gradients, self._gathered_bytes(), self._gradient_bytes())
@@ -322,7 +321,6 @@ class TrainingMemory(Observer):
     def _gradient_bytes(self) -> int:
         received = sum(unit.receiving_bytes for unit in self._model.units)
         pools = (*self._model.gradient_pools, self._model.padding.reduces)
-        received += self._model.received.idle_bytes
         return sum(pool.held_bytes for pool in pools) + received
 
     def _state_bytes(self) -> int:
@@ -331,11 +329,10 @@ class TrainingMemory(Observer):
         held += [flat.grad_shard for flat in flats if flat.grad_shard is not None]
         # not part of the state: a counter per parameter, which does not depend on the share
         held += [local_part(v) for v in _state_of(self._optimizers) if isinstance(v, DTensor)]
-        idle = self._model.reduced.idle_bytes
         if self.moved is None:
-            return distinct_bytes(held) + idle
+            return distinct_bytes(held)
         on_device = [tensor for tensor in held if not self.moved.is_on_host(tensor)]
-        return distinct_bytes(on_device) + self.moved.staging_bytes + idle
+        return distinct_bytes(on_device) + self.moved.staging_bytes
 
 
 @dataclass

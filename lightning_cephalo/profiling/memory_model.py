@@ -100,11 +100,9 @@ def reducing_state_bytes(model: ShardedModel) -> int:
     """Return the bytes that the same fractions divide from the first reduce on, in addition.
 
     With early updates these are the gradient of the largest unit, and the buffers into which a rank
-    receives gradients. Where memory of a gradient is kept for the next ones, there are two.
+    receives gradients.
     """
-    first, second = _gradients(model)
-    kept = second if model.reduced.keeps else 0
-    return _receive_bytes(model) - _of_last_layers(model)[1] + first + kept
+    return _receive_bytes(model) - _of_last_layers(model)[1] + _gradients(model)[0]
 
 
 def updating_state_bytes(model: ShardedModel) -> int:

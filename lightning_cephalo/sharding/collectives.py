@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_cephalo.accelerator.backends import backend_of
-from lightning_cephalo.sharding.buffers import SpareMemory
 from lightning_cephalo.sharding.padding import Padding
 from lightning_cephalo.sharding.routes import Route, Straight
 from lightning_cephalo.sharding.staging import HostStage
@@ -94,7 +93,6 @@ def reduce_slices(
     padding: Padding | None = None,
     stage: HostStage | None = None,
     route: Route = _STRAIGHT,
-    memory: SpareMemory | None = None,
 ) -> Pending:
     """Sum ``full`` over the ranks and write ``scale`` times this rank's slice to ``output``.
 
@@ -110,7 +108,6 @@ def reduce_slices(
         padding: As for :func:`gather_slices`.
         stage: As for :func:`gather_slices`.
         route: As for :func:`gather_slices`.
-        memory: Lends host memory to receive into; None: it is allocated.
     """
     rank = dist.get_rank(group)
     own = sizes[rank]
@@ -153,16 +150,9 @@ def reduce_slices(
         reduce_slices(full.cpu(), sizes, group, total).wait()
         deliver(total.to(output.device))
         return Pending()
-    lender = SpareMemory() if memory is None else memory
-    received = lender.take(route.received_numel(sizes, rank), full.dtype, full.device)
-    works, total_of = route.reduce(full.split(list(sizes)), received, group, output.dtype)
-
-    def sum_up() -> None:
-        if own:
-            deliver(total_of())
-        lender.give(received)
-
-    return Pending(works, sum_up, (full,))
+    memory = full.new_empty(route.received_numel(sizes, rank))
+    works, total_of = route.reduce(full.split(list(sizes)), memory, group, output.dtype)
+    return Pending(works, (lambda: deliver(total_of())) if own else None, (full,))
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> None:

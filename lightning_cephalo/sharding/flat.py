@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lightning_cephalo.sharding.across_groups import Across
-from lightning_cephalo.sharding.buffers import Buffer, BufferPool, SpareMemory
+from lightning_cephalo.sharding.buffers import Buffer, BufferPool
 from lightning_cephalo.sharding.collectives import (
     all_gather_rows,
     all_reduce,
@@ -103,8 +103,6 @@ class ShardingContext:
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         buffers: Lends the memory of gathered parameters.
         gradient_buffers: Lends the memory of full gradients.
-        reduced: Lends the memory of reduced gradients.
-        received: Lends the host memory that reduces receive into.
         padding: Whether nearly equal slices are padded.
         stage: Moves device tensors over backends that run on the host; None: not needed.
         meet: Waits for all ranks before operators on sharded tensors communicate; None: not.
@@ -121,8 +119,6 @@ class ShardingContext:
     compute_dtype: torch.dtype | None = None
     buffers: BufferPool = field(default_factory=BufferPool)
     gradient_buffers: BufferPool = field(default_factory=BufferPool)
-    reduced: SpareMemory = field(default_factory=SpareMemory)
-    received: SpareMemory = field(default_factory=SpareMemory)
     padding: Padding = field(default_factory=Padding)
     stage: HostStage | None = None
     meet: Meet | None = None
@@ -698,8 +694,8 @@ class Flat:
             parameter.grad = None
         if self.grad_shard is None:
             # every element is written below: zeros would cost each early update another pass
-            self.grad_shard = self.context.reduced.take(
-                self._end - self._start, self.grad_full.dtype, self.context.device
+            self.grad_shard = torch.empty(
+                self._end - self._start, dtype=self.grad_full.dtype, device=self.context.device
             )
             self._grad_faces = list(self._faces(self.grad_shard))
         accumulate = any(parameter.grad is not None for parameter in self.sharded)
@@ -722,7 +718,6 @@ class Flat:
                 padding=self.context.padding,
                 stage=self.context.stage,
                 route=self._reduce_route or self.context.routing.route,
-                memory=self.context.received,
             )
             if rounding is not None and rounding.is_measured:
                 self._measure(rounding, pending)
@@ -818,12 +813,7 @@ class Flat:
         return [count > 0 for count in counts.tolist()]
 
     def give_back(
-        self,
-        updated: Sequence[bool],
-        names: Sequence[str],
-        *,
-        keeps_unused: bool = True,
-        reuses: bool = False,
+        self, updated: Sequence[bool], names: Sequence[str], *, keeps_unused: bool = True
     ) -> None:
         """Release the memory of gradients that have updated their parameters.
 
@@ -833,7 +823,6 @@ class Flat:
             updated: Per parameter, whether it was updated.
             names: Names of the parameters, for messages.
             keeps_unused: Whether to keep gradients that are not published yet.
-            reuses: Whether nothing reads the gradients any more, so that others may use the memory.
         """
         faces: list[DTensor | None] = []
         for index, parameter in enumerate(self.sharded):
@@ -852,8 +841,6 @@ class Flat:
             else:
                 kept = None
             faces.append(kept)
-        if reuses and self.grad_shard is not None:
-            self.context.reduced.give(self.grad_shard)
         self.grad_shard, self._grad_faces = None, faces
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS
-from lightning_cephalo.sharding.buffers import BufferPool, SpareMemory
+from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, divide_flat
 from lightning_cephalo.sharding.flat_group import FlatGroup, UnitState
@@ -90,13 +90,7 @@ class Unit:
         contexts = {_CORE: context}
         for end in set(end_of.values()):  # what an end holds goes back when it is freed
             gradients = BufferPool(keeps=False)
-            contexts[end] = replace(
-                context,
-                buffers=BufferPool(),
-                gradient_buffers=gradients,
-                reduced=SpareMemory(),
-                received=SpareMemory(),
-            )
+            contexts[end] = replace(context, buffers=BufferPool(), gradient_buffers=gradients)
         places: dict[int, list[int]] = {_CORE: []}
         # flags of a unit's parameters are those of its groups, one after the other
         for (end, *_, own), indices in sorted(groups.items(), key=lambda item: -item[0][0]):
@@ -432,12 +426,6 @@ class Unit:
         for flat in self.flats:
             flat.release()
 
-    def release_spare(self) -> None:
-        """Free memory that reduces and updates of the backward have used, and no other will."""
-        for flat in self.flats:
-            flat.context.reduced.release()
-            flat.context.received.release()
-
     # -- gradients ----------------------------------------------------------------------------
 
     def arm(self, apart: Collection[int] = ()) -> None:
@@ -504,21 +492,18 @@ class Unit:
         """
         return [landed for flat in self.flats if flat.trainable for landed in flat.landed()]
 
-    def give_back(
-        self, updated: Sequence[bool], *, keeps_unused: bool = True, reuses: bool = False
-    ) -> None:
+    def give_back(self, updated: Sequence[bool], *, keeps_unused: bool = True) -> None:
         """Release gradients of updated parameters; flags in the order of :meth:`used`.
 
         Args:
             updated: Whether each was updated.
             keeps_unused: Whether to keep gradients that are not published yet.
-            reuses: Whether nothing reads the gradients any more, so that others may use the memory.
         """
         start = 0
         for names, flat in zip(self._names, self.flats, strict=True):
             if flat.trainable:
                 end = start + len(flat.sharded)
-                flat.give_back(updated[start:end], names, keeps_unused=keeps_unused, reuses=reuses)
+                flat.give_back(updated[start:end], names, keeps_unused=keeps_unused)
                 start = end
 
 
