@@ -36,11 +36,7 @@ from lightning_cephalo.adapters.early_update import (
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import Instruction, Operation
-<<<<<<< HEAD
-from lightning_cephalo.profiling.memory_model import _receive_bytes, reducing_state_bytes
 from lightning_cephalo.sharding.placement import local_part
-=======
->>>>>>> parent of 0d6c6e2 (Use the memory of one unit's gradient for the next ones on CPU ranks)
 
 
 class _Gated(Block):

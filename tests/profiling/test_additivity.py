@@ -281,11 +281,11 @@ class _Counting(_Trained):
         super().__init__(loss)
         self.net.norm = nn.Identity()  # it would refuse a single sample
         self.register_buffer("count", torch.zeros(()))
-        self.seen: list[float] = []
+        self.seen: list[tuple[float]] = []
 
     def training_step(self, batch, batch_idx):
         self.count += 1.0
-        self.seen.append(torch.rand(()).item())
+        self.seen.append((torch.rand(()).item(),))  # a bare number would be warned of
         self.log("loss", loss := super().training_step(batch, batch_idx), sync_dist=True)
         return loss
 

@@ -148,6 +148,8 @@ class Search:
         best: Found | None = None
         while True:
             bounds = self._covering(bounds, limit_s)
+            if math.isinf(bounds.step_s):
+                return best  # larger batches were looked at, and no plan has room for them
             try:
                 found = self._fastest_within(bounds, limit_s)
             except SolverError:
