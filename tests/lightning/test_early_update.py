@@ -10,6 +10,7 @@ from unittest.mock import call
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from common import (
     Block,
     Net,
@@ -69,7 +70,7 @@ class Held(Callback, Observer):
         return sum(shard.nbytes for shard in shards)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        model = trainer.strategy.session.model
+        self.model = model = trainer.strategy.session.model
         self.flats = model.flats
         self.whole = sum(flat.shard.nbytes for flat in self.flats if flat.trainable)
         model.executor.attach(self)
