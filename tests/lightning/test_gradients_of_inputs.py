@@ -63,7 +63,7 @@ def test_gradients_of_inputs_are_right_in_a_model_of_one_unit_and_refused_throug
     ids=["whole model", "layer of the root unit"],
 )
 def test_gradients_behind_a_call_in_a_hook_name_the_block_that_they_need(place, options):
-    """The call's parameters are freed by then: ranks of a whole model ended in a fault of memory."""
+    """Parameters are freed by then: a rank that held the whole model ended in a fault of memory."""
     with pytest.raises(RankFailure) as failure:
         in_ranks(2, _fit, "3:1", place, options)
     assert (
