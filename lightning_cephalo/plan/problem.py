@@ -439,9 +439,10 @@ class Problem(FileRecord):
 
     @property
     def both_s(self) -> float:
-        """Seconds of one gather and one reduce of units that run beside each other."""
-        both_s = self.gather_and_reduce_s
-        return self.gather_s + self.reduce_s if both_s is None else both_s
+        """Seconds of one gather and one reduce of units beside each other; no less than of one."""
+        if self.gather_and_reduce_s is None:
+            return self.gather_s + self.reduce_s
+        return max(self.gather_s, self.reduce_s, self.gather_and_reduce_s)
 
     @property
     def collectives_s(self) -> tuple[float, float, float]:

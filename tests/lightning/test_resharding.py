@@ -110,7 +110,8 @@ class Solving:
 
         def measured(**arguments) -> Problem:
             self.measured = self.measured or measure(**arguments)
-            return replace(self.measured, gather_s=gather_s, even_gather_s=None)
+            alone = {"gather_and_reduce_s": None, "even_gather_and_reduce_s": None}
+            return replace(self.measured, gather_s=gather_s, even_gather_s=None, **alone)
 
         planning.measure = measured
         try:

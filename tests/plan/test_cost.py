@@ -75,7 +75,7 @@ def test_a_gather_and_a_reduce_beside_each_other_take_what_was_measured_of_both(
     plans = [RankPlan((1,), 1.0), RankPlan((), 0.0)]
     apart = predict(PROBLEM, plans).step_s
     # two of four units have both in their backward: 5.5 one after the other
-    for both_s, longer_s in ((5.5, 0), (4.0, 2 * -1.5), (7.0, 2 * 1.5)):
+    for both_s, longer_s in ((5.5, 0), (4.0, 2 * -1.5), (7.0, 2 * 1.5), (1.0, 2 * -2.5)):
         problem = replace(PROBLEM, gather_and_reduce_s=both_s)
         assert predict(problem, plans).step_s == apart + longer_s
     # units that stay gathered have no gather there
