@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 
 from lightning_cephalo.accelerator.backends import backend_named, backend_of
 from lightning_cephalo.accelerator.host import kernel_of_host
@@ -20,7 +20,8 @@ from lightning_cephalo.ranks.meeting import Meeting
 from lightning_cephalo.ranks.switchboard import Switchboard
 
 # [Note: private name of torch] A group's one timeout is for making it and for its collectives. Only
-# this file changes it afterwards; tests/distributed/test_roll_call.py fails when it cannot.
+# this file changes it afterwards; tests/distributed/test_roll_call.py fails when it cannot. torch
+# 2.14 has a public function in place of the private one, which it deprecates.
 
 
 def while_connecting(
@@ -44,7 +45,8 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: datetime.timedelta) ->
         timeout: Timeout of its collectives.
     """
     if backend_of(group).changes_timeout:
-        _set_pg_timeout(timeout, group)
+        change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+        change(timeout, group)
 
 
 @dataclass(frozen=True)
