@@ -31,16 +31,16 @@ class Attempts:
     """
 
     def __init__(self, batch: Any, *, may_repeat: bool) -> None:
-        self._batch: Any = batch
+        self._batch, self._is_first = batch, True
         self._before = own_copy(batch, with_arrays=False) if may_repeat else batch
         self._may_repeat = may_repeat
         self._parts: list[tuple[Tensor, int]] = []
 
     def next(self) -> Any:
         """Return the batch for the next attempt."""
-        batch, self._batch = self._batch, None
-        if batch is not None or not self._may_repeat:
-            return self._before if batch is None else batch
+        if self._is_first or not self._may_repeat:
+            self._is_first = False
+            return self._batch
         return own_copy(self._before, with_arrays=False)
 
     def cut_into(self, pieces: Sequence[tuple[Any, int]]) -> UnsupportedError | None:

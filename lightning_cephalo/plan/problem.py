@@ -564,15 +564,15 @@ class Problem(FileRecord):
         """
         gather_s = _least(self.gather_s, self.even_gather_s)
         reduce_s = _least(self.reduce_s, self.even_reduce_s)
-        both_s = self.even_gather_and_reduce_s
-        if both_s is None:
-            both_s = gather_s + reduce_s
+        both_s = self.gather_and_reduce_s
+        if self.even_gather_and_reduce_s is not None:
+            both_s = min(self.both_s, self.even_gather_and_reduce_s)
         saved_s = self.gather_s - gather_s + self.reduce_s - reduce_s
         return replace(
             self,
             gather_s=gather_s,
             reduce_s=reduce_s,
-            gather_and_reduce_s=min(self.both_s, both_s),
+            gather_and_reduce_s=both_s,
             fill_s=max(0.0, self.fill_s - saved_s),
             even_gather_s=None,
             even_reduce_s=None,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -311,7 +311,7 @@ def _stand_in_optimizer(trainer: Trainer, module: Any) -> Iterator[None]:
     """
     strategy: Any = trainer.strategy
     before = strategy.optimizers, strategy.lr_scheduler_configs
-    handles: list[RemovableHandle] = []
+    made: Sequence[Optimizer] = ()
     if module.automatic_optimization:
         stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
         strategy.optimizers = [stand_in]
@@ -320,15 +320,13 @@ def _stand_in_optimizer(trainer: Trainer, module: Any) -> Iterator[None]:
         ]
     else:
         with _no_loaders_left(trainer):
-            made = _init_optimizers_and_lr_schedulers(module)
-        strategy.optimizers, strategy.lr_scheduler_configs = made
-        # one that the module has made before is no stand-in, and must update later
-        handles = [handle for each in strategy.optimizers for handle in _update_nothing(each)]
+            made, configs = _init_optimizers_and_lr_schedulers(module)
+        strategy.optimizers, strategy.lr_scheduler_configs = made, configs
     try:
-        yield
+        # only for now: one that the module has made before is no stand-in, and must update later
+        with _updating_nothing(made):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         strategy.optimizers, strategy.lr_scheduler_configs = before
 
 
@@ -346,15 +344,24 @@ def _idle(trainer: Trainer, accelerator: Accelerator) -> Iterator[None]:
     counts = [(e, e._on_before_step, e._on_after_step) for e in strategy._lightning_optimizers]
     for each, _, _ in counts:
         each._on_before_step = each._on_after_step = do_nothing_closure
-    handles = [handle for each in strategy.optimizers for handle in _update_nothing(each)]
+    try:
+        with _updating_nothing(strategy.optimizers):
+            yield
+    finally:
+        for each, before_step, after_step in counts:
+            each._on_before_step, each._on_after_step = before_step, after_step
+        kept.restore()
+
+
+@contextmanager
+def _updating_nothing(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Let the steps of optimizers find no gradients in a ``with`` block."""
+    handles = [handle for each in optimizers for handle in _update_nothing(each)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for each, before_step, after_step in counts:
-            each._on_before_step, each._on_after_step = before_step, after_step
-        kept.restore()
 
 
 def _update_nothing(optimizer: Optimizer) -> list[RemovableHandle]:

@@ -86,7 +86,12 @@ def test_a_gather_and_a_reduce_beside_each_other_take_what_was_measured_of_both(
 
 def test_equal_shares_take_the_least_of_what_was_measured_of_both():
     case = replace(PROBLEM, gather_and_reduce_s=5.0, even_gather_s=1.0)
-    assert case.with_even_shares().collectives_s == (1.0, 3.0, 4.0)
+    assert case.with_even_shares().collectives_s == (1.0, 3.0, 5.0)
+    # both may take longer than one after the other: that alone is no gain of equal shares
+    waiting = replace(PROBLEM, gather_and_reduce_s=7.0)
+    assert waiting.with_even_shares().collectives_s == waiting.collectives_s
+    apart = replace(PROBLEM, even_gather_s=1.0)
+    assert apart.with_even_shares().collectives_s == (1.0, 3.0, 4.0)
     measured = replace(case, even_gather_and_reduce_s=3.5)
     assert measured.with_even_shares().collectives_s == (1.0, 3.0, 3.5)
     slow = replace(case, even_gather_and_reduce_s=9.0)
