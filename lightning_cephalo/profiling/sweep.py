@@ -143,7 +143,8 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
         own = [float(size if able else 0), _expected_s(measured, size), remaining_s, pace.beside_s]
         rows = control.gather([*own, measured.largest])
         remaining_s = min(row[2] for row in rows)
-        if sweep.has_one_microbatch and sum(row[4] for row in rows) < whole:
+        largest = [int(row[4]) for row in rows]
+        if sweep.has_one_microbatch and _in_one_microbatch(largest, sweep.devices) < whole:
             remaining_s = math.inf  # there is no plan without these sizes
         pace.beside_s = max(row[3] for row in rows)
         sizes = _together([(int(row[0]), row[1]) for row in rows], smallest,
@@ -324,6 +325,17 @@ def _by_device(rates: Sequence[float], devices: Sequence[str]) -> list[float]:
     for rate, device in zip(rates, devices, strict=True):
         best[device] = max(rate, best.get(device, 0.0))
     return [best[device] for device in devices]
+
+
+def _in_one_microbatch(largest: Sequence[int], devices: Sequence[str]) -> int:
+    """Return the samples of a step in which every rank runs its largest measured size.
+
+    Equal devices get one profile, which ends at the shortest of theirs.
+    """
+    least: dict[str, int] = {}
+    for size, device in zip(largest, devices, strict=True):
+        least[device] = min(size, least.get(device, size))
+    return sum(least[device] for device in devices)
 
 
 def _useful(rate: float, rates: Sequence[float], global_batch_size: int) -> float:

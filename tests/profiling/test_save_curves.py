@@ -10,6 +10,7 @@ from lightning_cephalo.profiling.memory_model import RetainedBytes, compute_curv
 from lightning_cephalo.profiling.probe import Times
 from lightning_cephalo.profiling.sweep import (
     Measured,
+    Sweep,
     _by_device,
     _disturbed,
     _expected_s,
@@ -18,6 +19,7 @@ from lightning_cephalo.profiling.sweep import (
     _together,
     _useful,
     ladder,
+    measure_times,
 )
 
 
@@ -78,6 +80,45 @@ def test_a_rank_that_runs_its_share_at_once_measures_all_of_it():
     no_gain = measured(m16=16.0, m32=31.9)
     assert _next_size(no_gain, ladder(1, 64), 99.0, has_one_microbatch=True) == 64
     assert _next_size(measured(m4=4.0), ladder(1, 64), 4.0, has_one_microbatch=True) == 0
+
+
+class _OutOfTime:
+    """Rank 0 of three equal ones whose time is up; the last one is a size ahead."""
+
+    world_size, rank = 3, 0
+
+    def gather(self, row):
+        if len(row) < 5:  # after a size has run
+            return [row] * 3
+        last = [0.0, *row[1:4], max(2.0 * row[4], 4.0)]
+        return [row, row, last]
+
+    def any(self, flag):
+        return flag
+
+
+class _Steps:
+    """Runs steps in no time."""
+
+    control, wall_s = _OutOfTime(), 0.0
+
+    def now_s(self):
+        return 100.0
+
+    def timed(self, size):
+        return Times(0.01 * size, 0.0, 0.0), [False] * 3
+
+
+@pytest.mark.parametrize(("has_one", "largest"), [(True, 4), (False, 1)])
+def test_equal_ranks_that_run_their_share_at_once_all_measure_enough_whatever_it_takes(
+    has_one, largest
+):
+    sweep = Sweep(ladder(1, 8), 8, -1.0, ["cpu"] * 3, has_one_microbatch=has_one)
+    found = measure_times(_Steps(), sweep)
+    assert found.largest == largest
+    merged = merge_equal_ranks([rank("cpu", 0.01, found.largest)] * 2 + [rank("cpu", 0.01, 4)])
+    reached = sum(profile.largest_microbatch_size for profile in merged)
+    assert (reached >= 8) is has_one
 
 
 def test_a_rank_without_memory_for_a_size_tries_once_or_twice_between():

@@ -209,9 +209,10 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
             f"rank {_members(kind)} {samples}{' each' if kind.count > 1 else ''}"
             for kind, samples in zip(types[:8], most, strict=False)
         )
+        at_once = "in one measured microbatch each, " if problem.single_microbatch else ""
         return (
-            f"Samples bind: the global batch is {batch}, but next to {_buffers(problem)} all "
-            f"ranks together have memory for {total} samples ({on}), {batch - total} too few, "
+            f"Samples bind: the global batch is {batch}, but {at_once}next to {_buffers(problem)} "
+            f"all ranks together have memory for {total} samples ({on}), {batch - total} too few, "
             f"even without any state. {_remedies(room)}"
         )
     options = []
