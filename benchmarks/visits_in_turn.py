@@ -1,16 +1,20 @@
 """Compares visits of units in two checkouts: a step of one, a step of the other, in turn.
 
     python benchmarks/visits_in_turn.py ../older [--units 48] [--microbatches 8] [--rounds 20]
+    python benchmarks/visits_in_turn.py ../older --ranks 2
+    python benchmarks/visits_in_turn.py ../older --simulated
 
-Both run in processes of their own, on one rank, with the model of ``visits.py``. Each step is
-counted in processor time of the rank's thread. The minimum over all rounds is printed, without the
+Each rank of each checkout runs in a process of its own, with the model of ``visits.py``. Each step
+is counted in processor time of rank 0's thread. The minimum over all rounds is printed, without the
 compute of the units: on a busy machine it is what other processes disturb least, and both checkouts
-meet the same disturbance.
+meet the same disturbance. On a simulated CUDA device (tests/simulated of this checkout) this is the
+time of the host that launches.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,30 +24,59 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 ROOT = Path(__file__).resolve().parent.parent
 _MEASURED = (("recomputed", True), ("kept", False))
 
 
-def _steps(root: Path, units: int, microbatches: int) -> None:
-    """Run in the process of one checkout: a step for each line on the standard input."""
+def _steps(root: Path, options: argparse.Namespace) -> None:
+    """Run in the process of a rank of a checkout: a step for each line on the standard input."""
     sys.path[:0] = [str(root), str(root / "tests" / "distributed"), str(ROOT / "benchmarks")]
-    from harness import make_executor
+    if options.simulated:  # before the first import of torch
+        sys.path.append(str(ROOT / "tests" / "simulated"))
+        import simulated_cuda
+
+        simulated_cuda.start(options.ranks)
+    import harness  # noqa: F401  that of the checkout, before visits.py imports another
+    import torch
+    import torch.distributed as dist
     from visits import Chain
 
     import lightning_cephalo
+    from lightning_cephalo.accelerator import accelerator_of
+    from lightning_cephalo.execution.executor import Executor
     from lightning_cephalo.execution.step import MicrobatchCall
+    from lightning_cephalo.ranks.control import ControlGroup
+    from lightning_cephalo.sharding.discovery import find_units
+    from lightning_cephalo.sharding.flat import ShardingContext
+    from lightning_cephalo.sharding.layout import Divider
+    from lightning_cephalo.sharding.placement import default_mesh
+    from lightning_cephalo.sharding.routes import Routing
+    from lightning_cephalo.sharding.unit import Unit
 
     assert Path(lightning_cephalo.__file__).is_relative_to(root), lightning_cephalo.__file__
-    store = tempfile.mktemp()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    samples = [torch.ones(8) for _ in range(microbatches)]
+    torch.set_num_threads(1)
+    with contextlib.suppress(AttributeError, OSError):  # as tests/distributed/launch.py does
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    ranks, rank = options.ranks, options.rank
+    backend, device = "gloo", torch.device("cpu")
+    if options.simulated:
+        backend, device = "nccl", torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=f"file://{options.store}", rank=rank, world_size=ranks
+    )
+    groups = [dist.new_group(), dist.new_group(), dist.new_group(backend="gloo")]
+    samples = [torch.ones(8, device=device) for _ in range(options.microbatches)]
 
     def stepper(recompute: bool) -> tuple[Any, ...]:
-        model, plain = Chain(units), Chain(units)
-        executor = make_executor(model, [1.0], recompute)
+        model, plain = Chain(options.units), Chain(options.units).to(device)
+        context = ShardingContext(
+            device, default_mesh(device.type), groups[0], groups[1], Routing([0] * ranks)
+        )
+        divider = Divider([1 / ranks] * ranks)
+        units = [Unit(members, divider, context) for members in find_units(model)]
+        executor = Executor(units, ControlGroup(groups[2]), accelerator_of(device), recompute)
+        executor.hooks.install()
         calls = [
             MicrobatchCall(lambda part=part: model(part), lambda loss: (loss, 1.0))
             for part in samples
@@ -74,6 +107,31 @@ def _steps(root: Path, units: int, microbatches: int) -> None:
         print(*(end_s - start_s for start_s, end_s in pairwise(times_s)), flush=True)
 
 
+def _start(root: Path, options: argparse.Namespace) -> list[subprocess.Popen[str]]:
+    """Start the ranks of a checkout, and wait until they are ready."""
+    store = tempfile.mktemp()
+    command = [sys.executable, __file__, str(root), "--store", store]
+    for name in ("units", "microbatches", "ranks"):
+        command += [f"--{name}", str(getattr(options, name))]
+    if options.simulated:
+        command.append("--simulated")
+    ranks = [
+        subprocess.Popen(
+            [*command, "--rank", str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(options.ranks)
+    ]
+    for process in ranks:
+        said = _line_of(process)
+        if said != "ready":
+            raise SystemExit(f"A rank of {root} has ended. Expected 'ready', got {said!r}.")
+    return ranks
+
+
 def main() -> None:
     """Print the overhead of a visit in both checkouts."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -81,46 +139,47 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=48)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--simulated", action="store_true", help="on simulated CUDA devices")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.steps:
-        torch.set_num_threads(1)
-        _steps(options.older, options.units, options.microbatches)
+    if options.rank is not None:
+        _steps(options.older, options)
         return
-    processes = {}
-    for root in (options.older.resolve(), ROOT):
-        command = [sys.executable, __file__, str(root), "--steps", "--units", str(options.units)]
-        processes[root] = subprocess.Popen(
-            [*command, "--microbatches", str(options.microbatches)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(root)},
-        )
-        assert _line_of(processes[root]) == "ready"
+    checkouts = {root: _start(root, options) for root in (options.older.resolve(), ROOT)}
     found: dict[tuple[Path, str], list[list[float]]] = {}
     for index in range(options.rounds + 3):
         for name, _ in _MEASURED:
-            for root, process in processes.items():
-                assert process.stdin is not None
-                process.stdin.write(name + "\n")
-                process.stdin.flush()
-                times = [float(each) for each in _line_of(process).split()]
+            for root, ranks in checkouts.items():
+                for process in ranks:
+                    assert process.stdin is not None
+                    process.stdin.write(name + "\n")
+                    process.stdin.flush()
+                times = [[float(each) for each in _line_of(process).split()] for process in ranks]
                 if index >= 3:  # the first steps trace the order and allocate
-                    found.setdefault((root, name), []).append(times)
-    for process in processes.values():
-        process.communicate()
+                    found.setdefault((root, name), []).append(times[0])
+    for ranks in checkouts.values():
+        for process in ranks:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in ranks:
+            process.wait()
     visits = options.units * options.microbatches
     for name, _ in _MEASURED:
-        for root in processes:
+        sums_us = []
+        for root in checkouts:
             columns = zip(*found[root, name], strict=True)
             forward, backward, plain_f, plain_b = (1e6 * min(each) / visits for each in columns)
             which = "this" if root == ROOT else "older"
+            sums_us.append(forward - plain_f + backward - plain_b)
             print(
                 f"{name:>10}, {which:>5}: forward {forward - plain_f:5.1f} µs a visit beside the"
                 f" compute of {plain_f:.1f}, backward {backward - plain_b:5.1f} µs beside"
                 f" {plain_b:.1f}"
             )
+        older_us, this_us = sums_us
+        print(f"{name:>10}: {this_us:.1f} of {older_us:.1f} µs, {this_us / older_us:.2f} of it")
 
 
 def _line_of(process: subprocess.Popen[str]) -> str:

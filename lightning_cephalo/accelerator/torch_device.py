@@ -76,6 +76,7 @@ class TorchDevice(Accelerator):
         self._module = torch.get_device_module(device)
         self._traits = TRAITS.get(device.type, Traits())
         self._allocator = AllocatorFigures(self)
+        self._shown_generator: torch.Generator | None = None
 
     def ask(self, name: str) -> Callable[..., Any]:
         """Return a function of the device's module, or else of ``torch.accelerator``.
@@ -139,11 +140,31 @@ class TorchDevice(Accelerator):
         return StreamReadback(self.end_of_work)
 
     def random_states(self) -> tuple[Tensor, ...]:
-        return torch.get_rng_state(), self._module.get_rng_state(self.device)
+        own = self._generator
+        if own is None:
+            return torch.get_rng_state(), self._module.get_rng_state(self.device)
+        return torch.default_generator.get_state(), own.get_state()
 
     def restore_random_states(self, states: tuple[Tensor, ...]) -> None:
-        torch.set_rng_state(states[0])
-        self._module.set_rng_state(states[1], self.device)
+        own = self._generator
+        if own is None:
+            torch.set_rng_state(states[0])
+            self._module.set_rng_state(states[1], self.device)
+            return
+        torch.default_generator.set_state(states[0])
+        own.set_state(states[1])
+
+    @property
+    def _generator(self) -> torch.Generator | None:
+        """The generator that the module's functions use, which take several times as long.
+
+        Every visit of a unit reads its state. None: the module does not show it (yet).
+        """
+        if self._shown_generator is None:
+            generators, index = getattr(self._module, "default_generators", ()), self.device.index
+            if index is not None and index < len(generators):
+                self._shown_generator = generators[index]
+        return self._shown_generator
 
 
 class StreamCopies:

@@ -13,6 +13,7 @@ the user's tensor no longer exists.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -201,6 +202,7 @@ class Boundaries:
         self._refuse = self._owner.refuse
         self._without_memory: dict[tuple[Any, ...], Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        self._hooked: list[dict[Any, Any]] = []
         self._watched: set[int] = set()
 
     def leaf_of(self, value: Any, position: int, *, is_inside: bool = False) -> Any:
@@ -226,7 +228,7 @@ class Boundaries:
             self._glue.setdefault(position, []).append(_Glue(edge, cut.leaf))
         if not cut.is_used:
             cut.is_used = True
-            self._handles.append(value.register_hook(self._refuse))
+            self._hooked.append(_add_hook(value, self._owner, self._refuse))
             if self._lets_go:
                 self._entered.setdefault(position, []).append(cut)
             needed = self._needed_until.get(position)
@@ -284,7 +286,9 @@ class Boundaries:
         self._entered.clear()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        for hooks in self._hooked:
+            hooks.pop(self._owner, None)
+        self._handles, self._hooked = [], []
 
     def clear(self) -> None:
         """Drop all cuts and their glue; the backward cannot run any more."""
@@ -565,6 +569,23 @@ def has_saved_tensor_hooks() -> bool:
 def is_plain(tensor: Tensor) -> bool:
     """Whether shape and strides locate all values; not the case for nested and sparse tensors."""
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _add_hook(
+    tensor: Tensor, key: Any, hook: Callable[[Tensor], Any]
+) -> dict[Any, Callable[[Tensor], Any]]:
+    """Do as ``tensor.register_hook(hook)``; return the tensor's hooks, which hold it by this key.
+
+    Private names: the public function makes a handle, which takes as long as all the rest.
+    """
+    hooks: dict[Any, Callable[[Tensor], Any]] | None = tensor._backward_hooks
+    if hooks is None:
+        hooks = OrderedDict()
+        tensor._backward_hooks = hooks
+        if tensor.grad_fn is not None:
+            tensor.grad_fn._register_hook_dict(tensor)
+    hooks[key] = hook
+    return hooks
 
 
 def _new_leaf(tensor: Tensor) -> Tensor:

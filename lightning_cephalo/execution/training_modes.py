@@ -8,10 +8,15 @@ again: the code may have switched it in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any
 
 from torch import nn
+
+_NAME = "training"
 
 Modes = tuple[bool, ...]
 """Whether each module is in training mode."""
@@ -26,10 +31,17 @@ class TrainingModes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
+        # every visit reads the modes of all modules, where a loop in Python would cost the most; a
+        # scripted module keeps its mode elsewhere than among its attributes
+        holders: list[Any] = [vars(module) for module in self._modules]
+        read: Callable[[Any], bool] = itemgetter(_NAME)
+        if any(_NAME not in names for names in holders):
+            holders, read = self._modules, attrgetter(_NAME)
+        self._read = partial(map, read, holders)
 
     def now(self) -> Modes:
         """Return the modes."""
-        return tuple([module.training for module in self._modules])
+        return tuple(self._read())
 
     def show(self, modes: Modes) -> None:
         """Set the modes; those that are so already cost no write."""

@@ -352,7 +352,11 @@ class Flat:
     @property
     def trainable(self) -> bool:
         """Whether any parameter needs a gradient now; users may freeze and unfreeze."""
-        return any(parameter.requires_grad for parameter in self.sharded)
+        # a loop: every visit asks, and the first parameter answers where none is frozen
+        for parameter in self.sharded:  # noqa: SIM110
+            if parameter.requires_grad:
+                return True
+        return False
 
     @property
     def is_lent(self) -> bool:

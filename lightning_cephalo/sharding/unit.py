@@ -158,7 +158,10 @@ class Unit:
     @property
     def trainable(self) -> bool:
         """Whether any of its parameters needs a gradient now."""
-        return any(flat.trainable for flat in self.flats)
+        for flat in self.flats:  # noqa: SIM110  every visit asks
+            if flat.trainable:
+                return True
+        return False
 
     @property
     def _whole(self) -> list[Flat]:

@@ -88,6 +88,26 @@ def test_gradients_pass_units_and_the_glue_between_them():
     assert torch.allclose(w.grad, expected.grad)
 
 
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_gradients_of_what_entered_a_unit_are_refused_while_code_runs_and_its_hooks_stay(is_leaf):
+    boundaries, hidden = Boundaries(), weight(2.0, 3.0)
+    hidden = hidden if is_leaf else hidden * 3
+    first, later = [], []
+    hidden.register_hook(first.append)
+    boundaries.leaf_of(hidden, 0)
+    handle = hidden.register_hook(later.append)
+    boundaries.set_refusing(True)
+    with pytest.raises(UnitUseError, match="through a unit itself"):
+        torch.autograd.grad((hidden * 2).sum(), hidden)
+    boundaries.set_refusing(False)
+    boundaries.end_forward()
+    assert len(hidden._backward_hooks) == 2  # ours is gone
+    (hidden * 2).sum().backward(retain_graph=True)
+    handle.remove()
+    (hidden * 2).sum().backward()
+    assert len(first) == 2 + 1 and len(later) == 1  # the first came before the error, too
+
+
 @pytest.mark.parametrize("shares", [False, True])
 def test_the_loss_shares_glue_only_with_what_units_were_called_with(shares):
     boundaries, w = Boundaries(), weight()
