@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,7 +143,7 @@ def choose(asked: Scenario, hybrid_sharding: str, *, time_limit_s: float = 60.0)
     Args:
         asked: the scenario.
         hybrid_sharding: ``"off"``, ``"on"``, or ``"auto"`` for the faster plan.
-        time_limit_s: for each plan.
+        time_limit_s: for both. The way that was asked for comes last, and has at least half of it.
 
     Raises:
         PlanError: hybrid sharding is asked for, and there is one node, or nothing is known of them.
@@ -164,16 +165,21 @@ def choose(asked: Scenario, hybrid_sharding: str, *, time_limit_s: float = 60.0)
     }
     plans: dict[bool, Plan] = {}
     rows: dict[bool, ComparisonRow] = {}
-    for is_hybrid, (name, way) in ways.items():
+    started, last = time.perf_counter(), hybrid_sharding == "on"
+    for is_hybrid in (not last, last):
+        name, way = ways[is_hybrid]
+        limit_s = time_limit_s / 2
+        if is_hybrid is last:
+            limit_s = max(limit_s, time_limit_s - (time.perf_counter() - started))
         try:
-            plans[is_hybrid] = solve(way.problem, time_limit_s=time_limit_s)
+            plans[is_hybrid] = solve(way.problem, time_limit_s=limit_s)
             rows[is_hybrid] = _row_of(name, way.problem, plans[is_hybrid])
         except (InfeasibleError, SolverError) as error:
             # the way that was asked for, or the one that needs less memory
-            if is_hybrid is (hybrid_sharding == "on"):
+            if is_hybrid is last:
                 raise
             rows[is_hybrid] = ComparisonRow(name, reason=_reason(name, str(error)))
-    own = hybrid_sharding == "on"
+    own = last
     if hybrid_sharding == "auto" and True in plans:
         own = (plans[True].step_s or 0.0) < (plans[False].step_s or 0.0)
     return Chosen(ways[own][1], plans[own], (rows[not own], rows[own]))
@@ -212,7 +218,7 @@ def pipelines(asked: Scenario, today: Plan, *, time_limit_s: float = 60.0) -> Pi
     Args:
         asked: the scenario.
         today: its plan of one stage.
-        time_limit_s: of each search.
+        time_limit_s: of all searches. This network has half of it.
 
     Raises:
         PlanError: the problem has no cluster of several nodes, or its model was not counted.
@@ -223,11 +229,12 @@ def pipelines(asked: Scenario, today: Plan, *, time_limit_s: float = 60.0) -> Pi
             "published profiles say too little about nodes. Leave it out, or give both."
         )
     make, cluster, planned = asked.pipeline_of, asked.cluster, Planned()
-    advice = advise(make(cluster), today=today, planned=planned, time_limit_s=time_limit_s)
+    started = time.perf_counter()
+    advice = advise(make(cluster), today=today, planned=planned, time_limit_s=time_limit_s / 2)
     crossover = find_crossover(
         lambda factor: make(cluster.with_network_scaled(factor)),
         planned=planned,
-        time_limit_s=time_limit_s,
+        time_limit_s=max(time_limit_s - (time.perf_counter() - started), time_limit_s / 2),
     )
     return Pipelines(advice, crossover)
 

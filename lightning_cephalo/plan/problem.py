@@ -7,6 +7,7 @@ samples.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -510,7 +511,7 @@ class Problem(FileRecord):
         asked = self.hybrid_sharding
         return (False, True) if asked == "auto" else (asked,)
 
-    @property
+    @functools.cached_property  # every need of a rank asks
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each group that holds the whole state; one group of all without hybrid."""
         return members_of(self.active_groups, len(self.ranks))

@@ -20,7 +20,7 @@ from lightning_cephalo.offline import answers, cli, scenario
 from lightning_cephalo.offline.cli import BAD_INPUT, DONE, INFEASIBLE, UNEXPECTED, UNSOLVED, main
 from lightning_cephalo.offline.estimate import Curves, CurveTable, save_measured
 from lightning_cephalo.offline.figures import ComparisonRow
-from lightning_cephalo.plan import InfeasibleError, SolverError, predict
+from lightning_cephalo.plan import InfeasibleError, SolverError, predict, solve
 
 TINY = ["--model-option", "n_layer=4", "--model-option", "n_embd=64", "--model-option", "n_head=2"]
 MINE = ["--devices", "2x RTX 4090, rtx3090"]
@@ -274,6 +274,28 @@ def test_nothing_fits(capsys, tmp_path):
         said = capsys.readouterr()
         assert "Nothing fits: Memory binds" in said.err and "add 6 more 'a'" in said.err
         assert "samples/s" not in said.out
+
+
+def test_both_ways_to_shard_share_the_time(capsys, tmp_path, monkeypatch):
+    """As each node of a cluster may hold the whole state, its price is in the table."""
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("nodes: [{count: 2, devices: {T4: 2}}]\nbetween_nodes: 10 Gb/s\n")
+    limits: list[float] = []
+    clock = [0.0]
+
+    def slow(problem, *, time_limit_s):
+        limits.append(time_limit_s)
+        clock[0] += time_limit_s
+        return solve(problem)
+
+    monkeypatch.setattr(answers, "solve", slow)
+    monkeypatch.setattr(answers.time, "perf_counter", lambda: clock[0])
+    asked = ["plan", "--cluster", str(cluster), "--model", "gpt2", "--batch-size", "8"]
+    for more in ([], ["--hybrid-sharding", "on"], ["--hybrid-sharding", "auto"]):
+        limits.clear()
+        assert main([*asked, "--sequence-length", "64", "--time-limit", "10", *more]) == 0
+        assert len(limits) == 2 and sum(limits) == 10
+    capsys.readouterr()
 
 
 def test_a_solver_without_time(capsys, problem, monkeypatch):

@@ -429,6 +429,53 @@ def test_out_of_time_is_a_plan_with_its_gap_or_an_error_with_the_reason():
         assert plan.gap >= 0
 
 
+class Steps:
+    """A clock that is a second on whenever someone looks."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def test_the_time_limit_holds_while_ways_to_run_ranks_are_made(monkeypatch):
+    """Where all ranks differ this takes longer than the programs of the solver."""
+    ranks = [affine(f"r{index}", 1 + index / 7, 150 + index, 16) for index in range(64)]
+    problem = Problem(ranks, units=8, state_bytes=2500, global_batch_size=700)
+    clock = Steps()
+    monkeypatch.setattr("time.perf_counter", clock)
+    with pytest.raises(SolverError, match=r"within the time limit: .* of 64 types"):
+        solve(problem, time_limit_s=10)
+    assert clock.now_s < 20
+
+
+def test_equal_ranks_of_many_groups_are_looked_at_once(monkeypatch):
+    """They are of different types: each group has memory of its own for the state."""
+    made: list[str] = []
+
+    def counted(self: columns._Builder) -> columns.Columns:
+        made.append(self.profile.name)
+        return own(self)
+
+    own = columns._Builder.columns
+    monkeypatch.setattr(columns._Builder, "columns", counted)
+    ranks = [affine(name, speed) for _ in range(8) for name, speed in (("a", 1), ("b", 2))]
+    problem = Problem(
+        ranks,
+        units=2,
+        state_bytes=60,
+        global_batch_size=48,
+        hybrid_sharding=True,
+        state_groups=tuple(rank // 2 for rank in range(16)),
+    )
+    plan = solve(problem)
+    assert plan.gap == 0 and len(plan.fractions_of_groups) == 8
+    assert made.count("a") == made.count("b") > 0
+    assert len(made) < 16
+
+
 def test_a_failing_solver_is_reported(monkeypatch):
     import cvxpy
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.analytic import Efficiency, find_efficiency
@@ -139,8 +139,10 @@ def build_problem(
             tables=tables,
             efficiencies=efficiencies,
         )
-    profiles = [
-        _profile(
+    ranks = cluster.ranks  # made anew
+    # equal ranks have one profile: checking thousands takes seconds
+    profile_of = {
+        of_kind: _profile(
             cluster,
             rank,
             known[rank.device],
@@ -152,8 +154,9 @@ def build_problem(
             allow_offload=allow_offload,
             bandwidth=find_efficiency(rank.device, "fp32", efficiencies).bandwidth,
         )
-        for rank in cluster.ranks
-    ]
+        for of_kind, rank in {_kind(rank): rank for rank in ranks}.items()
+    }
+    profiles = [profile_of[_kind(rank)] for rank in ranks]
     compute = COMPUTE_BYTES[work.dtype]
 
     # Cuts lie between rows, so even shares of the state are rarely even slices.
@@ -170,13 +173,16 @@ def build_problem(
     optimizer_s = _optimizer_s(cluster, groups, work, efficiencies)
     gather_s = gather_of(compute * work.unit_parameters)
     reduce_s = reduce_of(GRADIENT_BYTES * work.unit_parameters)
+    last, root = work.last_parameters, work.root_parameters - work.last_parameters
     problem = Problem(
         ranks=tuple(profiles),
         units=work.units,
         gather_s=gather_s,
         reduce_s=reduce_s,
-        root_gather_s=gather_of(compute * work.root_parameters),
-        root_reduce_s=reduce_of(GRADIENT_BYTES * work.root_parameters),
+        root_gather_s=gather_of(compute * root),
+        root_reduce_s=reduce_of(GRADIENT_BYTES * root),
+        last_gather_s=gather_of(compute * last) if last else 0.0,
+        last_reduce_s=reduce_of(GRADIENT_BYTES * last) if last else 0.0,
         fill_s=gather_s + reduce_s,
         state_bytes=state_bytes(work) + received,
         global_batch_size=global_batch_size,
@@ -187,8 +193,10 @@ def build_problem(
         unresharded_bytes=unresharded_bytes(work),
         optimizer_s=optimizer_s,
         unit_update_s=optimizer_s * work.unit_parameters / work.parameters,
-        early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters,
-        early_reducing_state_bytes=2 * GRADIENT_BYTES * _largest(work) + received,
+        # the gradient of the last layers waits for the root unit's update, with its own reduce
+        early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters
+        + 2 * GRADIENT_BYTES * last,
+        early_reducing_state_bytes=GRADIENT_BYTES * _held_in_reduces(work) + received,
         early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
         optimizer_offload=False if hybrid_sharding else optimizer_offload,
         unit_parameters=(
@@ -227,24 +235,41 @@ def state_bytes(work: ModelWork) -> float:
 
 
 def _largest(work: ModelWork) -> float:
-    return max(work.largest_unit_parameters, work.root_parameters)
+    last = work.last_parameters
+    return max(work.largest_unit_parameters, work.root_parameters - last, last)
 
 
 def _held_in_updates(work: ModelWork) -> float:
     """Return the elements of two gradients, of a reduce, and of what torch's update makes."""
     units = [work.largest_unit_parameters] * min(2, work.units)
-    first, second = sorted((work.root_parameters, *units), reverse=True)[:2]
-    return first + second + first + 2 * first
+    last = work.last_parameters
+    first, second = sorted((work.root_parameters - last, *units), reverse=True)[:2]
+    inside = _largest(work) - last + first + second + 2 * first
+    # the root unit is updated as one, with the last layers, which count all the time
+    return max(inside, 3 * work.root_parameters - 2 * last)
+
+
+def _held_in_reduces(work: ModelWork) -> float:
+    """Return the elements of a gradient and of its reduce; those of the last layers count apart."""
+    last = work.last_parameters
+    own = max(work.largest_unit_parameters, work.root_parameters - last)
+    return _largest(work) - last + own
 
 
 def gathered_bytes(work: ModelWork) -> float:
     """Return the most bytes of full buffers that every rank holds at the same time.
 
     These are the root and two units of the largest size, with parameters in the compute dtype and
-    gradients in fp32.
+    gradients in fp32. What is at the ends of the root counts when it is there.
     """
-    full = work.root_parameters + min(2, work.units) * work.largest_unit_parameters
-    return (COMPUTE_BYTES[work.dtype] + GRADIENT_BYTES) * full
+    compute, both = COMPUTE_BYTES[work.dtype], COMPUTE_BYTES[work.dtype] + GRADIENT_BYTES
+    first, last = work.first_parameters, work.last_parameters
+    inner = both * (work.root_parameters - first - last)
+    units = min(2, work.units) * work.largest_unit_parameters
+    at_the_loss = both * last + compute * units
+    # one of the two is reduced at the beginning of the backward, the other one at its end
+    in_the_backward = GRADIENT_BYTES * max(first, last) + both * units
+    return inner + max(compute * (first + units), at_the_loss, in_the_backward)
 
 
 def unresharded_bytes(work: ModelWork) -> float:
@@ -254,6 +279,11 @@ def unresharded_bytes(work: ModelWork) -> float:
     """
     others = work.units * work.unit_parameters - min(2, work.units) * work.largest_unit_parameters
     return COMPUTE_BYTES[work.dtype] * max(0.0, others)
+
+
+def _kind(rank: ClusterRank) -> tuple[Any, ...]:
+    """Return what is the same in equal ranks of different nodes."""
+    return rank.device, rank.host_memory_bytes, rank.host_bytes_per_s
 
 
 def _profile(
@@ -354,9 +384,9 @@ def _optimizer_s(
 ) -> float:
     """Return the seconds of the slowest rank's Adam if state is shared in proportion to memory."""
     moved = OPTIMIZER_BYTES_PER_PARAMETER * work.parameters
-    found = 0.0
-    for members in members_of(groups, len(cluster.ranks)):
-        devices = [cluster.ranks[rank].device for rank in members]
+    found, ranks = 0.0, cluster.ranks
+    for members in members_of(groups, len(ranks)):
+        devices = [ranks[rank].device for rank in members]
         total = sum(device.memory_bytes for device in devices)
         for device in set(devices):
             efficiency = find_efficiency(device, "fp32", efficiencies).bandwidth

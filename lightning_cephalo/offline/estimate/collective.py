@@ -32,7 +32,8 @@ def hybrid_gather_s(
         uneven_factor: time with uneven shards over that with even ones.
     """
     ranks = Counter(rank.node for rank in cluster.ranks)
-    inside = (cluster.network.ring_s({node: count}, nbytes) for node, count in ranks.items())
+    network = cluster.network  # a matrix of all pairs of nodes, made anew
+    inside = (network.ring_s({node: count}, nbytes) for node, count in ranks.items())
     return uneven_factor * max(inside)
 
 

@@ -30,6 +30,7 @@ from lightning_cephalo.offline.estimate.count import (
     set_aside_gradients,
 )
 from lightning_cephalo.sharding.discovery import find_units
+from lightning_cephalo.sharding.root_ends import ends_of
 
 TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -81,7 +82,7 @@ class ModelWork:
         unit_kinds: number of different kinds of these calls.
         unit_parameters: mean number of parameters of a unit.
         largest_unit_parameters: parameters of the largest unit.
-        root_parameters: parameters outside of units.
+        root_parameters: parameters outside of units, with those at their ends.
         forward: one unit.
         backward: one unit, without recompute.
         tail: the root, forward and backward.
@@ -90,6 +91,8 @@ class ModelWork:
         unit_peak_bytes: most bytes that a unit's forward and backward hold at the same time,
             without its input, parameters and gradients.
         root_peak_bytes: the same for the root (logits and loss).
+        first_parameters: of the root unit's embeddings that steps free behind the first unit.
+        last_parameters: of its layers behind the last unit, which steps gather apart.
     """
 
     model: str
@@ -107,6 +110,8 @@ class ModelWork:
     kept_bytes: float
     unit_peak_bytes: Linear
     root_peak_bytes: Linear
+    first_parameters: float = 0.0
+    last_parameters: float = 0.0
 
     @property
     def parameters(self) -> float:
@@ -142,7 +147,10 @@ def count_work(
     with FakeTensorMode():
         try:
             with ZeroValues():
-                module = _cast(build(), TORCH_DTYPES[dtype])
+                module = build()
+                # as training finds them: weights compute in another dtype than they have
+                first, last = _parameters_of_ends(module, unit_types)
+                module = _cast(module, TORCH_DTYPES[dtype])
             members = find_units(module, unit_types)
             modules = [unit.module for unit in members[1:]]
             one, two = (_count(module, modules, run, samples) for samples in (1, 2))
@@ -173,6 +181,8 @@ def count_work(
         unit_peak_bytes=_linear(*(max((c.peak_bytes for c in of.calls), default=0.0)
                                   for of in (one, two))),
         root_peak_bytes=_linear(one.root_peak_bytes, two.root_peak_bytes),
+        first_parameters=first,
+        last_parameters=last,
     )  # fmt: skip
 
 
@@ -184,6 +194,16 @@ class _Count:
     tail: Tally
     boundary_bytes: float
     root_peak_bytes: float
+
+
+def _parameters_of_ends(
+    module: nn.Module, unit_types: Sequence[type[nn.Module] | str] | None
+) -> tuple[int, int]:
+    """Return the parameters of the root unit's first layers and of its last ones."""
+    root, *units = find_units(module, unit_types)
+    ends, sizes = ends_of(module, [root, *units]), [p.numel() for p, _ in root.parameters]
+    first, last = (sum(sizes[place] for place in of) for of in (ends.first, ends.last))
+    return first, last
 
 
 def _count(

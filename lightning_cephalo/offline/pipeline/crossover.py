@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ def find_crossover(
     Args:
         problem_at: makes the problem with all bandwidths between nodes times a factor.
         planned: plans of stages that an earlier search made.
-        time_limit_s: of each search.
+        time_limit_s: of all searches. Each has half of what is left.
 
     Example::
 
@@ -74,9 +75,11 @@ def find_crossover(
     """
     planned = planned or Planned()
     points: list[Point] = []
+    deadline = time.perf_counter() + time_limit_s
 
     def wins(factor: float) -> bool:
-        point = _point(problem_at(factor), planned, time_limit_s)
+        left_s = max(deadline - time.perf_counter(), _LEAST_S)
+        point = _point(problem_at(factor), planned, left_s / 2)
         points.append(point)
         return point.pipeline_wins
 
@@ -104,6 +107,9 @@ def _point(problem: PipelineProblem, planned: Planned, time_limit_s: float) -> P
     step_s = advice.best.step_s if advice.best else math.inf
     return Point(_slowest(problem), least_s, step_s)
 
+
+# Seconds of a search, even if time is up.
+_LEAST_S = 0.01
 
 # Plans have finite steps.
 _LONG_S = 1e12

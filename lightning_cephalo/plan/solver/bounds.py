@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from lightning_cephalo.plan.solver.columns import (
     step_parts,
     step_seconds,
     usable_sizes,
+    without_name,
 )
 
 
@@ -109,7 +111,12 @@ def _least_times(
     longest = max(kind.profile.largest_microbatch_size for kind in types)
     least = np.full((len(types), 4, largest + 1), np.inf)
     rates = np.full((len(types), 4), np.inf)
+    rows: dict[tuple[Any, ...], int] = {}  # of equal ranks in different groups
     for row, kind in enumerate(types):
+        same = rows.setdefault(without_name(kind.profile), row)
+        if same != row:
+            least[row], rates[row] = least[same], rates[same]
+            continue
         for mode in modes(problem, kind.profile):
             single = _single_times(problem, kind.profile, mode, longest)
             held = _held(problem, kind.profile, mode, largest)

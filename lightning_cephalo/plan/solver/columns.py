@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_cephalo.common.errors import SolverError
 from lightning_cephalo.plan.cost import (
     DEVICE_NEEDS,
     Mode,
@@ -94,15 +96,21 @@ def group_types(problem: Problem) -> tuple[RankType, ...]:
 
     Ranks of two groups that each hold the whole state are of different types.
     """
-    names = [field.name for field in dataclasses.fields(RankProfile) if field.name != "name"]
     group_of = {rank: number for number, own in enumerate(problem.groups) for rank in own}
     members: dict[tuple, list[int]] = {}
     for index, rank in enumerate(problem.ranks):
-        key = (group_of[index], *(getattr(rank, name) for name in names))
-        members.setdefault(key, []).append(index)
+        members.setdefault((group_of[index], *without_name(rank)), []).append(index)
     return tuple(
         RankType(problem.ranks[indices[0]], tuple(indices)) for indices in members.values()
     )
+
+
+def without_name(profile: RankProfile) -> tuple[Any, ...]:
+    """Return what is the same in equal profiles, whatever their names."""
+    return tuple([getattr(profile, name) for name in _BESIDE_NAME])
+
+
+_BESIDE_NAME = [field.name for field in dataclasses.fields(RankProfile) if field.name != "name"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,13 @@ class ColumnLimits:
     largest_batch: int
     smallest_batch: int = 0
     batches: np.ndarray | None = None
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What is the same in equal limits."""
+        batches = None if self.batches is None else self.batches.tobytes()
+        step = (self.step_s, self.floors_s)
+        return (*step, self.largest_batch, self.smallest_batch, batches)
 
 
 @dataclass(frozen=True)
@@ -178,6 +193,7 @@ def build_columns(
     types: Sequence[RankType],
     limits: Sequence[ColumnLimits],
     room: Room | None = None,
+    deadline: float = math.inf,
 ) -> Columns:
     """Return the columns of all types that no other column of the same batch beats.
 
@@ -194,10 +210,27 @@ def build_columns(
         types: the types of its ranks.
         limits: limits of the columns, by type.
         room: what shares of the state ranks can hold if it moves; None: it stays on the devices.
+        deadline: when to stop, of ``time.perf_counter``.
+
+    Raises:
+        SolverError: time is up. Where all ranks differ, columns take longer than the programs.
     """
     longest = max(kind.profile.largest_microbatch_size for kind in types)
     parts = []
+    # equal ranks of hundreds of nodes are of different types where each node holds the whole state
+    made: dict[tuple[Any, ...], Columns] = {}
     for index, (kind, limit) in enumerate(zip(types, limits, strict=True)):
+        key = (without_name(kind.profile), *limit.values)
+        if key in made:
+            same = made[key]
+            same = dataclasses.replace(same, kind=np.full(len(same), index))
+            parts.append(_with_groups(problem, kind, same))
+            continue
+        if time.perf_counter() > deadline:
+            raise SolverError(
+                f"No plan was found within the time limit: it was up behind {index} of {len(types)}"
+                " types of ranks. Raise time_limit_s, or describe equal ranks by equal profiles."
+            )
         known = modes(problem, kind.profile)
         found = joined(
             [
@@ -208,6 +241,7 @@ def build_columns(
         grown = len(known) > 1 or min(problem.states_bytes) < problem.full_state_bytes
         if (grown or room is not None) and len(found):
             found = found.take(_unbeaten_columns(problem, found))
+        made[key] = found
         parts.append(_with_groups(problem, kind, found))
     return joined(parts)
 

@@ -58,6 +58,8 @@ _ROOM_GAP = 1e-4
 # Seconds for a first plan, even if time is up.
 _ANY_S = 1.0
 _ANY_GAP = 0.1
+# Seconds for the columns of a first plan, even if time is up.
+_COLUMNS_S = 1.0
 # Offloading costs more than the room that it makes, on one rank and over all ranks.
 _OFFLOAD = 3.0
 # Price of long work: among equal plans it selects the one that spreads the samples.
@@ -260,7 +262,10 @@ class Search:
         """
         limit_s = fastest.step_s * (1 + EQUAL)
         bounds = self._covering(self._bounds, limit_s)
-        columns = self._columns(bounds, limit_s)
+        try:
+            columns = self._columns(bounds, limit_s)
+        except SolverError:  # time is up
+            return fastest
         slowest_s = np.maximum(fastest.columns.times_s.max(axis=0), bounds.floors_s)
         slowest_s = step_parts(self.problem, slowest_s)
         longer_s = step_parts(self.problem, columns.times_s) - slowest_s * (1 + 1e-12)
@@ -302,7 +307,8 @@ class Search:
         # A rank takes at least what all others leave when each takes its largest batch.
         rest = self.problem.global_batch_size - total
         limits = [ColumnLimits(limit_s, bounds.floors_s, batch, rest + batch) for batch in largest]
-        columns = build_columns(self.problem, self.types, limits, self.room)
+        deadline = self.deadline + _COLUMNS_S
+        columns = build_columns(self.problem, self.types, limits, self.room, deadline)
         return columns.take(columns.count > 0) if self.problem.every_rank_runs else columns
 
     def _unbeaten(self, columns: Columns, costs: Sequence[np.ndarray]) -> Columns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,34 @@ def test_two_4090s_and_a_3090_get_a_plan(cluster, work, tmp_path):
     prediction = predict(problem, plan.ranks)
     for rank, profile in zip(prediction.ranks, problem.ranks, strict=True):
         assert rank.memory_bytes <= profile.capacity_bytes
+
+
+def test_the_ends_of_the_root_unit_are_priced_when_they_are_there(cluster, tmp_path):
+    """As in training: the head is gathered behind the last unit, the embedding freed before."""
+    small = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 8000}
+    tied = work_of("gpt2", sequence_length=64, dtype="fp16", **small)
+    work = work_of("gpt2", sequence_length=64, dtype="fp16", tie_word_embeddings=False, **small)
+    table = 8000 * 256
+    assert (tied.first_parameters, tied.last_parameters) == (1024 * 256, 0)  # the positions
+    # with the positions before the first unit, and the norm behind the last one
+    assert work.first_parameters == table + 1024 * 256
+    assert work.last_parameters == table + 2 * 256
+
+    problem, as_one = (
+        build_problem(cluster, of, global_batch_size=64, cache_folder=tmp_path).problem
+        for of in (work, replace(work, first_parameters=0, last_parameters=0))
+    )
+    assert as_one.last_gather_s == as_one.last_reduce_s == 0
+    assert problem.last_gather_s > 0 and problem.last_reduce_s > problem.last_gather_s
+    for name in ("gather_s", "reduce_s"):
+        whole = getattr(as_one, f"root_{name}")
+        parts = getattr(problem, f"root_{name}") + getattr(problem, f"last_{name}")
+        assert whole < parts < whole + 100e-6  # one more latency
+    # parameters in two bytes and gradients in four: one of the ends is never there whole
+    assert as_one.gathered_bytes - problem.gathered_bytes >= 6 * table
+    # one reduce receives less, too
+    assert as_one.state_bytes - problem.state_bytes >= 4 * table
+    assert solve(problem).step_s < solve(as_one).step_s
 
 
 def test_options_are_given_only_where_asked(cluster, work, tmp_path):
