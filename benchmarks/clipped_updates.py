@@ -1,14 +1,16 @@
 """What early updates would gain where gradients are clipped by norm, on estimated clusters.
 
-    python benchmarks/clipped_updates.py [--between-steps]
+    python benchmarks/clipped_updates.py [--between-steps | --host-updates]
 
 With clipping by norm all updates follow the backward, as the norm is known last. Exact speculation
 would update with the factor that is expected, write what is new beside what is old, and swap when
-the norm is known. This prices four kinds of plans by the planner's own model, from data sheets:
+the norm is known. This prices five kinds of plans by the planner's own model, from data sheets:
 
 - late: all gradients stay on the devices until the norm is known.
 - leaving: gradients of units that the host updates leave the device at their reduce, and the host
   waits for the norm, as training does with clipping. Nothing is speculated.
+- by the host: the host does not wait for the norm, if that pays: it updates into a second set of
+  moments as gradients arrive, and parameters go back when the norm is known.
 - speculated: the host's updates and the ways of state hide as those of early updates do. Gradients
   and old values are kept until the norm is known: devices hold what they hold with late updates.
 - early: without clipping. No speculation can be faster.
@@ -16,14 +18,22 @@ the norm is known. This prices four kinds of plans by the planner's own model, f
 With ``--between-steps`` it prints what leaving plans could save by moving streamed state outside of
 the updates: the last unit's way back in the next step, and the first two units' way there before
 the norm is known. The two buffers that streamed state passes through hold no more.
+
+With ``--host-updates`` it times AdamW on this machine's processors: in place, and with the copies
+of old moments that an update before the norm needs.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lightning_cephalo.offline.estimate import Cluster, build_problem, work_of
 from lightning_cephalo.plan import InfeasibleError, Plan, Problem, predict, solve
@@ -52,6 +62,7 @@ MODELS = {
     "13B": {"hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 13824},
 }
 BATCHES = (16, 64, 256)
+ELEMENTS, ROUNDS, WARM_UP = 2**24, 40, 4
 TOKENS = 1024
 
 
@@ -73,6 +84,9 @@ def kinds(problem: Problem) -> dict[str, Problem]:
     return {
         "late": replace(problem, unit_update_s=0.0),
         "leaving": replace(problem, unit_update_s=0.0, sends_gradients=True),
+        "by the host": replace(
+            problem, unit_update_s=0.0, sends_gradients=True, may_speculate=True
+        ),
         "speculated": replace(speculated, unit_update_s=0.0),
         "early": early,
     }
@@ -108,15 +122,71 @@ def between_steps(problem: Problem, plan: Plan) -> tuple[float, float, float]:
     return found[0], found[1], found[2]
 
 
+def time_host_updates() -> None:
+    """Print how much longer an update takes that leaves old moments as they are."""
+    rows, gradient = torch.randn(ELEMENTS), torch.randn(ELEMENTS) * 1e-2
+    old, new = ([torch.zeros(ELEMENTS) for _ in range(2)] for _ in range(2))
+    step = torch.zeros(())
+
+    def update(moments: Sequence[Tensor], part: slice) -> None:
+        torch._fused_adamw_(
+            [rows[part]],
+            [gradient[part]],
+            [moments[0][part]],
+            [moments[1][part]],
+            [],
+            [step],
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.01,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def copied(piece: int) -> None:
+        for start in range(0, ELEMENTS, piece):
+            part = slice(start, start + piece)
+            for target, source in zip(new, old, strict=True):
+                target[part].copy_(source[part])
+            update(new, part)
+
+    kinds: dict[str, Callable[[], None]] = {
+        "in place": lambda: update(old, slice(None)),
+        "moments copied": lambda: copied(ELEMENTS),
+        "copied and updated in pieces of 2^20": lambda: copied(2**20),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(ROUNDS):
+        step += 1
+        for name, run in kinds.items():
+            start_s = time.perf_counter()
+            run()
+            taken[name].append(time.perf_counter() - start_s)
+    in_place = taken["in place"][WARM_UP:]
+    print(f"{torch.get_num_threads()} threads, {ELEMENTS} elements")
+    for name, seconds in taken.items():
+        ratios = [s / of for s, of in zip(seconds[WARM_UP:], in_place, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        took_ms = statistics.median(seconds[WARM_UP:]) * 1e3
+        print(f"| {name} | {took_ms:.1f} ms | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+
+
 def main() -> None:
     """Print one row for each cluster, model and batch for which any plan moves state."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--between-steps", action="store_true")
-    is_between = arguments.parse_args().between_steps
+    arguments.add_argument("--host-updates", action="store_true")
+    given = arguments.parse_args()
+    if given.host_updates:
+        time_host_updates()
+        return
+    is_between = given.between_steps
     if is_between:
         columns = ["leaving", "moving", "store in the next step", "fetches before the norm"]
     else:
-        columns = ["late", "of it moving", "leaving", "speculated", "early"]
+        columns = ["late", "of it moving", "leaving", "by the host", "speculated", "early"]
     print(f"| {' | '.join(['cluster', 'model', 'batch', *columns])} |")
     print("|---" * (3 + len(columns)) + "|", flush=True)
     works = {
@@ -171,7 +241,7 @@ def _row(
     else:
         moving_s = max(rank.exposed_s for rank in predict(problem, late).ranks)
         cells += [f"{late.step_s:.2f} s", f"{moving_s:.2f} s"]
-    for kind in ("leaving", "speculated", "early"):
+    for kind in ("leaving", "by the host", "speculated", "early"):
         plan = plans[kind]
         if plan is None or plan.step_s is None:
             cells.append("none")

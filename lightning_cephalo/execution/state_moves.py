@@ -12,7 +12,9 @@ What the host updates is awaited when ``step`` ends.
 
 Late updates wait for the norm by which gradients are clipped. Gradients that the host will use need
 not: they leave the device behind their unit's reduce, where nobody else reads gradients. Their part
-of the norm is computed before. The host multiplies them by the factor.
+of the norm is computed before. The host multiplies them by the factor. Where the plan says so it
+updates with them as they arrive, which counts only if the factor is 1: see
+``adapters/speculation.py``.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ class StateMover(Protocol):
 
     def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
         """Start to copy gradients to the host, which will use them; None: there is none.
+
+        The host may begin to update, as if nothing will be clipped.
 
         Args:
             parameters: Parameters of one unit.

@@ -172,8 +172,12 @@ def _best(
         if room is not None:
             on_device = [profile.capacity_bytes - left for left, _ in run.rooms]
             moved = room.least_moved(profile, on_device, run.host_bytes, share)
-            resident, on_host = moved.resident_fraction, moved.host_update_fraction
-            rank = replace(rank, resident_fraction=resident, host_update_fraction=on_host)
+            rank = replace(
+                rank,
+                resident_fraction=moved.resident_fraction,
+                host_update_fraction=moved.host_update_fraction,
+                speculated_fraction=moved.speculated_fraction,
+            )
         ranks.append(rank)
     # even shares are not padded, which would take memory that is not counted here
     return priced(problem, ranks, backend=plan.backend or "", padded=False)

@@ -198,7 +198,8 @@ class _Variant:
             return []
         wide_s, long_s = most - least, units * (slowest - slow)
         # only what moves hides behind the backward
-        hides = self.problem.early_update and not self.problem.vocabulary_sharding
+        hides = self.problem.early_update or self.problem.speculates
+        hides = hides and not self.problem.vocabulary_sharding
         if hides and long_s > 0 and long_s >= wide_s:
             middle = self._middle(slow, slowest, units)
             return [_Box((least, most), pair) for pair in ((slow, middle), (middle, slowest))]
@@ -302,6 +303,7 @@ def with_moved_state(plan: MovingPlan, runs: Sequence[RankPlan]) -> list[RankPla
                 state_fraction=share,
                 resident_fraction=moved.resident_fraction,
                 host_update_fraction=moved.host_update_fraction,
+                speculated_fraction=moved.speculated_fraction,
             )
         )
     return found
