@@ -63,20 +63,24 @@ class Held(Callback, Observer):
 
     def __init__(self) -> None:
         self.updates: list[int] = []
-        self.most = self.between = 0
+        self.most = self.between = self.lent = 0
 
     def _now(self) -> int:
-        shards = [flat.grad_shard for flat in self.flats if flat.grad_shard is not None]
+        shards = [flat.own_gradient for flat in self.flats if flat.own_gradient is not None]
         return sum(shard.nbytes for shard in shards)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.model = model = trainer.strategy.session.model
         self.flats = model.flats
         self.whole = sum(flat.shard.nbytes for flat in self.flats if flat.trainable)
+        root = [flat for flat in model.units[0].flats if flat.trainable]
+        self.of_root = sum(flat.shard.nbytes for flat in root)
         model.executor.attach(self)
 
     def before(self, instruction: Instruction) -> None:
         self.most = max(self.most, self._now())
+        pools = self.model.gradient_pools
+        self.lent = max(self.lent, sum(len(pool.buffers) for pool in pools))
         if instruction.operation is Operation.UPDATE:
             self.updates.append(instruction.unit)
 
@@ -117,8 +121,9 @@ def _early_and_late(plans: list[str]) -> None:
             # of every byte of rows, late updates hold one of gradients at any time
             assert late.between == late.most == late.whole
             assert early.between == 0
-            has_rows = late.whole > 4  # all ranks hold the 0-d parameter
-            assert early.most <= late.most * (0.6 if has_rows else 1.0)
+            # reduced gradients of units stay in full ones, of which there are no more
+            assert early.most == early.of_root
+            assert early.lent == late.lent
 
 
 @pytest.mark.parametrize(

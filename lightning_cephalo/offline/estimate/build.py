@@ -188,7 +188,7 @@ def build_problem(
         optimizer_s=optimizer_s,
         unit_update_s=optimizer_s * work.unit_parameters / work.parameters,
         early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters,
-        early_reducing_state_bytes=2 * GRADIENT_BYTES * _largest(work) + received,
+        early_reducing_state_bytes=GRADIENT_BYTES * _largest(work) + received,
         early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
         optimizer_offload=False if hybrid_sharding else optimizer_offload,
         unit_parameters=(
@@ -231,10 +231,12 @@ def _largest(work: ModelWork) -> float:
 
 
 def _held_in_updates(work: ModelWork) -> float:
-    """Return the elements of two gradients, of a reduce, and of what torch's update makes."""
-    units = [work.largest_unit_parameters] * min(2, work.units)
-    first, second = sorted((work.root_parameters, *units), reverse=True)[:2]
-    return first + second + first + 2 * first
+    """Return the elements of the root unit's gradient, and of what torch's update makes.
+
+    The last unit is updated while the root unit is reduced, and then the root unit.
+    """
+    root = work.root_parameters
+    return max(_largest(work) + root + 2 * work.largest_unit_parameters, 3 * root)
 
 
 def gathered_bytes(work: ModelWork) -> float:
