@@ -759,7 +759,8 @@ class Executor:
 
     def _reduce(self, instruction: Instruction) -> None:
         part, step = self._part(instruction.unit), self._step
-        start = partial(part.start_reduce, step.gradient_scale)
+        in_place = instruction.unit in step.program.updated_in_backward
+        start = partial(part.start_reduce, step.gradient_scale, in_place=in_place)
         if isinstance(part, Unit) and part.ends:
             apart = root_gathers_without(step.ends)
             step.used[instruction.unit] = part.used(apart)
