@@ -219,13 +219,14 @@ def _run_agents(given: argparse.Namespace) -> int:
     agents.register()
     endpoint, job = given.rdzv_endpoint, given.rdzv_id
     until_s = time.monotonic() + min(_FIRST_WAIT_S, given.endpoint_wait_s)
-    has_met: list[bool] = []
+    # what ends the watch for the place where hosts have met
+    has_met: list[Callable[[], None]] = []
     for launches in itertools.count():
         has_met.clear()
         try:
             if endpoint and not agents.may_meet_at(endpoint, until_s):
                 break
-            _launch(given, launches, lambda: has_met.append(True))
+            _launch(given, launches, has_met.append)
         except ChildFailedError as error:
             print(error, file=sys.stderr)
             return 1
@@ -245,14 +246,18 @@ def _run_agents(given: argparse.Namespace) -> int:
                 continue
             until_s = time.monotonic() + given.endpoint_wait_s
             print(
-                f"The host of --rdzv-endpoint={endpoint}, where the hosts of {job!r} meet, is lost"
-                " or cannot be reached. Start an agent there again, with the command of the others."
-                f" This host keeps its steps, and waits for {given.endpoint_wait_s:g} s.",
+                f"The host of --rdzv-endpoint={endpoint}, where the hosts of {job!r} meet, is"
+                " lost, stopped or cannot be reached. Start an agent there again, with the command"
+                " of the others. This host keeps its steps, and waits for"
+                f" {given.endpoint_wait_s:g} s.",
                 file=sys.stderr,
                 flush=True,
             )
         else:
             return 0
+        finally:
+            for end_watch in has_met:
+                end_watch()
     print(
         f"Nobody answers at --rdzv-endpoint={endpoint}, where the hosts of {job!r} meet: the job"
         " has ended, or its first host is lost or not up yet.",
@@ -261,13 +266,15 @@ def _run_agents(given: argparse.Namespace) -> int:
     return 1
 
 
-def _launch(given: argparse.Namespace, launches: int, met: Callable[[], None]) -> None:
+def _launch(
+    given: argparse.Namespace, launches: int, met: Callable[[Callable[[], None]], None]
+) -> None:
     """Run torch's agent until all ranks have ended well.
 
     Args:
         given: The command line.
         launches: How many agents were before it.
-        met: Called where it has found the place in which hosts meet.
+        met: Called where it has found the place in which hosts meet, with what ends its watch.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -504,7 +504,11 @@ class CephaloStrategy(ParallelStrategy):
         launch.limit_threads(self._start_method, self.num_processes)
         self.set_world_ranks()
         self._process_group_backend = launch.connect(
-            self._environment, self._process_group_backend, self._timeout, self.root_device
+            self._environment,
+            self._process_group_backend,
+            self._timeout,
+            self.root_device,
+            launch.started_by(self._launcher),
         )
         # of one rank it does not matter, and not every environment knows it
         node_rank = self._environment.node_rank() if self.world_size > 1 else 0

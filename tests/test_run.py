@@ -189,6 +189,13 @@ def _agent(number, endpoint, folder, *more):
     return process
 
 
+def _wait_until(is_so):
+    end_s = time.monotonic() + SOON_S
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
 def _lines(folder, count):
     """Wait until ranks have been started so many times, and return what each has told."""
     end_s = time.monotonic() + SOON_S
@@ -205,7 +212,7 @@ def test_hosts_that_lose_the_place_where_they_meet_wait_and_go_on(tmp_path):
     """The first agent has the store in which agents meet, and is lost with it."""
     endpoint = f"127.0.0.1:{port_to_meet()}"
     first = _agent(1, endpoint, tmp_path)
-    time.sleep(0.5)
+    _wait_until(lambda: agents.answers(endpoint))  # it has the place
     other = _agent(2, endpoint, tmp_path)
     try:
         assert sorted(_lines(tmp_path, 2)) == ["0 0", "1 0"]
@@ -223,6 +230,36 @@ def test_hosts_that_lose_the_place_where_they_meet_wait_and_go_on(tmp_path):
     assert f"The host of --rdzv-endpoint={endpoint}, where" in (tmp_path / "log2").read_text()
 
 
+def test_hosts_whose_place_to_meet_is_stopped_say_so_and_meet_there_when_it_goes_on(
+    tmp_path, monkeypatch
+):
+    """Its kernel acknowledges all that the other agents ask meanwhile."""
+    monkeypatch.setattr(agents, "_SILENT_S", 3.0)
+    endpoint = f"127.0.0.1:{port_to_meet()}"
+    first = _agent(1, endpoint, tmp_path)
+    _wait_until(lambda: agents.answers(endpoint))  # it has the place
+    other = _agent(2, endpoint, tmp_path)
+    log = tmp_path / "log2"
+    try:
+        assert sorted(_lines(tmp_path, 2)) == ["0 0", "1 0"]
+        os.kill(first.pid, signal.SIGSTOP)
+        said = (
+            f"The host of --rdzv-endpoint={endpoint}, where the hosts of 'j' meet, is lost, stopped"
+        )
+        _wait_until(lambda: said in log.read_text())
+        os.kill(first.pid, signal.SIGCONT)
+        # the ranks of both are started again; which host is the first may change
+        launches = sorted(line.split()[1] for line in _lines(tmp_path, 4)[2:])
+        assert launches == ["0", "1"]
+        (tmp_path / "enough").touch()
+        for agent in (first, other):
+            agent.join(SOON_S)
+            assert agent.exitcode == 0
+    finally:
+        for agent in (first, other):
+            agent.kill()
+
+
 @pytest.mark.usefixtures("_environment")
 def test_a_host_waits_for_the_place_where_hosts_meet_as_long_as_it_is_told(monkeypatch, capfd):
     """Only where it has met others: a first start that finds nobody ends."""
@@ -230,7 +267,7 @@ def test_a_host_waits_for_the_place_where_hosts_meet_as_long_as_it_is_told(monke
 
     def loses(given, number, met):
         launches.append(number)
-        met()
+        met(lambda: None)
         raise RendezvousConnectionError("The connection to the C10d store has failed.")
 
     monkeypatch.setattr(run, "_launch", loses)

@@ -16,12 +16,15 @@ import os
 import pickle
 import socket
 import stat
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
@@ -34,17 +37,25 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from lightning_cephalo.ranks.connecting import within
+
 BACKEND = "cephalo"
 """The name under which torch's launcher finds :func:`meeting`."""
 
 MET = "met"
-"""The key of a function among the launcher's settings, which is called where agents can meet."""
+"""The key of a function among the launcher's settings, which is called where agents can meet.
+
+It is given another one, which ends the watch for that place.
+"""
 
 _PORT = 29400  # as torch's
 _DEADLINE = "deadline"
-# an agent looks every second
-_MOST_S = 2.0
+# an agent looks every second; one that looks later did not run, and counts this much
+_MOST_S, _LATE_S = 2.0, 0.5
 _SILENT_S = 15.0
+_ANSWER_S = 2.0
+# a key that nobody sets
+_NOTHING = "cephalo/nothing"
 
 
 def register() -> None:
@@ -59,10 +70,14 @@ def meeting(parameters: RendezvousParameters) -> RendezvousHandler:
         parameters: As for torch's backend "c10d".
     """
     backend, store = create_backend(parameters)
-    limit_silence(parse_rendezvous_endpoint(parameters.endpoint, _PORT)[1], _SILENT_S)
+    host, port = _place(parameters.endpoint)
+    limit_silence(port, _SILENT_S)
+    watch = Watch(host, port, _SILENT_S)
+    if port:  # else all agents are this one
+        watch.begin()
     met = parameters.get(MET)
     if met is not None:
-        met()
+        met(watch.end)
     last_call_s = float(parameters.get("last_call_timeout"))
     return create_handler(store, OwnClock(backend, last_call_s), parameters)
 
@@ -82,29 +97,106 @@ def limit_silence(port: int, silent_s: float) -> int:
         The number of connections. It is 0 on systems other than Linux.
     """
     count = 0
+    for connection in _connections_to(port):
+        limit_ms = round(1000 * silent_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+        count += 1
+    return count
+
+
+def _connections_to(port: int) -> Iterator[socket.socket]:
+    """Yield this process's connections to a port, on Linux."""
     numbers = os.listdir("/proc/self/fd") if hasattr(socket, "TCP_USER_TIMEOUT") else []
     for number in map(int, numbers):
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             with socket.socket(fileno=os.dup(number)) as connection:
-                if connection.type != socket.SOCK_STREAM or connection.getpeername()[1] != port:
-                    continue
-                limit_ms = round(1000 * silent_s)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
-                count += 1
-    return count
+                if connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == port:
+                    yield connection
 
 
 def answers(endpoint: str) -> bool:
-    """Return whether somebody answers where agents meet.
+    """Return whether a store answers where agents meet.
+
+    The kernel of a host takes connections for a process that is stopped, too.
 
     Args:
         endpoint: The place, as HOST:PORT.
     """
-    with suppress(OSError), socket.create_connection(_place(endpoint), timeout=2.0):
-        return True
-    return False
+    host, port = _place(endpoint)
+    try:
+        with socket.create_connection((host, port), timeout=_ANSWER_S):
+            pass
+        within(_ANSWER_S, partial(_store_at, host, port))
+    except (OSError, dist.DistError):
+        _cut(port)
+        return False
+    return True
+
+
+def _store_at(host: str, port: int) -> dist.TCPStore:
+    wait = timedelta(seconds=_ANSWER_S)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+
+
+def _cut(port: int) -> None:
+    """End waits of this process for answers from a port: torch's store has no limit there."""
+    for connection in _connections_to(port):
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+class Watch:
+    """Ends all waits for the store in which agents meet, if its process answers no more.
+
+    A process that is stopped, or that the system does not run, still acknowledges what is sent to
+    it. torch's store waits for its answers without a limit. So a connection of its own asks every
+    second. Seconds in which this process did not run itself do not count.
+
+    Args:
+        host: Where the store is.
+        port: Its port.
+        silent_s: Seconds without an answer after which all connections to it are closed.
+        look_s: Seconds from one question to the next.
+    """
+
+    def __init__(self, host: str, port: int, silent_s: float, look_s: float = 1.0) -> None:
+        self._host, self._port = host, port
+        self._silent_s, self._look_s = silent_s, look_s
+        self._answers, self._is_over = 0, threading.Event()
+
+    def begin(self) -> None:
+        """Watch, in two threads, until the store is gone or silent."""
+        for work in (self._ask, self._look):
+            threading.Thread(target=work, daemon=True, name="cephalo-endpoint").start()
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._is_over.set()
+
+    def _ask(self) -> None:
+        try:
+            store = _store_at(self._host, self._port)
+            while not self._is_over.wait(self._look_s):
+                store.check([_NOTHING])
+                self._answers += 1
+        except dist.DistError:  # it is gone, which those that wait there see, too
+            pass
+        finally:
+            self._is_over.set()
+
+    def _look(self) -> None:
+        answers, silent_s, looked_s = 0, 0.0, time.monotonic()
+        while not self._is_over.wait(self._look_s):
+            now_s = time.monotonic()
+            silent_s += _counted(now_s - looked_s)
+            looked_s = now_s
+            if self._answers != answers:
+                answers, silent_s = self._answers, 0.0
+            elif silent_s > self._silent_s:
+                self._is_over.set()
+                _cut(self._port)
 
 
 def may_meet_at(endpoint: str, until_s: float, look_s: float = 0.2) -> bool:
@@ -203,8 +295,17 @@ class OwnClock(RendezvousBackend):
 
     def _look(self) -> None:
         now_s = self._clock_s()
-        self._watched_s += min(now_s - self._looked_s, _MOST_S)
+        self._watched_s += _counted(now_s - self._looked_s)
         self._looked_s = now_s
+
+
+def _counted(passed_s: float) -> float:
+    """Return how many of the seconds between two looks count.
+
+    An agent is lost for others three seconds behind its last sign of life. One that has not run
+    must take neither itself nor others for lost before it has given its next sign.
+    """
+    return passed_s if passed_s <= _MOST_S else _LATE_S
 
 
 def _times_of(state: Any) -> dict[Hashable, datetime]:

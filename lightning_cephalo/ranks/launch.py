@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from subprocess import Popen
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ from lightning_cephalo.ranks.roll_call import (
     store_of_all,
     what_follows,
 )
-from lightning_cephalo.ranks.starter import look_for_starter, named_to_ranks
+from lightning_cephalo.ranks.starter import look_for_started, look_for_starter, named_to_ranks
 from lightning_cephalo.ranks.switchboard import Process, Switchboard
 
 # [Note: private names of Lightning] The launchers, the connection and the number of threads are
@@ -89,6 +91,15 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
             super()._call_children_scripts()
 
 
+def started_by(launcher: _Launcher | None) -> Sequence[Popen[bytes]]:
+    """Return the processes that a launcher has started from this one, in the order of their ranks.
+
+    Args:
+        launcher: Of :func:`make_launcher`.
+    """
+    return launcher.procs if isinstance(launcher, _ScriptLauncher) else ()
+
+
 def forks(strategy: Any) -> bool:
     """Return whether all ranks of a strategy run in other processes than the script's own."""
     return isinstance(strategy.launcher, _MultiProcessingLauncher)
@@ -128,6 +139,7 @@ def connect(
     backend: str | None,
     timeout: timedelta,
     device: torch.device,
+    started: Sequence[Popen[bytes]] = (),
 ) -> str:
     """Connect this process to the others; collective.
 
@@ -136,6 +148,7 @@ def connect(
         backend: Backend of collectives; None: the default of the device.
         timeout: Timeout of collectives.
         device: This rank's device.
+        started: The processes of ranks that this one has started, in the order of their ranks.
 
     Returns:
         The backend.
@@ -180,7 +193,11 @@ def connect(
     if switchboard is not None:
         switchboard.has_come(rank, process)
         first = rank - environment.local_rank()
-        look = partial(look_for_starter, first, process.host) if rank != first else None
+        look: Callable[[], None] | None = None
+        if rank != first:
+            look = partial(look_for_starter, first, process.host)
+        elif started:
+            look = partial(look_for_started, started, first, process.host)
         watch = Watch(switchboard, look) if earlier is None else earlier.watch_for(switchboard)
     store, call = store_of_all(rank, process, world_size, address, port, backend, wait, watch)
     options["store"] = dist.PrefixStore(call.prefix, store)

@@ -1,15 +1,17 @@
-"""Tells a rank that another rank's process has started whether that process goes on.
+"""Tells whether ranks go on that one process has started, and whether that process does.
 
-Lightning's launcher starts the ranks of a node from the process of its first one, in fit(). That
-process ends all ranks of the node where one of them ends. Nobody ends them where it ends itself
+Lightning's launcher starts the ranks of a node from the process of its first one, in fit(). Where
+one ends with an error, a thread of that process kills all within five seconds, without a word. It
+waits for one that ends well before it trains. Nobody ends the others where that process itself ends
 before they are connected: they would wait for its store.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from subprocess import Popen
 
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.common.files import lives
@@ -52,3 +54,25 @@ def look_for_starter(first: int, host: str) -> None:
             " the process ended without a message, or was killed (the system does so where host"
             " memory is short)."
         )
+
+
+def look_for_started(started: Sequence[Popen[bytes]], first: int, host: str) -> None:
+    """Look whether the processes go on that this rank has started, while it waits for them.
+
+    Args:
+        started: The processes of the ranks behind this one, in their order.
+        first: This rank.
+        host: The name of this host.
+
+    Raises:
+        RemoteRankError: If one has ended.
+    """
+    for rank, process in enumerate(started, first + 1):
+        status = process.poll()
+        if status is not None:
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+            raise RemoteRankError(
+                f"Rank {rank} (process {process.pid} on host {host}), which rank {first} has"
+                f" started, is gone: the process {how} before it came to the others. Its own output"
+                " says more."
+            )

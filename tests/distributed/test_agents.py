@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import socket
 import threading
 import time
@@ -9,9 +12,11 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 import torch.distributed as dist
+from launch import port_to_meet
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 
-from lightning_cephalo.ranks.agents import OwnClock, answers, limit_silence, may_meet_at
+from lightning_cephalo.ranks import agents
+from lightning_cephalo.ranks.agents import OwnClock, Watch, answers, limit_silence, may_meet_at
 
 LAST_CALL_S = 3
 _BEGIN = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -106,6 +111,16 @@ def test_a_host_that_did_not_run_takes_no_other_for_lost(monkeypatch):
     assert hosts.present(0) == hosts.present(1) == [0, 1]
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_host_that_did_not_run_behind_an_old_sign_takes_not_itself_for_lost(monkeypatch, stopped):
+    hosts = Hosts(monkeypatch, 0, 0)
+    hosts.pass_by(5, 0, 1)
+    hosts.passed_s += 1.5
+    assert hosts.present(stopped) == [0, 1]
+    hosts.passed_s += 60.0
+    assert hosts.present(stopped) == [0, 1]
+
+
 def test_a_clock_that_is_set_anew_changes_nothing(monkeypatch):
     hosts = Hosts(monkeypatch, 0, 0)
     hosts.pass_by(5, 0, 1)
@@ -126,12 +141,25 @@ def test_the_last_call_is_as_long_for_all(monkeypatch, hours):
         hosts.passed_s += 1.0
 
 
+def _store(port=0):
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
 def test_agents_may_meet_where_somebody_answers_or_this_host_may():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-        assert answers(endpoint) and may_meet_at(endpoint, 0.0)
+    store = _store()
+    endpoint = f"127.0.0.1:{store.port}"
+    assert answers(endpoint) and may_meet_at(endpoint, 0.0)
+    del store
     assert not answers(endpoint) and may_meet_at(endpoint, 0.0)  # this host can listen there
     assert not may_meet_at("192.0.2.1:29400", 0.0)  # an address that nobody has
+
+
+def test_a_host_whose_process_is_stopped_does_not_answer(monkeypatch):
+    """Its kernel takes connections."""
+    monkeypatch.setattr(agents, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        assert not answers(endpoint) and not may_meet_at(endpoint, 0.0)
 
 
 def test_agents_wait_until_somebody_answers(monkeypatch):
@@ -139,13 +167,45 @@ def test_agents_wait_until_somebody_answers(monkeypatch):
         raise OSError
 
     monkeypatch.setattr(socket, "create_server", fails)  # as on a host with another address
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        later = threading.Timer(0.1, server.listen)
-        later.start()
-        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-        assert may_meet_at(endpoint, time.monotonic() + 60.0, look_s=0.01)
-        later.join()
+    port, stores = port_to_meet(), []
+    later = threading.Timer(0.1, lambda: stores.append(_store(port)))
+    later.start()
+    assert may_meet_at(f"127.0.0.1:{port}", time.monotonic() + 60.0, look_s=0.01)
+    later.join()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_wait_for_a_store_that_answers_no_more_ends_and_for_one_that_answers_goes_on(ends):
+    """A wait for another agent's word may be long: the store's own answers count."""
+    number, port = _stops_after_a_second(ends)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    Watch("127.0.0.1", port, silent_s=2.0, look_s=0.05).begin()
+    begin_s = time.monotonic()
+    try:
+        store.wait(["never"], timedelta(seconds=6 if not ends else 300))
+    except dist.DistError:
+        assert (time.monotonic() - begin_s < 6) == ends
+    else:
+        raise AssertionError("the key has come")
+    finally:
+        os.kill(number, signal.SIGKILL)
+
+
+def _stops_after_a_second(ends):
+    """The process of a store, and its port."""
+    ours, theirs = multiprocessing.Pipe()
+
+    def serve():
+        store = _store()
+        theirs.send(store.port)
+        time.sleep(1.0)
+        if ends:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60.0)
+
+    process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
+    process.start()
+    return process.pid, ours.recv()
 
 
 def test_a_connection_to_a_host_that_acknowledges_nothing_has_a_limit():

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -164,8 +165,16 @@ def test_a_stopped_rank_is_named_after_the_timeout():
 # -- while some wait in the store for others ------------------------------------------------------
 
 
-def _waits_rank(rank, environment, lost, fault, timeout, is_first, waiting, answers):
+_STEPS = ("starts", "meets", "is connected", "has its groups", "has passed the barrier", "waits")
+"""What ranks tell of, in turn, so that a test that waits in vain says where each one is."""
+
+
+def _waits_rank(rank, environment, lost, fault, timeout, is_first, waiting, steps, answers):
     """Meet the others, once or a second time; ``waiting`` counts those that wait in the store."""
+
+    def tell(step):
+        steps[rank] = _STEPS.index(step)
+
     os.environ.update(environment)
     torch.set_num_threads(1)
     # rank 0 looks for 2 s at most, twice, for one that is stopped
@@ -173,9 +182,18 @@ def _waits_rank(rank, environment, lost, fault, timeout, is_first, waiting, answ
     connecting._LATER_S = 0.2
     meets = partial(launch.connect, TorchElasticEnvironment(), "gloo", device=torch.device("cpu"))
     if not is_first:
-        meets(timeout=SOON)
-        launch.ranks_for(_Holder(), SOON, 0)
-        dist.barrier()
+        tell("meets")
+        try:
+            # it ends before the parent's wait does, and says why
+            meets(timeout=SOON / 4)
+            tell("is connected")
+            launch.ranks_for(_Holder(), SOON / 4, 0)
+            tell("has its groups")
+            dist.barrier()
+        except Exception as error:
+            answers.put((rank, type(error), f"in the first meeting: {error}", 0.0))
+            raise
+        tell("has passed the barrier")
         launch.close_groups()  # as behind an error of one rank alone
         if rank == lost:
             _wait_for_all(waiting, 2)
@@ -185,6 +203,7 @@ def _waits_rank(rank, environment, lost, fault, timeout, is_first, waiting, answ
     function = launch.store_of_all
 
     def store_of_all(*args):
+        tell("waits")
         waiting.release()
         return function(*args)
 
@@ -219,12 +238,12 @@ def _ends_of_those_that_wait(lost, fault, is_first, timeout=SOON):
     """How the ranks end that wait while another one is lost; its process number."""
     context = multiprocessing.get_context("fork")
     answers, waiting = context.Queue(), context.Semaphore(0)
+    environments = torchrun_environments(4 if is_first else 3)
+    steps = context.Array("i", len(environments), lock=False)
+    given = (lost, fault, timeout, is_first, waiting, steps, answers)
     ranks = [
-        context.Process(
-            target=_waits_rank,
-            args=(rank, environment, lost, fault, timeout, is_first, waiting, answers),
-        )
-        for rank, environment in enumerate(torchrun_environments(4 if is_first else 3))
+        context.Process(target=_waits_rank, args=(rank, environment, *given))
+        for rank, environment in enumerate(environments)
     ]
     for process in ranks:
         process.start()
@@ -234,8 +253,8 @@ def _ends_of_those_that_wait(lost, fault, is_first, timeout=SOON):
             try:
                 rank, *end = answers.get(timeout=SOON_S / 2)
             except queue.Empty:
-                codes = [process.exitcode for process in ranks]
-                pytest.fail(f"only {found} have answered; exit codes {codes}")
+                told = [(_STEPS[step], p.exitcode) for step, p in zip(steps, ranks, strict=True)]
+                pytest.fail(f"only {found} have answered; last steps and exit codes: {told}")
             found[rank] = end
         return ranks[lost].pid, found
     finally:
@@ -297,6 +316,50 @@ def test_a_rank_whose_starter_is_killed_before_ranks_meet_names_it():
         started.join()
     assert kind is RemoteRankError
     assert text.startswith(f"Rank 0 (process {starter.pid} on host ") and "is gone" in text
+    assert took_s < SOON_S / 4
+
+
+def _starts(environment, codes, answers):
+    """Meet processes that this one has started, which end or never come."""
+    os.environ.update(environment)
+    started = [subprocess.Popen(["sh", "-c", code]) for code in codes]
+    begin_s = time.monotonic()
+    try:
+        environment, device = TorchElasticEnvironment(), torch.device("cpu")
+        launch.connect(environment, "gloo", SOON, device, started)
+    except Exception as error:
+        took_s = time.monotonic() - begin_s
+        answers.put((type(error), str(error), took_s, [process.pid for process in started]))
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("codes", "rank", "how"),
+    [
+        (("exit 3", "exec sleep 300"), 1, "ended with status 3"),
+        (("exec sleep 300", "kill -9 $$"), 2, "was killed by signal 9"),
+        (("exit 0", "exec sleep 300"), 1, "ended with status 0"),
+    ],
+)
+def test_a_rank_that_ends_before_it_comes_is_named_by_the_rank_that_has_started_it(
+    codes, rank, how
+):
+    """As with Lightning's launcher, whose thread kills all ranks later, and says nothing."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    environment = torchrun_environments(3)[0]
+    starter = context.Process(target=_starts, args=(environment, codes, answers))
+    starter.start()
+    try:
+        kind, text, took_s, numbers = answers.get(timeout=SOON_S / 2)
+    finally:
+        starter.kill()
+        starter.join()
+    assert kind is RemoteRankError
+    assert text.startswith(f"Rank {rank} (process {numbers[rank - 1]} on host ")
+    assert f"which rank 0 has started, is gone: the process {how} before it came" in text
     assert took_s < SOON_S / 4
 
 
